@@ -1,0 +1,63 @@
+"""jpaged: paged-attention inference for language models on JAX.
+
+Nothing is imported until it is asked for, so that `import jpaged.models` does not load the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .engine import Engine
+    from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
+    from .llm import LLM
+    from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "CompletionOutput": "outputs",
+    "ConfigError": "errors",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "InvalidRequestError": "errors",
+    "JpagedError": "errors",
+    "LLM": "llm",
+    "ModelLoadError": "errors",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "InvalidRequestError",
+    "JpagedError",
+    "ModelLoadError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+# In a checkout the other rooms lie beside this folder; an installed wheel has them inside.
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if (_CHECKOUT / "pyproject.toml").is_file() and str(_CHECKOUT) not in __path__:
+    __path__.append(str(_CHECKOUT))
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,57 @@
+"""Rounds sizes up: the closed set of padded shapes that steps are compiled for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+MIN_DEVICE_TOKENS = 16
+MIN_DEVICE_SAMPLES = 8
+LOGPROB_SAMPLES = (8, 64, 256)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Padded sizes in ascending order. `num_tokens`: tokens of a step; `num_samples`: rows that are sampled."""
+
+    num_tokens: tuple[int, ...]
+    num_samples: tuple[int, ...]
+    num_logprob_samples: tuple[int, ...]
+
+    @property
+    def max_samples(self) -> int:
+        return self.num_samples[-1]
+
+    def tokens_for(self, count: int) -> int:
+        """Smallest token bucket that holds `count`."""
+        return self.num_tokens[bisect_left(self.num_tokens, count)]
+
+    def rows_for(self, num_tokens: int) -> int:
+        """Rows that a step of this token bucket has room for: each has at least one token."""
+        return min(num_tokens, self.max_samples)
+
+    def samples_for(self, count: int, *, logprobs: bool) -> int:
+        """Smallest sample bucket that holds `count`; steps with logprobs have fewer sizes, to save executables."""
+        sizes = self.num_logprob_samples if logprobs else self.num_samples
+        return sizes[bisect_left(sizes, count)]
+
+
+def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str, dtype: str) -> Buckets:
+    """Powers of two up to the caps; a CPU also gets the small sizes that its matrix products do well.
+
+    A CPU in float32 is quickest with a single row, in bfloat16 from four rows (167 ms at 1 row, 18 at 4).
+    """
+    small = () if platform != "cpu" else (1, 8) if dtype == "float32" else (4, 8)
+    num_tokens = small + _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
+    small_samples = (1,) if platform == "cpu" else ()
+    num_samples = small_samples + _powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs)
+    most = num_samples[-1]
+    num_logprob_samples = (*(size for size in LOGPROB_SAMPLES if size < most), most)
+    return Buckets(num_tokens, num_samples, num_logprob_samples)
+
+
+def _powers_of_two(first: int, at_least: int) -> tuple[int, ...]:
+    sizes = [first]
+    while sizes[-1] < at_least:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes)

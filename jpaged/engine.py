@@ -1,0 +1,497 @@
+"""The engine: requests in, steps through scheduler and runner, outputs out. The four lines of `_advance` are the flow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from .block_manager import BlockManager
+from .buckets import make_buckets
+from .config import EngineConfig
+from .errors import ConfigError, InvalidRequestError
+from .models.loading import abstract_weights, load_weights
+from .opening import OpenedModel, open_for_engine
+from .output_processor import OutputProcessor
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput
+from .pallas_kernels.ragged_paged_attention import LayerPlace, XlaBackend
+from .prompts import EncodedPrompt, PromptEncoder
+from .request import Request, RequestState, make_request
+from .runner import Runner
+from .sampler import SampleMode
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .sharding import device_mesh, select_devices
+from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
+from .step_inputs import StepInputBuilder
+
+logger = logging.getLogger("jpaged")
+
+NUM_GROUPS = 1
+"""Page-table groups: all layers of the models here keep all of their context."""
+
+
+class Progress(Protocol):
+    """What is told of a long phase: `name` of the phase, `done` of `total`."""
+
+    def __call__(self, name: str, done: int, total: int) -> None: ...
+
+
+class Engine:
+    """One model behind a paged cache. Offline: `generate`, `chat`. Step by step: `add_request`, `step`.
+
+    `Engine("smollm2-135m", max_num_seqs=8)`: a model's name or directory, and any option of `EngineConfig`.
+    Raises ConfigError or ModelLoadError before anything large is allocated. Not thread-safe. A context
+    manager; `shutdown` gives the device's memory back.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any):
+        config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+        self._start(config, open_for_engine(config))
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        config: EngineConfig,
+        opened: OpenedModel | None = None,
+        *,
+        demands: Sequence[Demand] = (),
+        progress: Progress | None = None,
+    ) -> Engine:
+        """An engine from checked options, and from a model that was opened before.
+
+        `demands`: the requests that will come, if all are known, so that no larger pool is taken than they need.
+        """
+        engine = cls.__new__(cls)
+        engine._start(config, opened or open_for_engine(config), demands=demands, progress=progress)
+        return engine
+
+    def _start(
+        self,
+        config: EngineConfig,
+        opened: OpenedModel,
+        *,
+        demands: Sequence[Demand] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config
+        self.opened = opened
+        self.tokenizer = opened.tokenizer
+        model = opened.config
+        use_compilation_cache(config.compilation_cache_dir)
+        try:
+            self.device = select_devices(config.device)[0]
+        except RuntimeError as error:
+            raise ConfigError(" ".join(str(error).split())) from error
+        platform = self.device.platform
+        self.backend = XlaBackend(platform=platform)
+        shape = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_size": model.head_size}
+
+        def page_bytes(block_size: int, dtype: str) -> int:
+            try:
+                return self.backend.layout(num_pages=1, page_size=block_size, dtype=dtype, **shape).page_bytes
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+
+        self.sizes: EngineSizes = size_engine(
+            config,
+            model,
+            platform=platform,
+            free_bytes=_free_bytes(self.device),
+            page_bytes=page_bytes,
+            weights_bytes=lambda dtype: abstract_weights(model, dtype).size_bytes,
+            demands=demands,
+        )
+        for note in self.sizes.notes:
+            logger.warning(note)
+        sizes = self.sizes
+        mesh = device_mesh([self.device])
+        start = time.monotonic()
+        weights = load_weights(
+            model,
+            opened.checkpoint,
+            dtype=sizes.dtype,
+            mesh=mesh,
+            progress=None if progress is None else lambda done, total: progress("load", done, total),
+        )
+        self.load_seconds = time.monotonic() - start
+        self._progress = progress
+        self.buckets = make_buckets(
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            platform=platform,
+            dtype=sizes.dtype,
+        )
+        self.blocks = BlockManager(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_groups=NUM_GROUPS,
+        )
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            watermark=config.watermark,
+            clock=time.monotonic,
+        )
+        self.builder = StepInputBuilder(
+            buckets=self.buckets,
+            backend=self.backend,
+            block_size=sizes.block_size,
+            num_groups=NUM_GROUPS,
+            max_num_seqs=sizes.max_num_seqs,
+        )
+        self.runner = Runner(
+            weights=weights,
+            hidden_size=model.hidden_size,
+            mesh=mesh,
+            backend=self.backend,
+            kv_layout=self.backend.layout(
+                num_pages=sizes.num_blocks, page_size=sizes.block_size, dtype=sizes.kv_cache_dtype, **shape
+            ),
+            layer_places=tuple(LayerPlace(group=0, index=layer) for layer in range(model.num_layers)),
+            buckets=self.buckets,
+            builder=self.builder,
+            max_num_seqs=sizes.max_num_seqs,
+            max_pages=-(-sizes.max_model_len // sizes.block_size),
+            num_groups=NUM_GROUPS,
+            max_logprobs=config.max_logprobs,
+        )
+        self.prompts = PromptEncoder(self.tokenizer, model.vocab_size, sizes.max_model_len)
+        self.outputs = OutputProcessor(
+            self.tokenizer, eos_token_ids=opened.eos_token_ids, max_model_len=sizes.max_model_len
+        )
+        self.requests: dict[str, Request] = {}
+        self._num_requests = 0
+        self._counts = {"steps": 0, "prompt_tokens": 0, "generation_tokens": 0, "step_tokens": 0, "padded_tokens": 0}
+        self._is_open = True
+
+    # Offline
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        on_error: str = "raise",
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of them; outputs come in the order of the prompts.
+
+        A prompt is a text, a list (or array) of token ids, or a mapping with `prompt`, `prompt_token_ids` or
+        `messages`. Without `sampling_params` the model's own defaults hold. A bad prompt raises
+        InvalidRequestError naming its index before anything is computed; `on_error="return"` gives it an
+        output with finish_reason "error" instead.
+        """
+        if on_error not in ("raise", "return"):
+            raise ConfigError(f"on_error: got {on_error!r}, allowed: raise, return")
+        prompts = _as_prompts(prompts)
+        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+            each: list[SamplingParams] = [sampling_params or self.default_sampling_params()] * len(prompts)
+        else:
+            each = list(sampling_params)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(
+                f"sampling_params: got {len(each)} for {len(prompts)} prompts, allowed: one for all or one for each",
+                param="sampling_params",
+            )
+        results: list[RequestOutput | None] = [None] * len(prompts)
+        checked: list[EncodedPrompt | None] = []
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                checked.append(self._check(prompt, params))
+            except InvalidRequestError as error:
+                if on_error == "raise":
+                    raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
+                checked.append(None)
+                results[index] = error_output(str(index), prompt, str(error))
+        index_of: dict[str, int] = {}
+        for index, (encoded, params) in enumerate(zip(checked, each, strict=True)):
+            number = self._num_requests
+            self._num_requests += 1
+            if encoded is not None:
+                index_of[self._enqueue(f"generate-{number}", encoded, params, number=number).request_id] = index
+        with _bar(len(index_of), use_tqdm) as update:
+            self.run_until_done(lambda request: self._collect(request, index_of, results, update))
+        return [result for result in results if result is not None]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, a list of {"role", "content"}, or a list of conversations."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else list(messages)
+        return self.generate([{"messages": one} for one in conversations], sampling_params, use_tqdm=use_tqdm)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend, to the end of the context."""
+        return SamplingParams(**{"max_tokens": None, **self.opened.sampling_defaults})
+
+    # Step by step
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        arrival_time: float | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Queue a request. InvalidRequestError if it is wrong, can never fit, or its id is in use.
+
+        `number` stands in for the count of requests so far in the seed of a request without one, so that a
+        resumed job draws as the first did.
+        """
+        if request_id in self.requests:
+            raise InvalidRequestError(
+                f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has", param="request_id"
+            )
+        params = params or self.default_sampling_params()
+        encoded = self._check(prompt, params)
+        if number is None:
+            number = self._num_requests
+            self._num_requests += 1
+        self._enqueue(request_id, encoded, params, number=number, arrival_time=arrival_time)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns the outputs so far of every request that it brought a token or an end."""
+        return [self.outputs.output_of(request) for request in self._advance()]
+
+    def run_until_done(self, on_finished: Callable[[Request], None]) -> None:
+        """Step until nothing is left; each request is handed over when it ends. Aborts all if that raises."""
+        try:
+            while self.has_unfinished_requests():
+                for request in self._advance():
+                    if request.state.is_finished:
+                        on_finished(request)
+        except BaseException:
+            self.abort_request(list(self.requests))
+            raise
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests with finish_reason "abort" and free what they hold. Ids that are not running are ignored."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            request = self.requests.pop(request_id, None)
+            if request is not None:
+                for sequence in request.live_sequences:
+                    self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their pages."""
+        self.blocks.reset_prefix_cache()
+
+    def prepare(self, prompt_lens: Sequence[int], modes: Iterable[SampleMode]) -> None:
+        """Compile beforehand what requests of these lengths will need first; counts as start-up, not as service."""
+        budget, seqs = self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs
+        total = sum(prompt_lens)
+        sizes = {min(total, budget), min(len(prompt_lens), seqs)}
+        keys = [self.runner.forward_key(size) for size in sorted(sizes, reverse=True) if size]
+        keys += [self.runner.sample_key(min(len(prompt_lens), seqs), mode) for mode in modes]
+        report = self._progress
+        self.runner.prepare(
+            keys, progress=None if report is None else lambda done, total: report("compile", done, total)
+        )
+
+    def stats(self) -> dict[str, float | int]:
+        """Counters since start: steps, tokens, pages, cache hits, preemptions, compilations."""
+        plan, blocks, counts = self.runner.plan, self.blocks, self._counts
+        return {
+            **counts,
+            "prefill_chunks": self.scheduler.num_prefill_chunks,
+            "preemptions": self.scheduler.num_preemptions,
+            "prefix_cache_queries": blocks.num_queried_tokens,
+            "prefix_cache_hits": blocks.num_hit_tokens,
+            "blocks": blocks.num_usable,
+            "blocks_used": blocks.num_used,
+            "peak_blocks_used": blocks.peak_used,
+            "requests": len(self.requests),
+            "executables": len(plan.executables),
+            "planned_executables": len(plan.programs),
+            "compile_seconds": plan.compile_seconds,
+            "recompiles": plan.num_outside,
+            "padding_share": 1 - counts["step_tokens"] / counts["padded_tokens"] if counts["padded_tokens"] else 0.0,
+        }
+
+    def shutdown(self) -> None:
+        """Abort what is left and free the device. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self.abort_request(list(self.requests))
+            self.runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    # The flow
+
+    def _advance(self) -> list[Request]:
+        """One step: schedule, build, dispatch, process. Returns the requests that changed for their caller."""
+        work = self.scheduler.schedule()
+        step = self.builder.build(work.scheduled)
+        outputs = self.runner.dispatch(step, _mode(request.params for request in {s.request for s in step.samples}))
+        return self._process(work.scheduled, step, outputs.read())
+
+    def _process(self, scheduled: Any, step: Any, sampled: Any) -> list[Request]:
+        self._counts["steps"] += 1
+        num_tokens = sum(item.num_tokens for item in scheduled)
+        self._counts["step_tokens"] += num_tokens
+        self._counts["padded_tokens"] += step.layout.num_tokens
+        for item in scheduled:
+            self.scheduler.complete(item)
+        now = time.monotonic()
+        changed: dict[str, Request] = {}
+        for row, sequence in enumerate(step.samples):
+            request = sequence.request
+            end = self.outputs.append(sequence, sampled, row)
+            self._counts["generation_tokens"] += 1
+            if request.first_token_time is None:
+                request.first_token_time = now
+            request.last_token_time = now
+            changed[request.request_id] = request
+            if end is not None:
+                self.scheduler.finish(sequence, end)
+                if request.state.is_finished:
+                    del self.requests[request.request_id]
+        return list(changed.values())
+
+    def _check(self, prompt: Any, params: SamplingParams) -> EncodedPrompt:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params: got {type(params).__name__}, allowed: SamplingParams", param="sampling_params"
+            )
+        self.prompts.check_params(params, max_logprobs=self.config.max_logprobs)
+        return self.prompts.encode(prompt)
+
+    def _enqueue(
+        self,
+        request_id: str,
+        encoded: EncodedPrompt,
+        params: SamplingParams,
+        *,
+        number: int,
+        arrival_time: float | None = None,
+    ) -> Request:
+        room = self.sizes.max_model_len - len(encoded.token_ids)
+        request = make_request(
+            request_id=request_id,
+            number=number,
+            prompt_token_ids=encoded.token_ids,
+            params=params,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            max_tokens=min(room, params.max_tokens or room),
+            engine_seed=self.config.seed,
+            num_groups=NUM_GROUPS,
+            prompt=encoded.text,
+        )
+        for sequence in request.sequences:
+            self.outputs.start(sequence)
+        self._counts["prompt_tokens"] += len(encoded.token_ids)
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+        return request
+
+    def _collect(
+        self, request: Request, index_of: dict[str, int], results: list[RequestOutput | None], update: Callable[[], None]
+    ) -> None:
+        index = index_of.get(request.request_id)
+        if index is not None:
+            results[index] = self.outputs.output_of(request)
+            update()
+
+
+def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
+    """The output of a request that never reached the engine."""
+    now = time.monotonic()
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=(),
+        outputs=(CompletionOutput(index=0, text="", token_ids=(), finish_reason="error"),),
+        finished=True,
+        metrics=RequestMetrics(now, None, None, None, now, None, 0, 0),
+        num_cached_tokens=0,
+        error=message,
+    )
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning."""
+    if directory is None and (jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")):
+        return  # The user has chosen one.
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(directory) if directory else Path(cache_home) / "jpaged" / "xla"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} is not writable")
+    except OSError as error:
+        logger.warning("compilation cache off, each start compiles anew: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _mode(params: Iterable[SamplingParams]) -> SampleMode:
+    mode = SampleMode.GREEDY
+    for each in params:
+        if each.logprobs is not None:
+            return SampleMode.LOGPROBS
+        if not each.is_greedy:
+            mode = SampleMode.FULL
+    return mode
+
+
+def _free_bytes(device: jax.Device) -> int:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or many: a text, a mapping, ids or an array of ids is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, jax.Array | np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts: got {type(prompts).__name__}, allowed: a prompt or a list of prompts", param="prompts"
+        )
+    if not prompts:
+        return []
+    return [list(prompts)] if isinstance(prompts[0], int) else list(prompts)
+
+
+@contextmanager
+def _bar(total: int, use_tqdm: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar over requests on a terminal."""
+    if not use_tqdm:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="requests", unit="req", disable=None) as bar:
+        yield lambda: bar.update(1) and None

@@ -1,0 +1,311 @@
+"""Builds a tokenizer from the metadata of a GGUF file.
+
+`tokenizer.ggml.model` names the algorithm and `tokenizer.ggml.pre` how text is cut before it. A wrong cut
+gives tokens that look right and are not, so only names whose tokens have been held against published ones
+are known; any other is an error. Knows nothing of chats, streams or models.
+
+Two things a GGUF does not carry are lost: added tokens that swallow the white space after them (Phi-3), and
+a normalizer, which is taken from the `pre` name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from .errors import ModelLoadError
+
+MODELS = ("gpt2", "llama", "bert", "gemma4")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type; 5 is unused, 6 a byte
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT = r"\p{N}"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# The letters with case that DeepSeek's first tokenizers counted, by the Unicode of their day.
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba"
+    "\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45"
+    "\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe"
+    "\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102"
+    "\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
+    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06"
+    "\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """How a `pre` name cuts text: each pattern in turn isolates its matches in what the ones before left."""
+
+    splits: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_GPT2 = _Pre((_WORDS,))
+_DIGITS = _Pre((_DIGIT, _WORDS))
+_LLAMA3 = _Pre((_SUFFIX + _LETTERS + r"\p{N}{1,3}" + _PUNCTUATION + _TAIL,), ignore_merges=True, add_bos=True)
+_QWEN2 = _Pre((_SUFFIX + _LETTERS + _DIGIT + _PUNCTUATION + _TAIL,), nfc=True)
+_DEEPSEEK3 = _Pre(
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+        r" ?[\p{P}\p{S}]+[\r\n]*|" + _TAIL,
+    )
+)
+_GPT4O = _Pre(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
+    )
+)
+_TEKKEN = _Pre(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
+    ),
+    ignore_merges=True,
+    add_bos=True,
+)
+_PRE = {
+    "command-r": _Pre((_DIGIT, _WORDS), nfc=True),
+    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
+    "deepseek-llm": _Pre(
+        (
+            r"[\r\n]",
+            rf"\s?[{_CASED}]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _CJK,
+            _DIGIT,
+        )
+    ),
+    "deepseek-r1-qwen": _QWEN2,
+    "deepseek-v3": _DEEPSEEK3,
+    "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]")),
+    "gpt-2": _GPT2,
+    "gpt-4o": _GPT4O,
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "mpt": _Pre((_WORDS,), nfc=True),
+    "qwen2": _QWEN2,
+    "qwen35": _Pre((_SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL,)),
+    "refact": _DIGITS,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "tekken": _TEKKEN,
+}
+
+
+def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """Build the tokenizer that `metadata` describes, and its named special tokens (bos_token, eos_token, …).
+
+    `path` is for messages only. Raises ModelLoadError for an unknown model or `pre`, and for lists that are
+    missing or do not fit together.
+    """
+    vocabulary = _Vocabulary(path, metadata)
+    model = vocabulary.value("model", str)
+    if model == "gpt2":
+        backend, adds_bos = _byte_level(vocabulary)
+    elif model == "llama":
+        backend, adds_bos = _sentence_piece(vocabulary), True
+    elif model == "gemma4":
+        backend, adds_bos = _gemma4(vocabulary), True
+    elif model == "bert":
+        backend, adds_bos = _word_piece(vocabulary), True
+    else:
+        raise ModelLoadError(
+            f"{path}: tokenizer.ggml.model is {model!r}, known are {', '.join(MODELS)}; "
+            "use the model's Hugging Face directory instead"
+        )
+    special = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in (UNKNOWN, CONTROL)]
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    added = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == USER_DEFINED]
+    backend.add_tokens([AddedToken(t, normalized=False) for t in added])
+    names = vocabulary.special_names()
+    first = names.get("bos_token") if vocabulary.value("add_bos_token", bool, adds_bos) else None
+    last = names.get("eos_token") if vocabulary.value("add_eos_token", bool, False) else None
+    if model == "bert":
+        first, last = names.get("cls_token"), names.get("sep_token")
+    ends = [token for token in (first, last) if token is not None]
+    if ends:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*([first] if first else []), "$A", *([last] if last else [])],
+            special_tokens=[(token, vocabulary.ids[token]) for token in dict.fromkeys(ends)],
+        )
+    return backend, names
+
+
+class _Vocabulary:
+    """The `tokenizer.ggml.*` values, checked when they are read."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]):
+        self.path, self.metadata = path, metadata
+        self.tokens: list[str] = self.strings("tokens")
+        self.types: list[int] = self.value("token_type", list, [NORMAL] * len(self.tokens))
+        if len(self.types) != len(self.tokens):
+            raise ModelLoadError(
+                f"{path}: tokenizer.ggml has {len(self.tokens)} tokens and {len(self.types)} token types; "
+                "they must be as many: the file is corrupt, fetch it again"
+            )
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        value = self.metadata.get(f"tokenizer.ggml.{key}", default)
+        if not isinstance(value, kind):
+            raise ModelLoadError(
+                f"{self.path}: tokenizer.ggml.{key} is {_short(value)}, wanted {kind.__name__}: "
+                "the file carries no whole tokenizer, fetch it again or use the model's Hugging Face directory"
+            )
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        values: list[Any] = self.value(key, list)
+        try:
+            "".join(values).encode()
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ModelLoadError(
+                f"{self.path}: tokenizer.ggml.{key} holds an item that is no UTF-8 text ({_short(error)}); "
+                "fetch it again"
+            ) from error
+        return values
+
+    def merges(self) -> list[tuple[str, str]]:
+        pairs = []
+        for line in self.strings("merges"):
+            # A half may begin with a space of its own, so the first character is never the border.
+            border = line.find(" ", 1)
+            left, right = line[:border], line[border + 1 :]
+            if border < 0 or left not in self.ids or right not in self.ids:
+                raise ModelLoadError(
+                    f"{self.path}: tokenizer.ggml.merges holds {line!r}, wanted two tokens and a space between them; "
+                    "the file is corrupt, fetch it again"
+                )
+            pairs.append((left, right))
+        return pairs
+
+    def special_names(self) -> dict[str, str]:
+        names = {}
+        for name, key in (
+            ("bos_token", "bos_token_id"),
+            ("eos_token", "eos_token_id"),
+            ("unk_token", "unknown_token_id"),
+            ("pad_token", "padding_token_id"),
+            ("cls_token", "cls_token_id"),
+            ("sep_token", "seperator_token_id"),  # the format spells it so
+            ("mask_token", "mask_token_id"),
+        ):
+            token_id = self.metadata.get(f"tokenizer.ggml.{key}")
+            if token_id is None:
+                continue
+            if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
+                raise ModelLoadError(
+                    f"{self.path}: tokenizer.ggml.{key} is {_short(token_id)}, allowed are 0 to "
+                    f"{len(self.tokens) - 1}; the file is corrupt, fetch it again"
+                )
+            names[name] = self.tokens[token_id]
+        return names
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    name = vocabulary.metadata.get("tokenizer.ggml.pre")
+    pre = _PRE.get(name) if isinstance(name, str) else None
+    if pre is None:
+        raise ModelLoadError(
+            f"{vocabulary.path}: tokenizer.ggml.pre is {_short(name)}, known are {', '.join(_PRE)}; "
+            "use the model's Hugging Face directory instead"
+        )
+    backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=pre.ignore_merges))
+    if pre.nfc:
+        backend.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.splits]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre.add_bos
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
+    scores = vocabulary.value("scores", list)
+    if len(scores) != len(vocabulary.tokens):
+        raise ModelLoadError(
+            f"{vocabulary.path}: tokenizer.ggml has {len(vocabulary.tokens)} tokens and {len(scores)} scores; "
+            "they must be as many: the file is corrupt, fetch it again"
+        )
+    add_space = vocabulary.value("add_space_prefix", bool, True)
+    merges = _merges_of_scores(vocabulary.ids, vocabulary.types, scores)
+    backend = Tokenizer(_byte_fallback_bpe(vocabulary, merges))
+    to_bar = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_bar]) if add_space else to_bar
+    strip = [decoders.Strip(" ", 1, 0)] if add_space else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return backend
+
+
+def _gemma4(vocabulary: _Vocabulary) -> Tokenizer:
+    backend = Tokenizer(_byte_fallback_bpe(vocabulary, vocabulary.merges()))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]]) -> models.BPE:
+    unknown = vocabulary.special_names().get("unk_token")
+    if unknown is None and UNKNOWN in vocabulary.types:
+        unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
+    return models.BPE(vocab=vocabulary.ids, merges=list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+
+
+def _merges_of_scores(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Write SentencePiece's rule, the pair that makes the piece with the best score first, as a list of merges."""
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
+    for token, index in ids.items():
+        if types[index] != NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = ids.get(token[:cut]), ids.get(token[cut:])
+            if left is not None and right is not None:
+                merges.append((-scores[index], left, right, (token[:cut], token[cut:])))
+    merges.sort(key=lambda merge: merge[:3])
+    return [pair for *_, pair in merges]
+
+
+def _word_piece(vocabulary: _Vocabulary) -> Tokenizer:
+    names = vocabulary.special_names()
+    for name in ("unk_token", "cls_token", "sep_token"):
+        if name not in names:
+            raise ModelLoadError(f"{vocabulary.path}: the bert tokenizer has no {name}; fetch the file again")
+    # The file marks the start of a word by ▁, where the algorithm marks what continues one by ##.
+    ids = {}
+    for token, index in vocabulary.ids.items():
+        if vocabulary.types[index] == NORMAL and not (token.startswith("[") and token.endswith("]")):
+            token = token[1:] if token.startswith("▁") else "##" + token
+        ids[token] = index
+    backend = Tokenizer(models.WordPiece(vocab=ids, unk_token=names["unk_token"], max_input_chars_per_word=100))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend

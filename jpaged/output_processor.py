@@ -1,0 +1,139 @@
+"""From sampled tokens to text: the rules by which a sequence stops, and what its caller is shown.
+
+Knows tokens, text and stop rules; nothing of pages or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .detokenizer import Detokenizer
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .request import Request, RequestState, Sequence
+
+if TYPE_CHECKING:
+    from .sampler import SampledRows
+    from .tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What the caller of one sequence will see."""
+
+    detokenizer: Detokenizer | None
+    shown: str = ""
+    """Text that is certain: no part of a stop string that may be cut off, no half of a character."""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+    def text(self, *, finished: bool) -> str:
+        if self.detokenizer is not None:
+            self.shown += self.detokenizer.delta(finished=finished)
+        return self.shown
+
+
+class OutputProcessor:
+    """Applies stop rules and keeps text and logprobs of every sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, *, eos_token_ids: Iterable[int], max_model_len: int):
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len = max_model_len
+
+    def start(self, sequence: Sequence) -> None:
+        """Begin the output of a new sequence."""
+        params = sequence.request.params
+        detokenizer = None
+        if params.detokenize:
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                sequence.request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop or (),
+                include_stop_str_in_output=params.include_stop_str_in_output,
+            )
+        sequence.output = SequenceOutput(detokenizer)
+
+    def append(self, sequence: Sequence, sampled: SampledRows, row: int) -> RequestState | None:
+        """Take the token that `row` of a step drew for this sequence; returns the state it ends in, if it does.
+
+        The id that ends a sequence is kept among its tokens and left out of its text.
+        """
+        if not sampled.is_finite[row]:
+            sequence.request.error = "the model gave NaN or infinite logits for this request"
+            return RequestState.FINISHED_ERROR
+        token_id = int(sampled.token_ids[row])
+        sequence.token_ids.append(token_id)
+        sequence.is_last_token_on_device = True
+        params = sequence.request.params
+        if params.logprobs is not None:
+            self._append_logprobs(sequence, sampled, row, params.logprobs)
+        if token_id in self.eos_token_ids and not params.ignore_eos:
+            return RequestState.FINISHED_STOPPED
+        if token_id in (params.stop_token_ids or ()):
+            sequence.stop_reason = token_id
+            return RequestState.FINISHED_STOPPED
+        output = sequence.output
+        assert output is not None, "start comes before append"
+        if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
+            sequence.stop_reason = stop
+            return RequestState.FINISHED_STOPPED
+        is_full = sequence.num_tokens >= self.max_model_len
+        return RequestState.FINISHED_LENGTH if is_full or sequence.num_output_tokens >= sequence.request.max_tokens else None
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """The request as its caller sees it now."""
+        queue_end = request.first_scheduled_time
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            outputs=tuple(_completion(sequence) for sequence in request.sequences),
+            finished=request.state.is_finished,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                first_scheduled_time=queue_end,
+                first_token_time=request.first_token_time,
+                last_token_time=request.last_token_time,
+                finished_time=request.finished_time,
+                time_in_queue=None if queue_end is None else queue_end - request.arrival_time,
+                num_preemptions=request.num_preemptions,
+                num_cached_tokens=request.num_cached_tokens,
+            ),
+            num_cached_tokens=request.num_cached_tokens,
+            error=request.error,
+        )
+
+    def _append_logprobs(self, sequence: Sequence, sampled: SampledRows, row: int, num_top: int) -> None:
+        assert sampled.logprobs is not None
+        assert sampled.ranks is not None
+        assert sampled.top_token_ids is not None
+        assert sampled.top_logprobs is not None
+        assert sequence.output is not None
+        own = float(sampled.logprobs[row])
+        token_ids = [sequence.token_ids[-1], *sampled.top_token_ids[row, :num_top].tolist()]
+        logprobs = [own, *sampled.top_logprobs[row, :num_top].tolist()]
+        ranks = [int(sampled.ranks[row]), *range(1, num_top + 1)]
+        entries: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
+            if token_id not in entries:
+                entries[token_id] = Logprob(logprob, rank, self.tokenizer.decode([token_id], skip_special_tokens=False))
+        sequence.output.logprobs.append(entries)
+        sequence.output.cumulative_logprob += own
+
+
+def _completion(sequence: Sequence) -> CompletionOutput:
+    output, request = sequence.output, sequence.request
+    assert output is not None
+    has_logprobs = request.params.logprobs is not None
+    return CompletionOutput(
+        index=sequence.index,
+        text=output.text(finished=sequence.state.is_finished),
+        token_ids=tuple(sequence.token_ids[len(request.prompt_token_ids) :]),
+        cumulative_logprob=output.cumulative_logprob if has_logprobs else None,
+        logprobs=tuple(output.logprobs) if has_logprobs else None,
+        finish_reason=sequence.state.finish_reason,
+        stop_reason=sequence.stop_reason,
+    )

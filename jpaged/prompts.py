@@ -1,0 +1,134 @@
+"""Turns what a caller calls a prompt into checked token ids. The host is the only guard: JAX clamps a bad id silently."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from .errors import InvalidRequestError
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+MAX_CHARS_PER_TOKEN = 64
+"""A text longer than this times the context cannot fit it, and is refused before anybody tokenizes it."""
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """Token ids, and the text they came from if there was one."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Encodes and checks prompts for one model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Rows of the output head: ids at or above it would read another token's row."""
+    max_model_len: int
+    chat_template: str | None = None
+
+    def encode(self, prompt: Any) -> EncodedPrompt:
+        """Ids of a text, of a list or array of ids, or of {"prompt"}, {"prompt_token_ids"} or {"messages"}.
+
+        Raises InvalidRequestError, naming the field, for anything else, for an id outside the vocabulary, for
+        an empty prompt and for one that leaves no room for an answer.
+        """
+        if isinstance(prompt, Mapping):
+            prompt = self._chosen(prompt)
+            if isinstance(prompt, _Messages):
+                text = self.tokenizer.render_chat(prompt.messages, template=self.chat_template)
+                return self._checked(self._tokenize(text, add_special_tokens=False), text)
+        if isinstance(prompt, str):
+            return self._checked(self._tokenize(prompt, add_special_tokens=True), prompt)
+        return self._checked(self._ids(prompt), None)
+
+    def check_params(self, params: SamplingParams, *, max_logprobs: int) -> None:
+        """Hold parameters against this model: token ids in every field, and the engine's cap on logprobs."""
+        for token_id in params.stop_token_ids or ():
+            self._check_id(token_id, "stop_token_ids")
+        if params.logprobs is not None and params.logprobs > max_logprobs:
+            raise InvalidRequestError(
+                f"logprobs: got {params.logprobs}, allowed: at most max_logprobs, {max_logprobs}", param="logprobs"
+            )
+
+    def _chosen(self, prompt: Mapping[str, Any]) -> Any:
+        keys = [key for key in PROMPT_KEYS if key in prompt]
+        if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
+            raise InvalidRequestError(
+                f"{unknown[0]}: not available in this version; a prompt holds one of {', '.join(PROMPT_KEYS)}",
+                param=str(unknown[0]),
+            )
+        if len(keys) != 1:
+            raise InvalidRequestError(
+                f"prompt: got {' and '.join(keys) or 'no key'}, allowed: exactly one of {', '.join(PROMPT_KEYS)}",
+                param="prompt",
+            )
+        value = prompt[keys[0]]
+        if keys[0] == "messages":
+            return _Messages(value)
+        if isinstance(value, str) is not (keys[0] == "prompt"):
+            wanted = "a string" if keys[0] == "prompt" else "a list of token ids"
+            raise InvalidRequestError(f"{keys[0]}: got {_short(value)}, allowed: {wanted}", param=keys[0])
+        return value
+
+    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        most = self.max_model_len * MAX_CHARS_PER_TOKEN
+        if len(text) > most:
+            raise InvalidRequestError(
+                f"prompt: got {len(text)} characters, the maximum context length is {self.max_model_len} tokens, which "
+                f"cannot hold more than {most}; shorten the prompt",
+                param="prompt",
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _ids(self, prompt: Any) -> list[int]:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, list | tuple):
+            raise InvalidRequestError(
+                f"prompt: got {_short(prompt)}, allowed: a string, a list of token ids, or a mapping with one of "
+                f"{', '.join(PROMPT_KEYS)}",
+                param="prompt",
+            )
+        for token_id in ids:
+            self._check_id(token_id, "prompt")
+        return [int(token_id) for token_id in ids]
+
+    def _check_id(self, token_id: Any, param: str) -> None:
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise InvalidRequestError(f"{param}: got {_short(token_id)} among the token ids, allowed: integers", param=param)
+        if not 0 <= token_id < self.vocab_size:
+            raise InvalidRequestError(
+                f"{param}: token id {_short(token_id)} is out of vocabulary, allowed: 0 to {self.vocab_size - 1}", param=param
+            )
+
+    def _checked(self, token_ids: list[int], text: str | None) -> EncodedPrompt:
+        if not token_ids:
+            raise InvalidRequestError("prompt: got no token, the prompt cannot be empty; give some text", param="prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt: the maximum context length is {self.max_model_len} tokens, your prompt has {len(token_ids)} and an "
+                "answer needs at least one; shorten the prompt or raise max_model_len",
+                param="prompt",
+            )
+        if text is not None and max(token_ids) >= self.vocab_size:
+            self._check_id(max(token_ids), "prompt")
+        return EncodedPrompt(token_ids, text)
+
+
+@dataclass(frozen=True)
+class _Messages:
+    messages: Any
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

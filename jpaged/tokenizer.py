@@ -1,0 +1,259 @@
+"""Text to token ids and back, and chats to text.
+
+`tokenizers` does the work; transformers is imported only where it is needed: to read a Hugging Face
+directory and to render a chat. The file `tokenizer.json` is what counts: transformers 5 rebuilds some
+classes (Llama, GPT-2) from the vocabulary alone and then cuts numbers and leading spaces differently.
+Knows nothing of requests; `detokenizer.py` turns a stream of ids into a stream of text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from .chat_template import one_line, quiet_transformers, render_chat_template, shorten
+from .errors import InvalidRequestError, ModelLoadError
+from .gguf_tokenizer import build_gguf_backend
+from .models.gguf import read_gguf
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+# Decoders under which a token's text depends on nothing but whether any token stands before it.
+_STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+
+
+class Tokenizer:
+    """One model's vocabulary: encodes, decodes, renders chats. Safe to share between threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        *,
+        chat_template: str | None = None,
+    ):
+        """`special_tokens` maps the names that templates use (bos_token, eos_token, …) to tokens of `backend`.
+
+        Raises ModelLoadError when the decoder of `backend` is one that text cannot be streamed from.
+        """
+        # A tokenizer file may ask for a length limit: prompts would be cut without a word.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        kinds = _decoder_kinds(backend)
+        if unknown := sorted(kinds - _STREAMABLE):
+            raise ModelLoadError(
+                f"the tokenizer's decoder {', '.join(unknown)} cannot be streamed, known are "
+                f"{', '.join(sorted(_STREAMABLE))}; choose a model with a byte-level or SentencePiece tokenizer"
+            )
+        self.has_byte_fallback = "ByteFallback" in kinds
+        self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._pieces: dict[int, bytes] = {}
+        self._anchor, self._anchor_len = self._find_anchor()
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size} ids, bos {self.bos_token_id}, eos {self.eos_token_id})"
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` works without a template of the caller's."""
+        return self.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`; special tokens written out in it become their ids.
+
+        `add_special_tokens` puts the model's own start or end tokens around it. Raises InvalidRequestError
+        for text that is not Unicode (a lone surrogate).
+        """
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"the prompt must be valid Unicode text, got {shorten(text)}; replace lone surrogates",
+                param="prompt",
+            ) from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`, as `tokenizers` does: ids without a token add nothing, and no clean-up of spaces.
+
+        Bytes that are no UTF-8 become U+FFFD.
+        """
+        # Not left to the backend: tokenizers 0.23 shows special tokens that were declared `normalized`.
+        shown = [i for i in ids if i not in self.special_ids] if skip_special_tokens else list(ids)
+        text: str = self.backend.decode(shown, skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text: none for an id without a token.
+
+        With `is_first` no token stands before it; SentencePiece drops the space there. A character may be
+        spread over the bytes of several tokens.
+        """
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(token_id)
+        if not is_first or self._byte_of_char or (len(piece) == 1 and piece >= b"\x80"):
+            return piece
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Write `messages` out by the chat template: the model's, or `template`.
+
+        The text carries its special tokens already: encode it with `add_special_tokens=False`, or call
+        `encode_chat`. Raises InvalidRequestError for messages that are malformed or that the template refuses.
+        """
+        template = template if template is not None else self.chat_template
+        if template is None:
+            raise InvalidRequestError(
+                "this model has no chat template; give one (--chat-template FILE) or send a plain prompt",
+                param="messages",
+            )
+        return render_chat_template(
+            template, messages, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the ids of `render_chat`: the template's special tokens, and none added a second time."""
+        text = self.render_chat(messages, template=template, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _find_anchor(self) -> tuple[int, int]:
+        """Return a token to put before another, and the length of its text: what stays is the other's."""
+        if self._byte_of_char is None:
+            for letter in ("a", "A", "0", "▁a"):
+                token_id = self.backend.token_to_id(letter)
+                if token_id is not None:
+                    return token_id, len(self.decode([token_id]))
+        return 0, 0
+
+    def _make_piece(self, token_id: int) -> bytes:
+        token: str | None = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_of_char is not None:
+            try:
+                return bytes([self._byte_of_char[char] for char in token])
+            except KeyError:  # An added token, written as it is.
+                return token.encode()
+        if self.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return self.decode([self._anchor, token_id], skip_special_tokens=False)[self._anchor_len :].encode()
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face directory or of a `.gguf` file.
+
+    Never runs code of the model's. Raises ModelLoadError, in one line that names the file, for what is
+    missing, corrupt or unknown.
+    """
+    if path.is_dir():
+        return _load_directory(path)
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{path}: does not exist; wanted a Hugging Face directory or a GGUF file: correct the path"
+        )
+    metadata = read_gguf(path).metadata
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelLoadError(f"{path}: tokenizer.chat_template is no text; the file is corrupt, fetch it again")
+    backend, special_tokens = build_gguf_backend(path, metadata)
+    return _finish(path, backend, special_tokens, template)
+
+
+def _load_directory(path: Path) -> Tokenizer:
+    config = _read_json(path / "tokenizer_config.json")
+    has_file = (path / "tokenizer.json").is_file()
+    with quiet_transformers():
+        if has_file:
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+    try:
+        wrapped = Loader.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        backend = getattr(wrapped, "backend_tokenizer", None)
+    except Exception as error:  # The readers below raise whatever a broken file makes them stumble over.
+        reason = "it needs code of its own, which is never run" if "auto_map" in config else one_line(error)
+        raise ModelLoadError(
+            f"{path / 'tokenizer.json'}: {'cannot be read' if has_file else 'is missing'} ({reason}); "
+            "wanted the model's whole tokenizer: fetch its files again"
+        ) from error
+    if backend is None:
+        raise ModelLoadError(f"{path}: {type(wrapped).__name__} has no fast form; wanted a tokenizer.json beside it")
+    template = wrapped.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    names = {name: str(token) for name, token in wrapped.special_tokens_map.items() if isinstance(token, str)}
+    # A special token stands for itself wherever it is written. Declared `normalized`, as Llama 2 does, it would
+    # be looked for in the text with ▁ for spaces: "</s><s>" between two turns of a chat would be eight tokens.
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(
+                t.content, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=True
+            )
+            for t in backend.get_added_tokens_decoder().values()
+            if t.special and t.normalized
+        ]
+    )
+    return _finish(path, backend, names, template)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: cannot be read as JSON ({one_line(error)}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: holds a {type(value).__name__}, wanted a JSON object; fetch it again")
+    return value
+
+
+def _finish(path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str], template: str | None) -> Tokenizer:
+    try:
+        return Tokenizer(backend, names, chat_template=template)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+    """Return the names of the steps of the decoder; a step that changes the end of the text counts as unknown."""
+    if backend.decoder is None:
+        return set()
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
+    kinds = {f"{step['type']} at the end" if step.get("stop") else step["type"] for step in steps}
+    return {"ByteLevel among others"} if "ByteLevel" in kinds and len(kinds) > 1 else kinds
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's letters for the 256 bytes: printable Latin-1 is itself, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

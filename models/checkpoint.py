@@ -1,0 +1,262 @@
+"""Reads tensors out of a checkpoint by their Hugging Face names, a range of rows at a time.
+
+Files are memory-mapped, so that only what is returned takes memory. A safetensors directory is checked file by
+file when it is opened; a GGUF file is presented under the same names, its rows in the same order. Knows which
+tensors exist and where; whether a model wants them is for its loader to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import numpy as np
+
+from .config import ModelConfig, config_from_gguf, config_from_hf
+from .errors import ModelLoadError
+from .fields import Fields, read_json_object
+from .gguf import GGUFFile, read_gguf
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
+# Read by config_from_gguf: a part of the rotary embedding, not a weight.
+_GGUF_CONFIG_TENSORS = ("rope_freqs.weight",)
+
+
+class Checkpoint(Protocol):
+    """Named tensors, as the Hugging Face class of the model names and shapes them."""
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors, those that no model wants included."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        ...
+
+    def read(self, name: str, rows: slice) -> np.ndarray:
+        """Return `rows` (without a step) of the first axis: safetensors in their own dtype, GGUF as float32.
+
+        The array may be a read-only view of the file.
+        """
+        ...
+
+
+def open_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
+    """Open a directory of safetensors with its config.json, or a GGUF file, reading the headers only.
+
+    A config.json that names no dtype has that of the embedding, as in transformers.
+    """
+    if not path.is_dir():
+        file = read_gguf(path)
+        config = config_from_gguf(file)
+        return config, GGUFCheckpoint(file, config)
+    data = read_json_object(path / "config.json")
+    config = config_from_hf(data, path / "config.json")
+    checkpoint = SafetensorsCheckpoint(path)
+    embedding = "model.embed_tokens.weight"
+    if not (data.get("dtype") or data.get("torch_dtype")) and embedding in checkpoint.names():
+        config = dataclasses.replace(config, dtype=checkpoint.dtype(embedding))
+    return config, checkpoint
+
+
+class SafetensorsCheckpoint:
+    """The safetensors of a directory: `model.safetensors`, else the shards of its index.
+
+    Where both are there the single file is read, as transformers does. Every file is opened and every name held
+    against the index here, so that a bad download is found before any memory is taken. Each error names the file.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files: dict[str, Any] = {}
+        self._file_names: dict[str, str] = {}
+        index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
+        for file_name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
+            self._add(file_name)
+        for name, file_name in (index or {}).items():
+            if self._file_names.get(name) != file_name:
+                found = self._file_names.get(name, "no shard")
+                raise ModelLoadError(
+                    f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}: "
+                    "index and shards are of different checkpoints, fetch them again"
+                )
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors in all files."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return float32, bfloat16 or float16; ModelLoadError if the tensor is stored as anything else."""
+        stored = self._files[name].get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ModelLoadError(
+                f"{self.directory / self._file_names[name]}: tensor {name!r} is stored as {stored}, "
+                f"{', '.join(_DTYPES)} are available in this version: take the unquantized checkpoint or a .gguf file"
+            )
+        return _DTYPES[stored]
+
+    def read(self, name: str, rows: slice) -> np.ndarray:
+        """Return `rows` of the first axis in the stored dtype."""
+        self.dtype(name)
+        part = self._files[name].get_slice(name)
+        start, stop = _bounds(rows, part.get_shape()[0])
+        values: np.ndarray = part[start:stop]
+        return values
+
+    def _add(self, file_name: str) -> None:
+        # safetensors finds numpy's bfloat16 only when ml_dtypes has registered it.
+        import ml_dtypes  # noqa: F401
+        from safetensors import SafetensorError, safe_open
+
+        path = self.directory / file_name
+        try:
+            opened: Any = safe_open(path, "numpy")
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path}: {_file_fault(path, error)}") from error
+        for name in opened.keys():  # noqa: SIM118  (it is no dict)
+            if name in self._files:
+                raise ModelLoadError(
+                    f"{path}: tensor {name!r} is in {self._file_names[name]} too; each tensor is in one shard"
+                )
+            self._files[name], self._file_names[name] = opened, file_name
+
+
+class GGUFCheckpoint:
+    """A GGUF file under Hugging Face names, de-quantized to float32 as it is read.
+
+    `llama` files hold the rows of q and k permuted, each head's two halves interleaved, for a rotary embedding
+    that turns neighbours. The rows asked for are mapped to the stored ones, so only those are read. A tensor
+    that has no Hugging Face name keeps its own.
+    """
+
+    def __init__(self, file: GGUFFile, config: ModelConfig):
+        self.file = file
+        self._head_size = config.head_size
+        self._is_permuted = file.metadata["general.architecture"] == "llama"
+        self._stored = {_hf_name(name): name for name in file.tensors if name not in _GGUF_CONFIG_TENSORS}
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors but those that config_from_gguf has read."""
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self.file.tensors[self._stored[name]].shape
+
+    def read(self, name: str, rows: slice) -> np.ndarray:
+        """Return `rows` of the first axis as float32, in Hugging Face's order."""
+        stored, shape = self._stored[name], self.shape(name)
+        start, stop = _bounds(rows, shape[0])
+        wanted: slice | np.ndarray = slice(start, stop)
+        if self._is_permuted and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
+            wanted = self._stored_rows(np.arange(start, stop))
+        try:
+            # A vector is one stored row.
+            values = self.file.read_rows(stored, slice(None))[0] if len(shape) == 1 else None
+            return self.file.read_rows(stored, wanted) if values is None else values[wanted]
+        except NotImplementedError as error:
+            raise ModelLoadError(
+                f"{self.file.path}: tensor {stored!r} is stored as {self.file.tensors[stored].type_name}, which the "
+                "gguf package does not de-quantize: take a file of another quantization"
+            ) from error
+
+    def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Where the converter put each row: row (half, i) of a head is stored at 2 i + half."""
+        head, row = np.divmod(rows, self._head_size)
+        half, i = np.divmod(row, self._head_size // 2)
+        stored: np.ndarray = head * self._head_size + 2 * i + half
+        return stored
+
+
+def _hf_name(gguf_name: str) -> str:
+    match = _GGUF_LAYER.fullmatch(gguf_name)
+    if match and match[2] in _GGUF_LAYER_NAMES:
+        return f"model.layers.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+    return _GGUF_NAMES.get(gguf_name, gguf_name)
+
+
+def _bounds(rows: slice, num_rows: int) -> tuple[int, int]:
+    start, stop, step = rows.indices(num_rows)
+    if step != 1:
+        raise ValueError(f"rows {rows}: wanted a range without a step")
+    return start, max(start, stop)
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor; ModelLoadError if there is no index, or one that reaches out of `directory`."""
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        raise ModelLoadError(f"{directory}: {_missing_weights(directory)}")
+    weight_map = Fields(read_json_object(path), path).mapping("weight_map").data
+    if not weight_map:
+        raise ModelLoadError(f"{path}: weight_map is empty or missing, wanted the file of each tensor: fetch it again")
+    for name, file_name in weight_map.items():
+        is_plain = isinstance(file_name, str) and PurePosixPath(file_name).name == file_name and "\\" not in file_name
+        if not is_plain or not file_name.endswith(".safetensors"):
+            raise ModelLoadError(
+                f"{path}: places tensor {name!r} in {file_name!r}, wanted the name of a .safetensors file beside it"
+            )
+    for file_name in sorted(set(weight_map.values())):
+        if not (directory / file_name).is_file():
+            raise ModelLoadError(f"{path}: names {file_name}, which is not in the directory: fetch it again")
+    return dict(weight_map)
+
+
+def _missing_weights(directory: Path) -> str:
+    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    wanted = f"wanted {SINGLE_FILE} or {INDEX_FILE}"
+    for name in names:
+        if name.endswith(".gguf"):
+            return f"holds no safetensors, {wanted}; there is a GGUF file, give that: {directory / name}"
+    for name in names:
+        if name.endswith(PICKLED_SUFFIXES):
+            return f"holds pickled weights only ({name}), which may run code and are never read; {wanted}: convert it"
+    for name in names:
+        if name.endswith(".safetensors"):
+            return f"holds {name} but {wanted}: fetch what is missing, or rename it if it is the whole model"
+    return f"holds no weights, {wanted}: fetch it again"
+
+
+def _file_fault(path: Path, error: Exception) -> str:
+    """What is wrong with a file that safetensors does not read, and the way out."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as os_error:
+        return f"cannot be read ({os_error.strerror})"
+    if not head:
+        return "is empty: fetch it again"
+    if head.startswith(b"version https://git-lfs"):
+        return "is a git-LFS pointer, not the weights: run `git lfs pull` in its directory"
+    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "is an HTML page, not the weights: fetch it again"
+    reason = " ".join(str(error).split())
+    return f"is no whole safetensors file ({reason}): fetch it again"

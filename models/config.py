@@ -1,0 +1,348 @@
+"""What a model is made of: its sizes, its rotary embedding, its windows, read from config.json or from GGUF.
+
+config.json is read directly, in the keys that transformers 4 and 5 write: AutoConfig would import transformers,
+seconds before anything else can start. An absent key means what it means to the transformers class of the
+architecture. Knows no tensor but by name; what is not understood is an error that names it, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelLoadError
+from .fields import Fields
+
+if TYPE_CHECKING:
+    from .gguf import GGUFFile
+
+DTYPES = ("float32", "bfloat16", "float16")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MAX_LAYERS = 10_000
+DEFAULT_THETA = 10_000.0
+
+# What each transformers class assumes for a key that config.json does not have; a null is not absent.
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    "MistralForCausalLM": {
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
+}
+ARCHITECTURES = tuple(_CLASS_DEFAULTS)
+_ARCHITECTURE_OF_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+# A Mistral file says llama: the two differ in their windows only, which the file says.
+_ARCHITECTURE_OF_GGUF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary embedding's frequencies, in transformers' terms.
+
+    `freq_factors` (GGUF's form of llama3, one per frequency) divide the default inverse frequencies, and stand
+    for `factor`, `low_freq_factor`, `high_freq_factor` and `original_max_position`, which are then unused.
+    """
+
+    theta: float = DEFAULT_THETA
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    freq_factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One dense decoder of the Llama family. `architecture` is the transformers class, `dtype` the checkpoint's.
+
+    `windows` has one entry per layer: how many positions back its queries see, their own included; None is all.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    windows: tuple[int | None, ...]
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_context_len(self) -> int:
+        """Positions that the rotary embedding reaches.
+
+        `linear` and `yarn` stretch what the model was trained on, and files differ in whether
+        `max_position_embeddings` counts that in. For llama3 it always does.
+        """
+        if self.rope.kind == "linear":
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.kind == "yarn" and self.rope.original_max_position is not None:
+            return max(self.max_position_embeddings, int(self.rope.original_max_position * self.rope.factor))
+        return self.max_position_embeddings
+
+
+def config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
+    """Read the object that config.json holds; `path` is named in errors."""
+    architecture = _hf_architecture(Fields(data, path))
+    fields = Fields({**_CLASS_DEFAULTS[architecture], **data}, path)
+    for key in ("quantization_config", "compression_config"):
+        if fields.has(key):
+            raise ModelLoadError(
+                f"{path}: {key} is set; quantized safetensors are not available in this version: "
+                "take the unquantized checkpoint or a .gguf file"
+            )
+    fields.choice("hidden_act", ["silu"], "silu")
+    vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    is_llama, is_qwen2 = architecture == "LlamaForCausalLM", architecture == "Qwen2ForCausalLM"
+    attention_bias = is_llama and fields.boolean("attention_bias", False)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, "num_key_value_heads", num_heads),
+        head_size=_head_size(fields, "head_dim", hidden_size, num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
+        rope=_hf_rope(fields),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=is_qwen2 or attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=is_llama and fields.boolean("mlp_bias", False),
+        windows=_hf_windows(fields, architecture),
+        dtype=fields.choice("dtype" if fields.has("dtype") else "torch_dtype", DTYPES, "float32"),
+        bos_token_id=_token_id(fields, "bos_token_id", vocab_size),
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size=vocab_size),
+    )
+
+
+def config_from_gguf(file: GGUFFile) -> ModelConfig:
+    """Read a GGUF file's metadata, and what only its list of tensors tells: vocabulary, ties, biases, dtype."""
+    fields = Fields(file.metadata, file.path)
+    gguf_architecture = fields.choice("general.architecture", _ARCHITECTURE_OF_GGUF)
+    key = (gguf_architecture + ".{}").format
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{file.path}: has no matrix token_embd.weight; it holds no model but perhaps a tokenizer")
+    if fields.integer(key("expert_count"), 0, least=0) > 0:
+        raise fields.wrong(key("expert_count"), "0: mixtures of experts are not available in this version")
+    hidden_size, vocab_size = fields.integer(key("embedding_length")), embedding.shape[0]
+    num_layers = fields.integer(key("block_count"), most=MAX_LAYERS)
+    num_heads = fields.integer(key("attention.head_count"))
+    head_size = _head_size(fields, key("attention.key_length"), hidden_size, num_heads)
+    for size_key in (key("attention.value_length"), key("rope.dimension_count")):
+        if fields.integer(size_key, head_size) != head_size:
+            raise fields.wrong(size_key, f"the head size, {head_size}")
+    matrix_types = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    # What stops a reply: the end of the text, of the turn, and of a message to a tool.
+    stop_keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    stop_ids = [i for stop_key in stop_keys for i in fields.token_ids(stop_key, vocab_size=vocab_size)]
+    return ModelConfig(
+        architecture=_ARCHITECTURE_OF_GGUF[gguf_architecture],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer(key("feed_forward_length")),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, key("attention.head_count_kv"), num_heads),
+        head_size=head_size,
+        rms_norm_eps=fields.number(key("attention.layer_norm_rms_epsilon"), above=0),
+        rope=_gguf_rope(file, fields, gguf_architecture, head_size),
+        max_position_embeddings=fields.integer(key("context_length")),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        windows=(_gguf_window(fields, gguf_architecture),) * num_layers,
+        dtype="bfloat16" if matrix_types == {"BF16"} else "float16" if matrix_types == {"F16"} else "float32",
+        bos_token_id=_token_id(fields, "tokenizer.ggml.bos_token_id", vocab_size),
+        eos_token_ids=tuple(dict.fromkeys(stop_ids)),
+    )
+
+
+def _hf_architecture(fields: Fields) -> str:
+    names = fields.data.get("architectures")
+    if not names:
+        fallback = _ARCHITECTURE_OF_MODEL_TYPE.get(str(fields.data.get("model_type")))
+        names = [fallback] if fallback else names
+    if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
+        return str(names[0])
+    raise fields.wrong("architectures", f"one of {', '.join(ARCHITECTURES)}: give a model of a supported family")
+
+
+def _token_id(fields: Fields, key: str, vocab_size: int) -> int | None:
+    return fields.integer(key, least=0, most=vocab_size - 1) if fields.has(key) else None
+
+
+def _num_kv_heads(fields: Fields, key: str, num_heads: int) -> int:
+    num_kv_heads = fields.integer(key, num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong(key, f"a divisor of the {num_heads} query heads")
+    return num_kv_heads
+
+
+def _head_size(fields: Fields, key: str, hidden_size: int, num_heads: int) -> int:
+    if not fields.has(key) and hidden_size % num_heads:
+        raise fields.wrong(key, f"an even integer, as {num_heads} heads do not divide hidden size {hidden_size}")
+    head_size = fields.integer(key, hidden_size // num_heads)
+    if head_size % 2:
+        raise ModelLoadError(f"{fields.path}: the head size ({key}) is {head_size}, rotary embedding needs an even one")
+    return head_size
+
+
+def _hf_rope(fields: Fields) -> RopeConfig:
+    key = "rope_scaling" if fields.data.get("rope_scaling") else "rope_parameters"
+    rope = fields.mapping(key)
+    if any(isinstance(value, dict) for value in rope.data.values()):
+        raise fields.wrong(key, "one rotary embedding for all layers: one per layer type is not available")
+    theta = fields.number("rope_theta", DEFAULT_THETA, above=1)
+    partial = fields.number("partial_rotary_factor", 1.0)
+    if rope.number("partial_rotary_factor", partial) != 1.0:
+        raise ModelLoadError(f"{fields.path}: partial_rotary_factor is not 1.0; partial rotary is not available")
+    kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
+    max_position = fields.integer("max_position_embeddings")
+    # A value beside rope_scaling is stronger than the one inside, as in transformers.
+    original = rope.integer("original_max_position_embeddings", max_position)
+    original = fields.integer("original_max_position_embeddings", original)
+    return _checked_rope(rope, kind, rope.number("rope_theta", theta, above=1), original, max_position)
+
+
+def _checked_rope(rope: Fields, kind: str, theta: float, original: int, max_position: int) -> RopeConfig:
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    implied = max_position / original if kind == "yarn" else None
+    factor = rope.number("factor", implied, least=1)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor", above=0), rope.number("high_freq_factor", above=0)
+        if high <= low:
+            raise rope.wrong("high_freq_factor", f"a number above low_freq_factor, {low:g}")
+        return RopeConfig(theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+    beta_fast, beta_slow = rope.number("beta_fast", 32.0, above=0), rope.number("beta_slow", 1.0, above=0)
+    if beta_fast < beta_slow:
+        raise rope.wrong("beta_fast", f"a number from beta_slow, {beta_slow:g}")
+
+    def optional(key: str) -> float | None:
+        return rope.number(key, above=0) if rope.has(key) else None
+
+    return RopeConfig(
+        theta,
+        kind,
+        factor,
+        original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _hf_windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    # Llama has no windows, whatever the file says; Qwen2 has them only when told to use them.
+    has_windows = architecture == "MistralForCausalLM" or (
+        architecture == "Qwen2ForCausalLM" and fields.boolean("use_sliding_window", False)
+    )
+    window = fields.integer("sliding_window") if has_windows and fields.has("sliding_window") else None
+    first = fields.integer("max_window_layers", 28, least=0) if architecture == "Qwen2ForCausalLM" else 0
+    windows = tuple(window if layer >= first else None for layer in range(num_layers))
+    if not fields.has("layer_types"):
+        return windows
+    layer_types = fields.data["layer_types"]
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or any(kind not in ("full_attention", "sliding_attention") for kind in layer_types)
+    ):
+        raise fields.wrong("layer_types", f"{num_layers} times full_attention or sliding_attention")
+    if "sliding_attention" in layer_types and window is None:
+        raise fields.wrong("layer_types", "full_attention only, as this model has no sliding window in use")
+    typed = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    if architecture != "Qwen2ForCausalLM" and typed != windows:
+        raise fields.wrong("layer_types", f"what sliding_window says: all {architecture} layers have the same")
+    return typed
+
+
+def _gguf_window(fields: Fields, gguf_architecture: str) -> int | None:
+    key = f"{gguf_architecture}.attention.sliding_window"
+    if not fields.has(key) or fields.data[key] == 0:
+        return None
+    if gguf_architecture != "llama" or fields.has(key + "_pattern"):
+        raise fields.wrong(key, "none: which layers have it is not known")
+    return fields.integer(key)
+
+
+def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size: int) -> RopeConfig:
+    key = f"{gguf_architecture}.rope.{{}}".format
+    theta = fields.number(key("freq_base"), DEFAULT_THETA, above=1)
+    kind = fields.choice(key("scaling.type"), ("none", "linear", "yarn"), "none")
+    factor = fields.number(key("scaling.factor"), fields.number(key("scale_linear"), 1.0, least=0), least=0)
+    # Before there was a type, a factor alone meant linear; 0 and 1 both mean that nothing is scaled.
+    if kind == "none" and factor > 1 and not fields.has(key("scaling.type")):
+        kind = "linear"
+    if "rope_freqs.weight" in file.tensors:
+        if kind != "none":
+            raise fields.wrong(key("scaling.type"), "none beside a tensor rope_freqs.weight")
+        factors = tuple(file.read_rows("rope_freqs.weight", slice(None)).ravel().tolist())
+        if len(factors) != head_size // 2 or not all(0 < value < math.inf for value in factors):
+            raise ModelLoadError(
+                f"{file.path}: rope_freqs.weight holds {len(factors)} values, "
+                f"wanted {head_size // 2} that are positive and finite"
+            )
+        return RopeConfig(theta, "llama3", freq_factors=factors)
+    if kind == "none":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, max(factor, 1.0))
+    unserved = {"scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0, "scaling.yarn_log_multiplier": 0.0}
+    for name, neutral in unserved.items():
+        if fields.number(key(name), neutral) != neutral:
+            raise fields.wrong(key(name), f"{neutral:g}: other values are not available")
+    factor = fields.number(key("scaling.factor"), least=1)
+    context_len = fields.integer(f"{gguf_architecture}.context_length")
+    original = fields.integer(key("scaling.original_context_length"), context_len)
+    attn_key = key("scaling.attn_factor")
+    # GGUF's factor multiplies the one that YaRN derives; transformers' replaces it.
+    scale = fields.number(attn_key, above=0) * (0.1 * math.log(factor) + 1.0) if fields.has(attn_key) else None
+    return RopeConfig(
+        theta,
+        kind,
+        factor,
+        original,
+        beta_fast=fields.number(key("scaling.yarn_beta_fast"), 32.0, above=0),
+        beta_slow=fields.number(key("scaling.yarn_beta_slow"), 1.0, above=0),
+        attention_factor=scale,
+    )

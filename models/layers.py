@@ -1,0 +1,62 @@
+"""Layers that models are made of. Every weight declares its logical axes, which `sharding` maps to the mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+INIT_STD = 0.02
+
+
+class Linear(nnx.Module):
+    """x · W (+ b), W stored [in, out], the transpose of a checkpoint's; products accumulate in float32."""
+
+    def __init__(
+        self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, dtype: Any, rngs: nnx.Rngs
+    ) -> None:
+        weight = jax.random.normal(rngs.params(), (num_in, num_out), jnp.float32) * INIT_STD
+        self.weight = nnx.Param(weight.astype(dtype), logical_axes=axes, transposed=True)
+        self.bias = nnx.Param(jnp.zeros((num_out,), dtype), logical_axes=axes[1:]) if bias else nnx.data(None)
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        return self.product(x).astype(x.dtype)
+
+    def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """The same before it is rounded to x's dtype: float32."""
+        out = jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32)
+        if self.bias is not None:
+            out = out + self.bias[...].astype(jnp.float32)[None, :]
+        return out
+
+
+class Embedding(nnx.Module):
+    """Rows of [V, D], looked up by token id, or multiplied with for logits when input and output are tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        weight = jax.random.normal(rngs.params(), (vocab_size, hidden_size), jnp.float32) * INIT_STD
+        self.weight = nnx.Param(weight.astype(dtype), logical_axes=("vocab", "embed"))
+
+    def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
+        return self.weight[...][token_ids]
+
+    def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) × w, normalised in float32. Source: Zhang & Sennrich 2019, arXiv:1910.07467."""
+
+    def __init__(self, size: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((size,), dtype), logical_axes=("embed",))
+        self.eps = eps
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        x_f32 = x_TD.astype(jnp.float32)
+        mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
+        normed = (x_f32 * jax.lax.rsqrt(mean_square + self.eps)).astype(x_TD.dtype)
+        return normed * self.weight[...].astype(x_TD.dtype)[None, :]

@@ -1,0 +1,126 @@
+"""The Llama family: Llama, Mistral and Qwen2 differ in biases, windows and rotary scaling only.
+
+Knows layers and what a checkpoint calls their weights; keys and values go through `cache.attend`.
+Source: Touvron et al. 2023, arXiv:2302.13971; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
+from .config import ModelConfig
+from .layers import Embedding, Linear, RMSNorm
+from .rope import attention_factor, inverse_frequencies, rope
+
+TENSOR_NAMES = {
+    "embed": "model.embed_tokens",
+    "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm",
+    "layers.{i}.attention.q_proj": "model.layers.{i}.self_attn.q_proj",
+    "layers.{i}.attention.k_proj": "model.layers.{i}.self_attn.k_proj",
+    "layers.{i}.attention.v_proj": "model.layers.{i}.self_attn.v_proj",
+    "layers.{i}.attention.o_proj": "model.layers.{i}.self_attn.o_proj",
+    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm",
+    "layers.{i}.mlp.gate_proj": "model.layers.{i}.mlp.gate_proj",
+    "layers.{i}.mlp.up_proj": "model.layers.{i}.mlp.up_proj",
+    "layers.{i}.mlp.down_proj": "model.layers.{i}.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+"""Module → what checkpoints call it; `.weight` and `.bias` follow on both sides."""
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        hidden, head = config.hidden_size, config.head_size
+        q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
+        qkv: dict[str, Any] = {"bias": config.qkv_bias, "dtype": dtype, "rngs": rngs}
+        self.q_proj = Linear(hidden, q_size, axes=("embed", "heads"), **qkv)
+        self.k_proj = Linear(hidden, kv_size, axes=("embed", "kv_heads"), **qkv)
+        self.v_proj = Linear(hidden, kv_size, axes=("embed", "kv_heads"), **qkv)
+        self.o_proj = Linear(q_size, hidden, axes=("heads", "embed"), bias=config.out_bias, dtype=dtype, rngs=rngs)
+        self.layer, self.head_size, self.window = layer, head, config.windows[layer]
+        self.rope = config.rope
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], cache: PagedCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], PagedCache]:
+        head_shape = (x_TD.shape[0], -1, self.head_size)
+        frequencies, factor = inverse_frequencies(self.rope, self.head_size), attention_factor(self.rope)
+        q_TNH = rope(self.q_proj(x_TD).reshape(head_shape), step.positions, frequencies, factor)
+        k_TKH = rope(self.k_proj(x_TD).reshape(head_shape), step.positions, frequencies, factor)
+        v_TKH = self.v_proj(x_TD).reshape(head_shape)
+        out_TNH, cache = cache.attend(
+            self.layer, q_TNH, k_TKH, v_TKH, step, scale=self.head_size**-0.5, window=self.window
+        )
+        return self.o_proj(out_TNH.reshape(x_TD.shape[0], -1)), cache
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) × up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        options: dict[str, Any] = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
+        self.gate_proj = Linear(hidden, inner, axes=("embed", "mlp"), **options)
+        self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), **options)
+        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind its norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], cache: PagedCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], PagedCache]:
+        attended_TD, cache = self.attention(self.attention_norm(x_TD), cache, step)
+        x_TD = x_TD + attended_TD
+        return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
+
+
+class Llama(nnx.Module):
+    """A decoder of the Llama family. `__call__` gives hidden states, `logits` turns chosen rows into scores."""
+
+    tensor_names = TENSOR_NAMES
+
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        # A tied model has no matrix of its own for the output.
+        self.head = (
+            nnx.data(None)
+            if config.tie_word_embeddings
+            else Linear(
+                config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, dtype=dtype, rngs=rngs
+            )
+        )
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], cache: PagedCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], PagedCache]:
+        """Hidden states after the last norm, and the cache with this step's keys and values."""
+        x_TD = self.embed(token_ids)
+        for layer in self.layers:
+            x_TD, cache = layer(x_TD, cache, step)
+        return self.norm(x_TD), cache
+
+    def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Scores over the vocabulary in float32."""
+        return self.embed.logits(x_RD) if self.head is None else self.head.product(x_RD)

@@ -1,0 +1,164 @@
+"""Puts a checkpoint's tensors into a model's weights, slice by slice, straight into their sharded place.
+
+Anonymous memory never holds more than the weights themselves and a few row chunks: every tensor is read in
+chunks of rows into the buffer that JAX then owns (on a CPU it aliases that buffer).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..sharding import sharding_of
+from .checkpoint import Checkpoint
+from .config import ModelConfig
+from .errors import ModelLoadError
+from .llama import Llama
+
+ARCHITECTURES: dict[str, type[Llama]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
+    "Qwen2ForCausalLM": Llama,
+}
+CHUNK_BYTES = 4 << 20
+NUM_READERS = 2
+ALIGNMENT = 64
+"""JAX aliases host memory on a CPU from this alignment on, and copies it below."""
+IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model split in two: `graph` says how to put it together, `state` holds its arrays (or their shapes)."""
+
+    graph: Any
+    state: Any
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+
+
+def abstract_weights(config: ModelConfig, dtype: Any) -> Weights:
+    """Shapes and dtypes of a model's weights; nothing is allocated."""
+    build = ARCHITECTURES[config.architecture]
+    model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return Weights(*nnx.split(model))
+
+
+def load_weights(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    dtype: Any,
+    mesh: Mesh,
+    progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """Read every weight of the model, converted to `dtype`, onto `mesh`.
+
+    `progress(done, total)` counts tensors. Raises ModelLoadError naming the tensor if one is missing, left
+    over, of the wrong shape, or holds a NaN or an infinity; shapes are checked before anything is allocated.
+    """
+    abstract = abstract_weights(config, dtype)
+    leaves = dict(nnx.to_flat_state(abstract.state))
+    names = {path: checkpoint_name(path, ARCHITECTURES[config.architecture].tensor_names) for path in leaves}
+    _check_names(set(names.values()), checkpoint, tied=config.tie_word_embeddings)
+    for path, leaf in leaves.items():
+        wanted = leaf.shape[::-1] if _is_transposed(leaf) else leaf.shape
+        if checkpoint.shape(names[path]) != wanted:
+            raise ModelLoadError(
+                f"tensor {names[path]}: the checkpoint holds shape {checkpoint.shape(names[path])}, its config asks "
+                f"for {wanted}; config and weights are of different models"
+            )
+
+    def load(path: tuple[Any, ...]) -> jax.Array:
+        leaf = leaves[path]
+        sharding = sharding_of(mesh, leaf.get_metadata("logical_axes"))
+        return jax.make_array_from_callback(
+            leaf.shape,
+            sharding,
+            lambda index: _read(checkpoint, names[path], index, leaf.shape, np.dtype(dtype), _is_transposed(leaf)),
+        )
+
+    loaded = {}
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for path, array in zip(leaves, readers.map(load, leaves), strict=True):
+            loaded[path] = leaves[path].replace(array)
+            if progress is not None:
+                progress(len(loaded), len(leaves))
+    return Weights(abstract.graph, nnx.from_flat_state(loaded))
+
+
+def checkpoint_name(path: tuple[Any, ...], names: dict[str, str]) -> str:
+    """What checkpoints call the weight at `path`, such as ("layers", 3, "mlp", "up_proj", "weight")."""
+    *module, kind = path
+    layer = next((part for part in module if isinstance(part, int)), None)
+    pattern = ".".join("{i}" if isinstance(part, int) else part for part in module)
+    return f"{names[pattern].format(i=layer)}.{kind}"
+
+
+def _is_transposed(leaf: Any) -> bool:
+    return bool(leaf.get_metadata().get("transposed", False))
+
+
+def _check_names(wanted: set[str], checkpoint: Checkpoint, *, tied: bool) -> None:
+    held = {name for name in checkpoint.names() if not IGNORED_TENSORS.search(name)}
+    if tied:
+        held.discard("lm_head.weight")  # Some checkpoints store the tied matrix twice.
+    if missing := sorted(wanted - held):
+        raise ModelLoadError(
+            f"tensor {missing[0]} is missing from the checkpoint ({len(missing)} of {len(wanted)} are); "
+            "it is incomplete, or its config names another architecture"
+        )
+    if extra := sorted(held - wanted):
+        raise ModelLoadError(
+            f"tensor {extra[0]} is in the checkpoint and has no place in the model ({len(extra)} such tensors); "
+            "the config leaves out a feature, or names another architecture"
+        )
+
+
+def _read(
+    checkpoint: Checkpoint,
+    name: str,
+    index: tuple[slice, ...],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    transposed: bool,
+) -> np.ndarray:
+    """The slice `index` of one weight, read in row chunks and converted on the way."""
+    bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    out = _aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
+    target = out.T if transposed else out
+    (first, last, _), *rest = bounds[::-1] if transposed else bounds
+    columns = tuple(slice(start, stop) for start, stop, _ in rest)
+    row_values = max(1, int(np.prod([size for size in (shape[::-1] if transposed else shape)[1:]])))
+    num_rows = max(1, CHUNK_BYTES // (4 * row_values))
+    for start in range(first, last, num_rows):
+        stop = min(start + num_rows, last)
+        chunk = checkpoint.read(name, slice(start, stop))[(slice(None), *columns)]
+        if not np.isfinite(chunk).all():
+            raise ModelLoadError(f"tensor {name}: rows {start} to {stop} hold a NaN or an infinity; fetch the file again")
+        target[start - first : stop - first] = chunk.astype(dtype, copy=False)
+    return out
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    buffer = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
+    """Weights drawn from `seed`, for tests and for timing without a checkpoint."""
+    model = ARCHITECTURES[config.architecture](config, dtype=dtype, rngs=nnx.Rngs(seed))
+    return Weights(*nnx.split(jax.tree.map(jnp.asarray, model)))

@@ -1,0 +1,80 @@
+"""Rotary position embedding and its scalings for contexts longer than a model was trained on."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
+    """Radians per position of each pair of lanes, [H / 2] in float32.
+
+    Sources: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al.
+    2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release, wavelengths beyond
+    original_max_position / low_freq_factor are stretched by `factor`, short ones kept, a blend in between.
+    """
+    exponents = np.arange(0, head_size, 2, dtype=np.float64) / head_size
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.freq_factors is not None:
+        frequencies = frequencies / np.asarray(rope.freq_factors, np.float64)
+    elif rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif rope.kind == "yarn":
+        frequencies = _yarn(rope, frequencies, head_size)
+    return frequencies.astype(np.float32)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cosine and sine are multiplied with: 1 but for yarn (eq. 22: 0.1 ln(factor) + 1)."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return _yarn_mscale(rope.factor, 1.0)
+
+
+def rope(
+    x_TNH: Float[Array, "T N H"], positions: Int[Array, " T"], frequencies: np.ndarray, factor: float
+) -> Float[Array, "T N H"]:
+    """Rotate lane pairs (i, i + H/2) of every head by position × frequency, in float32."""
+    angles_TF = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
+    cos_T1F, sin_T1F = (jnp.cos(angles_TF) * factor)[:, None, :], (jnp.sin(angles_TF) * factor)[:, None, :]
+    first, second = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F], axis=-1)
+    return rotated.astype(x_TNH.dtype)
+
+
+def _original_max(rope: RopeConfig) -> int:
+    assert rope.original_max_position is not None, "the config parser fills it for llama3 and yarn"
+    return rope.original_max_position
+
+
+def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
+    turns = _original_max(rope) * frequencies / (2 * math.pi)
+    blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_size: int) -> np.ndarray:
+    def lane_of_turns(turns: float) -> float:
+        return head_size * math.log(_original_max(rope) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = lane_of_turns(rope.beta_fast), lane_of_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    ramp = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

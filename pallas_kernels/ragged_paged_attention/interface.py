@@ -1,0 +1,172 @@
+"""The contract between models, backends and the step: metadata, KV layout, backend, paged cache.
+
+A model calls `cache.attend(layer, q, k, v, step, …)` once per attention layer and knows no page, no slot
+and no layout. A backend owns the layout of the pages and the order of work over them. The step fills in
+`AttentionMetadata` and calls `Backend.plan` without understanding what it writes.
+
+Nothing here knows a request, a schedule or a chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+NULL_PAGE = 0
+"""Page that no sequence owns. Padding tokens write its slot 0; what it holds (NaN in the tests) is never used."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the tokens of one step stand: one value for every layer of a step.
+
+    Rows are sequences, in the order of their tokens. Rows with exactly one query come first and are
+    counted by `num_decode_rows`, so token r belongs to row r for r < num_decode_rows. Padding tokens have
+    slot 0; padding rows have no queries and context length 0. Page tables may hold the null page where a
+    window has passed; entries beyond a row's context are arbitrary but valid page numbers.
+    """
+
+    positions: Int[Array, " T"]
+    """Position of each token in its sequence."""
+    slots: Int[Array, "groups T"]
+    """page × page size + offset that each token's key and value are written to, per page-table group."""
+    query_starts: Int[Array, " R1"]
+    """First token of each row, R + 1 values: row r holds tokens query_starts[r] to query_starts[r + 1]."""
+    context_lens: Int[Array, " R"]
+    """Tokens of each row known after this step's writes: cached ones and this step's queries."""
+    page_tables: Int[Array, "groups R P"]
+    """Page numbers of each row in order of position, per page-table group."""
+    num_rows: Int[Array, ""]
+    num_decode_rows: Int[Array, ""]
+    plan: Int[Array, " plan"]
+    """What `Backend.plan` wrote on the host; only the backend reads it."""
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer's pages are: its page-table group, and its index among the layers of that group."""
+
+    group: int
+    index: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of a backend's KV cache: an object that is handed around, never a convention.
+
+    `num_layers` counts the layers of the largest page-table group: layers of different groups share the
+    arrays, because a page belongs to one group at a time. Page p of layer index i is entry i × num_pages + p.
+    """
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: Any
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each array of the cache."""
+        raise NotImplementedError
+
+    @property
+    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
+        """Logical axis names of each array, which `sharding` maps to mesh axes."""
+        raise NotImplementedError
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one page takes in all layers together."""
+        num_values = sum(int(np.prod(shape)) for shape in self.shapes)
+        return num_values * np.dtype(self.dtype).itemsize // self.num_pages
+
+
+class Backend(Protocol):
+    """One way to compute ragged paged attention. Frozen and hashable: it is a static part of the cache."""
+
+    name: str
+
+    def layout(
+        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
+    ) -> KVLayout:
+        """Layout of a cache of that many pages; ValueError names what this backend cannot take."""
+        ...
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """Length of the plan of a step with room for that many tokens and rows."""
+        ...
+
+    def plan(
+        self,
+        query_lens: np.ndarray,
+        context_lens: np.ndarray,
+        num_decode_rows: int,
+        num_tokens: int,
+        out: np.ndarray,
+    ) -> None:
+        """Write the order of work for these rows into `out`, int32 of `plan_len`. Pure numpy, on the host."""
+        ...
+
+    def attend(
+        self,
+        cache: PagedCache,
+        place: LayerPlace,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Float[Array, " N"] | None,
+    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+        """Write k and v into the pages, attend, and return the output and the new pages."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of every sequence, in pages. A pytree whose arrays are donated to each step."""
+
+    pages: tuple[Array, ...]
+    layout: KVLayout = field(metadata={"static": True})
+    layers: tuple[LayerPlace, ...] = field(metadata={"static": True})
+    backend: Backend = field(metadata={"static": True})
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "T N H"], PagedCache]:
+        """Write this step's keys and values of `layer`, then attend to all that its rows may see.
+
+        A query at position p sees positions max(0, p − window + 1) … p. Scores are
+        `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
+        take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
+        shares the pages of the layer it names. Returns zeros for padding tokens' rows or any finite values:
+        nobody reads them. The written cache replaces `self`, which is donated.
+
+        Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
+        arXiv:1805.02867 (online softmax).
+        """
+        out, pages = self.backend.attend(
+            self, self.layers[layer], q, k, v, step, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+        )
+        return out, dataclasses.replace(self, pages=pages)

@@ -1,0 +1,264 @@
+"""Ragged paged attention in plain XLA: loops over pages with an online softmax, on any platform.
+
+    decode rows (one query each)              prefill rows
+    tile of rows ── loop over pages           tile of queries of one row ── loop over pages
+      k [r, K, H, S]  q [r, K, G, H]            k [K, H, S]  q [K, G × tile, H]
+      m, l, acc carried, one division at the end
+
+Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. Keys
+are stored transposed, [page, K, H, Z], values [page, K, Z, H], so that both products run over the page
+without a transpose (0.27 ms against 0.36 ms for 16 rows × 200 tokens on a CPU).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache
+
+MASKED_SCORE = -1e30
+"""Finite, so that a row with nothing to see gives zeros and not NaN."""
+PLAN_HEADER = 1
+
+
+@dataclass(frozen=True)
+class XlaLayout(KVLayout):
+    """Keys [L × C, K, H, Z], values [L × C, K, Z, H]."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the keys and of the values."""
+        pages, heads = self.num_layers * self.num_pages, self.num_kv_heads
+        return (pages, heads, self.head_size, self.page_size), (pages, heads, self.page_size, self.head_size)
+
+    @property
+    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
+        """KV heads are the only axis that may be spread."""
+        return (None, "kv_heads", None, None), (None, "kv_heads", None, None)
+
+
+@dataclass(frozen=True)
+class XlaBackend:
+    """Attention by loops over pages. `tile_rows`, `tile_q` and `tile_kv` count rows, queries and key positions."""
+
+    tile_rows: int = 8
+    tile_q: int = 64
+    tile_kv: int = 64
+    platform: str = "cpu"
+
+    name = "xla"
+
+    @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """KV cache dtypes taken: a bf16 scatter on the CPU copies the whole cache, even donated."""
+        return ("float32",) if self.platform == "cpu" else ("float32", "bfloat16")
+
+    def layout(
+        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
+    ) -> XlaLayout:
+        """Layout of a cache of that many pages; ValueError names a dtype that is not taken."""
+        if np.dtype(dtype).name not in self.kv_dtypes:
+            raise ValueError(
+                f"kv_cache_dtype: got {np.dtype(dtype).name}, the xla backend on {self.platform} takes "
+                f"{' or '.join(self.kv_dtypes)}; use kv_cache_dtype=auto"
+            )
+        return XlaLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """One count and three values per query tile; each prefill row may end in a partial tile."""
+        return PLAN_HEADER + 3 * self._max_tiles(num_tokens, num_rows)
+
+    def plan(
+        self,
+        query_lens: np.ndarray,
+        context_lens: np.ndarray,
+        num_decode_rows: int,
+        num_tokens: int,
+        out: np.ndarray,
+    ) -> None:
+        """Cut the prefill rows into query tiles, in token order: (row, first token, number of queries)."""
+        max_tiles = (len(out) - PLAN_HEADER) // 3
+        rows, starts, lens = out[PLAN_HEADER:].reshape(3, max_tiles)
+        num_tiles, start = 0, num_decode_rows
+        for row in range(num_decode_rows, len(query_lens)):
+            end = start + int(query_lens[row])
+            for tile in range(start, end, self.tile_q):
+                rows[num_tiles], starts[num_tiles], lens[num_tiles] = row, tile, min(self.tile_q, end - tile)
+                num_tiles += 1
+            start = end
+        out[0] = num_tiles
+
+    def attend(
+        self,
+        cache: PagedCache,
+        place: LayerPlace,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Float[Array, " N"] | None,
+    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+        """See `PagedCache.attend`."""
+        k_pages, v_pages = cache.pages
+        layout = cache.layout
+        first_page = place.index * layout.num_pages
+        if k is not None and v is not None:
+            slots = step.slots[place.group]
+            pages, offsets = first_page + slots // layout.page_size, slots % layout.page_size
+            k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
+            v_pages = v_pages.at[pages, :, offsets, :].set(v.astype(v_pages.dtype))
+        num_heads, kv_heads = q.shape[1], layout.num_kv_heads
+        grouped = (kv_heads, num_heads // kv_heads)
+        layer = _Layer(
+            k_pages=k_pages,
+            v_pages=v_pages,
+            tables=_padded_tables(step.page_tables[place.group], self._pages_per_tile(layout)) + first_page,
+            pages_per_tile=self._pages_per_tile(layout),
+            window=window,
+            soft_cap=soft_cap,
+            sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
+        )
+        q_TKGH = (q.astype(jnp.float32) * scale).reshape(q.shape[0], *grouped, q.shape[2])
+        # One tile of slack: a tile may run over the end, and its surplus lands where nobody reads.
+        slack = max(self.tile_rows, self.tile_q)
+        q_TKGH = jnp.pad(q_TKGH, ((0, slack), (0, 0), (0, 0), (0, 0)))
+        out = jnp.zeros_like(q_TKGH)
+        out = self._decode(layer, q_TKGH, out, step)
+        if q.shape[0] > 1:  # A step of one token has no prefill row.
+            out = self._prefill(layer, q_TKGH, out, step)
+        return out[: q.shape[0]].reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
+
+    def _pages_per_tile(self, layout: KVLayout) -> int:
+        return max(1, self.tile_kv // layout.page_size)
+
+    def _max_tiles(self, num_tokens: int, num_rows: int) -> int:
+        return num_tokens // self.tile_q + num_rows
+
+    def _decode(self, layer: _Layer, q: Array, out: Array, step: AttentionMetadata) -> Array:
+        """Rows with one query, `tile_rows` at a time: their keys in one batched product."""
+        num_rows = step.context_lens.shape[0]
+        tile = min(self.tile_rows, num_rows)
+        lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
+        lens = jnp.pad(lens, (0, -num_rows % tile))
+        tables = jnp.pad(layer.tables, ((0, -num_rows % tile), (0, 0)))
+
+        def attend_tile(index: Array, out: Array) -> Array:
+            start = index * tile
+            queries = lax.dynamic_slice_in_dim(q, start, tile)[:, :, :, None]
+            tile_lens = lax.dynamic_slice_in_dim(lens, start, tile)
+            tile_out = layer.attend(
+                queries, lax.dynamic_slice_in_dim(tables, start, tile), tile_lens, tile_lens[:, None] - 1
+            )
+            return lax.dynamic_update_slice_in_dim(out, tile_out[:, :, :, 0], start, 0)
+
+        return lax.fori_loop(0, (step.num_decode_rows + tile - 1) // tile, attend_tile, out)
+
+    def _prefill(self, layer: _Layer, q: Array, out: Array, step: AttentionMetadata) -> Array:
+        """Rows with many queries, `tile_q` queries at a time.
+
+        Tiles run in token order, so what a short tile computes past its row's end is overwritten by the next.
+        """
+        rows, starts, lens = step.plan[PLAN_HEADER:].reshape(3, -1)
+
+        def attend_tile(index: Array, out: Array) -> Array:
+            row, start = rows[index], starts[index]
+            # [tile, K, G, H] → [1, K, G, tile, H]
+            queries = jnp.moveaxis(lax.dynamic_slice_in_dim(q, start, self.tile_q), 0, 2)[None]
+            query_len = step.query_starts[row + 1] - step.query_starts[row]
+            first = step.context_lens[row] - query_len + start - step.query_starts[row]
+            positions = jnp.minimum(first + jnp.arange(self.tile_q), first + lens[index] - 1)
+            table = lax.dynamic_slice_in_dim(layer.tables, row, 1)
+            tile_out = layer.attend(queries, table, (first + lens[index])[None], positions[None])
+            return lax.dynamic_update_slice_in_dim(out, jnp.moveaxis(tile_out[0], 2, 0), start, 0)
+
+        return lax.fori_loop(0, step.plan[0], attend_tile, out)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What every tile of one layer's attention reads."""
+
+    k_pages: Array
+    v_pages: Array
+    tables: Int[Array, "R P"]
+    pages_per_tile: int
+    window: int | None
+    soft_cap: float | None
+    sinks: Float[Array, "K G"] | None
+
+    def attend(
+        self,
+        q: Float[Array, "r K G q H"],
+        tables: Int[Array, "r P"],
+        lens: Int[Array, " r"],
+        positions: Int[Array, "r q"],
+    ) -> Float[Array, "r K G q H"]:
+        """Attend queries at `positions` to the first `lens` tokens of their rows, one tile of pages at a time."""
+        rows, kv_heads, groups, tile_q, _ = q.shape
+        page_size = self.v_pages.shape[2]
+        tile_kv = self.pages_per_tile * page_size
+        state_shape = (rows, kv_heads, groups, tile_q, 1)
+        if self.sinks is None:
+            running_max = jnp.full(state_shape, MASKED_SCORE, jnp.float32)
+            running_sum = jnp.zeros(state_shape, jnp.float32)
+        else:
+            running_max = jnp.broadcast_to(self.sinks[None, :, :, None, None], state_shape)
+            running_sum = jnp.ones(state_shape, jnp.float32)
+        num_tiles = (jnp.max(lens) + tile_kv - 1) // tile_kv
+        first_tile = jnp.int32(0)
+        if self.window is not None:
+            oldest = jnp.min(jnp.where(lens > 0, positions[:, 0] - self.window + 1, jnp.iinfo(jnp.int32).max))
+            first_tile = jnp.minimum(jnp.maximum(oldest, 0) // tile_kv, num_tiles)
+
+        def attend_pages(tile: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            running_max, running_sum, acc = state
+            pages = lax.dynamic_slice_in_dim(tables, tile * self.pages_per_tile, self.pages_per_tile, 1)
+            k, v = self._tile(pages)
+            scores = jnp.einsum("rkgqh,rkhs->rkgqs", q, k, preferred_element_type=jnp.float32)
+            if self.soft_cap is not None:
+                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+            keys = tile * tile_kv + jnp.arange(tile_kv)
+            seen = keys[None, None, :] <= positions[:, :, None]
+            if self.window is not None:
+                seen &= keys[None, None, :] > positions[:, :, None] - self.window
+            # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
+            alive = keys[None, :] < lens[:, None]
+            if self.window is not None:
+                alive &= keys[None, :] > positions[:, :1] - self.window
+            seen = (seen & alive[:, None, :])[:, None, None]
+            scores = jnp.where(seen, scores, MASKED_SCORE)
+            new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.where(seen, jnp.exp(scores - new_max), 0.0)
+            decay = jnp.exp(running_max - new_max)
+            # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
+            v = jnp.where(alive[:, None, :, None], v, 0.0)
+            values = jnp.einsum("rkgqs,rksh->rkgqh", weights, v, preferred_element_type=jnp.float32)
+            running_sum = running_sum * decay + jnp.sum(weights, axis=-1, keepdims=True)
+            return new_max, running_sum, acc * decay + values
+
+        state = (running_max, running_sum, jnp.zeros(q.shape, jnp.float32))
+        _, running_sum, acc = lax.fori_loop(first_tile, num_tiles, attend_pages, state)
+        return acc / jnp.where(running_sum == 0.0, 1.0, running_sum)
+
+    def _tile(self, pages: Int[Array, "r p"]) -> tuple[Float[Array, "r K H S"], Float[Array, "r K S H"]]:
+        """Keys and values of some pages of each row, in order of position."""
+        if self.pages_per_tile == 1:
+            k, v = self.k_pages[pages[:, 0]], self.v_pages[pages[:, 0]]
+        else:
+            k, v = jnp.moveaxis(self.k_pages[pages], 1, 3), jnp.moveaxis(self.v_pages[pages], 1, 2)
+            k, v = k.reshape(*k.shape[:3], -1), v.reshape(*v.shape[:2], -1, v.shape[4])
+        return k.astype(jnp.float32), v.astype(jnp.float32)
+
+
+def _padded_tables(tables: Int[Array, "R P"], multiple: int) -> Int[Array, "R P2"]:
+    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % multiple)))

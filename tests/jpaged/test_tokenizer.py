@@ -1,0 +1,484 @@
+"""Tokenizers out of Hugging Face directories and GGUF files give published ids, and chats become text."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from published_tokenizers import (
+    FAMILIES,
+    TEXTS,
+    byte_tokenizer,
+    family_directory,
+    llama_cpp_models,
+    load_family,
+    load_smollm2,
+    sentence_piece_tokenizer,
+)
+from tokenizers import decoders, models, pre_tokenizers
+
+from jpaged.errors import InvalidRequestError, ModelLoadError
+from jpaged.gguf_tokenizer import build_gguf_backend
+from jpaged.tokenizer import Tokenizer, load_tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())["items"]
+PIECES = json.loads((GOLDEN / "pre_tokenizers.json").read_text())
+HELLO = [{"role": "user", "content": "Hello"}]
+
+# The built-in model.
+
+
+@pytest.mark.parametrize("item", SMOLLM2, ids=lambda item: item["text"][-40:])
+def test_golden_prompts_of_the_built_in_model(item):
+    tokenizer = load_smollm2()
+    assert tokenizer.encode(item["text"]) == item["prompt_ids"]
+    if "messages" in item:
+        assert tokenizer.render_chat(item["messages"]) == item["text"]
+        assert tokenizer.encode_chat(item["messages"]) == item["prompt_ids"]
+
+
+def test_built_in_model_knows_its_special_tokens():
+    tokenizer = load_smollm2()
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id) == (49152, 1, 2)
+    assert tokenizer.special_ids == frozenset(range(17))
+    assert tokenizer.has_chat_template
+
+
+def test_each_digit_is_a_token_of_its_own():
+    tokenizer = load_smollm2()
+    assert [tokenizer.decode([token_id]) for token_id in tokenizer.encode("1999")] == ["1", "9", "9", "9"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40))
+def test_byte_level_round_trip_of_any_text(text):
+    """But for bytes that the vocabulary has no token for, such as most control characters: those are dropped."""
+    tokenizer = load_smollm2()
+    known = {tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    kept = bytes(byte for byte in text.encode() if bytes([byte]) in known)
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == kept.decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_bytes_of_the_tokens_are_the_bytes_of_the_text(text):
+    tokenizer = load_smollm2()
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+# Hugging Face directories.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_directory_encodes_as_its_tokenizer_json_says(family):
+    tokenizer = load_family(family)
+    raw = tokenizers.Tokenizer.from_file(str(family_directory(family) / "tokenizer.json"))
+    for text in TEXTS.values():
+        for add_special_tokens in (True, False):
+            ids = tokenizer.encode(text, add_special_tokens)
+            assert ids == raw.encode(text, add_special_tokens=add_special_tokens).ids
+            assert all(type(token_id) is int for token_id in ids)
+    assert tokenizer.vocab_size == max(raw.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("family", ["deepseek", "gemma", "llama3", "mistral", "qwen"])
+def test_directory_encodes_and_decodes_as_transformers_does(family):
+    """Of the families that transformers loads from the file, not anew from the vocabulary."""
+    from transformers import AutoTokenizer
+
+    tokenizer, theirs = load_family(family), AutoTokenizer.from_pretrained(family_directory(family))
+    rng = random.Random(family)
+    for text in TEXTS.values():
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text).input_ids
+        ids += [rng.randrange(tokenizer.vocab_size) for _ in range(8)]
+        for skip in (True, False):
+            assert tokenizer.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+def test_special_tokens_between_two_turns_are_found():
+    """Llama 2's file declares them `normalized`, and then "</s><s>" is found nowhere but behind a space."""
+    tokenizer = load_family("llama2")
+    ids = tokenizer.encode("<s>[INST] a [/INST] b </s><s>[INST] c</s>", add_special_tokens=False)
+    assert [token_id for token_id in ids if token_id in tokenizer.special_ids] == [1, 2, 1, 2]
+    assert "s>" not in tokenizer.decode(ids)
+
+
+def save(folder, tokenizer, **config):
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_length_limit_in_the_file_does_not_cut_prompts(tmp_path):
+    save(tmp_path, byte_tokenizer())
+    file = tmp_path / "tokenizer.json"
+    limit = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation": limit}))
+    assert len(load_tokenizer(tmp_path).encode("0123456789")) == 10
+
+
+def test_vocab_size_is_the_highest_id_and_one():
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
+    assert Tokenizer(backend, {}).vocab_size == 8
+
+
+def test_named_tokens_of_the_configuration_are_special(tmp_path):
+    tokenizer = load_tokenizer(save(tmp_path, sentence_piece_tokenizer(), bos_token="<s>", eos_token="</s>"))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert not tokenizer.has_chat_template
+
+
+def test_chat_template_is_read_from_its_own_file(tmp_path):
+    (save(tmp_path, byte_tokenizer()) / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert load_tokenizer(tmp_path).render_chat(HELLO) == "Hello!"
+
+
+def test_model_directory_may_be_copied(tmp_path):
+    """A directory is read where it lies: nothing is looked up by the name of the model."""
+    shutil.copytree(family_directory("mistral"), tmp_path / "any name")
+    assert load_tokenizer(tmp_path / "any name").encode("Hi") == load_family("mistral").encode("Hi")
+
+
+# GGUF files.
+
+
+def metadata_of(family, pre, **values):
+    """What a GGUF would carry of a published byte-level tokenizer."""
+    file = json.loads((family_directory(family) / "tokenizer.json").read_text())
+    ids = {**file["model"]["vocab"], **{token["content"]: token["id"] for token in file["added_tokens"]}}
+    tokens = [f"[PAD{index}]" for index in range(max(ids.values()) + 1)]
+    types = [gguf.TokenType.UNUSED] * len(tokens)
+    for token, index in ids.items():
+        tokens[index], types[index] = token, gguf.TokenType.NORMAL
+    for token in file["added_tokens"]:
+        types[token["id"]] = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in file["model"]["merges"]]
+    values = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges, **values}
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("pre", "family"),
+    {"deepseek-v3": "deepseek", "gpt-4o": "o200k", "llama-bpe": "llama3", "qwen2": "qwen"}.items(),
+)
+def test_gguf_encodes_as_the_directory_it_was_made_from(pre, family):
+    backend, _ = build_gguf_backend(Path("x.gguf"), metadata_of(family, pre, add_bos_token=False))
+    published = load_family(family)
+    for text in [*TEXTS.values(), "<|im_start|>user\n1999<|endoftext|>", "HTTPServer's IDs 'RE"]:
+        ids = published.encode(text, add_special_tokens=False)
+        assert backend.encode(text).ids == ids
+        assert backend.decode(ids) == published.decode(ids)
+
+
+def cut(pre):
+    alphabet = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    values = {"model": "gpt2", "pre": pre, "tokens": list(alphabet), "merges": []}
+    backend, _ = build_gguf_backend(Path("x.gguf"), {f"tokenizer.ggml.{key}": value for key, value in values.items()})
+    text = PIECES["text"]
+    return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pre", PIECES["cuts"])
+def test_pre_tokenizer_cuts_text_as_when_it_was_verified(pre):
+    """The slow tests hold whole vocabularies against llama.cpp's golden files; these are the cuts of that day."""
+    assert PIECES["mark"].join(cut(pre)) == PIECES["cuts"][pre]
+
+
+def test_every_known_pre_name_has_a_recorded_cut():
+    with pytest.raises(ModelLoadError) as caught:
+        cut("nonsense")
+    known = str(caught.value).split("known are ")[1].split(";")[0].split(", ")
+    assert set(known) == set(PIECES["cuts"])
+
+
+def write_gguf(path, tokens, types=None, scores=None, merges=None, **values):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list(tokens)
+    if types is not None:
+        writer.add_token_types(types)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    for key, value in values.items():
+        writer.add_key_value(f"tokenizer.{key.replace('__', '.')}", value, gguf.GGUFValueType.get_type(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "<tool>"]
+SPM_TYPES = [2, 3, 3, *[6] * 256, 1, 1, 1, 1, 1, 4]
+SPM = {"ggml__model": "llama", "ggml__bos_token_id": 1, "ggml__eos_token_id": 2, "ggml__unknown_token_id": 0}
+
+
+def spm_gguf(folder, *, scores=None, types=SPM_TYPES, **values):
+    scores = [0.0] * 259 + [-1.0, -2.0, -3.0, -4.0, -5.0, 0.0] if scores is None else scores
+    return write_gguf(folder / "m.gguf", SPM_TOKENS, types, scores, **{**SPM, **values})
+
+
+def tokens_of(tokenizer, text, **options):
+    return [SPM_TOKENS[token_id] for token_id in tokenizer.encode(text, **options)]
+
+
+def test_sentence_piece_merges_by_score_and_falls_back_to_bytes(tmp_path):
+    tokenizer = load_tokenizer(spm_gguf(tmp_path))
+    assert tokens_of(tokenizer, "ab") == ["<s>", "▁a", "b"], "▁a has a better score than ab"
+    assert tokens_of(tokenizer, "é", add_special_tokens=False) == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokens_of(tokenizer, "a<tool>b</s>") == ["<s>", "▁a", "<tool>", "▁", "b", "</s>"]
+    assert tokenizer.decode(tokenizer.encode("ab é  a")) == "ab é  a"
+    assert tokenizer.special_ids == {0, 1, 2}
+    better = [0.0] * 259 + [-1.0, -2.0, -3.0, -5.0, -4.0, 0.0]
+    assert tokens_of(load_tokenizer(spm_gguf(tmp_path, scores=better)), "ab") == ["<s>", "▁", "ab"]
+
+
+def test_switches_of_the_file_are_obeyed(tmp_path):
+    values = {"ggml__add_space_prefix": False, "ggml__add_bos_token": False, "ggml__add_eos_token": True}
+    tokenizer = load_tokenizer(spm_gguf(tmp_path, **values))
+    assert tokens_of(tokenizer, "ab") == ["ab", "</s>"]
+    assert tokenizer.decode(tokenizer.encode(" ab")) == " ab", "no space was added, so none is taken away"
+
+
+def test_chat_of_a_model_that_adds_bos_has_one_bos(tmp_path):
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    tokenizer = load_tokenizer(spm_gguf(tmp_path, chat_template=template))
+    assert tokens_of(tokenizer, "a") == ["<s>", "▁a"]
+    assert [SPM_TOKENS[i] for i in tokenizer.encode_chat([{"role": "user", "content": "a"}])] == ["<s>", "▁a"]
+
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+BAD_GGUF = {
+    "unknown model": ({"ggml__model": "rwkv"}, "tokenizer.ggml.model is 'rwkv', known are gpt2, llama"),
+    "no model": ({}, "tokenizer.ggml.model is None, wanted str"),
+    "unknown pre": ({"ggml__model": "gpt2", "ggml__pre": "novel"}, "tokenizer.ggml.pre is 'novel', known are"),
+    "no pre": ({"ggml__model": "gpt2"}, "tokenizer.ggml.pre is None, known are"),
+    "no merges": ({"ggml__model": "gpt2", "ggml__pre": "gpt-2"}, "tokenizer.ggml.merges is None, wanted list"),
+    "bad merge": ({"ggml__model": "gpt2", "ggml__pre": "gpt-2", "merges": ["a zz"]}, "merges holds 'a zz'"),
+    "merge of one": ({"ggml__model": "gpt2", "ggml__pre": "gpt-2", "merges": ["a"]}, "merges holds 'a'"),
+    "too few types": ({"ggml__model": "gpt2", "types": [1]}, "256 tokens and 1 token types"),
+    "no scores": ({"ggml__model": "llama"}, "tokenizer.ggml.scores is None"),
+    "too few scores": ({"ggml__model": "llama", "scores": [0.0]}, "256 tokens and 1 scores"),
+    "eos past the end": (
+        {"ggml__model": "gpt2", "ggml__pre": "gpt-2", "merges": ["a b"], "ggml__eos_token_id": 256},
+        "eos_token_id is 256, allowed are 0 to 255",
+    ),
+    "bert without ends": ({"ggml__model": "bert"}, "has no unk_token"),
+    "template is a number": ({"ggml__model": "gpt2", "chat_template": 7}, "chat_template is no text"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_GGUF.values(), ids=BAD_GGUF.keys())
+def test_bad_gguf_is_an_error_of_one_line_that_names_the_file(tmp_path, values, message):
+    tokens = [*BYTES[:-1], "ab"] if "ggml__eos_token_id" in values else BYTES
+    path = write_gguf(tmp_path / "bad.gguf", tokens, **values)
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(path)
+    text = str(caught.value)
+    assert message in text
+    assert text.startswith(str(path))
+    assert "\n" not in text
+
+
+# Directories that are not whole.
+
+
+def test_missing_path_is_an_error(tmp_path):
+    with pytest.raises(ModelLoadError, match="nowhere: does not exist; wanted"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_directory_without_a_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json: is missing") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "<html>", "[]", '{"version": "1.0"}', "truncated"])
+def test_corrupt_tokenizer_json_is_an_error_that_names_it(tmp_path, content):
+    file = save(tmp_path, byte_tokenizer()) / "tokenizer.json"
+    file.write_text(file.read_text()[:1000] if content == "truncated" else content)
+    with pytest.raises(ModelLoadError, match=r"tokenizer.json: cannot be read") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"bos_token": '])
+def test_corrupt_configuration_is_an_error_that_names_it(tmp_path, content):
+    (save(tmp_path, byte_tokenizer()) / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"tokenizer_config.json: "):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizer_that_needs_its_own_code_is_an_error_and_does_not_run(tmp_path):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\n")
+    auto_map = {"AutoTokenizer": ["evil.T", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": auto_map}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil"}))
+    with pytest.raises(ModelLoadError, match="needs code of its own"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_decoder_that_cannot_be_streamed_is_an_error(tmp_path):
+    tokenizer = byte_tokenizer()
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.decoder = decoders.CTC()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelLoadError, match=r"decoder CTC cannot be streamed, known are"):
+        load_tokenizer(tmp_path)
+
+
+# Chats.
+
+
+def chat_tokenizer(template):
+    return Tokenizer(byte_tokenizer().backend, {"eos_token": "<end>"}, chat_template=template)
+
+
+LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+
+
+def test_generation_prompt_and_template_are_the_callers():
+    tokenizer = chat_tokenizer(LINES + "{% if add_generation_prompt %}assistant:{% endif %}")
+    assert tokenizer.render_chat(HELLO) == "user: Hello<end>\nassistant:"
+    assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == "user: Hello<end>\n"
+    assert tokenizer.render_chat(HELLO, template="{{ messages[0].content }}") == "Hello"
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat_tokenizer(LINES).render_chat([{"role": "user", "content": parts}]) == "user: one\ntwo<end>\n"
+
+
+BAD_MESSAGES = {
+    "none": ([], "at least one message"),
+    "no list": ("hi", "messages must be a list"),
+    "not a mapping": ([*HELLO, "hi"], r"messages\[1\] must be a mapping"),
+    "no role": ([*HELLO, {"content": "x"}], r"messages\[1\].role is None, allowed are system"),
+    "unknown role": ([{"role": "robot", "content": "x"}], r"messages\[0\].role is 'robot', allowed are system"),
+    "no content": ([{"role": "user"}], r"messages\[0\].content is None, allowed are a string or a list"),
+    "number": ([{"role": "user", "content": 5}], r"messages\[0\].content is 5"),
+    "no parts": ([{"role": "user", "content": []}], r"messages\[0\].content is \[\]"),
+    "image": (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        r"messages\[0\].content\[0\] is .*image_url.*allowed is",
+    ),
+}
+
+
+@pytest.mark.parametrize(("messages", "message"), BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
+def test_malformed_messages_are_refused_by_index(messages, message):
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        chat_tokenizer(LINES).render_chat(messages)
+    assert caught.value.param == "messages"
+
+
+def test_assistant_that_calls_tools_needs_no_content():
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    template = "{{ messages[0].tool_calls[0].function.name }}"
+    assert chat_tokenizer(template).render_chat([message]) == "f"
+
+
+def test_refusal_of_the_template_is_an_error_of_the_messages():
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        chat_tokenizer("{{ raise_exception('roles must\nalternate') }}").render_chat(HELLO)
+    assert caught.value.param == "messages"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__[1]() }}"])
+def test_failing_or_hostile_template_is_an_error_of_the_request(template):
+    with pytest.raises(InvalidRequestError):
+        chat_tokenizer(LINES).render_chat(HELLO, template=template)
+
+
+def test_template_that_is_no_jinja_names_its_line():
+    with pytest.raises(InvalidRequestError, match="line 2") as caught:
+        chat_tokenizer(None).render_chat(HELLO, template="\n{% for %}")
+    assert caught.value.param == "chat_template"
+
+
+def test_model_without_a_template_says_what_to_do():
+    tokenizer = chat_tokenizer(None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequestError, match="--chat-template FILE"):
+        tokenizer.render_chat(HELLO)
+
+
+def test_lone_surrogate_is_refused():
+    with pytest.raises(InvalidRequestError, match="valid Unicode") as caught:
+        byte_tokenizer().encode("a\ud800")
+    assert caught.value.param == "prompt"
+
+
+# What is imported, and what is printed.
+
+
+ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+def run_python(code, **variables):
+    environment = {name: value for name, value in os.environ.items() if name != ADVICE} | variables
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+
+
+def test_gguf_loads_without_transformers(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from jpaged.tokenizer import load_tokenizer;"
+        f"load_tokenizer(Path({str(spm_gguf(tmp_path))!r})); print('transformers' in sys.modules)"
+    )
+    assert run_python(code).stdout == "False\n"
+
+
+@pytest.mark.parametrize("variables", [{}, {ADVICE: ""}], ids=["unset", "set"])
+def test_transformers_says_nothing_and_the_environment_stays(tmp_path, variables):
+    save(tmp_path, byte_tokenizer())
+    code = (
+        "import os; from pathlib import Path; from jpaged.tokenizer import load_tokenizer; before = dict(os.environ);"
+        f"load_tokenizer(Path({str(tmp_path)!r})); print(dict(os.environ) == before)"
+    )
+    done = run_python(code, **variables)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+# Against llama.cpp's golden tokenizations: 76 MB to fetch.
+
+GOLDEN_NAMES = ["bert-bge", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe"]
+GOLDEN_NAMES += ["llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_golden_tokenizations_of_llama_cpp(name):
+    path = llama_cpp_models() / f"ggml-vocab-{name}.gguf"
+    tokenizer = load_tokenizer(path)
+    texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = Path(f"{path}.out").read_text().split("\n")
+    for text, line in zip(texts, lines, strict=False):
+        assert tokenizer.encode(text, add_special_tokens=False) == [int(token_id) for token_id in line.split()]
+
+
+@pytest.mark.slow
+def test_published_templates_render_or_refuse():
+    tokenizer, num_rendered = chat_tokenizer(None), 0
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, *HELLO]
+    paths = sorted((llama_cpp_models() / "templates").glob("*.jinja"))
+    for path in paths:
+        try:
+            num_rendered += "Hello" in tokenizer.render_chat(messages, template=path.read_text())
+        except InvalidRequestError as error:
+            print(path.name, error)
+    assert len(paths) > 60
+    assert num_rendered >= 0.9 * len(paths)

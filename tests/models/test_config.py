@@ -1,0 +1,392 @@
+"""Model configs: config.json means what it means to transformers, GGUF says the same, nonsense is refused."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from jpaged.models.config import ModelConfig, RopeConfig, config_from_gguf, config_from_hf
+from jpaged.models.errors import ModelLoadError
+from jpaged.models.gguf import read_gguf
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
+
+PATH = Path("somewhere/config.json")
+CLASSES = {"LlamaForCausalLM": LlamaConfig, "MistralForCausalLM": MistralConfig, "Qwen2ForCausalLM": Qwen2Config}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], **SIZES}
+MISTRAL = {"architectures": ["MistralForCausalLM"], **SIZES}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], **SIZES}
+WITHOUT_KV_HEADS = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+VALID = {
+    "llama, sizes only": LLAMA,
+    "llama, kv heads absent": WITHOUT_KV_HEADS,
+    "llama, kv heads and head size null": LLAMA | {"num_key_value_heads": None, "head_dim": None},
+    "llama, head size of its own": LLAMA | {"head_dim": 32},
+    "llama, biases everywhere": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama, tied, many ends": LLAMA | {"tie_word_embeddings": True, "eos_token_id": [3, 4, 5], "bos_token_id": None},
+    "llama, no end": LLAMA | {"eos_token_id": None},
+    "llama, window that llama does not have": LLAMA | {"sliding_window": 8},
+    "llama, old rope keys": LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    "llama, new rope keys": LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+    "llama, rope null": LLAMA | {"rope_scaling": None, "rope_theta": 123},
+    "llama, linear by the oldest key": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}},
+    "llama, llama3 without its first length": LLAMA
+    | {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4}},
+    "llama, llama3 with another first length beside it": LLAMA
+    | {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 4096},
+    "mistral, window absent": MISTRAL,
+    "mistral, window null": MISTRAL | {"sliding_window": None, "max_position_embeddings": 512, "rms_norm_eps": 1e-5},
+    "mistral, window": MISTRAL | {"sliding_window": 16},
+    "qwen2, sizes only": QWEN2,
+    "qwen2, window not in use": QWEN2 | {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 2},
+    "qwen2, window from layer 2": QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen2, window from layer 28 of 4": QWEN2 | {"use_sliding_window": True, "sliding_window": 16},
+    "qwen2, window by layer type": QWEN2
+    | {
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen2, yarn": QWEN2 | {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}, "torch_dtype": "bfloat16"},
+    "qwen2, yarn with everything": QWEN2
+    | {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "beta_fast": 24.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.5,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.8,
+            "truncate": False,
+            **YARN,
+        },
+        "dtype": "float16",
+    },
+}
+
+
+def windows_of(config):
+    """What transformers' attention layers of each class take from their config."""
+    if isinstance(config, LlamaConfig):
+        return (None,) * config.num_hidden_layers
+    if isinstance(config, MistralConfig):
+        return (config.sliding_window,) * config.num_hidden_layers
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def stop_ids_of(config):
+    ids = config.eos_token_id
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def copied(data):
+    """transformers writes into the nested objects that it is given."""
+    return json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize("data", VALID.values(), ids=VALID.keys())
+def test_means_what_it_means_to_transformers(data):
+    config = config_from_hf(data, PATH)
+    theirs = CLASSES[data["architectures"][0]](**copied(data))
+    assert config.architecture == data["architectures"][0]
+    assert (config.vocab_size, config.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
+    assert (config.intermediate_size, config.num_layers) == (theirs.intermediate_size, theirs.num_hidden_layers)
+    assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (config.head_size, config.rms_norm_eps) == (head_size, theirs.rms_norm_eps)
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.bos_token_id == theirs.bos_token_id
+    assert config.eos_token_ids == stop_ids_of(theirs)
+    assert config.windows == windows_of(theirs)
+    assert config.dtype == (theirs.dtype or "float32")
+    is_qwen2 = isinstance(theirs, Qwen2Config)
+    assert config.qkv_bias == (is_qwen2 or getattr(theirs, "attention_bias", False))
+    assert config.out_bias == getattr(theirs, "attention_bias", False)
+    assert config.mlp_bias == getattr(theirs, "mlp_bias", False)
+    theirs.standardize_rope_params()  # as its rotary embedding does first
+    rope = theirs.rope_parameters
+    assert (config.rope.theta, config.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+    assert config.rope.original_max_position == rope.get("original_max_position_embeddings")
+    for ours in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"):
+        assert getattr(config.rope, ours) == rope.get(ours, getattr(RopeConfig(), ours))
+    for ours in ("attention_factor", "mscale", "mscale_all_dim"):
+        assert getattr(config.rope, ours) == rope.get(ours)
+
+
+@pytest.mark.parametrize("data", VALID.values(), ids=VALID.keys())
+def test_what_transformers_writes_back_reads_the_same(data, tmp_path):
+    """Its version 5 moves every key about: rope_parameters, dtype, layer_types."""
+    CLASSES[data["architectures"][0]](**copied(data)).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert config_from_hf(written, PATH) == config_from_hf(data, PATH)
+
+
+def test_the_architecture_may_be_told_by_model_type_alone():
+    data = {"model_type": "qwen2", **SIZES}
+    assert config_from_hf(data, PATH) == config_from_hf(QWEN2, PATH)
+
+
+def scaled(**rope):
+    return LLAMA | {"rope_scaling": rope}
+
+
+def mistral_with(types):
+    return MISTRAL | {"sliding_window": 8, "layer_types": types}
+
+
+INVALID = {
+    "another architecture": (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+    "two architectures": (LLAMA | {"architectures": ["LlamaForCausalLM"] * 2}, "architectures"),
+    "architecture is a number": (LLAMA | {"architectures": 3}, "architectures is 3"),
+    "architecture is a list of lists": (LLAMA | {"architectures": [[]]}, "architectures"),
+    "nothing at all": ({}, "architectures is missing"),
+    "quantized": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config.*not available in this version"),
+    "another activation": (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted one of silu"),
+    "unknown rope type": (scaled(rope_type="longrope", factor=2.0), "longrope.*default, linear, llama3, yarn"),
+    "rope type is a list": (scaled(rope_type=["linear"]), "rope_type"),
+    "rope is a list": (LLAMA | {"rope_scaling": [1]}, "rope_scaling"),
+    "rope per layer type": (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+    "factor missing": (scaled(rope_type="linear"), "factor is missing"),
+    "factor below 1": (scaled(rope_type="linear", factor=0.5), "factor is 0.5, wanted a number from 1"),
+    "factor is NaN": (scaled(rope_type="linear", factor=float("nan")), "factor is nan"),
+    "factor is infinite": (scaled(rope_type="linear", factor=float("inf")), "factor is inf"),
+    "factor no float can hold": (scaled(rope_type="linear", factor=10**400), "factor"),
+    "llama3 without its parts": (scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
+    "llama3 with crossed bounds": (scaled(rope_type="llama3", **(LLAMA3 | {"high_freq_factor": 1.0})), "high_freq"),
+    "yarn with crossed bounds": (scaled(rope_type="yarn", beta_fast=1.0, beta_slow=2.0, **YARN), "beta_fast"),
+    "partial rotary": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "theta 0": (LLAMA | {"rope_theta": 0}, "rope_theta is 0"),
+    "unknown dtype": (
+        LLAMA | {"torch_dtype": "int8"},
+        "torch_dtype is 'int8', wanted one of float32, bfloat16, float16",
+    ),
+    "size missing": ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "hidden_size is missing"),
+    "size is text": (LLAMA | {"hidden_size": "64"}, "hidden_size is '64', wanted an integer"),
+    "size is true": (LLAMA | {"num_hidden_layers": True}, "num_hidden_layers is True"),
+    "size is a float": (LLAMA | {"vocab_size": 100.0}, "vocab_size is 100.0"),
+    "size 0": (LLAMA | {"intermediate_size": 0}, "intermediate_size is 0"),
+    "10^12 layers": (LLAMA | {"num_hidden_layers": 10**12}, "num_hidden_layers"),
+    "heads that do not divide": (LLAMA | {"num_attention_heads": 7, "num_key_value_heads": 7}, "head_dim is missing"),
+    "kv heads that do not divide": (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads is 3.*the 4 query heads"),
+    "odd head size": (LLAMA | {"head_dim": 15}, "head_dim.* is 15"),
+    "epsilon negative": (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps"),
+    "tied is text": (LLAMA | {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', wanted true or false"),
+    "end beyond the vocabulary": (LLAMA | {"eos_token_id": [2, 100]}, r"eos_token_id is \[2, 100\].*0 to 99"),
+    "end is text": (LLAMA | {"eos_token_id": "2"}, "eos_token_id is '2'"),
+    "start negative": (LLAMA | {"bos_token_id": -1}, "bos_token_id is -1"),
+    "window 0": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+    "too few layer types": (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types"),
+    "unknown layer type": (QWEN2 | {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    "windows by layer type, none in use": (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "mistral with layers of two types": (mistral_with(["full_attention", "sliding_attention"] * 2), "layer_types"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), INVALID.values(), ids=INVALID.keys())
+def test_nonsense_is_refused_in_one_line_that_names_it(data, message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        config_from_hf(data, PATH)
+    assert str(caught.value).startswith(str(PATH))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_yarn_factor_of_null_is_the_ratio_of_the_two_lengths():
+    """As in transformers' formula, which is written for DeepSeek."""
+    rope = {"type": "yarn", "factor": None, "original_max_position_embeddings": 1024}
+    assert config_from_hf(QWEN2 | {"max_position_embeddings": 4096, "rope_scaling": rope}, PATH).rope.factor == 4.0
+
+
+def test_linear_and_yarn_stretch_the_context():
+    assert config_from_hf(LLAMA | {"max_position_embeddings": 512}, PATH).max_context_len == 512
+    linear = LLAMA | {"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert config_from_hf(linear, PATH).max_context_len == 2048
+    for max_position in (1024, 4096):
+        yarn = QWEN2 | {"max_position_embeddings": max_position, "rope_scaling": {"type": "yarn", **YARN}}
+        assert config_from_hf(yarn, PATH).max_context_len == 4096
+    llama3 = LLAMA | {"max_position_embeddings": 65536, "rope_scaling": {"type": "llama3", **LLAMA3}}
+    assert config_from_hf(llama3, PATH).max_context_len == 65536
+
+
+def write_gguf(path, metadata=(), tensors=(), *, architecture="llama"):
+    """A file with the sizes of SIZES: `metadata` and `tensors` are added or replaced, None takes one away."""
+    values = {
+        "block_count": 4,
+        "context_length": 512,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 5e5,
+    }
+    values = {f"{architecture}.{key}": value for key, value in values.items()}
+    values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, **dict(metadata)}
+    arrays = {
+        "token_embd.weight": np.zeros((100, 64), np.float32),
+        "output.weight": np.zeros((100, 64), np.float32),
+        "output_norm.weight": np.zeros(64, np.float32),
+        **dict(tensors),
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    for key, value in values.items():
+        if value is not None:
+            add[type(value)](key, value)
+    for name, array in arrays.items():
+        if array is not None:
+            # bfloat16 comes as bytes.
+            writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType.BF16 if array.dtype == np.uint8 else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_gguf(path)
+
+
+def gguf_config(tmp_path, metadata=(), tensors=(), **options) -> ModelConfig:
+    return config_from_gguf(write_gguf(tmp_path / "m.gguf", metadata, tensors, **options))
+
+
+def hf_config(data, **more) -> ModelConfig:
+    return config_from_hf({**data, "max_position_embeddings": 512, "rope_theta": 5e5, **more}, PATH)
+
+
+def approximately(config):
+    """GGUF stores epsilon in float32."""
+    return {**vars(config), "rms_norm_eps": pytest.approx(config.rms_norm_eps, rel=1e-6)}
+
+
+def vector(length):
+    return np.zeros(length, np.float32)
+
+
+QWEN2_BIASES = {f"blk.0.attn_{name}.bias": vector(size) for name, size in (("q", 64), ("k", 32), ("v", 32))}
+GGUF_EQUALS_HF = {
+    "llama": ({}, {}, {}, LLAMA),
+    "tied": ({}, {"output.weight": None}, {}, LLAMA | {"tie_word_embeddings": True}),
+    "llama with biases": (
+        {},
+        {name: vector(64) for name in ("blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_gate.bias")},
+        {},
+        LLAMA | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": ({}, QWEN2_BIASES, {"architecture": "qwen2"}, QWEN2 | {"bos_token_id": 1, "eos_token_id": 2}),
+    "bfloat16": (
+        {},
+        {"token_embd.weight": np.zeros((100, 128), np.uint8), "output.weight": None},
+        {},
+        LLAMA | {"tie_word_embeddings": True, "dtype": "bfloat16"},
+    ),
+    "float16": (
+        {},
+        {"token_embd.weight": np.zeros((100, 64), np.float16), "output.weight": None},
+        {},
+        LLAMA | {"tie_word_embeddings": True, "dtype": "float16"},
+    ),
+    "linear": (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {},
+        {},
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "linear by the oldest key": (
+        {"llama.rope.scale_linear": 4.0},
+        {},
+        {},
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "yarn": (
+        {
+            "qwen2.rope.scaling.type": "yarn",
+            "qwen2.rope.scaling.factor": 4.0,
+            "qwen2.rope.scaling.original_context_length": 1024,
+        },
+        QWEN2_BIASES,
+        {"architecture": "qwen2"},
+        QWEN2 | {"bos_token_id": 1, "eos_token_id": 2, "rope_scaling": {"type": "yarn", **YARN}},
+    ),
+    "stop ids of turn and message": (
+        {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2},
+        {},
+        {},
+        LLAMA | {"eos_token_id": [2, 7]},
+    ),
+    "head size of its own": (
+        {"llama.attention.key_length": 32, "llama.attention.value_length": 32, "llama.rope.dimension_count": 32},
+        {},
+        {},
+        LLAMA | {"head_dim": 32},
+    ),
+    "kv heads absent": ({"llama.attention.head_count_kv": None}, {}, {}, WITHOUT_KV_HEADS),
+}
+
+
+@pytest.mark.parametrize(("metadata", "tensors", "options", "data"), GGUF_EQUALS_HF.values(), ids=GGUF_EQUALS_HF.keys())
+def test_a_gguf_file_says_what_config_json_says(tmp_path, metadata, tensors, options, data):
+    config = gguf_config(tmp_path, metadata, tensors, **options)
+    assert vars(config) == approximately(hf_config(data))
+
+
+def test_per_frequency_factors_of_a_gguf_file_are_kept(tmp_path):
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    rope = gguf_config(tmp_path, tensors={"rope_freqs.weight": factors}).rope
+    assert (rope.kind, rope.theta, rope.freq_factors) == ("llama3", 5e5, tuple(factors.tolist()))
+
+
+def test_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):
+    scaling = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 2.0}
+    rope = gguf_config(tmp_path, {f"llama.rope.{key}": value for key, value in scaling.items()}).rope
+    assert rope.attention_factor == pytest.approx(2 * (0.1 * np.log(4) + 1))
+    assert rope.original_max_position == 512
+
+
+def test_a_mistral_gguf_file_has_its_window_on_all_layers(tmp_path):
+    assert gguf_config(tmp_path, {"llama.attention.sliding_window": 16}).windows == (16,) * 4
+
+
+INVALID_GGUF = {
+    "another architecture": ({}, {}, {"architecture": "gemma3"}, "gemma3.*wanted one of llama, qwen2"),
+    "vocabulary only": ({}, {"token_embd.weight": None}, {}, "no matrix token_embd.weight"),
+    "mixture of experts": ({"llama.expert_count": 8}, {}, {}, "expert_count is 8"),
+    "sizes missing": ({"llama.embedding_length": None}, {}, {}, "llama.embedding_length is missing"),
+    "kv heads per layer": ({"llama.attention.head_count_kv": [2, 2, 1, 2]}, {}, {}, "head_count_kv is .2, 2, 1, 2."),
+    "values of another size": (
+        {"llama.attention.value_length": 8},
+        {},
+        {},
+        "value_length is 8, wanted the head size, 16",
+    ),
+    "partial rotary": ({"llama.rope.dimension_count": 8}, {}, {}, "dimension_count is 8"),
+    "unknown rope type": ({"llama.rope.scaling.type": "longrope"}, {}, {}, "longrope.*none, linear, yarn"),
+    "too few frequency factors": ({}, {"rope_freqs.weight": np.ones(4, np.float32)}, {}, "4 values, wanted 8"),
+    "frequency factor 0": ({}, {"rope_freqs.weight": vector(8)}, {}, "positive and finite"),
+    "window of unknown layers": (
+        {"qwen2.attention.sliding_window": 8},
+        {},
+        {"architecture": "qwen2"},
+        "sliding_window",
+    ),
+    "end beyond the vocabulary": ({"tokenizer.ggml.eos_token_id": 100}, {}, {}, "eos_token_id is 100"),
+}
+
+
+@pytest.mark.parametrize(("metadata", "tensors", "options", "message"), INVALID_GGUF.values(), ids=INVALID_GGUF.keys())
+def test_a_gguf_file_that_is_not_understood_is_refused(tmp_path, metadata, tensors, options, message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        gguf_config(tmp_path, metadata, tensors, **options)
+    assert str(caught.value).startswith(str(tmp_path / "m.gguf"))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,186 @@
+"""GGUF files: what they hold is read as the `gguf` package reads it, and what is no whole file is refused."""
+
+import struct
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from jpaged.models.errors import ModelLoadError
+from jpaged.models.gguf import read_gguf
+
+U8, U32, STRING, ARRAY = 0, 4, 8, 9
+F32, Q4_0 = 0, 2
+
+
+def text(value):
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pair(key, kind, raw):
+    return text(key) + struct.pack("<I", kind) + raw
+
+
+def tensor(name="w", shape=(4,), kind=F32, offset=0):
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def gguf_bytes(pairs=(), tensors=(), *, version=3, num_tensors=None, num_values=None, data=bytes(16)):
+    """A file written from the format's description alone, so that each part can be wrong by itself."""
+    counts = (len(tensors) if num_tensors is None else num_tensors, len(pairs) if num_values is None else num_values)
+    header = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
+    return header + bytes(-len(header) % 32) + data
+
+
+CORRUPT = {
+    "empty": b"",
+    "HTML": b"<!DOCTYPE html><html></html>",
+    "git-LFS pointer": b"version https://git-lfs.github.com/spec/v1\n",
+    "magic only": b"GGUF",
+    "version 1": gguf_bytes(version=1),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "more tensors than bytes": gguf_bytes(num_tensors=2**60),
+    "more values than bytes": gguf_bytes(num_values=2**60),
+    "string longer than the file": gguf_bytes([struct.pack("<Q", 2**62)]),
+    "array longer than the file": gguf_bytes([pair("a", ARRAY, struct.pack("<IQ", U32, 2**62))]),
+    "string array longer than the file": gguf_bytes([pair("a", ARRAY, struct.pack("<IQ", STRING, 2**62))]),
+    "array of arrays": gguf_bytes([pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1))]),
+    "unknown value type": gguf_bytes([pair("a", 13, bytes(8))]),
+    "alignment 0": gguf_bytes([pair("general.alignment", U32, struct.pack("<I", 0))]),
+    "alignment is text": gguf_bytes([pair("general.alignment", STRING, text("32"))]),
+    "no dimension": gguf_bytes(tensors=[tensor(shape=())]),
+    "five dimensions": gguf_bytes(tensors=[tensor(shape=(1,) * 5)]),
+    "unknown tensor type": gguf_bytes(tensors=[tensor(kind=4)]),
+    "row that is no whole block": gguf_bytes(tensors=[tensor(shape=(33,), kind=Q4_0)], data=bytes(64)),
+    "offset beyond the end": gguf_bytes(tensors=[tensor(offset=32)]),
+    "offset of 2^63": gguf_bytes(tensors=[tensor(offset=2**63)]),
+    "size beyond the end": gguf_bytes(tensors=[tensor(shape=(5,))]),
+    "size that overflows 64 bits": gguf_bytes(tensors=[tensor(shape=(2**63, 2**63))]),
+    "the same tensor twice": gguf_bytes(tensors=[tensor(), tensor()]),
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_corrupt_file_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"model\.gguf: ") as caught:
+        read_gguf(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(ModelLoadError, match=r"nowhere\.gguf: "):
+        read_gguf(tmp_path / "nowhere.gguf")
+
+
+def small_file(path):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_bool("a.bool", True)
+    writer.add_array("a.strings", ["one", "Ġ two", "中文"])
+    writer.add_array("a.numbers", [1, 2, 3])
+    writer.add_key_value("a.big", 2**40, GGUFValueType.UINT64)
+    writer.add_key_value("a.signed", -3, GGUFValueType.INT8)
+    writer.add_tensor("w", np.arange(12, dtype=np.float32).reshape(4, 3))
+    writer.add_tensor("v", np.arange(5, dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_reads_the_metadata_that_was_written(tmp_path):
+    metadata = read_gguf(small_file(tmp_path / "m.gguf")).metadata
+    assert metadata == {
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.attention.layer_norm_rms_epsilon": pytest.approx(1e-5, rel=1e-7),
+        "a.bool": True,
+        "a.strings": ["one", "Ġ two", "中文"],
+        "a.numbers": [1, 2, 3],
+        "a.big": 2**40,
+        "a.signed": -3,
+    }
+
+
+def test_a_token_that_is_no_utf8_is_read(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_bytes([pair("a", STRING, struct.pack("<Q", 2) + b"\xff\xfe")]))
+    assert read_gguf(path).metadata["a"].encode(errors="surrogateescape") == b"\xff\xfe"
+
+
+def test_every_truncation_is_refused(tmp_path):
+    """The last tensor is padded to the alignment: without its padding the file is still whole."""
+    whole = small_file(tmp_path / "m.gguf").read_bytes()
+    end = max(t.offset + t.size_bytes for t in read_gguf(tmp_path / "m.gguf").tensors.values())
+    path = tmp_path / "cut.gguf"
+    for length in range(end):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelLoadError):
+            read_gguf(path)
+
+
+def test_a_changed_byte_is_read_or_refused_but_never_crashes(tmp_path):
+    whole = small_file(tmp_path / "m.gguf").read_bytes()
+    path = tmp_path / "changed.gguf"
+    random = np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(400):
+        changed = bytearray(whole)
+        for place in random.integers(4, len(whole), size=random.integers(1, 4)):
+            changed[place] = random.integers(256)
+        path.write_bytes(changed)
+        try:
+            file = read_gguf(path)
+        except ModelLoadError:
+            num_refused += 1
+        else:
+            assert all(t.offset + t.size_bytes <= len(whole) for t in file.tensors.values())
+    assert num_refused > 40
+
+
+KINDS = [
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ2_XXS",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_what_the_gguf_package_makes_of_the_whole_tensor(tmp_path, kind):
+    """Bit for bit: rows are de-quantized by the same function, and no block spans two rows."""
+    num_rows, num_values = 6, 512
+    block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    row_bytes = num_values // block_size * block_bytes
+    # Any bytes are a tensor; 0x3c keeps scales from being NaN, which no comparison would notice.
+    raw = np.random.default_rng(1).integers(0, 0x3C, (num_rows, row_bytes), dtype=np.uint8)
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("first", np.ones(3, np.float32))
+    writer.add_tensor("w", raw, raw_dtype=GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(path)
+    assert file.tensors["w"].shape == (num_rows, num_values)
+    expected = gguf.dequantize(raw, GGMLQuantizationType[kind])
+    for rows in (slice(None), slice(2, 5), np.array([5, 0, 3])):
+        values = file.read_rows("w", rows)
+        assert values.dtype == np.float32
+        np.testing.assert_array_equal(values, expected[rows])
