@@ -154,7 +154,9 @@ class BlockManager:
         assert counts[NULL_PAGE] == 0, "the null page is owned"
         assert counts == self.ref_counts, "reference counts differ from the page tables"
         assert NULL_PAGE not in self.free, "the null page is free"
-        assert set(self.free) == {page for page in range(1, self.num_blocks) if counts[page] == 0}, "free ≠ unreferenced"
+        assert set(self.free) == {page for page in range(1, self.num_blocks) if counts[page] == 0}, (
+            "free ≠ unreferenced"
+        )
         assert len(self.page_of_hash) == len(self.hash_of_page), "a hash without its page"
         for key, page in self.page_of_hash.items():
             assert page != NULL_PAGE, "the null page is published"

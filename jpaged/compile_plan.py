@@ -52,7 +52,9 @@ class CompilePlan:
             return
         start = time.monotonic()
         with ThreadPoolExecutor(min(NUM_COMPILERS, len(missing))) as compilers:
-            for done, (key, executable) in enumerate(zip(missing, compilers.map(self._compile, missing), strict=True), 1):
+            for done, (key, executable) in enumerate(
+                zip(missing, compilers.map(self._compile, missing), strict=True), 1
+            ):
                 self.executables[key] = executable
                 if progress is not None:
                     progress(done, len(missing))

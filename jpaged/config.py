@@ -98,7 +98,9 @@ class EngineConfig:
             self._refuse("enable_prefix_caching", "true or false")
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
-            self._refuse("max_num_batched_tokens", f"at least max_num_seqs, {seqs}: every sequence decodes one token a step")
+            self._refuse(
+                "max_num_batched_tokens", f"at least max_num_seqs, {seqs}: every sequence decodes one token a step"
+            )
 
     def _choice(self, name: str, allowed: Iterable[str]) -> None:
         if getattr(self, name) not in allowed:

@@ -258,7 +258,8 @@ class Engine:
         """
         if request_id in self.requests:
             raise InvalidRequestError(
-                f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has", param="request_id"
+                f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has",
+                param="request_id",
             )
         params = params or self.default_sampling_params()
         encoded = self._check(prompt, params)
@@ -342,7 +343,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown()
 
     # The flow
@@ -414,7 +417,11 @@ class Engine:
         return request
 
     def _collect(
-        self, request: Request, index_of: dict[str, int], results: list[RequestOutput | None], update: Callable[[], None]
+        self,
+        request: Request,
+        index_of: dict[str, int],
+        results: list[RequestOutput | None],
+        update: Callable[[], None],
     ) -> None:
         index = index_of.get(request.request_id)
         if index is not None:

@@ -60,5 +60,7 @@ def _usable(defaults: dict[str, Any], source: ModelSource) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
-        raise ModelLoadError(f"{source.path}: its generation config is out of range: {error}; give --generation-config none") from error
+        raise ModelLoadError(
+            f"{source.path}: its generation config is out of range: {error}; give --generation-config none"
+        ) from error
     return defaults

@@ -81,7 +81,11 @@ class OutputProcessor:
             sequence.stop_reason = stop
             return RequestState.FINISHED_STOPPED
         is_full = sequence.num_tokens >= self.max_model_len
-        return RequestState.FINISHED_LENGTH if is_full or sequence.num_output_tokens >= sequence.request.max_tokens else None
+        return (
+            RequestState.FINISHED_LENGTH
+            if is_full or sequence.num_output_tokens >= sequence.request.max_tokens
+            else None
+        )
 
     def output_of(self, request: Request) -> RequestOutput:
         """The request as its caller sees it now."""

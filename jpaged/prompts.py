@@ -104,15 +104,20 @@ class PromptEncoder:
 
     def _check_id(self, token_id: Any, param: str) -> None:
         if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-            raise InvalidRequestError(f"{param}: got {_short(token_id)} among the token ids, allowed: integers", param=param)
+            raise InvalidRequestError(
+                f"{param}: got {_short(token_id)} among the token ids, allowed: integers", param=param
+            )
         if not 0 <= token_id < self.vocab_size:
             raise InvalidRequestError(
-                f"{param}: token id {_short(token_id)} is out of vocabulary, allowed: 0 to {self.vocab_size - 1}", param=param
+                f"{param}: token id {_short(token_id)} is out of vocabulary, allowed: 0 to {self.vocab_size - 1}",
+                param=param,
             )
 
     def _checked(self, token_ids: list[int], text: str | None) -> EncodedPrompt:
         if not token_ids:
-            raise InvalidRequestError("prompt: got no token, the prompt cannot be empty; give some text", param="prompt")
+            raise InvalidRequestError(
+                "prompt: got no token, the prompt cannot be empty; give some text", param="prompt"
+            )
         if len(token_ids) >= self.max_model_len:
             raise InvalidRequestError(
                 f"prompt: the maximum context length is {self.max_model_len} tokens, your prompt has {len(token_ids)} and an "

@@ -118,11 +118,23 @@ def _draw(shifted_RV: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, " R
     threshold = rows.min_p[:, None]
     has_top_k = (rows.top_k > 0) & (rows.top_k < vocab_size)
     threshold = lax.cond(
-        jnp.any(has_top_k), _raise_for_top_k, lambda weights, threshold, *_: threshold, weights, threshold, rows, has_top_k
+        jnp.any(has_top_k),
+        _raise_for_top_k,
+        lambda weights, threshold, *_: threshold,
+        weights,
+        threshold,
+        rows,
+        has_top_k,
     )
     has_top_p = rows.top_p < 1.0
     threshold = lax.cond(
-        jnp.any(has_top_p), _raise_for_top_p, lambda weights, threshold, *_: threshold, weights, threshold, rows, has_top_p
+        jnp.any(has_top_p),
+        _raise_for_top_p,
+        lambda weights, threshold, *_: threshold,
+        weights,
+        threshold,
+        rows,
+        has_top_p,
     )
     return _inverse_cdf(jnp.where(weights >= threshold, weights, 0.0), uniforms(rows, PURPOSE_SAMPLE))
 
@@ -164,7 +176,9 @@ def _inverse_cdf(weights_RV: Float[Array, "R V"], uniform_R: Float[Array, " R"])
     block_ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
     target = uniform_R * block_ends[:, -1]
     block = _passed(block_ends, target)
-    before = jnp.where(block > 0, jnp.take_along_axis(block_ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    before = jnp.where(
+        block > 0, jnp.take_along_axis(block_ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0
+    )
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     place = _passed(jnp.cumsum(inside, axis=-1), target - before)
     return block * CDF_BLOCK + place

@@ -94,7 +94,9 @@ class SamplingParams:
     def _integer(self, name: str, low: int, high: int | None, *, more: str = "") -> None:
         value = getattr(self, name)
         if not _is_integer(value) or value < low or (high is not None and value > high):
-            allowed = f"an integer ≥ {low}" if high is None else f"{low}" if low == high else f"an integer in [{low}, {high}]"
+            allowed = (
+                f"an integer ≥ {low}" if high is None else f"{low}" if low == high else f"an integer in [{low}, {high}]"
+            )
             self._refuse(name, allowed + more)
         object.__setattr__(self, name, int(value))
 

@@ -144,7 +144,9 @@ def _step_sizes(config: EngineConfig, platform: str, num_known: int) -> tuple[in
     return seqs, tokens or max(seqs, DEFAULT_TOKENS.get(platform, DEVICE_TOKENS))
 
 
-def _lowered_len(config: EngineConfig, capacity: int, max_model_len: int, page_bytes: int, demands: Sequence[Demand]) -> int:
+def _lowered_len(
+    config: EngineConfig, capacity: int, max_model_len: int, page_bytes: int, demands: Sequence[Demand]
+) -> int:
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:
         raise ConfigError(

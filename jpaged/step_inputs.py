@@ -168,7 +168,9 @@ class StepInputBuilder:
         first_page = item.start // self.block_size
         last_page = (item.start + item.num_tokens - 1) // self.block_size
         for group, pages in enumerate(sequence.pages):
-            page_of_token = np.array(pages[first_page : last_page + 1], np.int32)[positions // self.block_size - first_page]
+            page_of_token = np.array(pages[first_page : last_page + 1], np.int32)[
+                positions // self.block_size - first_page
+            ]
             view["slots"][group, start:end] = page_of_token * self.block_size + positions % self.block_size
 
     def _fill_samples(self, rows: np.ndarray, samples: list[Sequence], tokens: list[int]) -> None:

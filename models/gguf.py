@@ -172,5 +172,7 @@ def _placed_tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, off
     except (ValueError, KeyError) as error:
         raise ModelLoadError(f"{path}: tensor {name!r} is stored in unknown type {kind}") from error
     if shape[-1] % block_size:
-        raise ModelLoadError(f"{path}: rows of {name!r} have {shape[-1]} values, {quantization.name} needs {block_size}s")
+        raise ModelLoadError(
+            f"{path}: rows of {name!r} have {shape[-1]} values, {quantization.name} needs {block_size}s"
+        )
     return GGUFTensor(name, shape, quantization.name, offset, shape[-1] // block_size * block_bytes)

@@ -146,7 +146,9 @@ def _read(
         stop = min(start + num_rows, last)
         chunk = checkpoint.read(name, slice(start, stop))[(slice(None), *columns)]
         if not np.isfinite(chunk).all():
-            raise ModelLoadError(f"tensor {name}: rows {start} to {stop} hold a NaN or an infinity; fetch the file again")
+            raise ModelLoadError(
+                f"tensor {name}: rows {start} to {stop} hold a NaN or an infinity; fetch the file again"
+            )
         target[start - first : stop - first] = chunk.astype(dtype, copy=False)
     return out
 

@@ -12,11 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
+from safetensors.numpy import save_file
+
 from jpaged.models.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint, open_model
 from jpaged.models.config import config_from_gguf
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.gguf import read_gguf
-from safetensors.numpy import save_file
 
 EMBEDDING = "model.embed_tokens.weight"
 CONFIG = {

@@ -7,10 +7,11 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
+
 from jpaged.models.config import ModelConfig, RopeConfig, config_from_gguf, config_from_hf
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.gguf import read_gguf
-from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 PATH = Path("somewhere/config.json")
 CLASSES = {"LlamaForCausalLM": LlamaConfig, "MistralForCausalLM": MistralConfig, "Qwen2ForCausalLM": Qwen2Config}

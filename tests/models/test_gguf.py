@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.gguf import read_gguf
 
