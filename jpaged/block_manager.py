@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 
 from .request import Sequence
 
@@ -52,7 +54,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence pages for its first `num_tokens` tokens; False, with nothing changed, if too few are free."""
+        """Give the sequence pages for its first `num_tokens` tokens; False, changing nothing, if too few are free."""
         wanted = -(-num_tokens // self.block_size)
         if sum(max(0, wanted - len(pages)) for pages in sequence.pages) > len(self.free):
             return False
@@ -82,9 +84,12 @@ class BlockManager:
         shortest = min(len(pages) for pages in matched)
         return [pages[:shortest] for pages in matched]
 
-    def num_free_without(self, pages: SequenceOf[SequenceOf[int]]) -> int:
-        """Free pages that would be left if these cached ones were adopted: hits may lie among the free."""
-        return len(self.free) - sum(page in self.free for group in pages for page in group)
+    def num_free_without(self, pages: Iterable[Iterable[int]]) -> int:
+        """Free pages that would be left if these cached ones were adopted: hits may lie among the free.
+
+        A page that several sequences of a group have hit is taken once.
+        """
+        return len(self.free) - sum(page in self.free for page in set(chain.from_iterable(pages)))
 
     def adopt(self, sequence: Sequence, matched: list[list[int]]) -> int:
         """Start the sequence, which owns no page, with these cached ones; returns the tokens they hold."""
@@ -122,21 +127,26 @@ class BlockManager:
         sequence.num_published = num_full
 
     def release(self, sequence: Sequence) -> None:
-        """Take all pages back. The tail goes first in line to be reused, since a prefix serves more sequences."""
-        for pages in sequence.pages:
-            for page in reversed(pages):
-                self.ref_counts[page] -= 1
-                if self.ref_counts[page] == 0:
-                    self.free[page] = None
-                    if page not in self.hash_of_page:
-                        self.free.move_to_end(page, last=False)
+        """Take all pages back. The tail goes first in line to be reused, since a prefix serves more sequences.
+
+        All groups' pages of one position go together: a prefix is found only while every group has it.
+        """
+        for page in chain.from_iterable(zip(*map(reversed, sequence.pages), strict=True)):
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] == 0:
+                self.free[page] = None
+                if page not in self.hash_of_page:
+                    self.free.move_to_end(page, last=False)
         sequence.release_device()
 
     def discard_unsound(self, sequence: Sequence) -> None:
-        """Unpublish the pages of a sequence whose values turned out not to be finite."""
-        for pages in sequence.pages:
-            for page in pages:
-                self._forget(page)
+        """Unpublish all pages of a sequence whose values turned out not to be finite; their owners keep them.
+
+        Pages that it found in the cache among them: nothing tells which page is to blame, and an unsound page
+        that stays published would fail every later request with that prefix. A sound one is computed anew.
+        """
+        for page in chain.from_iterable(sequence.pages):
+            self._forget(page)
 
     def reset_prefix_cache(self) -> None:
         """Forget every published page; sequences keep the pages they own."""
@@ -144,13 +154,20 @@ class BlockManager:
         self.hash_of_page.clear()
 
     def check(self, sequences: SequenceOf[Sequence]) -> None:
-        """Hold the pool against its invariants, `sequences` being all that own pages. AssertionError if one is broken."""
+        """Hold the pool against its invariants; `sequences`: all that own pages. AssertionError if one is broken."""
         counts = [0] * self.num_blocks
         for sequence in sequences:
+            owned = list(chain.from_iterable(sequence.pages))
+            assert len(set(owned)) == len(owned), "a page twice in one sequence"
+            for page in owned:
+                counts[page] += 1
+            num_full = sequence.num_computed // self.block_size
+            assert sequence.num_published <= num_full, "a page published before it was computed"
             for pages in sequence.pages:
-                for page in pages:
-                    counts[page] += 1
                 assert len(pages) * self.block_size >= sequence.num_computed, "computed tokens without a page"
+                for page in pages[num_full:]:
+                    assert self.ref_counts[page] == 1, "a page that is still written is shared"
+                    assert page not in self.hash_of_page, "a page that is still written is published"
         assert counts[NULL_PAGE] == 0, "the null page is owned"
         assert counts == self.ref_counts, "reference counts differ from the page tables"
         assert NULL_PAGE not in self.free, "the null page is free"

@@ -33,7 +33,6 @@ class CompilePlan:
         """Compilations in this process that the plan did not ask for. Anything but 0 is a defect."""
         self._lock = threading.Lock()
         self._compiling: set[int] = set()
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def get(self, key: Key) -> jax.stages.Compiled:
         """The executable of `key`. KeyError for a key outside the plan: shapes are fixed at start."""
@@ -59,6 +58,10 @@ class CompilePlan:
                 if progress is not None:
                     progress(done, len(missing))
         self.compile_seconds += time.monotonic() - start
+
+    def open(self) -> None:
+        """Start-up is over: from now on, compilations that the plan did not ask for are counted."""
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def close(self) -> None:
         """Stop counting compilations and drop the executables."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +17,18 @@ import numpy as np
 
 from .block_manager import BlockManager
 from .buckets import make_buckets
+from .compile_plan import CompilePlan, Key
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError
-from .models.loading import abstract_weights, load_weights
+from .models.loading import Weights, abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel, open_for_engine
 from .output_processor import OutputProcessor
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
-from .pallas_kernels.ragged_paged_attention import LayerPlace, XlaBackend
+from .pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from .prompts import EncodedPrompt, PromptEncoder
 from .request import Request, RequestState, make_request
-from .runner import Runner
+from .programs import forward_key, sample_key, step_programs
+from .runner import Runner, allocate_state
 from .sampler import SampleMode
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -64,14 +67,16 @@ class Engine:
         opened: OpenedModel | None = None,
         *,
         demands: Sequence[Demand] = (),
+        modes: Collection[SampleMode] = (),
         progress: Progress | None = None,
     ) -> Engine:
         """An engine from checked options, and from a model that was opened before.
 
-        `demands`: the requests that will come, if all are known, so that no larger pool is taken than they need.
+        `demands` and `modes` are the requests that will come, if all are known: no larger pool is taken than
+        they need, and what they need first is compiled while the weights are read.
         """
         engine = cls.__new__(cls)
-        engine._start(config, opened or open_for_engine(config), demands=demands, progress=progress)
+        engine._start(config, opened or open_for_engine(config), demands=demands, modes=modes, progress=progress)
         return engine
 
     def _start(
@@ -80,6 +85,7 @@ class Engine:
         opened: OpenedModel,
         *,
         demands: Sequence[Demand] = (),
+        modes: Collection[SampleMode] = (),
         progress: Progress | None = None,
     ) -> None:
         self.config = config
@@ -92,6 +98,7 @@ class Engine:
         except RuntimeError as error:
             raise ConfigError(" ".join(str(error).split())) from error
         platform = self.device.platform
+        mesh = device_mesh([self.device])
         self.backend = XlaBackend(platform=platform)
         shape = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_size": model.head_size}
 
@@ -107,23 +114,12 @@ class Engine:
             platform=platform,
             free_bytes=_free_bytes(self.device),
             page_bytes=page_bytes,
-            weights_bytes=lambda dtype: abstract_weights(model, dtype).size_bytes,
+            weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
             demands=demands,
         )
         for note in self.sizes.notes:
             logger.warning(note)
         sizes = self.sizes
-        mesh = device_mesh([self.device])
-        start = time.monotonic()
-        weights = load_weights(
-            model,
-            opened.checkpoint,
-            dtype=sizes.dtype,
-            mesh=mesh,
-            progress=None if progress is None else lambda done, total: progress("load", done, total),
-        )
-        self.load_seconds = time.monotonic() - start
-        self._progress = progress
         self.buckets = make_buckets(
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_num_seqs=sizes.max_num_seqs,
@@ -150,22 +146,37 @@ class Engine:
             num_groups=NUM_GROUPS,
             max_num_seqs=sizes.max_num_seqs,
         )
-        self.runner = Runner(
-            weights=weights,
+        abstract = abstract_weights(model, sizes.dtype, mesh)
+        check_tensors(abstract, model, opened.checkpoint)
+        layout = self.backend.layout(
+            num_pages=sizes.num_blocks, page_size=sizes.block_size, dtype=sizes.kv_cache_dtype, **shape
+        )
+        places = tuple(LayerPlace(group=0, index=layer) for layer in range(model.num_layers))
+        programs = step_programs(
+            weights=abstract,
             hidden_size=model.hidden_size,
             mesh=mesh,
-            backend=self.backend,
-            kv_layout=self.backend.layout(
-                num_pages=sizes.num_blocks, page_size=sizes.block_size, dtype=sizes.kv_cache_dtype, **shape
-            ),
-            layer_places=tuple(LayerPlace(group=0, index=layer) for layer in range(model.num_layers)),
+            cache=PagedCache((), layout, places, self.backend),
             buckets=self.buckets,
             builder=self.builder,
             max_num_seqs=sizes.max_num_seqs,
             max_pages=-(-sizes.max_model_len // sizes.block_size),
-            num_groups=NUM_GROUPS,
             max_logprobs=config.max_logprobs,
         )
+        # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
+        plan = CompilePlan(programs.lower)
+        def load() -> tuple[Weights, float]:
+            start = time.monotonic()
+            weights = load_weights(abstract, model, opened.checkpoint, progress=_phase(progress, "load"))
+            return weights, time.monotonic() - start
+
+        with ThreadPoolExecutor(1) as loader:
+            loading = loader.submit(load)
+            plan.prepare(self._first_keys(demands, modes), progress=_phase(progress, "compile"))
+            weights, self.load_seconds = loading.result()
+        state = allocate_state(programs.state)
+        plan.open()
+        self.runner = Runner(weights=weights, state=state, plan=plan, buckets=self.buckets, mesh=mesh)
         self.prompts = PromptEncoder(self.tokenizer, model.vocab_size, sizes.max_model_len)
         self.outputs = OutputProcessor(
             self.tokenizer, eos_token_ids=opened.eos_token_ids, max_model_len=sizes.max_model_len
@@ -219,7 +230,7 @@ class Engine:
             number = self._num_requests
             self._num_requests += 1
             if encoded is not None:
-                index_of[self._enqueue(f"generate-{number}", encoded, params, number=number).request_id] = index
+                index_of[self.enqueue(f"generate-{number}", encoded, params, number=number).request_id] = index
         with _bar(len(index_of), use_tqdm) as update:
             self.run_until_done(lambda request: self._collect(request, index_of, results, update))
         return [result for result in results if result is not None]
@@ -266,7 +277,7 @@ class Engine:
         if number is None:
             number = self._num_requests
             self._num_requests += 1
-        self._enqueue(request_id, encoded, params, number=number, arrival_time=arrival_time)
+        self.enqueue(request_id, encoded, params, number=number, arrival_time=arrival_time)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the outputs so far of every request that it brought a token or an end."""
@@ -300,18 +311,6 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their pages."""
         self.blocks.reset_prefix_cache()
-
-    def prepare(self, prompt_lens: Sequence[int], modes: Iterable[SampleMode]) -> None:
-        """Compile beforehand what requests of these lengths will need first; counts as start-up, not as service."""
-        budget, seqs = self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs
-        total = sum(prompt_lens)
-        sizes = {min(total, budget), min(len(prompt_lens), seqs)}
-        keys = [self.runner.forward_key(size) for size in sorted(sizes, reverse=True) if size]
-        keys += [self.runner.sample_key(min(len(prompt_lens), seqs), mode) for mode in modes]
-        report = self._progress
-        self.runner.prepare(
-            keys, progress=None if report is None else lambda done, total: report("compile", done, total)
-        )
 
     def stats(self) -> dict[str, float | int]:
         """Counters since start: steps, tokens, pages, cache hits, preemptions, compilations."""
@@ -354,7 +353,7 @@ class Engine:
         """One step: schedule, build, dispatch, process. Returns the requests that changed for their caller."""
         work = self.scheduler.schedule()
         step = self.builder.build(work.scheduled)
-        outputs = self.runner.dispatch(step, _mode(request.params for request in {s.request for s in step.samples}))
+        outputs = self.runner.dispatch(step, sample_mode(request.params for request in {s.request for s in step.samples}))
         return self._process(work.scheduled, step, outputs.read())
 
     def _process(self, scheduled: Any, step: Any, sampled: Any) -> list[Request]:
@@ -368,7 +367,12 @@ class Engine:
         changed: dict[str, Request] = {}
         for row, sequence in enumerate(step.samples):
             request = sequence.request
-            end = self.outputs.append(sequence, sampled, row)
+            try:
+                end = self.outputs.append(sequence, sampled, row)
+            except Exception as error:  # Whatever one request does to its output, the others go on.
+                logger.exception("request %s failed", request.request_id)
+                request.error = f"internal error while its output was made: {type(error).__name__}"
+                end = RequestState.FINISHED_ERROR
             self._counts["generation_tokens"] += 1
             if request.first_token_time is None:
                 request.first_token_time = now
@@ -380,6 +384,16 @@ class Engine:
                     del self.requests[request.request_id]
         return list(changed.values())
 
+    def _first_keys(self, demands: Sequence[Demand], modes: Collection[SampleMode]) -> list[Key]:
+        """Executables that these requests need first: their prefill, their decode, their sampling."""
+        if not demands:
+            return []
+        num_prompt_tokens = sum(demand.prompt_len for demand in demands)
+        num_seqs = min(len(demands), self.sizes.max_num_seqs)
+        sizes = [min(num_prompt_tokens, self.sizes.max_num_batched_tokens), num_seqs]
+        keys = [forward_key(self.buckets, size) for size in sizes]
+        return keys + [sample_key(self.buckets, num_seqs, mode) for mode in modes]
+
     def _check(self, prompt: Any, params: SamplingParams) -> EncodedPrompt:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
@@ -388,7 +402,7 @@ class Engine:
         self.prompts.check_params(params, max_logprobs=self.config.max_logprobs)
         return self.prompts.encode(prompt)
 
-    def _enqueue(
+    def enqueue(
         self,
         request_id: str,
         encoded: EncodedPrompt,
@@ -397,6 +411,7 @@ class Engine:
         number: int,
         arrival_time: float | None = None,
     ) -> Request:
+        """Queue a request whose prompt and parameters have been checked against this engine's model."""
         room = self.sizes.max_model_len - len(encoded.token_ids)
         request = make_request(
             request_id=request_id,
@@ -462,7 +477,8 @@ def use_compilation_cache(directory: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _mode(params: Iterable[SamplingParams]) -> SampleMode:
+def sample_mode(params: Iterable[SamplingParams]) -> SampleMode:
+    """The least mode that does what all of these ask for."""
     mode = SampleMode.GREEDY
     for each in params:
         if each.logprobs is not None:
@@ -490,6 +506,10 @@ def _as_prompts(prompts: Any) -> list[Any]:
     if not prompts:
         return []
     return [list(prompts)] if isinstance(prompts[0], int) else list(prompts)
+
+
+def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(name, done, total)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ class RequestState(enum.Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "abort" or "error"; None while it is not finished."""
+        """One of "stop", "length", "abort" and "error"; None while it is not finished."""
         return self.value if self.is_finished else None
 
 
@@ -57,6 +57,8 @@ class Sequence:
     """Entries of each page table that the device has, for the slot held now."""
     is_last_token_on_device: bool = False
     """Its last token was sampled in the slot it holds: the step takes it from there."""
+    has_sample_row: bool = False
+    """What the sampler wants to know of it is written down under the slot it holds."""
     page_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of each full page, as far as it was needed."""
     num_published: int = 0
@@ -85,7 +87,7 @@ class Sequence:
             pages.clear()
         self.num_computed = self.num_published = self.slot = 0
         self.pages_sent = [0] * len(self.pages)
-        self.is_last_token_on_device = False
+        self.is_last_token_on_device = self.has_sample_row = False
 
 
 @dataclass(eq=False, slots=True)
@@ -143,9 +145,8 @@ def make_request(
         prompt=prompt,
     )
     for index in range(params.n):
-        sequence = Sequence(request, index, list(prompt_token_ids), [[] for _ in range(num_groups)])
-        sequence.pages_sent = [0] * num_groups
-        request.sequences.append(sequence)
+        pages: list[list[int]] = [[] for _ in range(num_groups)]
+        request.sequences.append(Sequence(request, index, list(prompt_token_ids), pages, pages_sent=[0] * num_groups))
     return request
 
 

@@ -57,7 +57,7 @@ class SampledRows:
 
     token_ids: Int[Array, " R"]
     is_finite: Bool[Array, " R"]
-    """False where the logits held a NaN or an infinity: the token means nothing."""
+    """False where the logits held a NaN or +inf, or nothing but −inf: the token means nothing."""
     logprobs: Float[Array, " R"] | None = None
     """Of the sampled token, before temperature and truncation."""
     ranks: Int[Array, " R"] | None = None
@@ -67,25 +67,30 @@ class SampledRows:
 
 
 def sample(logits_RV: Float[Array, "R V"], rows: SamplingRows, mode: SampleMode, max_logprobs: int) -> SampledRows:
-    """Sample every row; `max_logprobs` most likely tokens come along in mode LOGPROBS."""
+    """Sample every row; its min(`max_logprobs`, V) most likely tokens come along in mode LOGPROBS."""
     row_max = jnp.max(logits_RV, axis=-1, keepdims=True)
     greedy = first_index(logits_RV == row_max)
     is_finite = jnp.isfinite(row_max[:, 0])
     if mode is SampleMode.GREEDY:
         return SampledRows(greedy, is_finite)
-    token_ids = jnp.where(rows.temperature < GREEDY_TEMPERATURE, greedy, _draw(logits_RV - row_max, rows))
+    # Not above: what the host calls greedy may round up to the limit on its way to float32.
+    is_greedy = rows.temperature <= GREEDY_TEMPERATURE
+    shifted_RV = logits_RV - row_max
+    weights = truncated_weights(shifted_RV, rows, is_greedy)
+    token_ids = jnp.where(is_greedy, greedy, inverse_cdf(weights, uniforms(rows, PURPOSE_SAMPLE)))
     if mode is SampleMode.FULL:
         return SampledRows(token_ids, is_finite)
-    sampled = jnp.take_along_axis(logits_RV, token_ids[:, None], axis=1)
-    log_total = row_max + jnp.log(jnp.sum(jnp.exp(logits_RV - row_max), axis=-1, keepdims=True))
-    top_logits, top_ids = lax.top_k(logits_RV, max_logprobs)
+    # All relative to the row's maximum: where logits are large, their own rounding would show.
+    sampled = jnp.take_along_axis(shifted_RV, token_ids[:, None], axis=1)
+    log_total = jnp.log(jnp.sum(jnp.exp(shifted_RV), axis=-1, keepdims=True))
+    top_shifted, top_ids = lax.top_k(shifted_RV, min(max_logprobs, logits_RV.shape[1]))
     return SampledRows(
         token_ids,
         is_finite,
         logprobs=(sampled - log_total)[:, 0],
-        ranks=1 + jnp.sum((logits_RV > sampled).astype(jnp.int32), axis=-1),
+        ranks=1 + jnp.sum((shifted_RV > sampled).astype(jnp.int32), axis=-1),
         top_token_ids=top_ids,
-        top_logprobs=top_logits - log_total,
+        top_logprobs=top_shifted - log_total,
     )
 
 
@@ -109,83 +114,90 @@ def uniforms(rows: SamplingRows, purpose: int) -> Float[Array, " R"]:
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
-def _draw(shifted_RV: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, " R"]:
-    """Draw from the truncated softmax of logits whose row maximum is 0."""
-    # Greedy rows go along with a harmless temperature; their draw is not used.
-    temperature = jnp.where(rows.temperature < GREEDY_TEMPERATURE, 1.0, rows.temperature)[:, None]
-    weights = jnp.exp(shifted_RV / temperature)
-    vocab_size = weights.shape[1]
-    threshold = rows.min_p[:, None]
-    has_top_k = (rows.top_k > 0) & (rows.top_k < vocab_size)
-    threshold = lax.cond(
-        jnp.any(has_top_k),
-        _raise_for_top_k,
-        lambda weights, threshold, *_: threshold,
-        weights,
-        threshold,
-        rows,
-        has_top_k,
-    )
-    has_top_p = rows.top_p < 1.0
-    threshold = lax.cond(
-        jnp.any(has_top_p),
-        _raise_for_top_p,
-        lambda weights, threshold, *_: threshold,
-        weights,
-        threshold,
-        rows,
-        has_top_p,
-    )
-    return _inverse_cdf(jnp.where(weights >= threshold, weights, 0.0), uniforms(rows, PURPOSE_SAMPLE))
+def truncated_weights(
+    shifted_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]
+) -> Float[Array, "R V"]:
+    """Softmax numerators of logits whose row maximum is 0, with 0 for the tokens that the row's rules drop."""
+    # Greedy rows (padding among them) go along with a harmless temperature; nobody draws from theirs.
+    weights = jnp.exp(shifted_RV / jnp.where(is_greedy, 1.0, rows.temperature)[:, None])
+    threshold = rows.min_p
+    has_top_k = ~is_greedy & (rows.top_k > 0) & (rows.top_k < weights.shape[1])
+    threshold = _raise(weights, threshold, has_top_k, rows.top_k, jnp.zeros_like(threshold))
+    has_top_p = ~is_greedy & (rows.top_p < 1.0)
+    _, mass = _total(weights, threshold)
+    threshold = _raise(weights, threshold, has_top_p, jnp.zeros_like(rows.top_k), rows.top_p * mass)
+    return jnp.where(weights >= threshold[:, None], weights, 0.0)
 
 
-def _raise_for_top_k(weights: Array, threshold: Array, rows: SamplingRows, has_top_k: Array) -> Array:
-    def holds(candidate: Array) -> Array:
-        return jnp.sum((weights >= candidate).astype(jnp.int32), axis=-1) >= rows.top_k
+def _raise(
+    weights: Float[Array, "R V"],
+    threshold: Float[Array, " R"],
+    is_asked: Bool[Array, " R"],
+    min_count: Int[Array, " R"],
+    min_mass: Float[Array, " R"],
+) -> Float[Array, " R"]:
+    """Raise the threshold of the rows that ask for it as far as it keeps `min_count` tokens of `min_mass` together.
 
-    return jnp.where(has_top_k[:, None], jnp.maximum(threshold, _largest(holds, threshold)), threshold)
+    Bisects the bits of a float32, which are in the order of the numbers, until at most one token lies between
+    the bounds: what is kept is settled then, whatever further passes the other rows need. No row, no pass.
+    """
 
+    def is_open(bounds: tuple[Array, ...]) -> Array:
+        low, high, num_low, num_high = bounds
+        return jnp.any(is_asked & (high - low > 1) & (num_low - num_high > 1))
 
-def _raise_for_top_p(weights: Array, threshold: Array, rows: SamplingRows, has_top_p: Array) -> Array:
-    def mass(candidate: Array) -> Array:
-        return jnp.sum(jnp.where(weights >= candidate, weights, 0.0), axis=-1)
-
-    wanted = rows.top_p * mass(threshold)
-    raised = _largest(lambda candidate: mass(jnp.maximum(candidate, threshold)) >= wanted, threshold)
-    return jnp.where(has_top_p[:, None], jnp.maximum(threshold, raised), threshold)
-
-
-def _largest(holds, like: Float[Array, "R 1"]) -> Float[Array, "R 1"]:  # type: ignore[no-untyped-def]
-    """Largest float32 in [0, 1] per row for which `holds`, which is true at 0 and never again once it is false."""
-
-    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
+    def halve(bounds: tuple[Array, ...]) -> tuple[Array, ...]:
+        low, high, num_low, num_high = bounds
         middle = low + (high - low) // 2
-        is_held = holds(lax.bitcast_convert_type(middle, jnp.float32))[:, None]
-        return jnp.where(is_held, middle, low), jnp.where(is_held, high, middle)
+        count, mass = _total(weights, lax.bitcast_convert_type(middle, jnp.float32))
+        is_enough = (count >= min_count) & (mass >= min_mass)
+        return (
+            jnp.where(is_enough, middle, low),
+            jnp.where(is_enough, high, middle),
+            jnp.where(is_enough, count, num_low),
+            jnp.where(is_enough, num_high, count),
+        )
 
-    low = jnp.zeros(like.shape, jnp.int32)
-    low, _ = lax.fori_loop(0, BITS_OF_ONE.bit_length(), halve, (low, jnp.full_like(low, BITS_OF_ONE + 1)))
-    return lax.bitcast_convert_type(low, jnp.float32)
+    low = lax.bitcast_convert_type(threshold, jnp.int32)
+    high, num_low = jnp.full_like(low, BITS_OF_ONE + 1), jnp.full_like(low, weights.shape[1])
+    low, *_ = lax.while_loop(is_open, halve, (low, high, num_low, jnp.zeros_like(low)))
+    return jnp.where(is_asked, lax.bitcast_convert_type(low, jnp.float32), threshold)
 
 
-def _inverse_cdf(weights_RV: Float[Array, "R V"], uniform_R: Float[Array, " R"]) -> Int[Array, " R"]:
+def _total(weights: Float[Array, "R V"], threshold: Float[Array, " R"]) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """How many weights reach the threshold, and their sum. In one reduction: two take a CPU ten times as long."""
+    is_kept = weights >= threshold[:, None]
+    operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
+    count, mass = lax.reduce(
+        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (1,)
+    )
+    return count, mass
+
+
+def inverse_cdf(weights_RV: Float[Array, "R V"], uniform_R: Float[Array, " R"]) -> Int[Array, " R"]:
     """Token at which the running sum of weights passes uniform × total: first the block, then the place in it."""
     rows, vocab_size = weights_RV.shape
     blocks = jnp.pad(weights_RV, ((0, 0), (0, -vocab_size % CDF_BLOCK))).reshape(rows, -1, CDF_BLOCK)
-    block_ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    block_sums = jnp.sum(blocks, axis=-1)
+    block_ends = jnp.cumsum(block_sums, axis=-1)
     target = uniform_R * block_ends[:, -1]
-    block = _passed(block_ends, target)
-    before = jnp.where(
-        block > 0, jnp.take_along_axis(block_ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0
-    )
+    block = _passed(block_sums, block_ends, target)
+    starts = jnp.pad(block_ends, ((0, 0), (1, 0)))
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    place = _passed(jnp.cumsum(inside, axis=-1), target - before)
+    place = _passed(
+        inside, jnp.cumsum(inside, axis=-1), target - jnp.take_along_axis(starts, block[:, None], axis=1)[:, 0]
+    )
     return block * CDF_BLOCK + place
 
 
-def _passed(ends: Float[Array, "R n"], target: Float[Array, " R"]) -> Int[Array, " R"]:
-    """First index whose running sum exceeds the target, at most the last one that adds anything to the sum."""
-    first = jnp.sum((ends <= target[:, None]).astype(jnp.int32), axis=-1)
-    last = jnp.sum((ends < ends[:, -1:]).astype(jnp.int32), axis=-1)
+def _passed(weights: Float[Array, "R n"], ends: Float[Array, "R n"], target: Float[Array, " R"]) -> Int[Array, " R"]:
+    """First place with a weight whose running sum exceeds the target, the last one with a weight if none does.
+
+    A place without a weight is never returned, though running sums are rounded and not always ascending: only
+    a row without any weight gives 0.
+    """
+    places = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
+    has_weight = weights > 0
+    last = jnp.max(jnp.where(has_weight, places, 0), axis=-1)
+    first = jnp.min(jnp.where(has_weight & (ends > target[:, None]), places, weights.shape[1]), axis=-1)
     return jnp.minimum(first, last)

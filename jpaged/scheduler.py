@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from .block_manager import BlockManager
 from .request import Request, RequestState, Sequence
@@ -54,6 +55,7 @@ class Scheduler:
     ):
         """`watermark` is the share of the pool that admission leaves free, so that it causes no preemption."""
         self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.watermark_pages = int(watermark * blocks.num_usable)
         self.clock = clock
@@ -65,6 +67,12 @@ class Scheduler:
         """Prefill steps of a sequence that left part of it for later ones."""
 
     def add(self, request: Request) -> None:
+        """Queue a request. The caller has refused what can never fit, which would hold up the queue for ever."""
+        num_seqs = len(request.sequences)
+        assert num_seqs <= min(self.max_num_seqs, self.max_num_batched_tokens), "more sequences than a step takes"
+        # The last token ends its sequence, so that its keys and values are never computed.
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1
+        assert num_seqs * self.blocks.pages_for(num_tokens) <= self.blocks.num_usable, "larger than the pool"
         self.waiting.append(request)
 
     @property
@@ -118,12 +126,12 @@ class Scheduler:
         request = sequence.request
         if request.live_sequences:
             return
-        request.state = state
-        request.finished_time = self.clock()
-        if request in self.running:
+        if request.state is RequestState.RUNNING:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        request.state = state
+        request.finished_time = self.clock()
 
     def check(self) -> None:
         """Hold queues, slots and pages against their invariants; AssertionError if one is broken."""
@@ -132,7 +140,11 @@ class Scheduler:
         assert all(request.state is RequestState.WAITING for request in self.waiting), "a waiting request is not"
         slots = [sequence.slot for sequence in running]
         assert 0 not in slots, "a running sequence without a slot"
-        assert len({*slots, *self.free_slots}) == len(slots) + len(self.free_slots), "a slot held twice"
+        assert sorted([*slots, *self.free_slots]) == list(range(1, self.max_num_seqs + 1)), "a slot lost or held twice"
+        for request in self.waiting:
+            for sequence in request.sequences:
+                assert sequence.slot == 0, "a waiting sequence with a slot"
+                assert not any(sequence.pages), "a waiting sequence with pages"
         self.blocks.check(running)
 
     def _admit(self, request: Request, budget: int) -> list[ScheduledSequence]:
@@ -145,16 +157,17 @@ class Scheduler:
             self.blocks.pages_for(sequence.num_tokens) - sum(map(len, found))
             for sequence, found in zip(sequences, matched, strict=True)
         )
-        shared = [pages for found in matched for pages in found]
         reserve = self.watermark_pages if self.running else 0
-        if wanted + reserve > self.blocks.num_free_without(shared):
+        if wanted + reserve > self.blocks.num_free_without(chain.from_iterable(matched)):
             return []
-        admitted = []
+        # All adopt before any grows: growing takes free pages, which those that others have matched may be.
         for sequence, found in zip(sequences, matched, strict=True):
             num_cached = self.blocks.adopt(sequence, found)
             if request.first_scheduled_time is None:
                 self.blocks.count_query(sequence.num_tokens, num_cached)
                 request.num_cached_tokens = num_cached
+        admitted: list[ScheduledSequence] = []
+        for sequence in sequences:
             num_tokens = min(sequence.num_pending, budget - (len(sequences) - len(admitted) - 1))
             budget -= num_tokens
             has_grown = self.blocks.grow(sequence, sequence.num_computed + num_tokens)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -61,19 +62,19 @@ class StepLayout:
         sections, offset = {}, 0
         for name, shape in shapes.items():
             sections[name] = (offset, shape)
-            offset += int(np.prod(shape))
+            offset += prod(shape)
         return sections
 
     @cached_property
     def size(self) -> int:
         """int32 values in the buffer."""
         offset, shape = self.sections["plan"]
-        return offset + int(np.prod(shape))
+        return offset + prod(shape)
 
     def view(self, packed: Any) -> dict[str, Any]:
         """The sections of a numpy buffer (writable views) or of a traced array (slices at static offsets)."""
         return {
-            name: packed[offset : offset + int(np.prod(shape))].reshape(shape)
+            name: packed[offset : offset + prod(shape)].reshape(shape)
             for name, (offset, shape) in self.sections.items()
         }
 
@@ -113,7 +114,6 @@ class StepInputBuilder:
         self.num_changes = self.layouts[buckets.num_tokens[-1]].num_changes
         # What the sampler wants to know of a sequence, per state slot: written when the slot changes hands.
         self.sample_rows = np.zeros((max_num_seqs + 1, len(SAMPLE_FIELDS) - NUM_STEP_FIELDS), np.int32)
-        self.slot_owners: list[Sequence | None] = [None] * (max_num_seqs + 1)
 
     def build(self, scheduled: SequenceOf[ScheduledSequence]) -> BuiltStep:
         """Pack the step's work. Rows with one token come first, longest context first, as backends want them.
@@ -128,13 +128,15 @@ class StepInputBuilder:
         query_lens = np.array([item.num_tokens for item in rows], np.int32)
         context_lens = np.array([item.start + item.num_tokens for item in rows], np.int32)
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
+        self._fill_decode(view, rows[:num_decode_rows])
         view["query_starts"][1 : len(rows) + 1] = np.cumsum(query_lens)
         view["query_starts"][len(rows) + 1 :] = num_tokens
         view["context_lens"][: len(rows)] = context_lens
         view["row_slots"][: len(rows)] = [item.sequence.slot for item in rows]
         samples, sample_tokens = [], []
         for item, start in zip(rows, view["query_starts"].tolist(), strict=False):
-            self._fill_tokens(view, item, start)
+            if item.num_tokens > 1:
+                self._fill_chunk(view, item, start)
             if item.samples:
                 samples.append(item.sequence)
                 sample_tokens.append(start + item.num_tokens - 1)
@@ -157,12 +159,22 @@ class StepInputBuilder:
             plan_len=self.backend.plan_len(num_tokens, num_rows),
         )
 
-    def _fill_tokens(self, view: dict[str, np.ndarray], item: ScheduledSequence, start: int) -> None:
+    def _fill_decode(self, view: dict[str, np.ndarray], rows: list[ScheduledSequence]) -> None:
+        """The rows of one token, all at once: a step may have hundreds of them."""
+        num_rows = len(rows)
+        positions = np.array([item.start for item in rows], np.int32)
+        view["positions"][:num_rows] = positions
+        view["token_ids"][:num_rows] = [
+            -(item.sequence.slot + 1) if item.sequence.is_last_token_on_device else item.sequence.token_ids[item.start]
+            for item in rows
+        ]
+        for group in range(self.num_groups):
+            pages = np.array([item.sequence.pages[group][item.start // self.block_size] for item in rows], np.int32)
+            view["slots"][group, :num_rows] = pages * self.block_size + positions % self.block_size
+
+    def _fill_chunk(self, view: dict[str, np.ndarray], item: ScheduledSequence, start: int) -> None:
         sequence, end = item.sequence, start + item.num_tokens
-        if item.num_tokens == 1 and sequence.is_last_token_on_device:
-            view["token_ids"][start] = -(sequence.slot + 1)
-        else:
-            view["token_ids"][start:end] = sequence.token_ids[item.start : item.start + item.num_tokens]
+        view["token_ids"][start:end] = sequence.token_ids[item.start : item.start + item.num_tokens]
         positions = np.arange(item.start, item.start + item.num_tokens, dtype=np.int32)
         view["positions"][start:end] = positions
         first_page = item.start // self.block_size
@@ -175,8 +187,8 @@ class StepInputBuilder:
 
     def _fill_samples(self, rows: np.ndarray, samples: list[Sequence], tokens: list[int]) -> None:
         for sequence in samples:
-            if self.slot_owners[sequence.slot] is not sequence:
-                self.slot_owners[sequence.slot] = sequence
+            if not sequence.has_sample_row:
+                sequence.has_sample_row = True
                 self.sample_rows[sequence.slot] = _sample_row(sequence)
         num_samples = len(samples)
         slots = np.array([sequence.slot for sequence in samples], np.intp)

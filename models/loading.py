@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -48,31 +49,28 @@ class Weights:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
 
-def abstract_weights(config: ModelConfig, dtype: Any) -> Weights:
-    """Shapes and dtypes of a model's weights; nothing is allocated."""
+@lru_cache(maxsize=4)
+def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
+    """Shapes, dtypes and placement of a model's weights; nothing is allocated."""
     build = ARCHITECTURES[config.architecture]
-    model = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    return Weights(*nnx.split(model))
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    placed = {
+        path: leaf.replace(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, leaf.get_metadata("logical_axes")))
+        )
+        for path, leaf in nnx.to_flat_state(state)
+    }
+    return Weights(graph, nnx.from_flat_state(placed))
 
 
-def load_weights(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    *,
-    dtype: Any,
-    mesh: Mesh,
-    progress: Callable[[int, int], None] | None = None,
-) -> Weights:
-    """Read every weight of the model, converted to `dtype`, onto `mesh`.
+def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Hold the checkpoint's names and shapes against the model's, before anything is allocated.
 
-    `progress(done, total)` counts tensors. Raises ModelLoadError naming the tensor if one is missing, left
-    over, of the wrong shape, or holds a NaN or an infinity; shapes are checked before anything is allocated.
+    Raises ModelLoadError naming the tensor that is missing, left over or of another shape.
     """
-    abstract = abstract_weights(config, dtype)
-    leaves = dict(nnx.to_flat_state(abstract.state))
-    names = {path: checkpoint_name(path, ARCHITECTURES[config.architecture].tensor_names) for path in leaves}
+    names = _names(abstract, config)
     _check_names(set(names.values()), checkpoint, tied=config.tie_word_embeddings)
-    for path, leaf in leaves.items():
+    for path, leaf in nnx.to_flat_state(abstract.state):
         wanted = leaf.shape[::-1] if _is_transposed(leaf) else leaf.shape
         if checkpoint.shape(names[path]) != wanted:
             raise ModelLoadError(
@@ -80,13 +78,27 @@ def load_weights(
                 f"for {wanted}; config and weights are of different models"
             )
 
+
+def load_weights(
+    abstract: Weights,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """Read every weight of `abstract`, converted to its dtype, into its place; `check_tensors` comes before.
+
+    `progress(done, total)` counts tensors. Raises ModelLoadError naming a tensor that holds a NaN or an infinity.
+    """
+    names = _names(abstract, config)
+    leaves = dict(nnx.to_flat_state(abstract.state))
+
     def load(path: tuple[Any, ...]) -> jax.Array:
         leaf = leaves[path]
-        sharding = sharding_of(mesh, leaf.get_metadata("logical_axes"))
         return jax.make_array_from_callback(
             leaf.shape,
-            sharding,
-            lambda index: _read(checkpoint, names[path], index, leaf.shape, np.dtype(dtype), _is_transposed(leaf)),
+            leaf.sharding,
+            lambda index: _read(checkpoint, names[path], index, leaf.shape, np.dtype(leaf.dtype), _is_transposed(leaf)),
         )
 
     loaded = {}
@@ -96,6 +108,11 @@ def load_weights(
             if progress is not None:
                 progress(len(loaded), len(leaves))
     return Weights(abstract.graph, nnx.from_flat_state(loaded))
+
+
+def _names(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], str]:
+    table = ARCHITECTURES[config.architecture].tensor_names
+    return {path: checkpoint_name(path, table) for path, _ in nnx.to_flat_state(abstract.state)}
 
 
 def checkpoint_name(path: tuple[Any, ...], names: dict[str, str]) -> str:

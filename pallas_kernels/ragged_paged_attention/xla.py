@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache
 
-MASKED_SCORE = -1e30
-"""Finite, so that a row with nothing to see gives zeros and not NaN."""
+LEAST_MAX = -1e30
+"""Where the running maximum starts: finite, so that masked scores, −inf, give weight 0 and not NaN."""
 PLAN_HEADER = 1
 
 
@@ -109,34 +109,33 @@ class XlaBackend:
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
-        k_pages, v_pages = cache.pages
-        layout = cache.layout
+        layout, num_tokens = cache.layout, q.shape[0]
         first_page = place.index * layout.num_pages
-        if k is not None and v is not None:
-            slots = step.slots[place.group]
-            pages, offsets = first_page + slots // layout.page_size, slots % layout.page_size
-            k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
-            v_pages = v_pages.at[pages, :, offsets, :].set(v.astype(v_pages.dtype))
-        num_heads, kv_heads = q.shape[1], layout.num_kv_heads
-        grouped = (kv_heads, num_heads // kv_heads)
+        pages = cache.pages
+        if k is not None or v is not None:
+            if k is None or v is None:
+                raise ValueError(
+                    "attend: got one of k and v; the xla backend wants both, or neither for a layer that shares "
+                    "another's pages: keys that hold their values (MLA) are not available in this version"
+                )
+            pages = _write(pages, k, v, step.slots[place.group], step, first_page, layout.page_size)
+        grouped = (layout.num_kv_heads, q.shape[1] // layout.num_kv_heads)
+        tables = step.page_tables[place.group]
         layer = _Layer(
-            k_pages=k_pages,
-            v_pages=v_pages,
-            tables=_padded_tables(step.page_tables[place.group], self._pages_per_tile(layout)) + first_page,
+            k_pages=pages[0],
+            v_pages=pages[1],
+            tables=jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % self._pages_per_tile(layout)))),
+            first_page=first_page,
             pages_per_tile=self._pages_per_tile(layout),
             window=window,
             soft_cap=soft_cap,
             sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
         )
-        q_TKGH = (q.astype(jnp.float32) * scale).reshape(q.shape[0], *grouped, q.shape[2])
-        # One tile of slack: a tile may run over the end, and its surplus lands where nobody reads.
-        slack = max(self.tile_rows, self.tile_q)
-        q_TKGH = jnp.pad(q_TKGH, ((0, slack), (0, 0), (0, 0), (0, 0)))
-        out = jnp.zeros_like(q_TKGH)
-        out = self._decode(layer, q_TKGH, out, step)
-        if q.shape[0] > 1:  # A step of one token has no prefill row.
+        q_TKGH = (q.astype(jnp.float32) * scale).reshape(num_tokens, *grouped, q.shape[2])
+        out = self._decode(layer, q_TKGH, step)
+        if num_tokens > 1:  # A step of one token has no prefill row.
             out = self._prefill(layer, q_TKGH, out, step)
-        return out[: q.shape[0]].reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
+        return out[:num_tokens].reshape(q.shape).astype(q.dtype), pages
 
     def _pages_per_tile(self, layout: KVLayout) -> int:
         return max(1, self.tile_kv // layout.page_size)
@@ -144,41 +143,55 @@ class XlaBackend:
     def _max_tiles(self, num_tokens: int, num_rows: int) -> int:
         return num_tokens // self.tile_q + num_rows
 
-    def _decode(self, layer: _Layer, q: Array, out: Array, step: AttentionMetadata) -> Array:
-        """Rows with one query, `tile_rows` at a time: their keys in one batched product."""
+    def _decode(self, layer: _Layer, q: Float[Array, "T K G H"], step: AttentionMetadata) -> Float[Array, "T2 K G H"]:
+        """Rows with one query, `tile_rows` at a time: their keys in one batched product. Other tokens get zeros.
+
+        T2 leaves room for what the last query tile of `_prefill` computes past the end.
+        """
         num_rows = step.context_lens.shape[0]
         tile = min(self.tile_rows, num_rows)
+        num_padded = num_rows + -num_rows % tile
         lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
-        lens = jnp.pad(lens, (0, -num_rows % tile))
-        tables = jnp.pad(layer.tables, ((0, -num_rows % tile), (0, 0)))
+        lens = jnp.pad(lens, (0, num_padded - num_rows))
+        tables = jnp.pad(layer.tables, ((0, num_padded - num_rows), (0, 0)))
+        q_RKGqH = jnp.pad(q[:num_rows], ((0, num_padded - num_rows), (0, 0), (0, 0), (0, 0)))[:, :, :, None]
+        room = max(num_padded, q.shape[0] + min(self.tile_q, q.shape[0]))
+        out = jnp.zeros((room, *q.shape[1:]), jnp.float32)
+        if num_padded == tile:  # One tile, that may find nothing to do.
+            tile_out = layer.attend(q_RKGqH, tables, lens, lens[:, None] - 1)
+            return lax.dynamic_update_slice_in_dim(out, tile_out[:, :, :, 0], 0, 0)
 
         def attend_tile(index: Array, out: Array) -> Array:
             start = index * tile
-            queries = lax.dynamic_slice_in_dim(q, start, tile)[:, :, :, None]
-            tile_lens = lax.dynamic_slice_in_dim(lens, start, tile)
-            tile_out = layer.attend(
-                queries, lax.dynamic_slice_in_dim(tables, start, tile), tile_lens, tile_lens[:, None] - 1
+            queries, tile_tables, tile_lens = (
+                lax.dynamic_slice_in_dim(x, start, tile) for x in (q_RKGqH, tables, lens)
             )
+            tile_out = layer.attend(queries, tile_tables, tile_lens, tile_lens[:, None] - 1)
             return lax.dynamic_update_slice_in_dim(out, tile_out[:, :, :, 0], start, 0)
 
         return lax.fori_loop(0, (step.num_decode_rows + tile - 1) // tile, attend_tile, out)
 
-    def _prefill(self, layer: _Layer, q: Array, out: Array, step: AttentionMetadata) -> Array:
-        """Rows with many queries, `tile_q` queries at a time.
+    def _prefill(
+        self, layer: _Layer, q: Float[Array, "T K G H"], out: Float[Array, "T2 K G H"], step: AttentionMetadata
+    ) -> Float[Array, "T2 K G H"]:
+        """Rows with many queries, a tile of them at a time.
 
         Tiles run in token order, so what a short tile computes past its row's end is overwritten by the next.
         """
+        tile_q = min(self.tile_q, q.shape[0])
+        q_TKGH = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
         rows, starts, lens = step.plan[PLAN_HEADER:].reshape(3, -1)
+        # The context ends where the row's last query stands.
+        first_positions = step.context_lens[rows] - step.query_starts[rows + 1] + starts
+        ends = first_positions + lens
+        positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], ends[:, None] - 1)
 
         def attend_tile(index: Array, out: Array) -> Array:
-            row, start = rows[index], starts[index]
+            start = starts[index]
             # [tile, K, G, H] → [1, K, G, tile, H]
-            queries = jnp.moveaxis(lax.dynamic_slice_in_dim(q, start, self.tile_q), 0, 2)[None]
-            query_len = step.query_starts[row + 1] - step.query_starts[row]
-            first = step.context_lens[row] - query_len + start - step.query_starts[row]
-            positions = jnp.minimum(first + jnp.arange(self.tile_q), first + lens[index] - 1)
-            table = lax.dynamic_slice_in_dim(layer.tables, row, 1)
-            tile_out = layer.attend(queries, table, (first + lens[index])[None], positions[None])
+            queries = jnp.moveaxis(lax.dynamic_slice_in_dim(q_TKGH, start, tile_q), 0, 2)[None]
+            table = lax.dynamic_slice_in_dim(layer.tables, rows[index], 1)
+            tile_out = layer.attend(queries, table, ends[index][None], positions[index][None])
             return lax.dynamic_update_slice_in_dim(out, jnp.moveaxis(tile_out[0], 2, 0), start, 0)
 
         return lax.fori_loop(0, step.plan[0], attend_tile, out)
@@ -191,6 +204,7 @@ class _Layer:
     k_pages: Array
     v_pages: Array
     tables: Int[Array, "R P"]
+    first_page: int
     pages_per_tile: int
     window: int | None
     soft_cap: float | None
@@ -204,12 +218,11 @@ class _Layer:
         positions: Int[Array, "r q"],
     ) -> Float[Array, "r K G q H"]:
         """Attend queries at `positions` to the first `lens` tokens of their rows, one tile of pages at a time."""
-        rows, kv_heads, groups, tile_q, _ = q.shape
         page_size = self.v_pages.shape[2]
         tile_kv = self.pages_per_tile * page_size
-        state_shape = (rows, kv_heads, groups, tile_q, 1)
+        state_shape = (*q.shape[:4], 1)
         if self.sinks is None:
-            running_max = jnp.full(state_shape, MASKED_SCORE, jnp.float32)
+            running_max = jnp.full(state_shape, LEAST_MAX, jnp.float32)
             running_sum = jnp.zeros(state_shape, jnp.float32)
         else:
             running_max = jnp.broadcast_to(self.sinks[None, :, :, None, None], state_shape)
@@ -223,22 +236,20 @@ class _Layer:
         def attend_pages(tile: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             running_max, running_sum, acc = state
             pages = lax.dynamic_slice_in_dim(tables, tile * self.pages_per_tile, self.pages_per_tile, 1)
-            k, v = self._tile(pages)
+            k, v = self._tile(pages + self.first_page)
             scores = jnp.einsum("rkgqh,rkhs->rkgqs", q, k, preferred_element_type=jnp.float32)
             if self.soft_cap is not None:
                 scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
             keys = tile * tile_kv + jnp.arange(tile_kv)
-            seen = keys[None, None, :] <= positions[:, :, None]
-            if self.window is not None:
-                seen &= keys[None, None, :] > positions[:, :, None] - self.window
             # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
             alive = keys[None, :] < lens[:, None]
+            seen = keys[None, None, :] <= positions[:, :, None]
             if self.window is not None:
                 alive &= keys[None, :] > positions[:, :1] - self.window
-            seen = (seen & alive[:, None, :])[:, None, None]
-            scores = jnp.where(seen, scores, MASKED_SCORE)
+                seen &= keys[None, None, :] > positions[:, :, None] - self.window
+            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new_max), 0.0)
+            weights = jnp.exp(scores - new_max)
             decay = jnp.exp(running_max - new_max)
             # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
             v = jnp.where(alive[:, None, :, None], v, 0.0)
@@ -260,5 +271,26 @@ class _Layer:
         return k.astype(jnp.float32), v.astype(jnp.float32)
 
 
-def _padded_tables(tables: Int[Array, "R P"], multiple: int) -> Int[Array, "R P2"]:
-    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % multiple)))
+def _write(
+    pages: tuple[Array, ...],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slots: Int[Array, " T"],
+    step: AttentionMetadata,
+    first_page: int,
+    page_size: int,
+) -> tuple[Array, ...]:
+    """Put the tokens' keys and values into their slots, one by one: XLA does a scatter the same way, with more code."""
+    keys, values = k[:, None, :, :, None].astype(pages[0].dtype), v[:, None, :, None, :].astype(pages[1].dtype)
+    page_of, offset_of = lax.div(slots, jnp.int32(page_size)) + first_page, lax.rem(slots, jnp.int32(page_size))
+
+    def write(token: int | Array, pages: tuple[Array, ...]) -> tuple[Array, ...]:
+        page, offset = page_of[token], offset_of[token]
+        return (
+            lax.dynamic_update_slice(pages[0], keys[token], (page, 0, 0, offset)),
+            lax.dynamic_update_slice(pages[1], values[token], (page, 0, offset, 0)),
+        )
+
+    if k.shape[0] == 1:
+        return write(0, pages)
+    return lax.fori_loop(0, k.shape[0], write, pages)

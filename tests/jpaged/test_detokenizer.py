@@ -6,7 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_tokenizers import (
+from .published_tokenizers import (
     FAMILIES,
     PIECES,
     TEXTS,

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_tokenizers import (
+from .published_tokenizers import (
     FAMILIES,
     TEXTS,
     byte_tokenizer,

@@ -1,0 +1,7 @@
+"""`python -m jpaged COMMAND …` is `jpaged COMMAND …`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,37 @@
+"""The console script: `jpaged COMMAND …`. Commands are imported when they are called."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+from .progress import say
+
+COMMANDS = {"generate": "complete prompts from the command line or a file"}
+UNBUILT = ("chat", "serve", "batch", "bench", "plan", "doctor", "trace", "tune")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        commands = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
+        print(f"usage: jpaged COMMAND …\n\ncommands:\n{commands}\n\njpaged COMMAND --help tells more.")
+        return 0 if args else 1
+    if args[0] == "--version":
+        from . import __version__
+
+        print(__version__)
+        return 0
+    if args[0] == "generate":
+        from .generate import main as generate
+
+        return generate(args[1:])
+    if args[0] in UNBUILT:
+        say(f"error: {args[0]}: not available in this version; allowed: {', '.join(COMMANDS)}")
+        return 1
+    near = difflib.get_close_matches(args[0], [*COMMANDS, *UNBUILT], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(COMMANDS)}"
+    say(f"error: {args[0]}: unknown command; {hint}")
+    return 1

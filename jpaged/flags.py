@@ -1,0 +1,149 @@
+"""Command-line flags: engine flags come from `EngineConfig`, sampling flags from `SamplingParams`.
+
+Knows flags and their spelling; imports neither JAX nor a model, so that `--help` answers at once. Every
+mistake is a ConfigError in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from .config import ALIASES, EngineConfig
+from .config import NOT_BUILT as UNBUILT_ENGINE
+from .errors import ConfigError
+from .sampling_params import NOT_BUILT as UNBUILT_SAMPLING
+
+SAMPLING_FLAGS: dict[str, tuple[str, str]] = {
+    "max_tokens": ("int", "tokens to generate; default: to the end of the reply or of the context"),
+    "temperature": ("float", "0 is greedy; default: the model's"),
+    "top_p": ("float", "keep the most likely tokens up to this probability, in (0, 1]"),
+    "top_k": ("int", "keep this many of the most likely tokens; 0 is off"),
+    "min_p": ("float", "keep tokens at least this likely relative to the likeliest"),
+    "seed": ("int", "fix the random draws of every request"),
+    "n": ("int", "samples per prompt (only 1 in this version)"),
+    "logprobs": ("int", "also give the logprobs of the sampled and of this many likeliest tokens"),
+}
+FLAG_NAMES = {"n": "num_samples"}
+UNBUILT_FLAGS = {
+    *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice", "beam_width", "length_penalty", "lora",
+    "image", "trace", "priority",
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing usage and leaving with status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    """Flags of `jpaged generate`. Flags that were not given are None (or absent, for engine options)."""
+    parser = _Parser(
+        prog="jpaged generate",
+        description="Complete prompts. Text goes to stdout; progress and the closing summary go to stderr.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; - reads one from stdin")
+    parser.add_argument("-p", "--prompt", action="append", default=[], help="a prompt (repeatable)")
+    parser.add_argument("--prompt-file", metavar="F", help=".txt: a prompt per line; .jsonl: an object per line")
+    parser.add_argument("-o", "--output", metavar="F", help="write JSON lines here, one per request, in input order")
+    parser.add_argument("--resume", action="store_true", help="go on with what is missing from the output file")
+    parser.add_argument("--json", action="store_true", help="write the JSON lines to stdout")
+    chat = parser.add_argument_group("chat")
+    chat.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="write text prompts out by the chat template; default: if the model has one",
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system message before each text prompt")
+    chat.add_argument("--chat-template", metavar="F", help="a Jinja template to use instead of the model's")
+    _add_sampling_flags(parser.add_argument_group("sampling"))
+    _add_engine_flags(parser.add_argument_group("engine"))
+    return parser
+
+
+def parse_generate(argv: list[str]) -> argparse.Namespace:
+    """Parse the flags of `generate`. ConfigError for unknown flags, naming the nearest, and for unbuilt ones."""
+    parser = generate_parser()
+    known = sorted(option for action in parser._actions for option in action.option_strings)
+    for index, word in enumerate(argv):
+        if word == "--":
+            break
+        flag, _, value = word.partition("=")
+        if not flag.startswith("--") or flag in known:
+            continue
+        given = value or (argv[index + 1] if index + 1 < len(argv) else "")
+        _refuse_flag(flag, given, known)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse_flag(unknown[0], "", known)
+    return args
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine options among parsed flags, checked."""
+    names = {field.name for field in fields(EngineConfig)} - {"seed"}
+    return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given as flags."""
+    names = [*SAMPLING_FLAGS, "stop", "stop_token_ids", "ignore_eos"]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
+    for name, (kind, text) in SAMPLING_FLAGS.items():
+        flag = "--" + FLAG_NAMES.get(name, name).replace("_", "-")
+        spellings = ["-n", flag] if name == "max_tokens" else [flag]
+        group.add_argument(*spellings, dest=name, type=_number(kind), metavar="N" if kind == "int" else "X", help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
+    group.add_argument(
+        "--stop-token-ids", action="append", type=_number("int"), metavar="ID", help="end at this token id (repeatable)"
+    )
+    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end-of-sequence token")
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    aliases = {name: alias for alias, name in ALIASES.items()}
+    for field in fields(EngineConfig):
+        if field.name == "seed":
+            continue  # --seed is the sampling parameter.
+        spellings = ["--" + name.replace("_", "-") for name in (field.name, aliases.get(field.name)) if name]
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
+        kind = str(field.type).split(" ")[0]
+        if kind == "bool":
+            options["action"] = argparse.BooleanOptionalAction
+        elif kind in ("int", "float"):
+            options |= {"type": _number(kind), "metavar": "N" if kind == "int" else "X"}
+        else:
+            options["metavar"] = "NAME" if field.name != "compilation_cache_dir" else "DIR"
+        group.add_argument(*(["-m"] if field.name == "model" else []), *spellings, **options)
+
+
+def _number(kind: str) -> Callable[[str], float]:
+    """A converter whose complaint names what it got and what it takes."""
+
+    def convert(text: str) -> float:
+        try:
+            return int(text) if kind == "int" else float(text)
+        except ValueError:
+            wanted = "an integer" if kind == "int" else "a number"
+            raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {wanted}") from None
+
+    return convert
+
+
+def _refuse_flag(flag: str, value: str, known: list[str]) -> NoReturn:
+    name = flag.lstrip("-").replace("-", "_")
+    if name in UNBUILT_FLAGS or name.removeprefix("no_") in UNBUILT_FLAGS:
+        given = f" (got {value!r})" if value else ""
+        raise ConfigError(f"{flag}: not available in this version{given}; allowed: leave it out")
+    near = difflib.get_close_matches(flag, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see jpaged generate --help"
+    raise ConfigError(f"{flag}: unknown flag; {hint}")

@@ -1,0 +1,267 @@
+"""`jpaged generate`: prompts in, text out. Everything that can be wrong is found before weights are loaded.
+
+Exit status: 0 if every request succeeded, 1 for a bad start (one line on stderr, nothing written), 3 if some
+requests failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
+from .flags import engine_config, parse_generate, sampling_flags
+from .jobs import BadLine, Job, JobReader, error_record
+from .progress import ProgressReport, say, seconds_since_start
+from .results import ResultFile, dump_line, output_record
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .engine import Engine
+    from .opening import OpenedModel
+
+EXIT_BAD_START = 1
+EXIT_SOME_FAILED = 3
+EXIT_INTERRUPTED = 130
+SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    try:
+        return _run(parse_generate(list(sys.argv[1:] if argv is None else argv)))
+    except (JpagedError, ModelLoadError) as error:
+        say("error: " + " ".join(str(error).split()))
+        return EXIT_BAD_START
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # Whoever read stdout has gone, as `| head` does.
+        sys.stdout = None  # type: ignore[assignment]
+        return EXIT_BAD_START
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = engine_config(args)
+    flags = sampling_flags(args)
+    SamplingParams(**flags)
+    prompts = _prompts(args)
+    if args.resume and not args.output:
+        raise ConfigError("--resume: needs --output F, the file to go on with")
+    results = ResultFile(Path(args.output)) if args.output else None
+    template = _read_text(args.chat_template, "--chat-template") if args.chat_template else None
+
+    from .opening import open_for_engine
+
+    opened = open_for_engine(config)
+    jobs = _jobs(args, config, opened, prompts, flags, template)
+    records = results.finished_records(jobs) if results and args.resume else {}
+    missing = [job for job in jobs if isinstance(job, Job) and repr(job.id) not in records]
+    if args.resume:
+        say(f"resume: {len(records)} of {len(jobs)} are there already")
+    for job in jobs:
+        if isinstance(job, BadLine):
+            kind = type(job.error).__name__
+            records[repr(job.id)] = error_record(job.id, kind, str(job.error), job.error.param)
+            say(f"error: {job.id}: {job.error}")
+    run = _Run(args, jobs, records, results)
+    if missing:
+        run.compute(_start_engine(config, opened, missing), missing, _origins(flags, opened))
+    run.finish()
+    return EXIT_SOME_FAILED if run.num_failed else 0
+
+
+class _Run:
+    """The results of one command, wherever they go: a file, JSON lines, or plain text on stdout."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        jobs: list[Job | BadLine],
+        records: dict[str, dict[str, Any]],
+        results: ResultFile | None,
+    ):
+        self.jobs, self.records, self.results = jobs, records, results
+        self.is_json = args.json
+        self.is_text = not args.json and results is None
+        self.is_stream = self.is_text and len(jobs) == 1
+        self._shown_len = 0
+        self._next = 0
+        if results is not None:
+            self._kept = [records[repr(job.id)] for job in jobs if repr(job.id) in records]
+
+    @property
+    def num_failed(self) -> int:
+        return sum("error" in record for record in self.records.values())
+
+    def compute(self, engine: Engine, jobs: list[Job], origins: dict[str, str]) -> None:
+        """Run the jobs that are missing, handing each result on as it comes."""
+        with engine:
+            if self.results is not None:
+                self.results.start(self._kept)
+            for job in jobs:
+                engine.enqueue(repr(job.id), job.prompt, job.params, number=job.number)
+            job_of = {repr(job.id): job for job in jobs}
+            progress = ProgressReport()
+            compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
+            first_token_s: float | None = None
+            num_done = 0
+            try:
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        if first_token_s is None:
+                            first_token_s = seconds_since_start()
+                        if self.is_stream:
+                            self._stream(output.outputs[0].text)
+                        if output.finished:
+                            num_done += 1
+                            self._take(job_of[output.request_id], output)
+                            if not self.is_stream:
+                                progress("requests", num_done, len(jobs))
+            finally:
+                progress.close()
+                if self.results is not None:
+                    self.results.close()
+            elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
+            _say_summary(engine, jobs[0].params, origins, elapsed_s, first_token_s)
+
+    def finish(self) -> None:
+        """Write what has to be in order: the file, and lines of errors alone."""
+        ordered = [self.records[repr(job.id)] for job in self.jobs]
+        if self.results is not None:
+            self.results.finish(ordered)
+        self._show_ready()
+
+    def _take(self, job: Job, output: Any) -> None:
+        if output.outputs[0].finish_reason == "error":
+            record = error_record(job.id, "EngineError", output.error or "the request failed", None)
+            say(f"error: {job.id}: {output.error}")
+        else:
+            record = output_record(job, output)
+        self.records[repr(job.id)] = record
+        if self.results is not None:
+            self.results.append(record)
+        self._show_ready()
+
+    def _stream(self, text: str) -> None:
+        print(text[self._shown_len :], end="", flush=True)
+        self._shown_len = len(text)
+
+    def _show_ready(self) -> None:
+        """Show results on stdout in input order, as far as they are there."""
+        while self._next < len(self.jobs) and (record := self.records.get(repr(self.jobs[self._next].id))):
+            self._next += 1
+            if self.is_json:
+                print(dump_line(record), flush=True)
+            elif self.is_stream:
+                print(flush=True)
+            elif self.is_text and "outputs" in record:
+                print(f"[{record['id']}] {record['outputs'][0]['text']}", flush=True)
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = [*args.prompts, *args.prompt]
+    if bool(prompts) is bool(args.prompt_file):
+        given = "prompts and --prompt-file" if prompts else "no prompt"
+        raise ConfigError(f'prompt: got {given}, allowed: either; try jpaged generate "What is the capital of France?"')
+    if prompts.count("-") > 1:
+        raise ConfigError("prompt: got - twice, allowed: once, stdin is read to its end")
+    return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+
+
+def _jobs(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    opened: OpenedModel,
+    prompts: list[str],
+    flags: Mapping[str, Any],
+    template: str | None,
+) -> list[Job | BadLine]:
+    from .prompts import PromptEncoder
+    from .sizing import requested_max_len
+
+    tokenizer = opened.tokenizer
+    has_template = tokenizer.has_chat_template or template is not None
+    if args.chat and not has_template:
+        raise ConfigError("--chat: the model has no chat template; give --chat-template F, or leave it out")
+    use_chat = has_template if args.chat is None else args.chat
+    if args.system is not None and not use_chat:
+        raise ConfigError("--system: needs a chat template; give --chat-template F, or put it into the prompt")
+    reader = JobReader(
+        encoder=PromptEncoder(
+            tokenizer, opened.config.vocab_size, requested_max_len(config, opened.config), chat_template=template
+        ),
+        defaults={**opened.sampling_defaults, **flags},
+        max_logprobs=config.max_logprobs,
+        use_chat=use_chat,
+        system=args.system,
+    )
+    if args.prompt_file:
+        return reader.file_jobs(Path(args.prompt_file))
+    return [reader.job(index, index, prompt, {}) for index, prompt in enumerate(prompts)]
+
+
+def _start_engine(config: EngineConfig, opened: OpenedModel, jobs: list[Job]) -> Engine:
+    from .engine import Engine, sample_mode
+    from .sizing import Demand
+
+    demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens) for job in jobs]
+    modes = {sample_mode([job.params]) for job in jobs}
+    return Engine.from_engine_args(config, opened, demands=demands, modes=modes, progress=ProgressReport())
+
+
+def _origins(flags: Mapping[str, Any], opened: OpenedModel) -> dict[str, str]:
+    return {
+        name: "flag" if name in flags else "model" if name in opened.sampling_defaults else "default"
+        for name in SHOWN_PARAMS
+    }
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag}: {path} cannot be read ({error}); give a readable UTF-8 file") from error
+
+
+def _say_summary(
+    engine: Engine, params: SamplingParams, origins: dict[str, str], elapsed_s: float, first_token_s: float | None
+) -> None:
+    for line in _summary(engine, params, origins, elapsed_s, first_token_s):
+        say(line)
+
+
+def _summary(
+    engine: Engine, params: SamplingParams, origins: dict[str, str], elapsed_s: float, first_token_s: float | None
+) -> Iterator[str]:
+    stats, sizes = engine.stats(), engine.sizes
+    yield ""
+    yield (
+        f"device: {engine.device.device_kind} ({engine.device.platform}) · attention: {engine.backend.name} · "
+        f"{sizes.dtype}, KV {sizes.kv_cache_dtype}"
+    )
+    shown = (f"{name} {getattr(params, name)} ({origins[name]})" for name in SHOWN_PARAMS)
+    yield "sampling: " + " · ".join(shown)
+    yield (
+        f"start: load {engine.load_seconds:.1f} s · compile {stats['compile_seconds']:.1f} s · "
+        f"first token {first_token_s or 0.0:.1f} s after process start"
+    )
+    yield (
+        f"throughput: {stats['generation_tokens'] / elapsed_s:.1f} output tokens/s, "
+        f"{stats['prompt_tokens'] / elapsed_s:.1f} prompt tokens/s over {elapsed_s:.1f} s (compilation excluded)"
+    )
+    queries = stats["prefix_cache_queries"]
+    yield (
+        f"pages: peak {stats['peak_blocks_used']} of {stats['blocks']} × {sizes.block_size} tokens · "
+        f"preemptions {stats['preemptions']} · prefix cache hits {stats['prefix_cache_hits'] / max(1, queries):.1%} · "
+        f"padding {stats['padding_share']:.1%} · recompiles {stats['recompiles']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

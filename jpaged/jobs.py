@@ -1,0 +1,143 @@
+"""What `generate` is asked to do: prompts from the command line or from a file, each with its parameters.
+
+A bad prompt on the command line ends the start; a bad line of a file becomes that line's error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, InvalidRequestError
+from .prompts import PROMPT_KEYS, EncodedPrompt, PromptEncoder
+from .sampling_params import FIELDS, SamplingParams, check_name
+
+LINE_KEYS = (*PROMPT_KEYS, "id")
+MAX_ERROR_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a run. `number` goes into the seed of a request without one: in a file, the line's number."""
+
+    id: str | int
+    number: int
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that can be no request, and why."""
+
+    id: str | int
+    error: InvalidRequestError
+
+
+@dataclass(frozen=True)
+class JobReader:
+    """Turns prompts into jobs: chat template, defaults, checks."""
+
+    encoder: PromptEncoder
+    defaults: Mapping[str, Any]
+    """Sampling parameters from the flags and from the model."""
+    max_logprobs: int
+    use_chat: bool
+    system: str | None = None
+
+    def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
+        """A checked job; InvalidRequestError names what is wrong."""
+        params = SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
+        self.encoder.check_params(params, max_logprobs=self.max_logprobs)
+        return Job(id_, number, self.encoder.encode(self._written_out(prompt)), params)
+
+    def file_jobs(self, path: Path) -> list[Job | BadLine]:
+        """Jobs of a .txt or .jsonl file, in its order. Blank lines are none; a line's number counts from 1."""
+        is_json = path.suffix == ".jsonl"
+        if path.suffix not in (".txt", ".jsonl"):
+            raise ConfigError(f"--prompt-file: got {path.name!r}, allowed: a name ending in .txt or .jsonl")
+        jobs: list[Job | BadLine] = []
+        line_of_id: dict[str, int] = {}
+        for number, line in _lines(path):
+            id_: str | int = number
+            try:
+                own_params: dict[str, Any] = {}
+                prompt: Any = _text(line)
+                if is_json:
+                    record = _record(prompt)
+                    id_ = _id(record, number)
+                    prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
+                    own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
+                if (first := line_of_id.setdefault(repr(id_), number)) != number:
+                    raise InvalidRequestError(f"id: {id_!r} is used by line {first} already; give each its own", param="id")
+                jobs.append(self.job(id_, number, prompt, own_params))
+            except InvalidRequestError as error:
+                jobs.append(BadLine(id_, error))
+        if not jobs:
+            raise ConfigError(f"--prompt-file: {path} holds no prompt; give at least one line")
+        return jobs
+
+    def _written_out(self, prompt: Any) -> Any:
+        """A text prompt as a chat, if that is wanted; anything else as it is."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
+        if not self.use_chat or not isinstance(text, str):
+            return prompt
+        if not text:
+            raise InvalidRequestError("prompt: got '', the prompt cannot be empty; give some text", param="prompt")
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return {"messages": [*system, {"role": "user", "content": text}]}
+
+
+def error_record(id_: str | int, kind: str, message: str, param: str | None) -> dict[str, Any]:
+    """The output line of a request that failed."""
+    return {"id": id_, "error": {"type": kind, "message": message[:MAX_ERROR_CHARS], "param": param}}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
+    except OSError as error:
+        raise ConfigError(f"--prompt-file: {path} cannot be read ({error}); give a readable file") from error
+
+
+def _text(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8", param=None) from error
+
+
+def _record(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"line: is no JSON ({error}); allowed: one JSON object per line", param=None) from error
+    if not isinstance(record, dict):
+        raise InvalidRequestError(
+            f"line: got a JSON {type(record).__name__}, allowed: an object with one of {', '.join(PROMPT_KEYS)}",
+            param=None,
+        )
+    if "n" not in record and "num_samples" in record:
+        record["n"] = record.pop("num_samples")
+    return record
+
+
+def _id(record: dict[str, Any], number: int) -> str | int:
+    id_ = record.get("id", number)
+    if not isinstance(id_, str | int) or isinstance(id_, bool):
+        raise InvalidRequestError(f"id: got {id_!r}, allowed: a string or an integer", param="id")
+    for key in record:
+        if key == "priority":
+            raise InvalidRequestError("priority: not available in this version; leave it out", param=key)
+        if key not in LINE_KEYS:
+            check_name(key, LINE_KEYS)
+    return id_
+
+
+assert not set(LINE_KEYS) & set(FIELDS), "a field of a line would be both"

@@ -1,0 +1,50 @@
+"""`LLM`: the offline engine under vLLM's name and method names, for scripts that move over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .engine import Engine
+from .outputs import RequestOutput
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+
+class LLM:
+    """`LLM(model).generate(prompts, sampling_params)`; the options are those of `EngineConfig`."""
+
+    def __init__(self, model: str, **options: Any):
+        self.engine = Engine(model, **options)
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As `Engine.generate`."""
+        return self.engine.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """As `Engine.chat`."""
+        return self.engine.chat(messages, sampling_params, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's makers recommend."""
+        return self.engine.default_sampling_params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.reset_prefix_cache()

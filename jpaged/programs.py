@@ -1,0 +1,107 @@
+"""Every executable of an engine, as a way to lower it from abstract shapes: nothing here has weights or pages yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from .buckets import Buckets
+from .compile_plan import Key, Lower
+from .models.loading import Weights
+from .pallas_kernels.ragged_paged_attention import PagedCache
+from .sampler import SampleMode
+from .sharding import replicated, sharding_of
+from .step import DeviceState, forward, sample_rows, update_tables
+from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInputs
+
+TABLES_KEY = ("tables",)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Abstract shapes of one engine, and its programs by key."""
+
+    weights: Weights
+    """Shapes with their placement."""
+    state: DeviceState
+    """The same for what stays on the device."""
+    lower: dict[Key, Lower]
+
+
+def forward_key(buckets: Buckets, num_tokens: int) -> Key:
+    """Key of the forward program that takes this many tokens."""
+    return ("forward", buckets.tokens_for(num_tokens))
+
+
+def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
+    """Key of the sample program that takes this many rows."""
+    return ("sample", buckets.samples_for(num_samples, logprobs=mode is SampleMode.LOGPROBS), mode)
+
+
+def step_programs(
+    *,
+    weights: Weights,
+    hidden_size: int,
+    mesh: Mesh,
+    cache: PagedCache,
+    buckets: Buckets,
+    builder: StepInputBuilder,
+    max_num_seqs: int,
+    max_pages: int,
+    max_logprobs: int,
+) -> Programs:
+    """Programs of an engine: one forward per token bucket, samplers per row bucket and mode, table updates.
+
+    `weights` holds shapes and dtypes; `cache` is the cache without its arrays (`pages` is not read). A page
+    table is `max_pages` wide, and there are `max_num_seqs` state slots beside the null slot.
+    """
+    whole, layout = replicated(mesh), cache.layout
+
+    def shape(dims: tuple[int, ...], dtype: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+    pages = tuple(
+        shape(dims, layout.dtype, sharding_of(mesh, axes))
+        for dims, axes in zip(layout.shapes, layout.logical_axes, strict=True)
+    )
+    state = DeviceState(
+        cache=PagedCache(pages, layout, cache.layers, cache.backend),
+        page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
+        last_tokens=shape((max_num_seqs + 1,), jnp.int32),
+    )
+    hidden = shape((buckets.max_samples, hidden_size), jax.tree.leaves(weights.state)[0].dtype)
+    samples = shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
+    changes = shape((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
+    graph = weights.graph
+
+    def lower_forward(num_tokens: int) -> jax.stages.Lowered:
+        step_layout = builder.layouts[num_tokens]
+
+        def run(weights: Any, state: DeviceState, inputs: StepInputs) -> Any:
+            return forward(graph, weights, state, inputs, step_layout)
+
+        run.__name__ = f"forward_{num_tokens}"
+        inputs = StepInputs(shape((step_layout.size,), jnp.int32))
+        return jax.jit(run, donate_argnums=1).lower(weights.state, state, inputs)
+
+    def lower_sample(num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
+        def run(weights: Any, last_tokens: Any, hidden: Any, samples: Any) -> Any:
+            return sample_rows(graph, weights, last_tokens, hidden, samples, num_rows, mode, max_logprobs)
+
+        run.__name__ = f"sample_{num_rows}_{mode.value}"
+        return jax.jit(run, donate_argnums=1).lower(weights.state, state.last_tokens, hidden, samples)
+
+    def lower_tables() -> jax.stages.Lowered:
+        return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)
+
+    lower: dict[Key, Lower] = {TABLES_KEY: lower_tables}
+    lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
+    for mode in SampleMode:
+        sizes = buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples
+        lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in sizes}
+    return Programs(weights, state, lower)

@@ -1,0 +1,73 @@
+"""What a person sees on stderr while a command works: a bar per phase on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+LINE_EVERY_S = 10.0
+STARTED = time.monotonic()
+
+
+class ProgressReport:
+    """Shows phases (load, compile, requests) as (name, done, total). Phases may overlap, from several threads."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._lock = threading.Lock()
+        self._bars: dict[str, Any] = {}
+        self._since: dict[str, float] = {}
+        self._last_line_s = time.monotonic()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Report `done` of `total` in phase `name`; the phase ends when they are equal."""
+        with self._lock:
+            now = time.monotonic()
+            since = self._since.setdefault(name, now)
+            if self._is_terminal:
+                self._show_bar(name, done, total)
+            if done == total:
+                self._end(name)
+            if done == total or (not self._is_terminal and now - self._last_line_s > LINE_EVERY_S):
+                self._last_line_s = now
+                say(f"{name}: {done} of {total} ({now - since:.1f} s)")
+
+    def close(self) -> None:
+        """Take away what is shown of phases that did not end."""
+        with self._lock:
+            for name in list(self._since):
+                self._end(name)
+
+    def _show_bar(self, name: str, done: int, total: int) -> None:
+        if name not in self._bars:
+            from tqdm import tqdm
+
+            self._bars[name] = tqdm(total=total, desc=name, file=sys.stderr, leave=False)
+        bar = self._bars[name]
+        bar.update(done - bar.n)
+
+    def _end(self, name: str) -> None:
+        self._since.pop(name, None)
+        if (bar := self._bars.pop(name, None)) is not None:
+            bar.close()
+
+
+def say(text: str) -> None:
+    """One line on stderr. A closed stderr silences it: nobody reads what the work is worth."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (BrokenPipeError, OSError):
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process was started (Linux), or since this module was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError):
+        return time.monotonic() - STARTED

@@ -1,0 +1,128 @@
+"""The output file of a run: whole lines as requests end, in input order when all have, and found again by `--resume`."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .jobs import BadLine, Job
+from .outputs import CompletionOutput, RequestOutput
+
+
+def output_record(job: Job, output: RequestOutput) -> dict[str, Any]:
+    """The JSON object of one finished request."""
+    return {
+        "id": job.id,
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "outputs": [_completion_record(completion) for completion in output.outputs],
+        "metrics": asdict(output.metrics),
+    }
+
+
+def dump_line(record: dict[str, Any]) -> str:
+    """One line of JSON, without its newline. A lone surrogate, which is no UTF-8, is escaped."""
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace").decode()
+
+
+class ResultFile:
+    """JSON lines of a run. Records appear whole or not at all, whenever the process is killed."""
+
+    def __init__(self, path: Path):
+        """Nothing is created or changed before `start`. ConfigError if the file could not be written."""
+        self.path = path
+        folder = path.parent
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"--output: {path} cannot be written; give a file in an existing, writable folder")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(f"--output: {path} is not writable; give another file")
+        self._descriptor: int | None = None
+
+    def finished_records(self, jobs: Sequence[Job | BadLine]) -> dict[str, dict[str, Any]]:
+        """Records of an earlier run that need not be computed again, by `repr` of their id.
+
+        A record counts if it is a result and its id and prompt are those of a job. Errors are retried. A torn
+        last line, and any line that is no record, is left out.
+        """
+        wanted = {repr(job.id): job.prompt.token_ids for job in jobs if isinstance(job, Job)}
+        found = {}
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise ConfigError(f"--resume: {self.path} cannot be read ({error}); give a readable file") from error
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if not isinstance(record, dict) or not record.get("outputs") or "metrics" not in record:
+                continue
+            key = repr(record.get("id"))
+            if key in wanted and record.get("prompt_token_ids") == wanted[key]:
+                found[key] = record
+        return found
+
+    def start(self, kept: Sequence[dict[str, Any]]) -> None:
+        """Begin the file with the records that are kept."""
+        self._replace(kept)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one record, in a single write."""
+        assert self._descriptor is not None, "start comes before append"
+        data = dump_line(record).encode() + b"\n"
+        while data:  # A full disk or a signal may cut a write short.
+            data = data[os.write(self._descriptor, data) :]
+
+    def finish(self, records: Sequence[dict[str, Any]]) -> None:
+        """Put all records in their final order, in one atomic step."""
+        self.close()
+        self._replace(records)
+
+    def close(self) -> None:
+        """Stop writing; what was appended stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _replace(self, records: Sequence[dict[str, Any]]) -> None:
+        mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o666 & ~_umask()
+        descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), mode)
+                file.writelines(dump_line(record) + "\n" for record in records)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "cumulative_logprob": completion.cumulative_logprob,
+        "logprobs": None if logprobs is None else [{str(i): asdict(one) for i, one in e.items()} for e in logprobs],
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

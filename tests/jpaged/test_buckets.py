@@ -1,0 +1,50 @@
+"""Every size that can occur finds its bucket, and the buckets are few."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.buckets import make_buckets
+from jpaged.sampler import SampleMode
+
+KINDS = [("cpu", "float32"), ("cpu", "bfloat16"), ("gpu", "bfloat16"), ("tpu", "bfloat16")]
+
+
+@given(kind=st.sampled_from(KINDS), num_seqs=st.integers(1, 1100), more=st.integers(0, 20_000), data=st.data())
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(kind, num_seqs, more, data):
+    platform, dtype = kind
+    cap = num_seqs + more
+    buckets = make_buckets(max_num_batched_tokens=cap, max_num_seqs=num_seqs, platform=platform, dtype=dtype)
+    for sizes in (buckets.num_tokens, buckets.num_samples, buckets.num_logprob_samples):
+        assert list(sizes) == sorted(set(sizes))
+    count = data.draw(st.integers(1, cap) | st.sampled_from([1, cap]))
+    size = buckets.tokens_for(count)
+    assert size == min(each for each in buckets.num_tokens if each >= count)
+    assert buckets.rows_for(size) >= min(count, num_seqs)
+    count = data.draw(st.integers(1, num_seqs) | st.sampled_from([1, num_seqs]))
+    for logprobs, sizes in ((False, buckets.num_samples), (True, buckets.num_logprob_samples)):
+        assert buckets.samples_for(count, logprobs=logprobs) == min(each for each in sizes if each >= count)
+
+
+def test_a_count_beyond_the_cap_has_no_bucket():
+    buckets = make_buckets(max_num_batched_tokens=64, max_num_seqs=8, platform="cpu", dtype="float32")
+    for ask in (lambda: buckets.tokens_for(65), lambda: buckets.samples_for(9, logprobs=False)):
+        with pytest.raises(IndexError):
+            ask()
+
+
+@pytest.mark.parametrize(("platform", "dtype"), KINDS)
+def test_the_default_sizes_need_at_most_36_executables(platform, dtype):
+    tokens, seqs = (1024, 64) if platform == "cpu" else (8192, 256)
+    buckets = make_buckets(max_num_batched_tokens=tokens, max_num_seqs=seqs, platform=platform, dtype=dtype)
+    forwards, table_updates = len(buckets.num_tokens), 1
+    samples = sum(
+        len(buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples) for mode in SampleMode
+    )
+    assert forwards + table_updates + samples <= 36
+
+
+def test_a_lone_row_has_a_bucket_of_its_own_on_a_cpu_in_float32():
+    buckets = make_buckets(max_num_batched_tokens=1024, max_num_seqs=64, platform="cpu", dtype="float32")
+    assert (buckets.tokens_for(1), buckets.samples_for(1, logprobs=False)) == (1, 1)

@@ -1,0 +1,304 @@
+"""`python -m jpaged.generate` as a user calls it: a process, its exit status, its streams, its files."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from .tiny_model import CONFIG, tensors, write_tiny_model
+
+QUESTION = "What is the capital of France?"
+ROOT = Path(__file__).parents[2]
+# Nothing may be fetched: the index does not answer and the hub is said to be away.
+OFFLINE = {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+NUM_LINES = 64
+BAD_LINE = 17
+
+
+def generate(*args: Any, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jpaged.generate", *map(str, args)]
+    env = {**os.environ, **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300, **options)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_metrics(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "metrics"} for record in records(path)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 lines of every form; one of them has no valid temperature."""
+    lines: list[dict[str, Any]] = []
+    for index in range(NUM_LINES):
+        text = f"Line {index} " + "says something " * (index % 5)
+        forms: list[dict[str, Any]] = [
+            {"prompt": text},
+            {"messages": [{"role": "user", "content": text}], "id": f"chat-{index}"},
+            {"prompt_token_ids": list(range(10, 30 + index)), "temperature": 0.0},
+            {"prompt": text, "seed": index, "top_k": 20, "id": f"seeded-{index}"},
+        ]
+        lines.append({**forms[index % 4], "max_tokens": 40 + index, "ignore_eos": True})
+    lines[BAD_LINE]["temperature"] = -1
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("unbroken") / "out.jsonl"
+    run = generate("-m", tiny, "--prompt-file", prompt_file, "-o", path)
+    assert run.returncode == 3, run.stderr
+    assert run.stdout == ""
+    assert "recompiles 0" in run.stderr
+    return path
+
+
+def test_the_default_model_answers_twice_the_same_and_the_second_time_offline() -> None:
+    first = generate(QUESTION, "--temperature", 0)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "The capital of France is Paris.\n"
+    second = generate(QUESTION, "--temperature", 0, env=OFFLINE)
+    assert (second.returncode, second.stdout) == (0, first.stdout), second.stderr
+    for shown in ("attention: xla", "tokens/s", "recompiles 0", "temperature 0.0 (flag)", "top_p 0.9 (model)"):
+        assert shown in second.stderr
+
+
+def test_torch_is_never_imported(tiny: Path) -> None:
+    code = "import sys, jpaged.generate as g; g.main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "-m", str(tiny), "-n", "3", "hi"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert run.stdout.splitlines()[-1] == "False", run.stderr
+
+
+def test_lines_come_out_in_input_order_with_the_bad_one_as_an_error(prompt_file: Path, unbroken: Path) -> None:
+    found = records(unbroken)
+    wanted = [json.loads(line).get("id", number) for number, line in enumerate(prompt_file.open(), 1)]
+    assert [record["id"] for record in found] == wanted
+    bad = found.pop(BAD_LINE)
+    assert bad["error"]["param"] == "temperature"
+    assert bad["error"]["type"] == "InvalidRequestError"
+    assert "-1" in bad["error"]["message"]
+    for index, record in zip((i for i in range(NUM_LINES) if i != BAD_LINE), found, strict=True):
+        output = record["outputs"][0]
+        assert len(output["token_ids"]) == 40 + index
+        assert output["finish_reason"] == "length"
+        assert set(record) == {"id", "prompt", "prompt_token_ids", "outputs", "metrics"}
+
+
+def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
+    tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    args = ["-m", str(tiny), "--prompt-file", str(prompt_file), "-o", str(path), "--max-num-seqs", "4"]
+    process = subprocess.Popen([sys.executable, "-m", "jpaged.generate", *args], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 240
+    while not path.exists() or path.read_bytes().count(b"\n") < NUM_LINES // 4:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = path.read_bytes()
+    num_kept = kept.count(b"\n")
+    assert num_kept < NUM_LINES
+    path.write_bytes(kept + kept.splitlines()[0][:50])  # A torn last line.
+    resumed = generate(*args, "--resume")
+    assert resumed.returncode == 3
+    # The bad line is there as an error from the start, and errors are retried.
+    assert f"resume: {num_kept - 1} of {NUM_LINES} are there already" in resumed.stderr
+    assert without_metrics(path) == without_metrics(unbroken)
+
+
+def test_resuming_a_finished_run_loads_no_weights(tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    shutil.copy(unbroken, path)
+    run = generate("-m", tiny, "--prompt-file", prompt_file, "-o", path, "--resume")
+    assert run.returncode == 3
+    assert "load:" not in run.stderr
+    assert path.read_bytes() == unbroken.read_bytes()
+
+
+def test_a_result_of_another_prompt_is_not_taken_over(tiny: Path, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    prompts.write_text("one\ntwo\n")
+    args = ["-m", tiny, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--resume"]
+    assert generate(*args).returncode == 0
+    first = without_metrics(path)
+    prompts.write_text("one\nthree\n")
+    run = generate(*args)
+    assert "resume: 1 of 2" in run.stderr
+    assert without_metrics(path)[0] == first[0]
+    assert "three" in records(path)[1]["prompt"]
+
+
+def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: Path) -> None:
+    run = generate("-m", tiny, "one", "-", "-p", "three", "-n", 3, "--json", input="two\n")
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert run.returncode == 0, run.stderr
+    assert [record["id"] for record in found] == [0, 1, 2]
+    for record, word in zip(found, ("one", "two", "three"), strict=True):
+        assert word in record["prompt"]
+
+
+def test_a_seeded_prompt_gives_the_same_text_alone_and_in_company(tiny: Path) -> None:
+    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 30, "--ignore-eos", "--json"]
+    alone = json.loads(generate(*flags, "hello").stdout)
+    crowd = [json.loads(line) for line in generate(*flags, "x", "hello", "y" * 50).stdout.splitlines()]
+    assert crowd[1]["outputs"][0]["token_ids"] == alone["outputs"][0]["token_ids"]
+    assert crowd[0]["outputs"][0]["token_ids"] != alone["outputs"][0]["token_ids"]
+
+
+def test_chat_is_on_by_default_and_can_be_turned_off(tiny: Path) -> None:
+    flags = ["-m", tiny, "-n", 2, "--json", "hello"]
+    assert json.loads(generate(*flags, "--system", "Be brief.").stdout)["prompt"].startswith("<|start|>system: Be brief.")
+    assert json.loads(generate(*flags, "--no-chat").stdout)["prompt"] == "hello"
+
+
+def test_help_answers_without_jax_and_names_no_flag_that_is_not_built() -> None:
+    code = "import sys, jpaged.generate as g\ntry: g.main(['--help'])\nexcept SystemExit: print('jax' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert run.stdout.splitlines()[-1] == "False"
+    for flag in ("--temperature", "--block-size", "--gpu-memory-utilization"):
+        assert flag in run.stdout
+    for flag in ("--lora", "--swap-space", "--beam-width", "--presence-penalty"):
+        assert flag not in run.stdout
+
+
+# Bad starts
+
+
+def shards(directory: Path, weight_map: dict[str, str]) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def cut(name: str, keep: int) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_bytes((directory / name).read_bytes()[:keep])
+
+
+def put(name: str, content: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_text(content) and None
+
+
+def wrong_shape(directory: Path) -> None:
+    held = tensors()
+    held["model.layers.1.mlp.up_proj.weight"] = np.zeros((100, 64), np.float32)
+    save_file(held, str(directory / "model.safetensors"))
+
+
+def nan_weight(directory: Path) -> None:
+    held = tensors()
+    held["model.norm.weight"][3] = np.nan
+    save_file(held, str(directory / "model.safetensors"))
+
+
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config.json": (lambda d: (d / "config.json").unlink(), ["config.json"]),
+    "unknown architecture": (
+        lambda d: write_tiny_model(d, architectures=["RnnForCausalLM"]), ["RnnForCausalLM", "LlamaForCausalLM"],
+    ),
+    "unknown dtype in the config": (lambda d: write_tiny_model(d, torch_dtype="int3"), ["int3", "float32"]),
+    "truncated shard": (cut("model.safetensors", 5000), ["model.safetensors"]),
+    "empty shard": (cut("model.safetensors", 0), ["model.safetensors"]),
+    "HTML shard": (put("model.safetensors", "<html>Not found</html>"), ["model.safetensors"]),
+    "wrong shape": (wrong_shape, ["mlp.up_proj", "(100, 64)", "(128, 64)"]),
+    "NaN in a weight": (nan_weight, ["model.norm.weight", "NaN"]),
+    "index naming an absent shard": (
+        lambda d: shards(d, {"model.norm.weight": "model-00001-of-00002.safetensors"}), ["model-00001-of-00002"],
+    ),
+    "index with a path that leads out": (
+        lambda d: shards(d, {"model.norm.weight": "../model.safetensors"}), ["../model.safetensors"],
+    ),
+    "corrupt tokenizer": (cut("tokenizer.json", 500), ["tokenizer.json"]),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ["tokenizer"]),
+}  # fmt: skip
+
+BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
+    "missing directory": (["-m", "no/such/folder/here", "hi"], ["no/such/folder/here"]),
+    "a name close to the built-in one": (["-m", "smollm2-135", "hi"], ["smollm2-135m"]),
+    "unknown dtype": (["--dtype", "float3", "hi"], ["dtype", "float3", "bfloat16"]),
+    "prompt longer than the context": (["--max-model-len", "16", "x" * 40], ["16", "prompt"]),
+    "max_model_len beyond the model": (["--max-model-len", "100000", "hi"], ["max_model_len", "100000", "512"]),
+    "block_size no power of two": (["--block-size", "24", "hi"], ["block_size", "24", "power of two"]),
+    "a pool smaller than one request": (["--block-size", "8", "--num-blocks", "3", "x" * 40], ["pool", "16"]),
+    "a pool smaller than the promised output": (["--num-blocks", "2", "-n", "300", "hi"], ["pool", "64"]),
+    "a pool smaller than the given max_model_len": (
+        ["--num-blocks", "3", "--max-model-len", "300", "hi"], ["300", "128"],
+    ),
+    "negative swap space": (["--swap-space", "-1", "hi"], ["--swap-space", "-1", "not available"]),
+    "top-p 0": (["--top-p", "0", "hi"], ["top_p", "0", "(0, 1]"]),
+    "temperature no number": (["--temperature", "warm", "hi"], ["--temperature", "warm", "number"]),
+    "an unknown flag": (["--temprature", "1", "hi"], ["--temprature", "--temperature"]),
+    "a flag that is not built": (["--presence-penalty", "1", "hi"], ["--presence-penalty", "not available"]),
+    "several samples": (["--num-samples", "2", "hi"], ["n: got 2"]),
+    "fewer tokens than sequences": (
+        ["--max-num-batched-tokens", "8", "--max-num-seqs", "16", "hi"], ["max_num_batched_tokens", "16"],
+    ),
+    "empty prompt": ([""], ["prompt", "empty"]),
+    "no prompt": ([], ["prompt"]),
+    "a prompt and a file": (["hi", "--prompt-file", "x.txt"], ["--prompt-file"]),
+    "a file of another kind": (["--prompt-file", "x.csv"], [".jsonl"]),
+    "a file that is not there": (["--prompt-file", "nowhere.jsonl"], ["nowhere.jsonl"]),
+    "an output folder that is not there": (["-o", "no/such/out.jsonl", "hi"], ["no/such/out.jsonl"]),
+    "resume without output": (["--resume", "hi"], ["--output"]),
+    "a backend that is not built": (["--attention-backend", "pallas-tpu", "hi"], ["pallas-tpu", "xla"]),
+    "a device that is not there": (["--device", "tpu", "hi"], ["tpu"]),
+    "a KV dtype that the CPU does not take": (["--kv-cache-dtype", "bfloat16", "hi"], ["bfloat16", "float32"]),
+    "an unknown word for generation config": (["--generation-config", "maybe", "hi"], ["maybe", "auto, none"]),
+    "a stop string that is empty": (["--stop", "", "hi"], ["stop"]),
+    "a stop id out of vocabulary": (["--stop-token-ids", "258", "hi"], ["stop_token_ids", "258", "257"]),
+}  # fmt: skip
+
+
+def assert_bad_start(run: subprocess.CompletedProcess[str], words: list[str], output: Path) -> None:
+    assert run.returncode == 1, run.stderr
+    assert run.stdout == ""
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in run.stderr
+    for word in words:
+        assert word in errors[0]
+    assert not list(output.parent.glob("out*")), "a file of results was left"
+
+
+@pytest.mark.parametrize("fault", BROKEN_MODELS, ids=BROKEN_MODELS.keys())
+def test_a_broken_model_ends_the_start_in_one_line(fault: str, tiny: Path, tmp_path: Path) -> None:
+    directory, output = tmp_path / "model", tmp_path / "results" / "out.jsonl"
+    output.parent.mkdir()
+    shutil.copytree(tiny, directory)
+    damage, words = BROKEN_MODELS[fault]
+    damage(directory)
+    assert_bad_start(generate("-m", directory, "-o", output, "hi"), words, output)
+
+
+@pytest.mark.parametrize("fault", BAD_FLAGS, ids=BAD_FLAGS.keys())
+def test_bad_flags_end_the_start_in_one_line(fault: str, tiny: Path, tmp_path: Path) -> None:
+    flags, words = BAD_FLAGS[fault]
+    output = tmp_path / "out.jsonl"
+    model = [] if "-m" in flags else ["-m", str(tiny)]
+    target = [] if "-o" in flags or "--resume" in flags else ["-o", str(output)]
+    assert_bad_start(generate(*model, *target, *flags), words, output)
+
+
+def test_the_tiny_model_is_what_its_config_says() -> None:
+    assert tensors()["lm_head.weight"].shape == (CONFIG["vocab_size"], CONFIG["hidden_size"])

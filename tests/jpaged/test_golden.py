@@ -1,0 +1,106 @@
+"""The default model against transformers with torch in float32 (golden file): same tokens, same logprobs.
+
+Every variant runs the same prompts another way, and proves by a counter that it really went that way.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged import Engine, RequestOutput, SamplingParams
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
+ITEMS = GOLDEN["items"]
+# Torch sums in another order: a smaller gap than this between the two likeliest tokens may fall either way.
+DECIDED_MARGIN = 1e-3
+LOGPROB_TOLERANCE = 1e-3
+PARAMS = SamplingParams(temperature=0.0, max_tokens=GOLDEN["max_new_tokens"], logprobs=0)
+SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257}
+
+
+def run(engine: Engine, items: list[dict[str, Any]]) -> list[RequestOutput]:
+    outputs = engine.generate([item["prompt_ids"] for item in items], PARAMS, use_tqdm=False)
+    assert engine.stats()["blocks_used"] == 0, "every page came back"
+    assert engine.stats()["recompiles"] == 0
+    return outputs
+
+
+def check(outputs: list[RequestOutput], items: list[dict[str, Any]]) -> None:
+    for output, item in zip(outputs, items, strict=True):
+        completion = output.outputs[0]
+        assert all(margin > DECIDED_MARGIN for margin in item["top1_margin"]), "no position here is excused"
+        assert list(completion.token_ids) == item["output_ids"]
+        assert completion.finish_reason == item["finish"]
+        assert completion.logprobs is not None
+        ours = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert ours == pytest.approx(item["logprobs"], abs=LOGPROB_TOLERANCE)
+
+
+def expected_peak_pages(block_size: int) -> int:
+    """All prompts start in one step; a request holds pages for its prompt and all outputs but the last."""
+
+    def held(item: dict[str, Any], step: int) -> int:
+        is_alive = step < len(item["output_ids"])
+        return -(-(len(item["prompt_ids"]) + step) // block_size) if is_alive else 0
+
+    return max(sum(held(item, step) for item in ITEMS) for step in range(GOLDEN["max_new_tokens"]))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(**SIZES) as engine:
+        yield engine
+
+
+def test_all_at_once(engine: Engine) -> None:
+    check(run(engine, ITEMS), ITEMS)
+    assert engine.stats()["steps"] == max(len(item["output_ids"]) for item in ITEMS), "they shared every step"
+
+
+def test_one_at_a_time(engine: Engine) -> None:
+    before = engine.stats()["steps"]
+    for item in ITEMS:
+        check(run(engine, [item]), [item])
+    assert engine.stats()["steps"] - before == sum(len(item["output_ids"]) for item in ITEMS)
+
+
+def test_text_is_that_of_transformers(engine: Engine) -> None:
+    chats = [item for item in ITEMS if item["kind"] == "chat"]
+    outputs = engine.chat([item["messages"] for item in chats], PARAMS, use_tqdm=False)
+    for output, item in zip(outputs, chats, strict=True):
+        assert list(output.prompt_token_ids) == item["prompt_ids"]
+        assert output.outputs[0].text == item["output_text"].removesuffix("<|im_end|>")
+
+
+def test_in_chunks_of_16() -> None:
+    with Engine(**SIZES | {"max_num_batched_tokens": 16, "enable_prefix_caching": False}) as engine:
+        check(run(engine, ITEMS), ITEMS)
+        num_prompt_tokens = sum(len(item["prompt_ids"]) for item in ITEMS)
+        assert engine.stats()["prefill_chunks"] > len(ITEMS)
+        assert engine.stats()["steps"] >= num_prompt_tokens / 16
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_page_sizes_and_a_warm_prefix_cache(block_size: int) -> None:
+    with Engine(**SIZES, block_size=block_size) as engine:
+        check(run(engine, ITEMS), ITEMS)
+        assert engine.stats()["peak_blocks_used"] == expected_peak_pages(block_size)
+        assert engine.stats()["prefix_cache_hits"] == 0, "the first run is cold"
+        warm = run(engine, ITEMS)
+        check(warm, ITEMS)
+        for output, item in zip(warm, ITEMS, strict=True):
+            # Never the whole prompt: its last token has to be computed for the logits.
+            assert output.num_cached_tokens == (len(item["prompt_ids"]) - 1) // block_size * block_size
+        assert engine.stats()["prefix_cache_hits"] > 0
+
+
+def test_a_pool_so_small_that_requests_are_preempted() -> None:
+    with Engine(**SIZES | {"num_blocks": 33, "max_model_len": 128}, block_size=8) as engine:
+        outputs = run(engine, ITEMS)
+        check(outputs, ITEMS)
+        assert engine.stats()["preemptions"] > 0
+        assert sum(output.metrics.num_preemptions for output in outputs) == engine.stats()["preemptions"]
+        assert engine.stats()["peak_blocks_used"] <= 32

@@ -1,0 +1,67 @@
+"""Seeds and states of requests."""
+
+import pytest
+
+from jpaged.request import RequestState, derived_seed, make_request
+from jpaged.sampling_params import SamplingParams
+
+
+def request_of(seed, *, number=0, engine_seed=0, n=1):
+    params = SamplingParams(seed=seed)
+    object.__setattr__(params, "n", n)  # Refused by the parameters, not by the host core.
+    return make_request(
+        request_id="r",
+        number=number,
+        prompt_token_ids=[1, 2, 3],
+        params=params,
+        arrival_time=0.0,
+        max_tokens=4,
+        engine_seed=engine_seed,
+        num_groups=2,
+    )
+
+
+def test_derived_seeds_never_change():
+    """Recorded: the same command prints the same text in every version."""
+    assert derived_seed(0, 0) == 0x34EC4BE1CF10B6F
+    assert derived_seed(7, 123456) == 0x29DB2793BABBC8ED
+
+
+def test_derived_seeds_differ_by_engine_seed_and_by_number():
+    seeds = {derived_seed(engine_seed, number) for engine_seed in (-1, 0, 1, 2**63 - 1) for number in range(1000)}
+    assert len(seeds) == 4000
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert len({seed >> 32 for seed in seeds}) > 3990  # Both words differ: 4,000 draws of 2³² collide in < 0.01.
+    assert len({seed % 2**32 for seed in seeds}) > 3990
+
+
+def test_a_request_with_a_seed_draws_the_same_whatever_its_number_and_engine():
+    assert {request_of(42, number=number, engine_seed=3 * number).seed for number in range(5)} == {42}
+
+
+def test_a_request_without_a_seed_draws_from_its_number_and_the_engine():
+    assert request_of(None, number=5, engine_seed=3).seed == derived_seed(3, 5)
+    assert request_of(0, number=5).seed == 0  # A seed of 0 is a seed.
+
+
+@pytest.mark.parametrize(
+    ("seed", "bits"), [(-1, 2**64 - 1), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1), (-2, 2**64 - 2)]
+)
+def test_negative_seeds_are_twos_complement(seed, bits):
+    assert request_of(seed).seed == bits
+
+
+def test_samples_share_the_prompt_and_nothing_else():
+    sequences = request_of(1, n=3).sequences
+    assert [sequence.index for sequence in sequences] == [0, 1, 2]
+    sequences[0].token_ids.append(9)
+    sequences[0].pages[1].append(5)
+    sequences[0].pages_sent[1] = 1
+    for other in sequences[1:]:
+        assert (other.token_ids, other.pages, other.pages_sent) == ([1, 2, 3], [[], []], [0, 0])
+    assert sequences[0].request.prompt_token_ids == [1, 2, 3]
+
+
+def test_a_finished_states_value_is_its_reason():
+    assert {state.finish_reason for state in RequestState} == {None, "stop", "length", "abort", "error"}
+    assert [state for state in RequestState if not state.is_finished] == [RequestState.WAITING, RequestState.RUNNING]

@@ -1,0 +1,425 @@
+"""The sampler against float64 numpy, against exact probabilities, and against plain jax.random calls."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from jpaged.sampler import (
+    PURPOSE_SAMPLE,
+    SampleMode,
+    SamplingRows,
+    inverse_cdf,
+    sample,
+    truncated_weights,
+    uniforms,
+)
+
+NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
+RULES = {
+    "none": {},
+    "cold": {"temperature": 0.2},
+    "hot": {"temperature": 2.0},
+    "near the greedy limit": {"temperature": 2e-5},
+    "top-k 1": {"top_k": 1},
+    "top-k 7": {"top_k": 7},
+    "top-k V": {"top_k": "V"},
+    "top-k beyond V": {"top_k": 2**31 - 1},
+    "top-k off": {"top_k": -1},
+    "top-p tiny": {"top_p": 1e-30},
+    "top-p vanishing in float32": {"top_p": 1e-60},
+    "top-p 0.5": {"top_p": 0.5},
+    "top-p 0.999": {"top_p": 0.999},
+    "min-p 0.02": {"min_p": 0.02},
+    "min-p 1": {"min_p": 1.0},
+    "top-k after min-p": {"min_p": 0.3, "top_k": 1000},
+    "all": {"temperature": 0.7, "min_p": 0.001, "top_k": 40, "top_p": 0.8},
+}
+VOCAB_SIZES = (11, 512, 1000, 49152)
+PINNED_UNIFORMS = [1203694, 5310714, 12629330, 12899568]
+"""Of seeds 0, 1, 2⁶³, 2⁶⁴ − 1 with sample indices 0 to 3 and output indices 0, 5, 6, 7; in units of 2⁻²⁴."""
+
+
+def full_rules(rule, vocab_size):
+    rule = {**NO_RULE, **rule}
+    return {**rule, "top_k": vocab_size} if rule["top_k"] == "V" else rule
+
+
+def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
+    """Rows of these rules; seeds and indices are one for all or an array."""
+    num_rows = len(rules)
+    seeds = np.broadcast_to(np.asarray(seed, np.uint64), num_rows)
+
+    def ints(values):
+        return jnp.asarray(np.broadcast_to(np.asarray(values), num_rows).astype(np.int32))
+
+    def floats(name):
+        return jnp.asarray(np.array([rule[name] for rule in rules], np.float32))
+
+    return SamplingRows(
+        seed_low=jnp.asarray((seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)),
+        seed_high=jnp.asarray((seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)),
+        sample_index=ints(sample_index),
+        output_index=ints(output_index),
+        top_k=ints([rule["top_k"] for rule in rules]),
+        temperature=floats("temperature"),
+        top_p=floats("top_p"),
+        min_p=floats("min_p"),
+    )
+
+
+run = jax.jit(sample, static_argnums=(2, 3))
+
+
+def draw(logits, rules, mode=SampleMode.FULL, max_logprobs=5, **which):
+    return jax.tree.map(np.asarray, run(jnp.asarray(logits), make_rows(rules, **which), mode, max_logprobs))
+
+
+def make_logits(num_rows, vocab_size, *, seed=0, scale=3.0):
+    return np.random.default_rng(seed).normal(0, scale, (num_rows, vocab_size)).astype(np.float32)
+
+
+def exact_probabilities(logits, rule):
+    """The definition, in float64: temperature, then min-p, top-k, top-p, each over what the one before left.
+
+    Tokens that tie with the last one kept are kept. Also returns how far the nearest decision was from going the
+    other way, relative to what it compared.
+    """
+    logits = logits.astype(np.float64)
+    weights = np.exp((logits - logits.max()) / np.float64(np.float32(rule["temperature"])))
+    order = np.unique(weights)[::-1]
+    margin = 1.0
+    least = np.float64(np.float32(rule["min_p"]))
+    if least > 0:
+        margin = min(margin, np.min(np.abs(order / least - 1), where=order != least, initial=1.0))
+    kept = weights >= least
+    if 0 < rule["top_k"] < len(weights) and kept.sum() > rule["top_k"]:
+        kept &= weights >= np.sort(weights[kept])[-rule["top_k"]]
+    if rule["top_p"] < 1:
+        levels = np.unique(weights[kept])[::-1]
+        mass = np.cumsum([np.sum(weights[kept & (weights == level)]) for level in levels])
+        wanted = np.float64(np.float32(rule["top_p"])) * mass[-1]
+        margin = min(margin, np.abs(mass / mass[-1] - wanted / mass[-1]).min())
+        kept &= weights >= levels[np.argmax(mass >= wanted)]
+    return np.where(kept, weights, 0) / weights[kept].sum(), margin
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
+    """Rows of all kinds in one batch; identical sets, as no decision is nearer than 1e-7, float32's rounding."""
+    rules = [full_rules(rule, vocab_size) for rule in RULES.values()]
+    logits = make_logits(len(rules), vocab_size, seed=2)
+    shifted = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
+    kept = np.asarray(jax.jit(truncated_weights)(shifted, make_rows(rules), jnp.zeros(len(rules), bool)))
+    for name, rule, row, weights in zip(RULES, rules, logits, kept, strict=True):
+        probabilities, margin = exact_probabilities(row, rule)
+        assert margin > 1e-7, name
+        # What float32 cannot hold has no weight: nobody could draw it.
+        assert np.array_equal(weights > 0, probabilities > 1e-37), name
+        # exp in float32 is good to a few units in the last place, and its argument's rounding grows with it.
+        np.testing.assert_allclose(weights / weights.sum(), probabilities, rtol=2e-5, atol=1e-30, err_msg=name)
+
+
+@pytest.mark.parametrize("vocab_size", (11, 1000))
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
+    rule = full_rules(rule, vocab_size)
+    logits = np.random.default_rng(3).integers(-3, 3, (1, vocab_size)).astype(np.float32)
+    shifted = jnp.asarray(logits - logits.max())
+    weights = np.asarray(truncated_weights(shifted, make_rows([rule]), jnp.zeros(1, bool)))[0]
+    probabilities, _ = exact_probabilities(logits[0], rule)
+    assert np.array_equal(weights > 0, probabilities > 1e-37)
+    assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
+
+
+def test_a_uniform_distribution_keeps_every_token_under_every_rule_but_draws_from_all():
+    rules = [full_rules(rule, 600) for rule in RULES.values()]
+    weights = truncated_weights(jnp.zeros((len(rules), 600)), make_rows(rules), jnp.zeros(len(rules), bool))
+    assert (np.asarray(weights) == 1.0).all()
+
+
+DRAWN_RULES = {name: RULES[name] for name in ("none", "cold", "hot", "top-k 7", "top-p 0.5", "min-p 0.02", "all")}
+
+
+@pytest.mark.parametrize("vocab_size", (11, 700))
+@pytest.mark.parametrize("rule", DRAWN_RULES.values(), ids=DRAWN_RULES.keys())
+def test_draws_have_the_exact_probabilities(rule, vocab_size):
+    """Chi-squared over 2¹⁷ draws. A right sampler would fail for one seed in a million; this seed is fixed."""
+    rule = full_rules(rule, vocab_size)
+    logits = make_logits(1, vocab_size, seed=4, scale=1.5)
+    num_rows, num_calls = 1 << 13, 1 << 4
+    tiled = np.tile(logits, (num_rows, 1))
+    counts = np.zeros(vocab_size, np.int64)
+    for call in range(num_calls):
+        tokens = draw(tiled, [rule] * num_rows, seed=77, sample_index=call, output_index=np.arange(num_rows)).token_ids
+        counts += np.bincount(tokens, minlength=vocab_size)
+    probabilities, _ = exact_probabilities(logits[0], rule)
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities * num_rows * num_calls
+    rare = expected < 5
+    seen, wanted = counts[~rare], expected[~rare]
+    if expected[rare].sum() > 0:
+        seen, wanted = np.append(seen, counts[rare].sum()), np.append(wanted, expected[rare].sum())
+    statistic = np.sum((seen - wanted) ** 2 / wanted)
+    assert len(wanted) > 1
+    assert statistic < chi2.isf(1e-6, len(wanted) - 1)
+
+
+def test_greedy_rows_are_the_argmax_whatever_their_neighbours():
+    """Ties go to the lowest id."""
+    logits = make_logits(32, 1000, seed=5)
+    logits[3, [40, 900]] = 30.0
+    rules = [GREEDY_ROW] * 32
+    alone = draw(logits, rules, SampleMode.GREEDY).token_ids
+    assert np.array_equal(alone, logits.argmax(axis=1))
+    mixed_rules = [GREEDY_ROW if row % 2 else full_rules(RULES["all"], 1000) for row in range(32)]
+    for mode in (SampleMode.FULL, SampleMode.LOGPROBS):
+        mixed = draw(logits, mixed_rules, mode, output_index=np.arange(32)).token_ids
+        assert np.array_equal(mixed[1::2], alone[1::2])
+        assert not np.array_equal(mixed[::2], alone[::2])
+
+
+def test_what_the_host_calls_greedy_is_greedy_on_the_device_too():
+    """A temperature just below 1e-5 rounds to float32's 1e-5; among equal logits only a greedy row picks token 0."""
+    rules = [{**NO_RULE, "temperature": np.nextafter(1e-5, 0)}] * 64
+    assert (draw(np.zeros((64, 50), np.float32), rules, output_index=np.arange(64)).token_ids == 0).all()
+
+
+EVERYWHERE = list(range(1000))
+BAD_ROWS = {
+    "a NaN first": [([0], np.nan)],
+    "a NaN in the middle": [([500], np.nan)],
+    "a NaN last": [([999], np.nan)],
+    "an infinity": [([70], np.inf)],
+    "a NaN and an infinity": [([70], np.inf), ([3], np.nan)],
+    "NaN throughout": [(EVERYWHERE, np.nan)],
+    "nothing but −inf": [(EVERYWHERE, -np.inf)],
+}
+
+
+@pytest.mark.parametrize("mode", SampleMode)
+@pytest.mark.parametrize("damage", BAD_ROWS.values(), ids=BAD_ROWS.keys())
+def test_a_row_that_is_not_finite_is_flagged_and_its_neighbours_do_not_notice(mode, damage):
+    """Bit for bit: rows share an executable and nothing else."""
+    logits = make_logits(6, 1000, seed=6)
+    rules = [full_rules(rule, 1000) for rule in list(RULES.values())[-6:]]
+    before = draw(logits, rules, mode)
+    assert before.is_finite.all()
+    for places, value in damage:
+        logits[2, places] = value
+    after = draw(logits, rules, mode)
+    assert after.is_finite.tolist() == [row != 2 for row in range(6)]
+    assert 0 <= after.token_ids[2] < 1000
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.delete(x, 2, 0), np.delete(y, 2, 0)), before, after)
+
+
+def test_minus_infinity_is_a_token_that_is_never_drawn():
+    logits = np.full((4096, 600), -np.inf, np.float32)
+    allowed = [0, 511, 512, 599]
+    logits[:, allowed] = 0.0
+    for rule in ("none", "top-k 7", "top-p 0.5", "all"):
+        result = draw(logits, [full_rules(RULES[rule], 600)] * 4096, output_index=np.arange(4096))
+        assert result.is_finite.all()
+        assert sorted(set(result.token_ids.tolist())) == allowed
+
+
+def test_huge_logits_overflow_nothing():
+    logits = np.tile(np.array([3e38, -3e38, 0.0, 3e38, 1e38], np.float32), (256, 1))
+    result = draw(logits, [NO_RULE] * 256, SampleMode.LOGPROBS, 5, output_index=np.arange(256))
+    assert result.is_finite.all()
+    assert set(result.token_ids.tolist()) == {0, 3}
+    np.testing.assert_allclose(result.logprobs, np.log(0.5), atol=1e-6)
+
+
+# Uniforms
+
+
+def test_uniforms_follow_the_documented_key_path():
+    """key(seed as two words) → fold sample index → fold output index → fold purpose, by plain jax.random calls."""
+    rng = np.random.default_rng(8)
+    seeds = rng.integers(0, 2**64, 40, np.uint64)
+    samples, outputs = rng.integers(0, 128, 40), rng.integers(0, 2**17, 40)
+    for purpose in (PURPOSE_SAMPLE, 1, 2):
+        rows = make_rows([NO_RULE] * 40, seed=seeds, sample_index=samples, output_index=outputs)
+        got = np.asarray(uniforms(rows, purpose))
+        for value, seed, sample_index, output_index in zip(got, seeds.tolist(), samples, outputs, strict=True):
+            key = jax.random.wrap_key_data(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), impl="threefry2x32")
+            for part in (sample_index, output_index, purpose):
+                key = jax.random.fold_in(key, int(part))
+            bits = int(jax.random.bits(key, (), jnp.uint32))
+            assert value == np.float32((bits >> 8) * 2.0**-24)
+
+
+def test_a_small_seed_is_the_key_that_jax_makes_of_it():
+    key = jax.random.key(1234, impl="threefry2x32")
+    for part in (0, 0, PURPOSE_SAMPLE):
+        key = jax.random.fold_in(key, part)
+    expected = (int(jax.random.bits(key, (), jnp.uint32)) >> 8) * 2.0**-24
+    assert float(uniforms(make_rows([NO_RULE], seed=1234), PURPOSE_SAMPLE)[0]) == expected
+
+
+def test_uniforms_are_the_same_in_every_release():
+    """Pinned: a stored seed must give the same text next year."""
+    rows = make_rows([NO_RULE] * 4, seed=[0, 1, 2**63, 2**64 - 1], sample_index=[0, 1, 2, 3], output_index=[0, 5, 6, 7])
+    assert (np.asarray(uniforms(rows, PURPOSE_SAMPLE)) * 2**24).astype(int).tolist() == PINNED_UNIFORMS
+
+
+def test_a_uniform_is_bitwise_the_same_in_any_row_of_any_bucket():
+    which = {"seed": 2**40 + 9, "sample_index": 3, "output_index": 17}
+    alone = np.asarray(uniforms(make_rows([NO_RULE], **which), PURPOSE_SAMPLE))[0]
+    for size in (2, 8, 64, 256):
+        seeds = np.random.default_rng(size).integers(0, 2**63, size, np.uint64)
+        for row in (0, size // 2, size - 1):
+            at = {name: np.where(np.arange(size) == row, value, 5) for name, value in which.items() if name != "seed"}
+            mixed = make_rows([NO_RULE] * size, seed=np.where(np.arange(size) == row, which["seed"], seeds), **at)
+            assert np.asarray(uniforms(mixed, PURPOSE_SAMPLE))[row] == alone
+
+
+def test_a_draw_is_the_same_in_any_row_of_any_bucket():
+    """24 sequences; the tokens are equal because no draw falls within float32's rounding of an edge here."""
+    logits = make_logits(24, 3000, seed=9)
+    rules = [full_rules(rule, 3000) for rule in [*RULES.values()][:12] * 2]
+    seeds = np.arange(24) + 2**33
+
+    def tokens(order, size):
+        order = list(order) + [0] * (size - len(order))
+        result = draw(logits[order], [rules[row] for row in order], seed=seeds[order], output_index=np.array(order))
+        return result.token_ids
+
+    together = tokens(range(24), 24)
+    assert np.array_equal(tokens(range(23, -1, -1), 32)[:24], together[::-1])
+    assert [tokens([row], 1)[0] for row in range(24)] == together.tolist()
+    assert [tokens([row], 8)[0] for row in range(24)] == together.tolist()
+
+
+def test_every_bit_of_the_seed_matters():
+    seeds = [0x0123456789ABCDEF ^ flip for flip in (0, *(1 << bit for bit in range(64)))]
+    values = np.asarray(uniforms(make_rows([NO_RULE] * 65, seed=np.array(seeds, np.uint64)), PURPOSE_SAMPLE))
+    assert len(set(values.tolist())) == 65
+
+
+NEIGHBOURS = {
+    "seeds": lambda i: {"seed": i},
+    "high words of seeds": lambda i: {"seed": i << 32},
+    "sample indices": lambda i: {"seed": 5, "sample_index": i},
+    "output indices": lambda i: {"seed": 5, "output_index": i},
+}
+
+
+@pytest.mark.parametrize("which", NEIGHBOURS.values(), ids=NEIGHBOURS.keys())
+def test_neighbours_are_uniform_and_uncorrelated(which):
+    """2¹⁶ values. Bounds that a right generator passes but for one seed in about a million: 5 σ, and KS 2.7 / √n."""
+    num = 1 << 16
+    index = np.arange(num, dtype=np.uint64)
+    values = np.asarray(uniforms(make_rows([NO_RULE] * num, **which(index)), PURPOSE_SAMPLE)).astype(np.float64)
+    assert values.min() >= 0
+    assert values.max() < 1
+    gaps = np.abs(np.sort(values) - (np.arange(num) + 0.5) / num)
+    assert gaps.max() < 2.7 / np.sqrt(num)
+    for lag in (1, 2, 256):
+        assert abs(np.corrcoef(values[:-lag], values[lag:])[0, 1]) < 5 / np.sqrt(num)
+
+
+def test_purposes_sample_indices_and_output_indices_are_not_interchangeable():
+    def value(sample_index, output_index, purpose=PURPOSE_SAMPLE):
+        rows = make_rows([NO_RULE], seed=3, sample_index=sample_index, output_index=output_index)
+        return float(uniforms(rows, purpose)[0])
+
+    assert len({value(1, 2), value(2, 1), value(1, 2, 1), value(2, 1, 1), value(0, 0)}) == 5
+
+
+# Inverse CDF
+
+CDF_SHAPE = (16, 1300)
+EDGES = np.array([0.0, 2.0**-24, 0.25, 0.5, 1 - 2.0**-23, 1 - 2.0**-24], np.float32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    share=st.sampled_from([0.001, 0.02, 0.5, 0.98, 1.0]),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 30.0]),
+    tail=st.sampled_from([0.0, 1e-38, 1e-9]),
+)
+def test_inverse_cdf_takes_the_right_token_and_never_one_without_weight(seed, share, spread, tail):
+    """Against running sums in float64; 1e-6 of the total is forgiven, which is what float32 sums of 1300 lose."""
+    rng = np.random.default_rng(seed)
+    weights = np.exp(-spread * rng.random(CDF_SHAPE)).astype(np.float32)
+    weights = np.where(rng.random(CDF_SHAPE) < share, weights, 0).astype(np.float32)
+    weights[:, rng.integers(0, CDF_SHAPE[1])] = 1.0
+    weights[:, -3:-1] = tail
+    uniform = rng.choice(np.append(EDGES, rng.random(10, np.float32)), CDF_SHAPE[0])
+    tokens = np.asarray(jitted_inverse_cdf(jnp.asarray(weights), jnp.asarray(uniform)))
+    rows = np.arange(CDF_SHAPE[0])
+    assert (weights[rows, tokens] > 0).all()
+    ends = np.cumsum(weights.astype(np.float64), axis=1)
+    target, slack = uniform.astype(np.float64) * ends[:, -1], 1e-6 * ends[:, -1]
+    assert (ends[rows, tokens] > target - slack).all()
+    assert (ends[rows, tokens] - weights[rows, tokens] <= target + slack).all()
+
+
+jitted_inverse_cdf = jax.jit(inverse_cdf)
+
+
+@pytest.mark.parametrize("vocab_size", (1, 11, 511, 512, 513, 1300))
+def test_inverse_cdf_reaches_the_first_and_the_last_token(vocab_size):
+    weights = jnp.ones((2, vocab_size))
+    tokens = np.asarray(inverse_cdf(weights, jnp.array([0.0, 1 - 2.0**-24])))
+    assert tokens.tolist() == [0, vocab_size - 1]
+
+
+def test_inverse_cdf_of_a_single_token_is_that_token():
+    for place in (0, 5, 511, 512, 1299):
+        weights = jnp.zeros((len(EDGES), 1300)).at[:, place].set(1e-30)
+        assert np.asarray(inverse_cdf(weights, jnp.asarray(EDGES))).tolist() == [place] * len(EDGES)
+
+
+# Logprobs
+
+
+@pytest.mark.parametrize("offset", (0.0, 100.0, -1e4, 1e4))
+def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
+    """Within 1e-5 of float64, on the very float32 logits that the sampler saw, however large."""
+    logits = make_logits(len(RULES), 1000, seed=10) + np.float32(offset)
+    result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.LOGPROBS, 20)
+    exact = logits.astype(np.float64)
+    exact -= exact.max(axis=1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    rows = np.arange(len(RULES))
+    np.testing.assert_allclose(result.logprobs, exact[rows, result.token_ids], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        result.top_logprobs, np.take_along_axis(exact, result.top_token_ids, 1), atol=1e-5, rtol=0
+    )
+    order = np.argsort(-logits, axis=1, kind="stable")
+    assert np.array_equal(result.top_token_ids, order[:, :20])
+    assert result.ranks.tolist() == [
+        1 + int((row > row[token]).sum()) for row, token in zip(logits, result.token_ids, strict=True)
+    ]
+
+
+def test_the_mode_changes_no_token():
+    logits = make_logits(len(RULES), 1000, seed=11)
+    rules = [full_rules(rule, 1000) for rule in RULES.values()]
+    with_logprobs = draw(logits, rules, SampleMode.LOGPROBS, 3)
+    without = draw(logits, rules, SampleMode.FULL)
+    assert np.array_equal(with_logprobs.token_ids, without.token_ids)
+    assert without.logprobs is without.ranks is without.top_token_ids is without.top_logprobs is None
+
+
+@pytest.mark.parametrize(("max_logprobs", "num_top"), [(0, 0), (1, 1), (11, 11), (20, 11)])
+def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
+    result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.LOGPROBS, max_logprobs)
+    assert result.top_token_ids.shape == result.top_logprobs.shape == (2, num_top)
+
+
+def test_padding_rows_cost_no_truncation_pass():
+    """Padding rows are zeros, top-p 0 among them; were they rows that ask, each step would bisect for nothing."""
+    rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), make_rows([NO_RULE]))
+    weights = partial(truncated_weights, rows=rows, is_greedy=rows.temperature <= 1e-5)
+    assert (np.asarray(weights(jnp.asarray(make_logits(2, 40)) - 20.0)) > 0).all()
