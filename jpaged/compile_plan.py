@@ -50,6 +50,8 @@ class CompilePlan:
         if not missing:
             return
         start = time.monotonic()
+        if progress is not None:
+            progress(0, len(missing))
         with ThreadPoolExecutor(min(NUM_COMPILERS, len(missing))) as compilers:
             for done, (key, executable) in enumerate(
                 zip(missing, compilers.map(self._compile, missing), strict=True), 1

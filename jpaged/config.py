@@ -6,9 +6,8 @@ Knows names, values and ranges; not what a model or a device makes of them (`siz
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,24 @@ from typing import Any
 from .errors import ConfigError
 from .model_source import DEFAULT_MODEL
 from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, UNBUILT_BACKENDS
+from .sampling_params import shown
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 MAX_BLOCK_SIZE = 1024
+MAX_STEP_TOKENS = 1 << 20
+"""Far beyond what one step can compute in memory; sizes of steps are compiled shapes."""
+MAX_STEP_SEQS = 1 << 16
 INT64 = (-(1 << 63), (1 << 63) - 1)
 
 NOT_BUILT = (
-    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "logprobs_mode", "logits_processors",
-    "num_host_blocks", "swap_space", "preemption_mode", "max_cached_blocks", "enable_chunked_prefill",
-    "long_prefill_token_threshold", "scheduling_policy", "scheduling_delay_factor", "async_scheduling", "num_decode_steps",
-    "deterministic", "warmup", "enforce_eager", "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size",
-    "enable_expert_parallel", "mesh", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config",
-    "limit_mm_per_prompt", "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "limits", "params",
+    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "logprobs_mode",
+    "logits_processors", "num_host_blocks", "swap_space", "preemption_mode", "max_cached_blocks",
+    "enable_chunked_prefill", "long_prefill_token_threshold", "scheduling_policy", "scheduling_delay_factor",
+    "async_scheduling", "num_decode_steps", "deterministic", "warmup", "enforce_eager", "tensor_parallel_size",
+    "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh", "enable_lora", "max_loras",
+    "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt", "served_model_name",
+    "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "limits", "params",
 )  # fmt: skip
 """Options of the full interface that this version refuses by name."""
 ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
@@ -63,6 +67,8 @@ class EngineConfig:
     watermark: float = _option(0.01, "share of the pool that admission leaves free, in [0, 1)")
     compilation_cache_dir: str | None = _option(None, "where executables are kept; default: the user's cache folder")
     generation_config: str = _option("auto", "auto: sampling defaults from the model; none: plain defaults")
+    gpu_memory_utilization: InitVar[float | None] = None
+    """vLLM's name of `device_memory_utilization`."""
 
     def __new__(cls, **options: Any) -> EngineConfig:
         """Refuse unknown names with the nearest known one, where a dataclass would say `unexpected keyword`."""
@@ -70,14 +76,16 @@ class EngineConfig:
             check_option(name, options[name])
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path) or not str(self.model):
-            self._refuse("model", "a directory, a .gguf file, org/name[@revision] or a built-in name")
-        object.__setattr__(self, "model", str(self.model))
+    def __post_init__(self, gpu_memory_utilization: float | None) -> None:
+        if gpu_memory_utilization is not None:
+            object.__setattr__(self, "device_memory_utilization", gpu_memory_utilization)
+        self._text("model", "a directory, a .gguf file, org/name[@revision] or a built-in name")
+        self._text("revision", "a branch, a tag or a commit of a model from the hub", optional=True)
+        self._text("compilation_cache_dir", "a directory", optional=True)
         self._choice("dtype", DTYPES)
         self._choice("kv_cache_dtype", DTYPES)
         self._choice("device", DEVICES)
-        if self.attention_backend in UNBUILT_BACKENDS:
+        if isinstance(self.attention_backend, str) and self.attention_backend in UNBUILT_BACKENDS:
             raise ConfigError(
                 f"attention_backend: {self.attention_backend} is not available in this version; "
                 f"allowed: auto, {', '.join(BACKEND_NAMES)}"
@@ -86,8 +94,10 @@ class EngineConfig:
         self._choice("generation_config", ("auto", "none"))
         self._integer("seed", *INT64)
         self._integer("max_logprobs", 0, 1000)
-        for name in ("max_model_len", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs"):
-            self._integer(name, 1, INT64[1], optional=True)
+        self._integer("max_model_len", 1, INT64[1], optional=True)
+        self._integer("kv_cache_memory_bytes", 1, INT64[1], optional=True)
+        self._integer("max_num_batched_tokens", 1, MAX_STEP_TOKENS, optional=True)
+        self._integer("max_num_seqs", 1, MAX_STEP_SEQS, optional=True)
         self._integer("num_blocks", 2, INT64[1], optional=True)
         self._integer("block_size", 1, MAX_BLOCK_SIZE, optional=True)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
@@ -96,14 +106,25 @@ class EngineConfig:
         self._number("watermark", 0.0, 1.0, open_high=True)
         if not isinstance(self.enable_prefix_caching, bool):
             self._refuse("enable_prefix_caching", "true or false")
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            self._refuse("kv_cache_memory_bytes", f"none beside num_blocks, {self.num_blocks}: give one of the two")
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             self._refuse(
                 "max_num_batched_tokens", f"at least max_num_seqs, {seqs}: every sequence decodes one token a step"
             )
 
+    def _text(self, name: str, allowed: str, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, str | Path) or not str(value):
+            self._refuse(name, allowed)
+        object.__setattr__(self, name, str(value))
+
     def _choice(self, name: str, allowed: Iterable[str]) -> None:
-        if getattr(self, name) not in allowed:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in allowed:
             self._refuse(name, ", ".join(allowed))
 
     def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
@@ -111,18 +132,20 @@ class EngineConfig:
         if value is None and optional:
             return
         if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
-            self._refuse(name, f"an integer ≥ {low}" if high == INT64[1] else f"an integer in [{low}, {high}]")
+            self._refuse(
+                name, f"an integer ≥ {low}" if low >= 0 and high == INT64[1] else f"an integer in [{low}, {high}]"
+            )
         object.__setattr__(self, name, int(value))
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)  # A NaN compares false.
         if not is_number or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
             self._refuse(name, f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}")
         object.__setattr__(self, name, float(value))
 
     def _refuse(self, name: str, allowed: str) -> None:
-        raise ConfigError(f"{name}: got {getattr(self, name)!r}, allowed: {allowed}")
+        raise ConfigError(f"{name}: got {shown(getattr(self, name))}, allowed: {allowed}")
 
 
 OPTIONS = tuple(field.name for field in fields(EngineConfig))
@@ -130,13 +153,11 @@ OPTIONS = tuple(field.name for field in fields(EngineConfig))
 
 def check_option(name: str, value: Any = None, others: Iterable[str] = ()) -> None:
     """Refuse a name that is no engine option (nor one of `others`), naming the nearest."""
-    if name in OPTIONS or name in others:
+    if name in OPTIONS or name in ALIASES or name in others:
         return
-    if name in ALIASES:
-        raise ConfigError(f"{name}: in Python the name is {ALIASES[name]}; use that")
     if name in NOT_BUILT:
-        given = "" if value is None else f" (got {value!r})"
+        given = "" if value is None else f" (got {shown(value)})"
         raise ConfigError(f"{name}: not available in this version{given}; allowed: leave it out")
     near = difflib.get_close_matches(name, [*OPTIONS, *others], n=1)
     hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join([*OPTIONS, *others])}"
-    raise ConfigError(f"{name}: unknown option; {hint}")
+    raise ConfigError(f"{name[:100]}: unknown option; {hint}")

@@ -1,21 +1,25 @@
-"""Turns what a caller calls a prompt into checked token ids. The host is the only guard: JAX clamps a bad id silently."""
+"""Turns what a caller calls a prompt into checked token ids.
+
+The host is the only guard: JAX clamps a bad id silently.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from .errors import InvalidRequestError
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, shown
 from .tokenizer import Tokenizer
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+NOT_BUILT = ("multi_modal_data", "cache_salt", "priority", "lora_request")
+"""Keys of the full interface that this version refuses by name."""
 MAX_CHARS_PER_TOKEN = 64
-"""A text longer than this times the context cannot fit it, and is refused before anybody tokenizes it."""
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text longer than this times the context is refused before anybody spends time on tokenizing it."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +50,31 @@ class PromptEncoder:
             prompt = self._chosen(prompt)
             if isinstance(prompt, _Messages):
                 text = self.tokenizer.render_chat(prompt.messages, template=self.chat_template)
-                return self._checked(self._tokenize(text, add_special_tokens=False), text)
+                return EncodedPrompt(self._tokenize(text, add_special_tokens=False), text)
         if isinstance(prompt, str):
-            return self._checked(self._tokenize(prompt, add_special_tokens=True), prompt)
-        return self._checked(self._ids(prompt), None)
+            return EncodedPrompt(self._tokenize(prompt, add_special_tokens=True), prompt)
+        return EncodedPrompt(self._ids(prompt), None)
 
     def check_params(self, params: SamplingParams, *, max_logprobs: int) -> None:
         """Hold parameters against this model: token ids in every field, and the engine's cap on logprobs."""
         for token_id in params.stop_token_ids or ():
             self._check_id(token_id, "stop_token_ids")
-        if params.logprobs is not None and params.logprobs > max_logprobs:
+        most = min(max_logprobs, self.vocab_size)
+        if params.logprobs is not None and params.logprobs > most:
+            limit = "max_logprobs" if max_logprobs <= self.vocab_size else "the size of the vocabulary"
             raise InvalidRequestError(
-                f"logprobs: got {params.logprobs}, allowed: at most max_logprobs, {max_logprobs}", param="logprobs"
+                f"logprobs: got {shown(params.logprobs)}, allowed: at most {limit}, {most}", param="logprobs"
             )
 
     def _chosen(self, prompt: Mapping[str, Any]) -> Any:
+        for key in prompt:
+            if key in NOT_BUILT:
+                raise InvalidRequestError(f"{key}: not available in this version; leave it out", param=str(key))
+            if key not in PROMPT_KEYS:
+                near = difflib.get_close_matches(str(key), PROMPT_KEYS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"a prompt holds one of {', '.join(PROMPT_KEYS)}"
+                raise InvalidRequestError(f"{str(key)[:100]}: unknown key of a prompt; {hint}", param=str(key)[:100])
         keys = [key for key in PROMPT_KEYS if key in prompt]
-        if unknown := [key for key in prompt if key not in PROMPT_KEYS]:
-            raise InvalidRequestError(
-                f"{unknown[0]}: not available in this version; a prompt holds one of {', '.join(PROMPT_KEYS)}",
-                param=str(unknown[0]),
-            )
         if len(keys) != 1:
             raise InvalidRequestError(
                 f"prompt: got {' and '.join(keys) or 'no key'}, allowed: exactly one of {', '.join(PROMPT_KEYS)}",
@@ -77,63 +85,61 @@ class PromptEncoder:
             return _Messages(value)
         if isinstance(value, str) is not (keys[0] == "prompt"):
             wanted = "a string" if keys[0] == "prompt" else "a list of token ids"
-            raise InvalidRequestError(f"{keys[0]}: got {_short(value)}, allowed: {wanted}", param=keys[0])
+            raise InvalidRequestError(f"{keys[0]}: got {shown(value)}, allowed: {wanted}", param=keys[0])
         return value
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         most = self.max_model_len * MAX_CHARS_PER_TOKEN
         if len(text) > most:
             raise InvalidRequestError(
-                f"prompt: got {len(text)} characters, the maximum context length is {self.max_model_len} tokens, which "
-                f"cannot hold more than {most}; shorten the prompt",
+                f"prompt: got {len(text)} characters, the maximum context length is {self.max_model_len} tokens, for "
+                f"which at most {most} characters are taken; shorten the prompt",
                 param="prompt",
             )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        self._check_len(len(token_ids))
+        self._check_id(max(token_ids), "prompt")
+        return token_ids
 
     def _ids(self, prompt: Any) -> list[int]:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not isinstance(ids, list | tuple):
             raise InvalidRequestError(
-                f"prompt: got {_short(prompt)}, allowed: a string, a list of token ids, or a mapping with one of "
+                f"prompt: got {shown(prompt)}, allowed: a string, a list of token ids, or a mapping with one of "
                 f"{', '.join(PROMPT_KEYS)}",
                 param="prompt",
             )
-        for token_id in ids:
-            self._check_id(token_id, "prompt")
+        self._check_len(len(ids))
+        # Whole-list checks first: one by one, the ids of a long prompt would take as long as a step.
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= self.vocab_size:
+            for token_id in ids:
+                self._check_id(token_id, "prompt")
         return [int(token_id) for token_id in ids]
 
     def _check_id(self, token_id: Any, param: str) -> None:
         if not isinstance(token_id, Integral) or isinstance(token_id, bool):
             raise InvalidRequestError(
-                f"{param}: got {_short(token_id)} among the token ids, allowed: integers", param=param
+                f"{param}: got {shown(token_id)} among the token ids, allowed: integers", param=param
             )
         if not 0 <= token_id < self.vocab_size:
             raise InvalidRequestError(
-                f"{param}: token id {_short(token_id)} is out of vocabulary, allowed: 0 to {self.vocab_size - 1}",
+                f"{param}: token id {shown(token_id)} is out of vocabulary, allowed: 0 to {self.vocab_size - 1}",
                 param=param,
             )
 
-    def _checked(self, token_ids: list[int], text: str | None) -> EncodedPrompt:
-        if not token_ids:
+    def _check_len(self, num_tokens: int) -> None:
+        if not num_tokens:
             raise InvalidRequestError(
                 "prompt: got no token, the prompt cannot be empty; give some text", param="prompt"
             )
-        if len(token_ids) >= self.max_model_len:
+        if num_tokens >= self.max_model_len:
             raise InvalidRequestError(
-                f"prompt: the maximum context length is {self.max_model_len} tokens, your prompt has {len(token_ids)} and an "
-                "answer needs at least one; shorten the prompt or raise max_model_len",
+                f"prompt: the maximum context length is {self.max_model_len} tokens, your prompt has {num_tokens} and "
+                "an answer needs at least one; shorten the prompt or raise max_model_len",
                 param="prompt",
             )
-        if text is not None and max(token_ids) >= self.vocab_size:
-            self._check_id(max(token_ids), "prompt")
-        return EncodedPrompt(token_ids, text)
 
 
 @dataclass(frozen=True)
 class _Messages:
     messages: Any
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -69,8 +69,7 @@ class SampledRows:
 def sample(logits_RV: Float[Array, "R V"], rows: SamplingRows, mode: SampleMode, max_logprobs: int) -> SampledRows:
     """Sample every row; its min(`max_logprobs`, V) most likely tokens come along in mode LOGPROBS."""
     row_max = jnp.max(logits_RV, axis=-1, keepdims=True)
-    greedy = first_index(logits_RV == row_max)
-    is_finite = jnp.isfinite(row_max[:, 0])
+    greedy, is_finite = _first_maximum(logits_RV, row_max)
     if mode is SampleMode.GREEDY:
         return SampledRows(greedy, is_finite)
     # Not above: what the host calls greedy may round up to the limit on its way to float32.
@@ -94,10 +93,23 @@ def sample(logits_RV: Float[Array, "R V"], rows: SamplingRows, mode: SampleMode,
     )
 
 
-def first_index(hits_RV: Bool[Array, "R V"]) -> Int[Array, " R"]:
-    """Index of each row's first hit, V − 1 without one. Ten times faster on a CPU than argmax."""
-    size = hits_RV.shape[1]
-    return jnp.min(jnp.where(hits_RV, jnp.arange(size, dtype=jnp.int32)[None, :], size - 1), axis=-1)
+def _first_maximum(
+    logits_RV: Float[Array, "R V"], row_max: Float[Array, "R 1"]
+) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
+    """Index of each row's first maximum, and whether the row can be trusted: no NaN, no +inf, not all −inf.
+
+    Every logit is compared, because XLA's maximum on a CPU passes over a NaN. In one reduction: ten times faster
+    there than argmax.
+    """
+    last = logits_RV.shape[1] - 1
+    places = jnp.where(logits_RV == row_max, jnp.arange(last + 1, dtype=jnp.int32)[None, :], last)
+    first, is_ordered = lax.reduce(
+        (places, logits_RV <= row_max),
+        (jnp.int32(last), jnp.bool_(True)),
+        lambda best, item: (jnp.minimum(best[0], item[0]), best[1] & item[1]),
+        (1,),
+    )
+    return first, is_ordered & jnp.isfinite(row_max[:, 0])
 
 
 def uniforms(rows: SamplingRows, purpose: int) -> Float[Array, " R"]:

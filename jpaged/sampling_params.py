@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -13,13 +13,18 @@ from .errors import InvalidRequestError
 
 GREEDY_TEMPERATURE = 1e-5
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
 SEED_RANGE = (-(1 << 63), (1 << 63) - 1)
 
 NOT_BUILT = (
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs", "structured_outputs", "logit_bias",
-    "allowed_token_ids", "bad_words", "extra_args", "output_kind", "min_tokens", "spaces_between_special_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs", "structured_outputs",
+    "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "output_kind", "min_tokens",
+    "spaces_between_special_tokens",
 )  # fmt: skip
 """Parameters of the full interface that this version refuses by name."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +83,18 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     def _stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        stops = [self.stop] if isinstance(self.stop, str) else () if self.stop is None else self.stop
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
             self._refuse("stop", "a non-empty string or a list of them")
-        if len(stops) > MAX_STOPS:
-            self._refuse("stop", f"at most {MAX_STOPS} strings")
-        return tuple(stops)
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            self._refuse("stop", f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+        return tuple(map(str, stops))
 
     def _stop_ids(self) -> tuple[int, ...]:
-        ids = self.stop_token_ids or ()
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, list | tuple) or not all(_is_integer(i) and i >= 0 for i in ids):
             self._refuse("stop_token_ids", "a list of token ids ≥ 0")
-        return tuple(int(i) for i in ids)
+        return tuple(map(int, ids))
 
     def _integer(self, name: str, low: int, high: int | None, *, more: str = "") -> None:
         value = getattr(self, name)
@@ -102,15 +107,15 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        # A NaN compares false with everything.
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not is_number or not low <= value <= high or (open_low and value == low):
             self._refuse(name, f"a number in {'(' if open_low else '['}{low:g}, {high:g}]")
-        object.__setattr__(self, name, float(value))
+        # Adding zero makes 0.0 of −0.0: thresholds are compared by their bits.
+        object.__setattr__(self, name, float(value) + 0.0)
 
     def _refuse(self, name: str, allowed: str) -> None:
-        got = repr(getattr(self, name))
-        got = got if len(got) <= 100 else got[:97] + "..."
-        raise InvalidRequestError(f"{name}: got {got}, allowed: {allowed}", param=name)
+        raise InvalidRequestError(f"{name}: got {shown(getattr(self, name))}, allowed: {allowed}", param=name)
 
 
 FIELDS = tuple(field.name for field in fields(SamplingParams))
@@ -124,7 +129,15 @@ def check_name(name: str, others: Iterable[str] = ()) -> None:
         raise InvalidRequestError(f"{name}: not available in this version; leave it out", param=name)
     near = difflib.get_close_matches(name, [*FIELDS, *others], n=1)
     hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join([*FIELDS, *others])}"
-    raise InvalidRequestError(f"{name}: unknown parameter; {hint}", param=name)
+    raise InvalidRequestError(f"{name[:100]}: unknown parameter; {hint}", param=name[:100])
+
+
+def shown(value: Any) -> str:
+    """`value` as Python would write it, cut to what fits into any message, on one line."""
+    try:
+        return " ".join(_REPR.repr(value).split())
+    except ValueError:  # Python does not write out integers of thousands of digits.
+        return f"a huge {type(value).__name__}"
 
 
 def _is_integer(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .config import EngineConfig
 from .errors import ConfigError
@@ -16,6 +17,8 @@ DEFAULT_BLOCK_SIZE = 64
 DEFAULT_SEQS = {"cpu": 64}
 DEFAULT_TOKENS = {"cpu": 1024}
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
+MAX_SLOTS = (1 << 31) - 1
+"""Slots are numbered in int32."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
     most = model.max_context_len
     if config.max_model_len is not None and config.max_model_len > most:
         raise ConfigError(
-            f"max_model_len: got {config.max_model_len}, allowed: at most {most}, which is as far as the model's rotary "
-            "embedding reaches; lower it or leave it out"
+            f"max_model_len: got {config.max_model_len}, allowed: at most {most}, which is as far as the model's "
+            "rotary embedding reaches; lower it or leave it out"
         )
     return config.max_model_len or most
 
@@ -81,19 +84,31 @@ def size_engine(
     max_model_len = requested_max_len(config, model)
     bytes_per_page = page_bytes(block_size, kv_dtype)
     pages_per_sequence = -(-max_model_len // block_size)
+    weights = weights_bytes(dtype)
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
+        _check_pool("num_blocks", config.num_blocks, bytes_per_page, free_bytes, weights)
     elif config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // bytes_per_page - 1
+        _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free_bytes, weights)
     else:
-        weights = weights_bytes(dtype)
         if is_cpu:
-            free = (free_bytes - weights) // 2
-            budget = min(CPU_POOL_BYTES, _round_down(free))
+            needed = weights
+            half = _round_down(max(0, free_bytes - weights) // 2 // bytes_per_page)
+            affordable = min(CPU_POOL_BYTES // bytes_per_page, half)
         else:
-            step = _step_bytes(model, max_num_batched_tokens, max_num_seqs)
-            budget = int(free_bytes * config.device_memory_utilization) - weights - step
-        num_pages = min(max_num_seqs * pages_per_sequence, max(0, budget) // bytes_per_page - 1)
+            needed = weights + _step_bytes(model, max_num_batched_tokens, max_num_seqs)
+            affordable = (int(free_bytes * config.device_memory_utilization) - needed) // bytes_per_page
+        num_pages = min(max_num_seqs * pages_per_sequence, affordable - 1)
+        if num_pages < 1:
+            raise _no_room(config, platform, free_bytes, needed, 2 * bytes_per_page)
+        num_pages = min(num_pages, MAX_SLOTS // block_size - 1)
+    if not 1 <= num_pages < MAX_SLOTS // block_size:
+        name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", bytes_per_page)
+        raise ConfigError(
+            f"{name}: got {getattr(config, name)}, allowed: from {2 * unit} to {MAX_SLOTS // block_size * unit} with "
+            f"pages of {block_size} tokens, {bytes_per_page} bytes each"
+        )
     notes = []
     if num_pages < pages_per_sequence:
         max_model_len = _lowered_len(config, num_pages * block_size, max_model_len, bytes_per_page, demands)
@@ -113,19 +128,44 @@ def size_engine(
     )
 
 
-def free_host_bytes() -> int:
-    """Memory that this process could still take: what the kernel calls available, within its control group."""
+def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process could still take: what the kernel calls available, within its control groups."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        with open("/proc/meminfo") as file:
-            fields = dict(line.split(":", 1) for line in file)
+        fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            if (most := limit.read().strip()) != "max":
-                available = min(available, int(most) - int(used.read()))
-    except (OSError, KeyError):  # No Linux, or no control group: the larger figure stands.
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except (OSError, KeyError):  # Not Linux.
         return available
+    for line in groups:  # "0::/path" in version 2, "4:memory:/path" in version 1; inside a container mostly "/".
+        _, controllers, path = line.split(":", 2)
+        root = {"": cgroup, "memory": cgroup / "memory"}.get(controllers)
+        if root is not None:
+            own = root / path.strip("/")
+            for group in (own, *own.parents[: len(own.parts) - len(root.parts)]):
+                available = min(available, _free_in_group(group, _GROUP_FILES[controllers], available))
     return available
+
+
+_GROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Controllers of a line of /proc/self/cgroup → files of limit and usage, and the field of memory.stat."""
+
+
+def _free_in_group(group: Path, names: tuple[str, str, str], available: int) -> int:
+    """Memory below the limit of one control group; file pages that nobody uses now can be had back, and count."""
+    limit_name, used_name, reclaimable = names
+    try:
+        limit = (group / limit_name).read_text().strip()
+        if limit == "max":
+            return available
+        used = int((group / used_name).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - used + int(stat.get(reclaimable, 0)))
+    except OSError:  # No such group here, or one without a memory controller: no limit.
+        return available
 
 
 def _device_dtype(model: ModelConfig) -> str:
@@ -144,6 +184,33 @@ def _step_sizes(config: EngineConfig, platform: str, num_known: int) -> tuple[in
     return seqs, tokens or max(seqs, DEFAULT_TOKENS.get(platform, DEVICE_TOKENS))
 
 
+def _check_pool(name: str, got: int, unit: int, free_bytes: int, weights: int) -> None:
+    """Refuse a pool of `got` times `unit` bytes that was asked for and cannot be had, before anything is loaded."""
+    room = max(0, free_bytes - weights)
+    if got * unit > room:
+        raise ConfigError(
+            f"{name}: got {got} ({_gb(got * unit)} GB), allowed: at most {room // unit}: {_gb(free_bytes)} GB are free "
+            f"and the weights take {_gb(weights)} GB; lower it or free some memory"
+        )
+
+
+def _no_room(config: EngineConfig, platform: str, free_bytes: int, needed: int, least_pool: int) -> ConfigError:
+    """The error for a model that leaves no memory for a page of its own."""
+    if platform == "cpu":
+        missing = needed + 2 * least_pool - free_bytes
+        return ConfigError(
+            f"model: its weights take {_gb(needed)} GB, {_gb(free_bytes)} GB are free, and half of the rest holds no "
+            f"page; {missing} bytes are missing: free some memory, take a smaller model or give num_blocks"
+        )
+    share = config.device_memory_utilization
+    missing = needed + least_pool - int(free_bytes * share)
+    return ConfigError(
+        f"device_memory_utilization: got {share:g}, of {_gb(free_bytes)} GB free; weights and a step take "
+        f"{_gb(needed)} GB; {missing} bytes are missing: raise it, lower max_num_batched_tokens or max_num_seqs, "
+        "or take a smaller model"
+    )
+
+
 def _lowered_len(
     config: EngineConfig, capacity: int, max_model_len: int, page_bytes: int, demands: Sequence[Demand]
 ) -> int:
@@ -151,20 +218,26 @@ def _lowered_len(
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens ({page_bytes} bytes a page); lower "
-            f"max_model_len to {capacity}, {way_out}"
+            f"max_model_len to {capacity}, or {way_out}"
         )
-    longest = max((demand.num_tokens for demand in demands), default=2)
+    # A prompt of one token and its answer are the least that anybody can ask.
+    longest = min(max_model_len, max((demand.num_tokens for demand in demands), default=2))
     if longest > capacity:
         raise ConfigError(
-            f"num_blocks: the pool holds {capacity} tokens, one request needs {longest} (prompt and max_tokens); {way_out}"
+            f"num_blocks: the pool holds {capacity} tokens, one request needs {longest} (prompt and max_tokens); "
+            f"{way_out}"
         )
     return capacity
 
 
-def _round_down(num_bytes: int) -> int:
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g}"
+
+
+def _round_down(num_pages: int) -> int:
     """To three significant bits: free memory differs from run to run, compiled shapes should not."""
-    shift = max(0, num_bytes.bit_length() - 3)
-    return num_bytes >> shift << shift
+    shift = max(0, num_pages.bit_length() - 3)
+    return num_pages >> shift << shift
 
 
 def _step_bytes(model: ModelConfig, num_tokens: int, num_seqs: int) -> int:

@@ -75,6 +75,9 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
 
 run = jax.jit(sample, static_argnums=(2, 3))
+jitted_inverse_cdf = jax.jit(inverse_cdf)
+jitted_truncated_weights = jax.jit(truncated_weights)
+jitted_uniforms = jax.jit(lambda rows: uniforms(rows, PURPOSE_SAMPLE))
 
 
 def draw(logits, rules, mode=SampleMode.FULL, max_logprobs=5, **which):
@@ -85,11 +88,11 @@ def make_logits(num_rows, vocab_size, *, seed=0, scale=3.0):
     return np.random.default_rng(seed).normal(0, scale, (num_rows, vocab_size)).astype(np.float32)
 
 
-def exact_probabilities(logits, rule):
+def exact_weights(logits, rule):
     """The definition, in float64: temperature, then min-p, top-k, top-p, each over what the one before left.
 
-    Tokens that tie with the last one kept are kept. Also returns how far the nearest decision was from going the
-    other way, relative to what it compared.
+    Tokens that tie with the last one kept are kept. Relative to the likeliest token. Also returns how far the
+    nearest decision was from going the other way, relative to what it compared.
     """
     logits = logits.astype(np.float64)
     weights = np.exp((logits - logits.max()) / np.float64(np.float32(rule["temperature"])))
@@ -107,34 +110,43 @@ def exact_probabilities(logits, rule):
         wanted = np.float64(np.float32(rule["top_p"])) * mass[-1]
         margin = min(margin, np.abs(mass / mass[-1] - wanted / mass[-1]).min())
         kept &= weights >= levels[np.argmax(mass >= wanted)]
-    return np.where(kept, weights, 0) / weights[kept].sum(), margin
+    return np.where(kept, weights, 0), margin
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
-    """Rows of all kinds in one batch; identical sets, as no decision is nearer than 1e-7, float32's rounding."""
+    """Rows of all kinds in one batch, in float32 against float64.
+
+    Where the rules are nearer to another decision than float32 sums of a vocabulary are good for (1e-6), as top-p is
+    among 49152 tokens, the sets may differ by as much probability.
+    """
     rules = [full_rules(rule, vocab_size) for rule in RULES.values()]
     logits = make_logits(len(rules), vocab_size, seed=2)
     shifted = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
-    kept = np.asarray(jax.jit(truncated_weights)(shifted, make_rows(rules), jnp.zeros(len(rules), bool)))
+    kept = np.asarray(jitted_truncated_weights(shifted, make_rows(rules), jnp.zeros(len(rules), bool)))
+    num_near = 0
     for name, rule, row, weights in zip(RULES, rules, logits, kept, strict=True):
-        probabilities, margin = exact_probabilities(row, rule)
-        assert margin > 1e-7, name
-        # What float32 cannot hold has no weight: nobody could draw it.
-        assert np.array_equal(weights > 0, probabilities > 1e-37), name
-        # exp in float32 is good to a few units in the last place, and its argument's rounding grows with it.
-        np.testing.assert_allclose(weights / weights.sum(), probabilities, rtol=2e-5, atol=1e-30, err_msg=name)
+        exact, margin = exact_weights(row, rule)
+        # Below 1e-36 float32 runs out of numbers; nobody could draw such a token.
+        differs = ((weights > 0) != (exact > 0)) & ((exact == 0) | (exact > 1e-36))
+        num_near += margin <= 1e-6
+        assert margin <= 1e-6 or not differs.any(), name
+        assert np.maximum(weights, exact)[differs].sum() <= 1e-6 * exact.sum(), name
+        # exp in float32 is good to a few units in the last place, and its argument, up to 80, to 6e-8 of itself.
+        is_both = (weights > 0) & (exact > 1e-36)
+        np.testing.assert_allclose(weights[is_both], exact[is_both], rtol=1e-5, err_msg=name)
+    assert num_near <= (vocab_size == 49152)
 
 
-@pytest.mark.parametrize("vocab_size", (11, 1000))
+@pytest.mark.parametrize("vocab_size", [11, 1000])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
     rule = full_rules(rule, vocab_size)
     logits = np.random.default_rng(3).integers(-3, 3, (1, vocab_size)).astype(np.float32)
     shifted = jnp.asarray(logits - logits.max())
-    weights = np.asarray(truncated_weights(shifted, make_rows([rule]), jnp.zeros(1, bool)))[0]
-    probabilities, _ = exact_probabilities(logits[0], rule)
-    assert np.array_equal(weights > 0, probabilities > 1e-37)
+    weights = np.asarray(jitted_truncated_weights(shifted, make_rows([rule]), jnp.zeros(1, bool)))[0]
+    exact, _ = exact_weights(logits[0], rule)
+    assert np.array_equal(weights > 0, exact > 1e-37)
     assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
 
 
@@ -147,21 +159,21 @@ def test_a_uniform_distribution_keeps_every_token_under_every_rule_but_draws_fro
 DRAWN_RULES = {name: RULES[name] for name in ("none", "cold", "hot", "top-k 7", "top-p 0.5", "min-p 0.02", "all")}
 
 
-@pytest.mark.parametrize("vocab_size", (11, 700))
+@pytest.mark.parametrize("vocab_size", [11, 700])
 @pytest.mark.parametrize("rule", DRAWN_RULES.values(), ids=DRAWN_RULES.keys())
 def test_draws_have_the_exact_probabilities(rule, vocab_size):
     """Chi-squared over 2¹⁷ draws. A right sampler would fail for one seed in a million; this seed is fixed."""
     rule = full_rules(rule, vocab_size)
-    logits = make_logits(1, vocab_size, seed=4, scale=1.5)
+    logits = make_logits(1, vocab_size, seed=4, scale=1.0)
     num_rows, num_calls = 1 << 13, 1 << 4
     tiled = np.tile(logits, (num_rows, 1))
     counts = np.zeros(vocab_size, np.int64)
     for call in range(num_calls):
         tokens = draw(tiled, [rule] * num_rows, seed=77, sample_index=call, output_index=np.arange(num_rows)).token_ids
         counts += np.bincount(tokens, minlength=vocab_size)
-    probabilities, _ = exact_probabilities(logits[0], rule)
-    assert counts[probabilities == 0].sum() == 0
-    expected = probabilities * num_rows * num_calls
+    exact, _ = exact_weights(logits[0], rule)
+    assert counts[exact == 0].sum() == 0
+    expected = exact / exact.sum() * num_rows * num_calls
     rare = expected < 5
     seen, wanted = counts[~rare], expected[~rare]
     if expected[rare].sum() > 0:
@@ -245,7 +257,7 @@ def test_uniforms_follow_the_documented_key_path():
     rng = np.random.default_rng(8)
     seeds = rng.integers(0, 2**64, 40, np.uint64)
     samples, outputs = rng.integers(0, 128, 40), rng.integers(0, 2**17, 40)
-    for purpose in (PURPOSE_SAMPLE, 1, 2):
+    for purpose in (PURPOSE_SAMPLE, 1):
         rows = make_rows([NO_RULE] * 40, seed=seeds, sample_index=samples, output_index=outputs)
         got = np.asarray(uniforms(rows, purpose))
         for value, seed, sample_index, output_index in zip(got, seeds.tolist(), samples, outputs, strict=True):
@@ -272,13 +284,13 @@ def test_uniforms_are_the_same_in_every_release():
 
 def test_a_uniform_is_bitwise_the_same_in_any_row_of_any_bucket():
     which = {"seed": 2**40 + 9, "sample_index": 3, "output_index": 17}
-    alone = np.asarray(uniforms(make_rows([NO_RULE], **which), PURPOSE_SAMPLE))[0]
-    for size in (2, 8, 64, 256):
+    alone = np.asarray(jitted_uniforms(make_rows([NO_RULE], **which)))[0]
+    for size in (2, 8, 64):
         seeds = np.random.default_rng(size).integers(0, 2**63, size, np.uint64)
         for row in (0, size // 2, size - 1):
             at = {name: np.where(np.arange(size) == row, value, 5) for name, value in which.items() if name != "seed"}
             mixed = make_rows([NO_RULE] * size, seed=np.where(np.arange(size) == row, which["seed"], seeds), **at)
-            assert np.asarray(uniforms(mixed, PURPOSE_SAMPLE))[row] == alone
+            assert np.asarray(jitted_uniforms(mixed))[row] == alone
 
 
 def test_a_draw_is_the_same_in_any_row_of_any_bucket():
@@ -293,7 +305,7 @@ def test_a_draw_is_the_same_in_any_row_of_any_bucket():
         return result.token_ids
 
     together = tokens(range(24), 24)
-    assert np.array_equal(tokens(range(23, -1, -1), 32)[:24], together[::-1])
+    assert np.array_equal(tokens(range(23, -1, -1), 64)[:24], together[::-1])
     assert [tokens([row], 1)[0] for row in range(24)] == together.tolist()
     assert [tokens([row], 8)[0] for row in range(24)] == together.tolist()
 
@@ -364,10 +376,7 @@ def test_inverse_cdf_takes_the_right_token_and_never_one_without_weight(seed, sh
     assert (ends[rows, tokens] - weights[rows, tokens] <= target + slack).all()
 
 
-jitted_inverse_cdf = jax.jit(inverse_cdf)
-
-
-@pytest.mark.parametrize("vocab_size", (1, 11, 511, 512, 513, 1300))
+@pytest.mark.parametrize("vocab_size", [1, 11, 511, 512, 513, 1300])
 def test_inverse_cdf_reaches_the_first_and_the_last_token(vocab_size):
     weights = jnp.ones((2, vocab_size))
     tokens = np.asarray(inverse_cdf(weights, jnp.array([0.0, 1 - 2.0**-24])))
@@ -377,13 +386,13 @@ def test_inverse_cdf_reaches_the_first_and_the_last_token(vocab_size):
 def test_inverse_cdf_of_a_single_token_is_that_token():
     for place in (0, 5, 511, 512, 1299):
         weights = jnp.zeros((len(EDGES), 1300)).at[:, place].set(1e-30)
-        assert np.asarray(inverse_cdf(weights, jnp.asarray(EDGES))).tolist() == [place] * len(EDGES)
+        assert np.asarray(jitted_inverse_cdf(weights, jnp.asarray(EDGES))).tolist() == [place] * len(EDGES)
 
 
 # Logprobs
 
 
-@pytest.mark.parametrize("offset", (0.0, 100.0, -1e4, 1e4))
+@pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, 1e4])
 def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
     """Within 1e-5 of float64, on the very float32 logits that the sampler saw, however large."""
     logits = make_logits(len(RULES), 1000, seed=10) + np.float32(offset)

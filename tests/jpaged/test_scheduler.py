@@ -1,6 +1,6 @@
 """The scheduler's promises: alone or in company, preempted or not, every request draws the same tokens.
 
-Replay one workload with `pytest tests/jpaged/test_scheduler.py -k "company and 17"`.
+Replay one workload with `pytest "tests/jpaged/test_scheduler.py::test_company_changes_no_token[17]"`.
 """
 
 import gc
@@ -25,7 +25,7 @@ def run_workload(seed):
 
 
 @pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
-def test_requests_draw_in_company_what_they_draw_alone(seed):
+def test_company_changes_no_token(seed):
     global TALLY
     TALLY += run_workload(seed)
     DONE.add(seed)
@@ -48,7 +48,7 @@ def test_the_workloads_made_everything_happen():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(3, 103))
-def test_requests_draw_in_company_what_they_draw_alone_at_length(hundred):
+def test_company_changes_no_token_at_length(hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         try:
             run_workload(seed)

@@ -1,0 +1,51 @@
+"""What the README tells people to type works as it is written there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands(label: str) -> str:
+    """The block that begins with the comment `# (label)`."""
+    return next(block for block in blocks("sh") if block.startswith(f"# ({label})"))
+
+
+def test_the_python_example_prints_an_answer() -> None:
+    run = subprocess.run([sys.executable, "-c", blocks("python")[0]], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "Paris" in run.stdout
+
+
+def test_ci_runs_the_second_command() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    for part in commands("b").splitlines()[1].split(" && "):
+        assert part.removeprefix("python -m pip install ") in script
+
+
+@pytest.mark.slow
+def test_the_first_command_answers_in_a_fresh_environment(tmp_path: Path) -> None:
+    source = tmp_path / "clone"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", "build", "*.egg-info", "__pycache__"))
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=300)
+    env = {**os.environ, "PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}"}
+    env.pop("PYTHONPATH", None)
+    run = subprocess.run(
+        ["bash", "-e", "-c", commands("a")], capture_output=True, text=True, cwd=source, env=env, timeout=1800
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Paris" in run.stdout
+    listed = subprocess.run(["python", "-m", "pip", "list"], capture_output=True, text=True, env=env, timeout=120)
+    assert "jpaged" in listed.stdout
+    assert not re.search(r"^torch ", listed.stdout, re.MULTILINE)
