@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 
@@ -80,6 +79,6 @@ class CompilePlan:
             with self._lock:
                 self._compiling.discard(thread)
 
-    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() not in self._compiling:
             self.num_outside += 1

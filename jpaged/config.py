@@ -8,14 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
 from .model_source import DEFAULT_MODEL
 from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, UNBUILT_BACKENDS
-from .sampling_params import shown
+from .sampling_params import is_integer, shown
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
@@ -131,7 +131,7 @@ class EngineConfig:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+        if not is_integer(value) or not low <= value <= high:
             self._refuse(
                 name, f"an integer ≥ {low}" if low >= 0 and high == INT64[1] else f"an integer in [{low}, {high}]"
             )

@@ -1,4 +1,4 @@
-"""The engine: requests in, steps through scheduler and runner, outputs out. The four lines of `_advance` are the flow."""
+"""The engine: requests in, steps through scheduler and runner, outputs out. `_advance` is the whole flow."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .opening import OpenedModel, open_for_engine
 from .output_processor import OutputProcessor
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from .programs import forward_key, sample_key, step_programs
 from .prompts import EncodedPrompt, PromptEncoder
 from .request import Request, RequestState, make_request
-from .programs import forward_key, sample_key, step_programs
 from .runner import Runner, allocate_state
-from .sampler import SampleMode
+from .sampler import SampledRows, SampleMode
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Scheduler, SchedulerOutput
 from .sharding import device_mesh, select_devices
 from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
-from .step_inputs import StepInputBuilder
+from .step_inputs import BuiltStep, StepInputBuilder
 
 logger = logging.getLogger("jpaged")
 
@@ -165,6 +165,7 @@ class Engine:
         )
         # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
         plan = CompilePlan(programs.lower)
+
         def load() -> tuple[Weights, float]:
             start = time.monotonic()
             weights = load_weights(abstract, model, opened.checkpoint, progress=_phase(progress, "load"))
@@ -353,20 +354,23 @@ class Engine:
         """One step: schedule, build, dispatch, process. Returns the requests that changed for their caller."""
         work = self.scheduler.schedule()
         step = self.builder.build(work.scheduled)
-        outputs = self.runner.dispatch(step, sample_mode(request.params for request in {s.request for s in step.samples}))
-        return self._process(work.scheduled, step, outputs.read())
+        outputs = self.runner.dispatch(
+            step, sample_mode(request.params for request in {s.request for s in step.samples})
+        )
+        return self._process(work, step, outputs.read())
 
-    def _process(self, scheduled: Any, step: Any, sampled: Any) -> list[Request]:
+    def _process(self, work: SchedulerOutput, step: BuiltStep, sampled: SampledRows | None) -> list[Request]:
+        """Count the step's tokens as computed, append what it drew, and end what has ended."""
         self._counts["steps"] += 1
-        num_tokens = sum(item.num_tokens for item in scheduled)
-        self._counts["step_tokens"] += num_tokens
+        self._counts["step_tokens"] += work.num_tokens
         self._counts["padded_tokens"] += step.layout.num_tokens
-        for item in scheduled:
+        for item in work.scheduled:
             self.scheduler.complete(item)
         now = time.monotonic()
         changed: dict[str, Request] = {}
         for row, sequence in enumerate(step.samples):
             request = sequence.request
+            assert sampled is not None, "a step with samples has drawn them"
             try:
                 end = self.outputs.append(sequence, sampled, row)
             except Exception as error:  # Whatever one request does to its output, the others go on.
@@ -461,7 +465,7 @@ def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
 
 def use_compilation_cache(directory: str | None) -> None:
     """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning."""
-    if directory is None and (jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")):
+    if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
         return  # The user has chosen one.
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(directory) if directory else Path(cache_home) / "jpaged" / "xla"

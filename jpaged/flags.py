@@ -29,8 +29,8 @@ SAMPLING_FLAGS: dict[str, tuple[str, str]] = {
 }
 FLAG_NAMES = {"n": "num_samples"}
 UNBUILT_FLAGS = {
-    *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice", "beam_width", "length_penalty", "lora",
-    "image", "trace", "priority",
+    *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice", "beam_width", "length_penalty",
+    "lora", "image", "trace", "priority",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
+from .errors import ConfigError, JpagedError, ModelLoadError
 from .flags import engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record
 from .progress import ProgressReport, say, seconds_since_start

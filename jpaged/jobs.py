@@ -72,7 +72,9 @@ class JobReader:
                     prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 if (first := line_of_id.setdefault(repr(id_), number)) != number:
-                    raise InvalidRequestError(f"id: {id_!r} is used by line {first} already; give each its own", param="id")
+                    raise InvalidRequestError(
+                        f"id: {id_!r} is used by line {first} already; give each its own", param="id"
+                    )
                 jobs.append(self.job(id_, number, prompt, own_params))
             except InvalidRequestError as error:
                 jobs.append(BadLine(id_, error))
@@ -117,7 +119,9 @@ def _record(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"line: is no JSON ({error}); allowed: one JSON object per line", param=None) from error
+        raise InvalidRequestError(
+            f"line: is no JSON ({error}); allowed: one JSON object per line", param=None
+        ) from error
     if not isinstance(record, dict):
         raise InvalidRequestError(
             f"line: got a JSON {type(record).__name__}, allowed: an object with one of {', '.join(PROMPT_KEYS)}",

@@ -1,4 +1,7 @@
-"""Opens a model without its weights: config, tokenizer, sampling defaults. All that can be wrong early is found here."""
+"""Opens a model without its weights: config, tokenizer, sampling defaults.
+
+All that can be wrong before weights are read is found here.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ def open_for_engine(config: EngineConfig) -> OpenedModel:
     tokenizer = load_tokenizer(source.path)
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ModelLoadError(
-            f"{source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding {model_config.vocab_size} "
-            "rows; tokenizer and weights are of different models"
+            f"{source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
+            f"{model_config.vocab_size} rows; tokenizer and weights are of different models"
         )
     defaults = read_generation_defaults(source)
     ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}

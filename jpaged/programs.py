@@ -62,7 +62,7 @@ def step_programs(
     """
     whole, layout = replicated(mesh), cache.layout
 
-    def shape(dims: tuple[int, ...], dtype: Any, sharding: Any = whole) -> jax.ShapeDtypeStruct:
+    def shape(dims: tuple[int, ...], dtype: Any, sharding: Any = whole) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     pages = tuple(

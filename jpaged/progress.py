@@ -27,7 +27,9 @@ class ProgressReport:
         """Report `done` of `total` in phase `name`; the phase ends when they are equal."""
         with self._lock:
             now = time.monotonic()
-            since = self._since.setdefault(name, now)
+            if name not in self._since:
+                self._since[name] = self._last_line_s = now
+            since = self._since[name]
             if self._is_terminal:
                 self._show_bar(name, done, total)
             if done == total:

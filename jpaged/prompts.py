@@ -8,11 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from .errors import InvalidRequestError
-from .sampling_params import SamplingParams, shown
+from .sampling_params import SamplingParams, is_integer, shown
 from .tokenizer import Tokenizer
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -117,7 +116,7 @@ class PromptEncoder:
         return [int(token_id) for token_id in ids]
 
     def _check_id(self, token_id: Any, param: str) -> None:
-        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+        if not is_integer(token_id):
             raise InvalidRequestError(
                 f"{param}: got {shown(token_id)} among the token ids, allowed: integers", param=param
             )

@@ -1,4 +1,4 @@
-"""The output file of a run: whole lines as requests end, in input order when all have, and found again by `--resume`."""
+"""The output file of a run: whole lines as requests end, in input order at the end, found again by `--resume`."""
 
 from __future__ import annotations
 

@@ -92,13 +92,13 @@ class SamplingParams:
 
     def _stop_ids(self) -> tuple[int, ...]:
         ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, list | tuple) or not all(_is_integer(i) and i >= 0 for i in ids):
+        if not isinstance(ids, list | tuple) or not all(is_integer(i) and i >= 0 for i in ids):
             self._refuse("stop_token_ids", "a list of token ids ≥ 0")
         return tuple(map(int, ids))
 
     def _integer(self, name: str, low: int, high: int | None, *, more: str = "") -> None:
         value = getattr(self, name)
-        if not _is_integer(value) or value < low or (high is not None and value > high):
+        if not is_integer(value) or value < low or (high is not None and value > high):
             allowed = (
                 f"an integer ≥ {low}" if high is None else f"{low}" if low == high else f"an integer in [{low}, {high}]"
             )
@@ -140,5 +140,6 @@ def shown(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of any make (numpy's too) and no boolean."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -145,6 +145,7 @@ class Scheduler:
             for sequence in request.sequences:
                 assert sequence.slot == 0, "a waiting sequence with a slot"
                 assert not any(sequence.pages), "a waiting sequence with pages"
+                assert sequence.num_computed == sequence.num_published == 0, "a waiting sequence that forgot nothing"
         self.blocks.check(running)
 
     def _admit(self, request: Request, budget: int) -> list[ScheduledSequence]:

@@ -49,6 +49,9 @@ _GGUF_CONFIG_TENSORS = ("rope_freqs.weight",)
 class Checkpoint(Protocol):
     """Named tensors, as the Hugging Face class of the model names and shapes them."""
 
+    path: Path
+    """The directory or the file, to be named in errors."""
+
     def names(self) -> Collection[str]:
         """Return the names of all tensors, those that no model wants included."""
         ...
@@ -91,7 +94,7 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, directory: Path):
-        self.directory = directory
+        self.path = directory
         self._files: dict[str, Any] = {}
         self._file_names: dict[str, str] = {}
         index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
@@ -118,7 +121,7 @@ class SafetensorsCheckpoint:
         stored = self._files[name].get_slice(name).get_dtype()
         if stored not in _DTYPES:
             raise ModelLoadError(
-                f"{self.directory / self._file_names[name]}: tensor {name!r} is stored as {stored}, "
+                f"{self.path / self._file_names[name]}: tensor {name!r} is stored as {stored}, "
                 f"{', '.join(_DTYPES)} are available in this version: take the unquantized checkpoint or a .gguf file"
             )
         return _DTYPES[stored]
@@ -136,7 +139,7 @@ class SafetensorsCheckpoint:
         import ml_dtypes  # noqa: F401
         from safetensors import SafetensorError, safe_open
 
-        path = self.directory / file_name
+        path = self.path / file_name
         try:
             opened: Any = safe_open(path, "numpy")
         except (SafetensorError, OSError) as error:
@@ -159,6 +162,7 @@ class GGUFCheckpoint:
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
         self.file = file
+        self.path = file.path
         self._head_size = config.head_size
         self._is_permuted = file.metadata["general.architecture"] == "llama"
         self._stored = {_hf_name(name): name for name in file.tensors if name not in _GGUF_CONFIG_TENSORS}
@@ -184,7 +188,7 @@ class GGUFCheckpoint:
             return self.file.read_rows(stored, wanted) if values is None else values[wanted]
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{self.file.path}: tensor {stored!r} is stored as {self.file.tensors[stored].type_name}, which the "
+                f"{self.path}: tensor {stored!r} is stored as {self.file.tensors[stored].type_name}, which the "
                 "gguf package does not de-quantize: take a file of another quantization"
             ) from error
 

@@ -6,6 +6,7 @@ chunks of rows into the buffer that JAX then owns (on a CPU it aliases that buff
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,7 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Hold the checkpoint's names and shapes against the model's, before anything is allocated.
 
-    Raises ModelLoadError naming the tensor that is missing, left over or of another shape.
+    Raises ModelLoadError naming the checkpoint and the tensor that is missing, left over or of another shape.
     """
     names = _names(abstract, config)
     _check_names(set(names.values()), checkpoint, tied=config.tie_word_embeddings)
@@ -74,7 +75,7 @@ def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint
         wanted = leaf.shape[::-1] if _is_transposed(leaf) else leaf.shape
         if checkpoint.shape(names[path]) != wanted:
             raise ModelLoadError(
-                f"tensor {names[path]}: the checkpoint holds shape {checkpoint.shape(names[path])}, its config asks "
+                f"{checkpoint.path}: tensor {names[path]} has shape {checkpoint.shape(names[path])}, the config asks "
                 f"for {wanted}; config and weights are of different models"
             )
 
@@ -88,7 +89,8 @@ def load_weights(
 ) -> Weights:
     """Read every weight of `abstract`, converted to its dtype, into its place; `check_tensors` comes before.
 
-    `progress(done, total)` counts tensors. Raises ModelLoadError naming a tensor that holds a NaN or an infinity.
+    `progress(done, total)` counts tensors. Raises ModelLoadError naming the checkpoint and a tensor that
+    holds a NaN or an infinity.
     """
     names = _names(abstract, config)
     leaves = dict(nnx.to_flat_state(abstract.state))
@@ -133,12 +135,12 @@ def _check_names(wanted: set[str], checkpoint: Checkpoint, *, tied: bool) -> Non
         held.discard("lm_head.weight")  # Some checkpoints store the tied matrix twice.
     if missing := sorted(wanted - held):
         raise ModelLoadError(
-            f"tensor {missing[0]} is missing from the checkpoint ({len(missing)} of {len(wanted)} are); "
-            "it is incomplete, or its config names another architecture"
+            f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are); the checkpoint "
+            "is incomplete, or its config names another architecture"
         )
     if extra := sorted(held - wanted):
         raise ModelLoadError(
-            f"tensor {extra[0]} is in the checkpoint and has no place in the model ({len(extra)} such tensors); "
+            f"{checkpoint.path}: tensor {extra[0]} has no place in the model ({len(extra)} such tensors); "
             "the config leaves out a feature, or names another architecture"
         )
 
@@ -157,21 +159,22 @@ def _read(
     target = out.T if transposed else out
     (first, last, _), *rest = bounds[::-1] if transposed else bounds
     columns = tuple(slice(start, stop) for start, stop, _ in rest)
-    row_values = max(1, int(np.prod([size for size in (shape[::-1] if transposed else shape)[1:]])))
+    row_values = max(1, math.prod((shape[::-1] if transposed else shape)[1:]))
     num_rows = max(1, CHUNK_BYTES // (4 * row_values))
     for start in range(first, last, num_rows):
         stop = min(start + num_rows, last)
         chunk = checkpoint.read(name, slice(start, stop))[(slice(None), *columns)]
         if not np.isfinite(chunk).all():
             raise ModelLoadError(
-                f"tensor {name}: rows {start} to {stop} hold a NaN or an infinity; fetch the file again"
+                f"{checkpoint.path}: tensor {name} holds a NaN or an infinity in rows {start} to {stop - 1}; "
+                "fetch it again"
             )
         target[start - first : stop - first] = chunk.astype(dtype, copy=False)
     return out
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     buffer = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = {"jpaged": "jpaged", "models": "jpaged.models", "pallas_kernels": "jpaged.pallas_kernels", "sharding": "jpaged.sharding"}
+ROOMS = {
+    "jpaged": "jpaged",
+    "models": "jpaged.models",
+    "pallas_kernels": "jpaged.pallas_kernels",
+    "sharding": "jpaged.sharding",
+}
 # Who may import whom, besides themselves.
 ALLOWED = {
     "jpaged": {"models", "pallas_kernels", "sharding"},

@@ -23,7 +23,9 @@ def commands(label: str) -> str:
 
 
 def test_the_python_example_prints_an_answer() -> None:
-    run = subprocess.run([sys.executable, "-c", blocks("python")[0]], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", blocks("python")[0]], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
     assert run.returncode == 0, run.stderr
     assert "Paris" in run.stdout
 

@@ -160,8 +160,9 @@ class PagedCache:
         A query at position p sees positions max(0, p − window + 1) … p. Scores are
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
         take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
-        shares the pages of the layer it names. Returns zeros for padding tokens' rows or any finite values:
-        nobody reads them. The written cache replaces `self`, which is donated.
+        shares the pages of the layer it names. v = None alone means that the values are the first lanes of
+        the keys (MLA); ValueError from a backend that does not take it. Returns zeros or any finite values
+        for padding tokens: nobody reads them. The written cache replaces `self`, which is donated.
 
         Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
         arXiv:1805.02867 (online softmax).

@@ -86,7 +86,7 @@ class Pool(RuleBasedStateMachine):
     """Sequences start, grow, compute, get tokens and end, in any order."""
 
     @initialize(
-        num_blocks=st.integers(2, 14),
+        num_blocks=st.integers(2, 10),
         block_size=st.sampled_from([1, 2, 4]),
         num_groups=st.integers(1, 2),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
@@ -105,8 +105,47 @@ class Pool(RuleBasedStateMachine):
     def owners(self):
         return Counter(chain.from_iterable(chain.from_iterable(sequence.pages) for sequence in self.live))
 
-    @rule(token_ids=TOKENS)
-    def start(self, token_ids):
+    @rule(token_ids=TOKENS, is_served=st.booleans())
+    def start(self, token_ids, is_served):
+        """A sequence starts with what is cached; `is_served`: and is computed to its end, if it fits, and released."""
+        sequence = self._start(token_ids)
+        if is_served:
+            self._grow(sequence, len(token_ids))
+            self._compute(sequence, len(token_ids))
+            self._release(sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_tokens=st.integers(1, 16))
+    def grow(self, data, num_tokens):
+        self._grow(data.draw(st.sampled_from(self.live)), num_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_tokens=st.integers(1, 12))
+    def compute(self, data, num_tokens):
+        self._compute(data.draw(st.sampled_from(self.live)), num_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), token_ids=TOKENS)
+    def append(self, data, token_ids):
+        sequence = data.draw(st.sampled_from(self.live))
+        sequence.token_ids.extend(token_ids[: 16 - len(sequence.token_ids)])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), is_unsound=st.sampled_from([False, False, False, True]))
+    def release(self, data, is_unsound):
+        sequence = data.draw(st.sampled_from(self.live))
+        if is_unsound:
+            pages = list(chain.from_iterable(sequence.pages))
+            self.blocks.discard_unsound(sequence)
+            assert not any(page in self.blocks.hash_of_page for page in pages)
+        self._release(sequence)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.blocks.reset_prefix_cache()
+        assert not self.blocks.page_of_hash
+
+    def _start(self, token_ids):
         blocks = self.blocks
         sequence = sequence_of(token_ids, blocks.num_groups)
         before = snapshot(blocks)
@@ -130,11 +169,10 @@ class Pool(RuleBasedStateMachine):
         assert len(blocks.free) == expected
         assert sequence.num_computed == num_found * blocks.block_size
         self.live.append(sequence)
+        return sequence
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_tokens=st.integers(1, 16))
-    def grow(self, data, num_tokens):
-        blocks, sequence = self.blocks, data.draw(st.sampled_from(self.live))
+    def _grow(self, sequence, num_tokens):
+        blocks = self.blocks
         before, pages_before = snapshot(blocks), [list(pages) for pages in sequence.pages]
         cached = {page: self.released[page] for page in blocks.free if page in blocks.hash_of_page}
         num_blank = len(blocks.free) - len(cached)
@@ -155,10 +193,8 @@ class Pool(RuleBasedStateMachine):
         assert not evicted or not cached or max(evicted) <= min(cached.values())  # P5: oldest first, tail first.
         assert not any(page in blocks.hash_of_page for page in taken)  # P1
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_tokens=st.integers(1, 12))
-    def compute(self, data, num_tokens):
-        blocks, sequence = self.blocks, data.draw(st.sampled_from(self.live))
+    def _compute(self, sequence, num_tokens):
+        blocks = self.blocks
         size = blocks.block_size
         first = sequence.num_computed
         end = min(first + num_tokens, sequence.num_tokens, len(sequence.pages[0]) * size)
@@ -172,20 +208,9 @@ class Pool(RuleBasedStateMachine):
         sequence.num_computed = end
         blocks.publish(sequence)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), token_ids=TOKENS)
-    def append(self, data, token_ids):
-        sequence = data.draw(st.sampled_from(self.live))
-        sequence.token_ids.extend(token_ids[: 16 - len(sequence.token_ids)])
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), is_unsound=st.sampled_from([False, False, False, True]))
-    def release(self, data, is_unsound):
-        blocks, sequence = self.blocks, data.draw(st.sampled_from(self.live))
+    def _release(self, sequence):
+        blocks = self.blocks
         pages = [list(group) for group in sequence.pages]
-        if is_unsound:
-            blocks.discard_unsound(sequence)
-            assert not any(page in blocks.hash_of_page for page in chain.from_iterable(pages))
         self.live.remove(sequence)
         self.num_releases += 1
         for group in pages:
@@ -194,11 +219,6 @@ class Pool(RuleBasedStateMachine):
         blocks.release(sequence)
         assert not any(sequence.pages)
         assert (sequence.num_computed, sequence.num_published, sequence.slot) == (0, 0, 0)
-
-    @rule()
-    def reset_prefix_cache(self):
-        self.blocks.reset_prefix_cache()
-        assert not self.blocks.page_of_hash
 
     @invariant()
     def every_page_is_free_or_owned(self):
@@ -293,12 +313,27 @@ def test_the_least_recently_used_page_goes_first_and_of_a_sequence_its_tail():
     assert found == [[3, 2], [3, 1], [3, 0], [2, 0]]
 
 
+def test_pages_that_nobody_can_find_go_before_those_in_the_cache():
+    blocks = manager(num_blocks=1 + 5, block_size=2)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    blocks.release(start(blocks, [5, 6, 7, 8, 9], compute=False))
+    assert blocks.grow(sequence_of([9] * 6), 6)
+    assert len(blocks.match_prefix(sequence_of([1, 2, 3, 4, 5]))[0]) == 2
+
+
 def test_the_groups_of_one_position_are_evicted_together():
     """A prefix that one group has lost is of no use to the others: half of the pages leave half of the prefix."""
     blocks = manager(num_blocks=1 + 8, block_size=1, num_groups=2)
     blocks.release(start(blocks, [1, 2, 3, 4]))
     assert blocks.grow(sequence_of([9, 9], num_groups=2), 2)
     assert [len(pages) for pages in blocks.match_prefix(sequence_of([1, 2, 3, 4, 5], num_groups=2))] == [2, 2]
+
+
+def test_a_hit_is_as_long_as_that_of_the_group_that_has_lost_most():
+    blocks = manager(num_blocks=1 + 9, block_size=1, num_groups=2)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    assert blocks.grow(sequence_of([9], num_groups=2), 1)  # One page is blank, so one group loses one.
+    assert [len(pages) for pages in blocks.match_prefix(sequence_of([1, 2, 3, 4, 5], num_groups=2))] == [3, 3]
 
 
 def test_of_two_pages_with_the_same_content_one_may_go():

@@ -6,6 +6,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from jpaged.detokenizer import Detokenizer
+
 from .published_tokenizers import (
     FAMILIES,
     PIECES,
@@ -15,8 +18,6 @@ from .published_tokenizers import (
     load_smollm2,
     sentence_piece_tokenizer,
 )
-
-from jpaged.detokenizer import Detokenizer
 
 BROKEN = "\ufffd"
 END = 256

@@ -129,7 +129,9 @@ def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
     assert without_metrics(path) == without_metrics(unbroken)
 
 
-def test_resuming_a_finished_run_loads_no_weights(tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_loads_no_weights(
+    tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "out.jsonl"
     shutil.copy(unbroken, path)
     run = generate("-m", tiny, "--prompt-file", prompt_file, "-o", path, "--resume")
@@ -170,7 +172,9 @@ def test_a_seeded_prompt_gives_the_same_text_alone_and_in_company(tiny: Path) ->
 
 def test_chat_is_on_by_default_and_can_be_turned_off(tiny: Path) -> None:
     flags = ["-m", tiny, "-n", 2, "--json", "hello"]
-    assert json.loads(generate(*flags, "--system", "Be brief.").stdout)["prompt"].startswith("<|start|>system: Be brief.")
+    assert json.loads(generate(*flags, "--system", "Be brief.").stdout)["prompt"].startswith(
+        "<|start|>system: Be brief."
+    )
     assert json.loads(generate(*flags, "--no-chat").stdout)["prompt"] == "hello"
 
 

@@ -376,6 +376,22 @@ def test_inverse_cdf_takes_the_right_token_and_never_one_without_weight(seed, sh
     assert (ends[rows, tokens] - weights[rows, tokens] <= target + slack).all()
 
 
+def test_a_running_sum_that_rises_at_a_token_without_weight_does_not_lead_there():
+    """JAX adds prefixes up in a tree: a sum may grow by its last bit where nothing was added. Aim right at it."""
+    rng = np.random.default_rng(12)
+    weights = np.where(rng.random((4096, 512)) < 0.5, rng.random((4096, 512)), 0).astype(np.float32)
+    ends = np.asarray(jax.jit(partial(jnp.cumsum, axis=-1))(weights))
+    rows, before = np.nonzero((weights[:, 1:] == 0) & (np.diff(ends, axis=1) > 0))
+    totals = np.asarray(jax.jit(partial(jnp.sum, axis=-1))(weights))[rows]
+    aim = ends[rows, before] / totals
+    num_hit = 0
+    for uniform in (aim, np.nextafter(aim, 0), np.nextafter(aim, 1)):
+        tokens = np.asarray(jitted_inverse_cdf(weights[rows], uniform))
+        assert (weights[rows, tokens] > 0).all()
+        num_hit += np.sum(uniform * totals == ends[rows, before])
+    assert num_hit > 1000
+
+
 @pytest.mark.parametrize("vocab_size", [1, 11, 511, 512, 513, 1300])
 def test_inverse_cdf_reaches_the_first_and_the_last_token(vocab_size):
     weights = jnp.ones((2, vocab_size))

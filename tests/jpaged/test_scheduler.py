@@ -188,12 +188,13 @@ def test_a_request_that_can_never_fit_is_not_queued():
 
 
 def test_a_lone_request_may_use_what_the_watermark_keeps_from_newcomers():
-    host = Host(num_blocks=1 + 10, block_size=4, watermark=0.5)
-    first = host.add(prompt(30), max_tokens=8)
-    second = host.add(prompt(9, 500), max_tokens=2)
-    host.step()
-    assert (first.state, second.state) == (RequestState.RUNNING, RequestState.WAITING)
-    host.run()
+    for watermark, state in [(0.0, RequestState.RUNNING), (0.5, RequestState.WAITING)]:
+        host = Host(num_blocks=1 + 10, block_size=4, max_num_batched_tokens=64, watermark=watermark)
+        first = host.add(prompt(30), max_tokens=8)
+        second = host.add(prompt(5, 500), max_tokens=2)
+        host.step()  # 8 pages of 10 for the first; the 2 that are left would do for the second.
+        assert (first.state, second.state) == (RequestState.RUNNING, state)
+        host.run()
 
 
 # S5, S6: nobody starves.

@@ -13,6 +13,12 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from jpaged.errors import InvalidRequestError, ModelLoadError
+from jpaged.gguf_tokenizer import build_gguf_backend
+from jpaged.tokenizer import Tokenizer, load_tokenizer
+
 from .published_tokenizers import (
     FAMILIES,
     TEXTS,
@@ -23,11 +29,6 @@ from .published_tokenizers import (
     load_smollm2,
     sentence_piece_tokenizer,
 )
-from tokenizers import decoders, models, pre_tokenizers
-
-from jpaged.errors import InvalidRequestError, ModelLoadError
-from jpaged.gguf_tokenizer import build_gguf_backend
-from jpaged.tokenizer import Tokenizer, load_tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())["items"]

@@ -1,0 +1,179 @@
+"""Every rule of every field: what is refused, in which words, and what is taken as what."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jpaged.errors import InvalidRequestError
+from jpaged.sampling_params import FIELDS, MAX_STOP_CHARS, MAX_STOPS, NOT_BUILT, SamplingParams, check_name, shown
+
+HUGE = 10**5000
+NOT_NUMBERS = ["0.5", None, True, [0.5], {}, 1j, float("nan"), float("inf"), -float("inf"), HUGE, np.float64("nan")]
+NOT_INTEGERS = ["5", 5.0, 1e30, True, [5], {}, float("nan"), -HUGE, np.float32(5), np.bool_(True)]
+ALLOWED_IN_WORDS = {
+    "n": "1; several samples are not available",
+    "temperature": "a number in [0, 2]",
+    "top_p": "a number in (0, 1]",
+    "top_k": "an integer ≥ -1",
+    "min_p": "a number in [0, 1]",
+    "seed": "an integer in [-9223372036854775808, 9223372036854775807]",
+    "max_tokens": "an integer ≥ 1",
+    "logprobs": "an integer ≥ 0",
+    "stop": "string",
+    "stop_token_ids": "a list of token ids ≥ 0",
+    "ignore_eos": "true or false",
+    "detokenize": "true or false",
+    "skip_special_tokens": "true or false",
+    "include_stop_str_in_output": "true or false",
+}
+WRONG = {
+    "n": [0, -1, 2, 10**9, None, *NOT_INTEGERS],
+    "temperature": [-1e-9, -1, 2.0000001, 1e30, *NOT_NUMBERS],
+    "top_p": [0, 0.0, -0.0, -0.1, 1.0000001, 2, *NOT_NUMBERS],
+    "top_k": [-2, 1.5, None, *NOT_INTEGERS],
+    "min_p": [-1e-9, 1.0000001, *NOT_NUMBERS],
+    "seed": [2**63, -(2**63) - 1, HUGE, *NOT_INTEGERS],
+    "max_tokens": [0, -1, *NOT_INTEGERS],
+    "logprobs": [-1, *NOT_INTEGERS],
+    "stop": [
+        "", [""], ["a", ""], ["a", 5], 0, 5, False, {}, b"a", {"a"}, [None], np.array(["a"]),
+        ["a"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARS + 1), "x" * 10**6,
+    ],
+    "stop_token_ids": [
+        0, 5, False, "5", {}, [-1], [1, True], [1.0], ["1"], [None], [[1]], np.array([1, 2]), {1}, [HUGE, -1],
+    ],
+    "ignore_eos": [0, 1, None, "true", np.bool_(True)],
+    "detokenize": [0, None],
+    "skip_special_tokens": [1, "yes"],
+    "include_stop_str_in_output": ["", None],
+}  # fmt: skip
+TAKEN = {
+    "n": [1, np.int64(1)],
+    "temperature": [0, 0.0, -0.0, 1e-300, 1, 2, 2.0, np.float32(0.5), np.int32(1)],
+    "top_p": [1, 1.0, 1e-300, 0.5, np.float16(0.5)],
+    "top_k": [-1, 0, 1, 2**31, HUGE, np.int64(7), np.uint8(7)],
+    "min_p": [0, 1, -0.0, 0.5],
+    "seed": [None, 0, -(2**63), 2**63 - 1, np.int64(-5)],
+    "max_tokens": [None, 1, 10**12, np.int32(4)],
+    "logprobs": [None, 0, 20, np.uint8(3)],
+    "ignore_eos": [True, False],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values], ids=shown
+)
+def test_a_wrong_value_is_refused_by_field_value_and_range(name, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    message = str(caught.value)
+    assert caught.value.param == name
+    assert message.startswith(f"{name}: got {shown(value)}, allowed: ")
+    assert ALLOWED_IN_WORDS[name] in message
+    assert len(message) < 400
+    assert "\n" not in message
+
+
+def test_every_field_has_a_rule_that_is_tested():
+    assert set(WRONG) == set(FIELDS) == set(ALLOWED_IN_WORDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in TAKEN.items() for value in values], ids=shown
+)
+def test_a_right_value_is_taken_as_a_plain_python_number(name, value):
+    taken = getattr(SamplingParams(**{name: value}), name)
+    assert taken == value
+    assert type(taken) in (int, float, bool, type(None))
+
+
+def test_minus_zero_becomes_zero():
+    """Thresholds are compared by their bits on the device, where −0.0 would be the lowest of all."""
+    params = SamplingParams(temperature=-0.0, min_p=-0.0)
+    assert str(params.temperature) == str(params.min_p) == "0.0"
+
+
+def test_greedy_is_below_1e_5():
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=np.nextafter(1e-5, 0)).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+def test_stops_become_tuples_whatever_they_came_as():
+    assert SamplingParams().stop == SamplingParams(stop=None).stop == SamplingParams(stop=[]).stop == ()
+    assert SamplingParams(stop="end").stop == SamplingParams(stop=["end"]).stop == ("end",)
+    assert SamplingParams(stop=["a"] * MAX_STOPS).stop == ("a",) * MAX_STOPS
+    assert SamplingParams(stop="x" * MAX_STOP_CHARS).stop == ("x" * MAX_STOP_CHARS,)
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()
+    ids = SamplingParams(stop_token_ids=[0, np.int64(5)]).stop_token_ids
+    assert ids == (0, 5)
+    assert [type(token_id) for token_id in ids] == [int, int]
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(InvalidRequestError, match=r"stop: got .*none while detokenize is false"):
+        SamplingParams(stop="a", detokenize=False)
+    assert SamplingParams(detokenize=False).stop == ()
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_a_parameter_that_is_not_built_is_refused_by_name(name):
+    for value in (None, 0, "x"):
+        with pytest.raises(InvalidRequestError, match=f"^{name}: not available in this version") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+
+
+def test_the_interface_is_what_is_built_and_what_is_refused_by_name():
+    """Every parameter of vLLM's that a script may carry is one or the other; none twice."""
+    assert not set(FIELDS) & set(NOT_BUILT)
+    assert {*FIELDS, *NOT_BUILT} == {
+        "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+        "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+        "output_kind", "structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "extra_args",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("temprature", "temperature"), ("topp", "top_p"), ("max_token", "max_tokens"), ("seeds", "seed")]
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, near):
+    with pytest.raises(InvalidRequestError, match=f"^{name}: unknown parameter; did you mean {near}\\?") as caught:
+        SamplingParams(**{name: 1})
+    assert caught.value.param == name
+
+
+def test_a_name_near_nothing_lists_what_there_is_and_is_cut_itself():
+    with pytest.raises(InvalidRequestError, match="unknown parameter; allowed: n, temperature, ") as caught:
+        check_name("z" * 10_000, ["prompt"])
+    assert "prompt" in str(caught.value)
+    assert len(str(caught.value)) < 500
+    check_name("prompt", ["prompt"])
+
+
+def test_parameters_are_keywords_only():
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(0.5)
+
+
+def test_equal_parameters_are_equal_and_hash_alike():
+    one = SamplingParams(temperature=1, stop=["a", "b"], stop_token_ids=[3], seed=np.int64(4))
+    other = SamplingParams(temperature=1.0, stop=("a", "b"), stop_token_ids=(3,), seed=4)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != SamplingParams(temperature=1, stop=["a"], stop_token_ids=[3], seed=4)
+
+
+def test_copies_are_equal_and_replacements_are_checked():
+    params = SamplingParams(temperature=0.5, stop=["a"], stop_token_ids=[3])
+    assert copy.copy(params) == copy.deepcopy(params) == dataclasses.replace(params) == params
+    assert dataclasses.replace(params, top_k=4).top_k == 4
+    with pytest.raises(InvalidRequestError, match="top_k"):
+        dataclasses.replace(params, top_k=-2)
+    with pytest.raises(InvalidRequestError, match="tempreature: unknown"):
+        dataclasses.replace(params, tempreature=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 1.0

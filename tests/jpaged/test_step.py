@@ -1,0 +1,219 @@
+"""The step's programs as pure functions, on a tiny random model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.buckets import make_buckets
+from jpaged.models.config import config_from_hf
+from jpaged.models.loading import random_weights
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from jpaged.request import make_request
+from jpaged.sampler import SampleMode
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import ScheduledSequence
+from jpaged.step import DeviceState, forward, sample_rows, update_tables
+from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
+
+from .tiny_model import CONFIG
+
+PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 4, 24, 6, 4
+MODEL = config_from_hf(CONFIG, Path("config.json"))
+BACKEND = XlaBackend()
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(MODEL, dtype=jnp.float32, seed=0)
+
+
+@pytest.fixture
+def builder():
+    buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=MAX_SEQS, platform="cpu", dtype="float32")
+    return StepInputBuilder(buckets=buckets, backend=BACKEND, block_size=PAGE, num_groups=1, max_num_seqs=MAX_SEQS)
+
+
+def fresh_state(fill=np.nan):
+    """Pages full of NaN, tables that point at the last page, last tokens that are valid and wrong."""
+    layout = BACKEND.layout(
+        num_layers=MODEL.num_layers,
+        num_pages=NUM_PAGES,
+        page_size=PAGE,
+        num_kv_heads=MODEL.num_kv_heads,
+        head_size=MODEL.head_size,
+        dtype="float32",
+    )
+    places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
+    pages = tuple(jnp.full(shape, fill, jnp.float32) for shape in layout.shapes)
+    tables = jnp.full((1, MAX_SEQS + 1, MAX_PAGES), NUM_PAGES - 1, jnp.int32)
+    return DeviceState(PagedCache(pages, layout, places, BACKEND), tables, jnp.full((MAX_SEQS + 1,), 99, jnp.int32))
+
+
+def sequence(token_ids, *, slot, pages, num_computed=0, **params):
+    request = make_request(
+        request_id="r",
+        number=slot,
+        prompt_token_ids=list(token_ids),
+        params=SamplingParams(**params),
+        arrival_time=0.0,
+        max_tokens=10,
+        engine_seed=0,
+        num_groups=1,
+    )
+    made = request.sequences[0]
+    made.slot, made.num_computed = slot, num_computed
+    made.pages[0].extend(pages)
+    return made
+
+
+jitted_forward = jax.jit(forward, static_argnums=(0, 4))
+jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6, 7))
+
+
+def run(weights, builder, state, *work):
+    """One forward over (sequence, tokens) pairs; returns the new state, the sampled rows' hidden states, the step."""
+    items = [ScheduledSequence(one, one.num_computed, num_tokens) for one, num_tokens in work]
+    step = builder.build(items)
+    for changes in step.table_updates:
+        state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
+    inputs = StepInputs(jnp.asarray(step.inputs.packed))
+    state, hidden, samples = jitted_forward(weights.graph, weights.state, state, inputs, step.layout)
+    for one, num_tokens in work:
+        one.num_computed += num_tokens
+    return state, np.asarray(hidden), samples, step
+
+
+def prompt(length, seed):
+    return np.random.default_rng(seed).integers(2, 258, length).tolist()
+
+
+def alone(weights, builder, token_ids):
+    """Hidden state of the last of these tokens, computed by itself from nothing."""
+    one = sequence(token_ids, slot=1, pages=range(1, 1 - -len(token_ids) // PAGE + 1))
+    return run(weights, builder, fresh_state(), (one, len(token_ids)))[1][0]
+
+
+def test_update_tables_sets_the_named_entries_and_padding_only_entry_0_of_slot_0():
+    before = jnp.asarray(np.random.default_rng(0).integers(1, 20, (2, 3, 4)), jnp.int32)
+    changes = jnp.array([[0, 1, 0, 0], [2, 1, 0, 0], [3, 0, 0, 0], [7, 9, 0, 0]], jnp.int32)
+    expected = np.array(before)
+    expected[0, 2, 3], expected[1, 1, 0], expected[0, 0, 0] = 7, 9, 0
+    assert np.array_equal(update_tables(before, changes), expected)
+
+
+def test_hidden_rows_are_those_of_the_sampled_tokens_in_the_order_of_the_samples(weights, builder):
+    """A chunk that samples nothing lies between two that do. Padded sizes differ, hence 1e-5."""
+    first, chunk, last = prompt(5, 1), prompt(9, 2), prompt(3, 3)
+    work = [
+        (sequence(first, slot=2, pages=[4, 9]), 5),
+        (sequence(chunk, slot=1, pages=[7, 3, 5]), 6),
+        (sequence(last, slot=3, pages=[8]), 3),
+    ]
+    _, hidden, samples, step = run(weights, builder, fresh_state(), *work)
+    assert [one.slot for one in step.samples] == [2, 3]
+    assert np.asarray(samples)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
+    np.testing.assert_allclose(hidden[0], alone(weights, builder, first), atol=1e-5)
+    np.testing.assert_allclose(hidden[1], alone(weights, builder, last), atol=1e-5)
+
+
+def test_table_changes_are_applied_before_they_are_used(weights, builder):
+    """Pages come in the very step that reads them: the tables held garbage before, every page NaN."""
+    token_ids = prompt(10, 4)
+    one = sequence(token_ids, slot=2, pages=[6, 2])
+    state, *_ = run(weights, builder, fresh_state(), (one, 7))
+    one.pages[0].append(11)
+    state, hidden, *_ = run(weights, builder, state, (one, 3))
+    np.testing.assert_allclose(hidden[0], alone(weights, builder, token_ids), atol=1e-5)
+    tables = np.asarray(state.page_tables)[0]
+    assert tables[2].tolist() == [6, 2, 11, *[NUM_PAGES - 1] * 3]
+    assert (tables[[1, 3, 4]] == NUM_PAGES - 1).all()
+
+
+def test_padding_writes_only_to_slot_0_of_the_null_page(weights, builder):
+    """Bit for bit, with every slot NaN before: what is a number afterwards was written."""
+    one = sequence(prompt(6, 5), slot=1, pages=[3, 7])
+    before = fresh_state()
+    state, _, _, step = run(weights, builder, before, (one, 6))
+    assert step.layout.num_tokens > 6, "nothing was padded"
+    for array, is_key in zip(state.cache.pages, (True, False), strict=True):
+        by_page = np.asarray(array).reshape(MODEL.num_layers, NUM_PAGES, *array.shape[1:])
+        written = ~np.isnan(by_page)
+        # Keys lie [page, head, size, slot], values [page, head, slot, size].
+        slots = written.any(axis=(2, 3)) if is_key else written.any(axis=(2, 4))
+        expected = np.zeros((MODEL.num_layers, NUM_PAGES, PAGE), bool)
+        expected[:, 3, :], expected[:, 7, :2], expected[:, 0, 0] = True, True, True
+        assert np.array_equal(slots, expected)
+    assert np.array_equal(state.last_tokens, before.last_tokens)
+
+
+@pytest.mark.parametrize("slot", [1, MAX_SEQS])
+def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot):
+    """The code is −(slot + 1); the same token given by its id computes the same bits in the same executable."""
+    token_ids = prompt(6, 6)
+    results = []
+    for is_on_device in (False, True):
+        one = sequence(token_ids, slot=slot, pages=[3, 7])
+        state, *_ = run(weights, builder, fresh_state(), (one, 5))
+        one.is_last_token_on_device = is_on_device
+        state = replace(state, last_tokens=state.last_tokens.at[slot].set(token_ids[5]))
+        if is_on_device:
+            one.token_ids[5] = 2  # What the host believes is not looked at.
+        _, hidden, _, step = run(weights, builder, state, (one, 1))
+        sent = step.inputs.view(step.layout)["token_ids"][0]
+        assert sent == (-(slot + 1) if is_on_device else token_ids[5])
+        results.append(hidden[0])
+    assert np.array_equal(*results)
+
+
+def test_no_code_reaches_the_embedding_as_an_id(weights, builder):
+    """An id of −2 or less would wrap around to a row from the end of the embedding."""
+    one = sequence(prompt(4, 7), slot=3, pages=[3])
+    one.num_computed, one.is_last_token_on_device = 3, True
+    state = fresh_state(fill=0.0)
+    _, coded, *_ = run(weights, builder, replace(state, last_tokens=state.last_tokens.at[3].set(17)), (one, 1))
+    other = sequence([*prompt(3, 7), 17], slot=3, pages=[3], num_computed=3)
+    _, plain, *_ = run(weights, builder, fresh_state(fill=0.0), (other, 1))
+    assert np.array_equal(coded[0], plain[0])
+
+
+def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weights, builder):
+    work = [
+        (sequence(prompt(5, 1), slot=4, pages=[4, 9], temperature=0), 5),
+        (sequence(prompt(3, 3), slot=2, pages=[8], temperature=0), 3),
+    ]
+    state, hidden, samples, _ = run(weights, builder, fresh_state(), *work)
+    last_tokens, sampled = jitted_sample(
+        weights.graph, weights.state, state.last_tokens, jnp.asarray(hidden), samples, 8, SampleMode.GREEDY, 0
+    )
+    logits = hidden.astype(np.float64) @ np.asarray(weights.state["head"]["weight"].get_value(), np.float64)
+    tokens = np.asarray(sampled.token_ids)
+    assert tokens[:2].tolist() == logits[:2].argmax(axis=1).tolist()
+    remembered = np.asarray(last_tokens)
+    assert remembered[[4, 2]].tolist() == tokens[:2].tolist()
+    assert remembered[[1, 3]].tolist() == [99, 99]
+
+
+def test_a_rows_parameters_reach_the_sampler(weights, builder):
+    """Two rows with equal logits: what differs is only what each asked for."""
+    token_ids = prompt(5, 8)
+
+    def drawn(**params):
+        one = sequence(token_ids, slot=1, pages=[1, 2], **params)
+        state, hidden, samples, _ = run(weights, builder, fresh_state(), (one, 5))
+        mode = SampleMode.LOGPROBS
+        arguments = weights.graph, weights.state, state.last_tokens, jnp.asarray(hidden), samples, 8, mode, 3
+        sampled = jitted_sample(*arguments)[1]
+        return int(sampled.token_ids[0]), int(sampled.ranks[0])
+
+    greedy, rank = drawn(temperature=0)
+    assert rank == 1
+    hot = {drawn(temperature=2.0, seed=seed) for seed in range(8)}
+    assert len(hot) > 4
+    for rule in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}):
+        assert {drawn(**{"temperature": 2.0, "seed": seed, **rule}) for seed in range(4)} == {(greedy, 1)}
+    assert drawn(temperature=2.0, seed=5) == drawn(temperature=2.0, seed=5)
+    assert drawn(temperature=2.0, seed=5 + (7 << 32)) != drawn(temperature=2.0, seed=5)

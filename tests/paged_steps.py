@@ -1,0 +1,67 @@
+"""Builds what a step hands to attention from plain lists: an independent, slow twin of `jpaged.step_inputs`."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.pallas_kernels.ragged_paged_attention import (
+    NULL_PAGE,
+    AttentionMetadata,
+    Backend,
+    KVLayout,
+    LayerPlace,
+    PagedCache,
+)
+
+
+def metadata(
+    backend: Backend,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    tables: Sequence[Sequence[Sequence[int]]],
+    *,
+    page_size: int,
+    num_tokens: int,
+    num_rows: int,
+    table_len: int,
+) -> AttentionMetadata:
+    """Rows in order, those with one query first. tables[group][row] lists pages; sizes given are the padded ones."""
+    num_decode_rows = sum(1 for length in query_lens if length == 1)
+    assert all(length == 1 for length in query_lens[:num_decode_rows])
+    total = sum(query_lens)
+    positions = np.zeros(num_tokens, np.int32)
+    slots = np.zeros((len(tables), num_tokens), np.int32)
+    page_tables = np.full((len(tables), num_rows, table_len), NULL_PAGE, np.int32)
+    token = 0
+    for row, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        for position in range(context_len - query_len, context_len):
+            positions[token] = position
+            for group, rows in enumerate(tables):
+                slots[group, token] = rows[row][position // page_size] * page_size + position % page_size
+            token += 1
+        for group, rows in enumerate(tables):
+            page_tables[group, row, : len(rows[row])] = rows[row]
+    query_starts = np.full(num_rows + 1, total, np.int32)
+    query_starts[: len(query_lens) + 1] = np.cumsum([0, *query_lens])
+    padded_lens = np.zeros(num_rows, np.int32)
+    padded_lens[: len(context_lens)] = context_lens
+    plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
+    backend.plan(np.array(query_lens, np.int32), np.array(context_lens, np.int32), num_decode_rows, total, plan)
+    return AttentionMetadata(
+        positions=jnp.asarray(positions),
+        slots=jnp.asarray(slots),
+        query_starts=jnp.asarray(query_starts),
+        context_lens=jnp.asarray(padded_lens),
+        page_tables=jnp.asarray(page_tables),
+        num_rows=jnp.int32(len(query_lens)),
+        num_decode_rows=jnp.int32(num_decode_rows),
+        plan=jnp.asarray(plan),
+    )
+
+
+def nan_cache(layout: KVLayout, layers: tuple[LayerPlace, ...], backend: Backend) -> PagedCache:
+    """Pages that were never written: NaN everywhere, the null page included."""
+    pages: tuple[jax.Array, ...] = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
+    return PagedCache(pages, layout, layers, backend)

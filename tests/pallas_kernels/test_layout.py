@@ -1,0 +1,46 @@
+"""KV layouts: the arrays that a cache is made of, what a page costs, what is refused."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.pallas_kernels.ragged_paged_attention import KVLayout, XlaBackend
+from jpaged.sharding import LOGICAL_TO_MESH
+
+
+def layout(backend: XlaBackend, dtype: str = "float32") -> KVLayout:
+    return backend.layout(num_layers=3, num_pages=5, page_size=8, num_kv_heads=2, head_size=64, dtype=dtype)
+
+
+def test_a_page_costs_its_share_of_the_arrays() -> None:
+    found = layout(XlaBackend())
+    total = sum(np.zeros(shape, found.dtype).nbytes for shape in found.shapes)
+    assert found.page_bytes * found.num_pages == total
+    # Keys and values of 8 slots × 2 heads × 64 lanes in 3 layers, four bytes each.
+    assert found.page_bytes == 2 * 3 * 8 * 2 * 64 * 4
+
+
+def test_every_dimension_has_a_logical_axis_that_sharding_knows() -> None:
+    found = layout(XlaBackend())
+    for shape, axes in zip(found.shapes, found.logical_axes, strict=True):
+        assert len(shape) == len(axes)
+        for size, axis in zip(shape, axes, strict=True):
+            assert axis is None or axis in LOGICAL_TO_MESH
+            assert axis != "kv_heads" or size == found.num_kv_heads
+
+
+def test_a_cpu_takes_float32_only_and_says_so() -> None:
+    """A bfloat16 scatter on the CPU copies the whole cache."""
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: got bfloat16.* on cpu takes float32; use"):
+        layout(XlaBackend(), jnp.dtype(jnp.bfloat16).name)
+    assert layout(XlaBackend(platform="gpu"), "bfloat16").page_bytes == layout(XlaBackend()).page_bytes // 2
+    with pytest.raises(ValueError, match="takes float32 or bfloat16"):
+        layout(XlaBackend(platform="gpu"), "int8")
+
+
+def test_layouts_and_backends_are_values() -> None:
+    """They are static parts of a compiled step: equal ones must be one cache key."""
+    assert layout(XlaBackend()) == layout(XlaBackend())
+    assert hash(layout(XlaBackend())) == hash(layout(XlaBackend()))
+    assert layout(XlaBackend()) != layout(XlaBackend(), "float32").__class__(3, 6, 8, 2, 64, np.dtype("float32"))
+    assert hash(XlaBackend()) == hash(XlaBackend())

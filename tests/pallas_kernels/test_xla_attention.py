@@ -1,0 +1,412 @@
+"""The XLA path against the dense oracle: ragged rows, windows, shared pages, NaN wherever nothing may be read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
+
+from ..paged_steps import metadata, nan_cache
+
+ATOL = 1e-5
+"""Outputs are means of unit normals: float32 rounds them by 1e-7, some 1000 terms by 1e-6, and ten times that is
+still a hundredth of what one key more or less moves among 1000."""
+ONE_LAYER = (LayerPlace(0, 0),)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a run. `num_tokens` and `num_rows` are those that every step is padded to."""
+
+    page_size: int = 8
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    num_tokens: int = 48
+    num_rows: int = 6
+    table_len: int = 8
+    layers: tuple[LayerPlace, ...] = ONE_LAYER
+    num_group_layers: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    backend: XlaBackend = XlaBackend(tile_rows=4, tile_q=16, tile_kv=16)  # noqa: RUF009  (frozen)
+
+
+class World:
+    """Sequences with their whole history on the host, and the same in pages; every step is held against the oracle."""
+
+    def __init__(self, shape: Shape, *, num_pages: int = 64, seed: int = 0):
+        self.shape, self.rng = shape, np.random.default_rng(seed)
+        self.num_groups = 1 + max(place.group for place in shape.layers)
+        self.layout = shape.backend.layout(
+            num_layers=shape.num_group_layers,
+            num_pages=num_pages,
+            page_size=shape.page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype="float32",
+        )
+        self.cache = nan_cache(self.layout, shape.layers, shape.backend)
+        self.free = [int(page) for page in self.rng.permutation(np.arange(1, num_pages))]
+        self.tables: list[list[list[int]]] = [[] for _ in range(self.num_groups)]
+        self.keys: list[list[np.ndarray]] = []  # [row][layer] → [S, K, H]
+        self.values: list[list[np.ndarray]] = []
+        self.run = jax.jit(partial(attend_layers, options=shape.options), donate_argnums=0)
+
+    def add_row(self, prefix_of: int | None = None, num_shared: int = 0) -> int:
+        """A new sequence; its first `num_shared` pages are those of another, as after a prefix-cache hit."""
+        row, size = len(self.keys), num_shared * self.shape.page_size
+        empty = np.zeros((0, self.shape.num_kv_heads, self.shape.head_size), np.float32)
+        for group in range(self.num_groups):
+            self.tables[group].append([] if prefix_of is None else self.tables[group][prefix_of][:num_shared])
+        for history in (self.keys, self.values):
+            shared = [empty] * len(self.shape.layers) if prefix_of is None else history[prefix_of]
+            history.append([layer[:size] for layer in shared])
+        return row
+
+    def forget(self, row: int, num_pages: int) -> None:
+        """The window has passed: null entries take the place of the row's first pages, whose slots hold NaN."""
+        for group in range(self.num_groups):
+            self.tables[group][row][:num_pages] = [NULL_PAGE] * num_pages
+
+    def step(self, work: dict[int, int], tolerance: float = ATOL, **oracle_options: Any) -> None:
+        """Compute `work[row]` more tokens of each row, in every layer, and compare outputs and pages."""
+        shape = self.shape
+        rows = sorted(work, key=lambda row: work[row] > 1)
+        query_lens = [work[row] for row in rows]
+        total = sum(query_lens)
+        q, k, v = (self._padded(total, heads) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
+        start = 0
+        for row, length in zip(rows, query_lens, strict=True):
+            for layer in range(len(shape.layers)):
+                self.keys[row][layer] = np.concatenate([self.keys[row][layer], k[layer, start : start + length]])
+                self.values[row][layer] = np.concatenate([self.values[row][layer], v[layer, start : start + length]])
+            for table in self.tables:
+                while len(table[row]) * shape.page_size < len(self.keys[row][0]):
+                    table[row].append(self.free.pop())
+            start += length
+        context_lens = [len(self.keys[row][0]) for row in rows]
+        step = metadata(
+            shape.backend,
+            query_lens,
+            context_lens,
+            [[table[row] for row in rows] for table in self.tables],
+            page_size=shape.page_size,
+            num_tokens=shape.num_tokens,
+            num_rows=shape.num_rows,
+            table_len=shape.table_len,
+        )
+        before = [np.array(pages) for pages in self.cache.pages]
+        outs, self.cache = self.run(self.cache, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), step)
+        self._check_pages(before, np.asarray(step.slots))
+        for layer in range(len(shape.layers)):
+            options = {**shape.options, **oracle_options}
+            wanted = dense_attention(
+                q[layer, :total],
+                [self.keys[row][layer] for row in rows],
+                [self.values[row][layer] for row in rows],
+                query_lens,
+                **options,
+            )
+            np.testing.assert_allclose(np.asarray(outs[layer])[:total], wanted, rtol=0, atol=tolerance)
+
+    def _padded(self, total: int, heads: int) -> np.ndarray:
+        """[layer, T, heads, H]: normal numbers, and NaN from `total` on."""
+        shape = (len(self.shape.layers), self.shape.num_tokens, heads, self.shape.head_size)
+        values = self.rng.normal(size=shape).astype(np.float32)
+        values[:, total:] = np.nan
+        return values
+
+    def _check_pages(self, before: list[np.ndarray], slots: np.ndarray) -> None:
+        """Every slot that no token of the step was given holds the bits it held before."""
+        page_size, num_pages = self.layout.page_size, self.layout.num_pages
+        is_written = np.zeros((self.layout.num_layers * num_pages, page_size), bool)
+        for place in self.shape.layers:
+            pages = slots[place.group] // page_size + place.index * num_pages
+            is_written[pages, slots[place.group] % page_size] = True
+        for old, new, slot_axis in zip(before, self.cache.pages, (3, 2), strict=True):
+            old_slots, new_slots = (np.moveaxis(x, slot_axis, 1).view(np.int32) for x in (old, np.asarray(new)))
+            assert np.array_equal(old_slots[~is_written], new_slots[~is_written])
+
+
+def attend_layers(
+    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: Any, *, options: dict[str, Any]
+) -> tuple[list[jax.Array], PagedCache]:
+    outs = []
+    for layer in range(len(cache.layers)):
+        out, cache = cache.attend(layer, q[layer], k[layer], v[layer], step, **options)
+        outs.append(out)
+    return outs, cache
+
+
+def shape_of(page_size: int = 8, **changes: Any) -> Shape:
+    """Room for rows of three pages and some in one step; `options` without a scale get 1/√H."""
+    options = {"scale": changes.get("head_size", 64) ** -0.5, **changes.pop("options", {})}
+    return Shape(page_size=page_size, num_tokens=4 * page_size + 16, options=options, **changes)
+
+
+def run_ragged(world: World) -> None:
+    """Rows of 1, page − 1, page, page + 1 and many tokens: chunked prefill, mixed steps, decode over page edges."""
+    page = world.shape.page_size
+    for _ in range(5):
+        world.add_row()
+    world.step({0: 1, 1: page - 1, 2: page, 3: page + 1})
+    world.step({0: 1, 1: 1, 4: 2 * page + 3})
+    world.step({3: 1, 4: page + 2, 1: 2, 2: 1})
+    for _ in range(2):
+        world.step({0: 1, 1: 1, 2: 1, 3: 1, 4: 1})
+    world.step({4: 1})
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64, 128])
+def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int) -> None:
+    run_ragged(World(shape_of(page_size)))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (16, 2), (5, 1)])
+def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
+    run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads)))
+
+
+@pytest.mark.parametrize("head_size", [80, 128])
+def test_every_head_size(head_size: int) -> None:
+    run_ragged(World(shape_of(head_size=head_size)))
+
+
+FEATURES = {
+    "window 1": {"window": 1},
+    "window of a page less one": {"window": 7},
+    "window of a page": {"window": 8},
+    "window of a page and one": {"window": 9},
+    "window beyond the context": {"window": 1000},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": np.array([-1.0, 0.0, 2.0, 30.0], np.float32)},
+    "all of them": {"window": 11, "soft_cap": 1.5, "sinks": np.array([-1.0, 0.0, 2.0, 3.0], np.float32)},
+}
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
+def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
+    run_ragged(World(shape_of(options=options)))
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
+def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
+    world = World(shape_of(options={"window": window}))
+    for _ in range(3):
+        world.add_row()
+    world.step({0: 30, 1: 17})
+    for _ in range(10):
+        for row in (0, 1):
+            # The next query stands at position len, and sees from len − window + 1 on.
+            world.forget(row, max(0, len(world.keys[row][0]) - window + 1) // 8)
+        world.step({0: 1, 1: 2, 2: 3})
+
+
+def test_a_single_token_step() -> None:
+    """The smallest bucket: one token, one row, no prefill code at all."""
+    world = World(Shape(num_tokens=1, num_rows=1, options={"scale": 0.125}))
+    world.add_row()
+    for _ in range(20):
+        world.step({0: 1})
+
+
+def test_more_rows_than_a_tile_and_no_multiple_of_it() -> None:
+    world = World(Shape(num_tokens=7, num_rows=7, options={"scale": 0.125}))
+    for _ in range(7):
+        world.add_row()
+    for count in (7, 6, 5, 4, 1, 7):
+        world.step(dict.fromkeys(range(count), 1))
+
+
+def test_default_tiles_over_a_long_context() -> None:
+    world = World(
+        Shape(page_size=64, num_tokens=512, num_rows=9, table_len=20, options={"scale": 0.125}, backend=XlaBackend())
+    )
+    for _ in range(9):
+        world.add_row()
+    world.step({0: 512})
+    world.step({0: 490, 1: 13, 2: 1, 3: 1})
+    world.step({0: 1, 1: 1, 2: 1, 3: 300, 4: 64, 5: 65, 6: 63, 7: 1, 8: 1})
+    world.step(dict.fromkeys(range(9), 1))
+
+
+def test_rows_that_share_their_first_pages() -> None:
+    world = World(shape_of())
+    first = world.add_row()
+    world.step({first: 21})
+    second = world.add_row(prefix_of=first, num_shared=2)
+    world.step({first: 1, second: 3})
+    world.step({first: 1, second: 1})
+
+
+def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
+    layers = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
+    run_ragged(World(shape_of(layers=layers, num_group_layers=2), num_pages=96))
+
+
+def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
+    """k = v = None writes nothing: both calls see the same pages, and the pages are those of the first."""
+    world = World(shape_of())
+    step = metadata(
+        world.shape.backend, [1, 9], [1, 9], [[[5], [3, 2]]], page_size=8, num_tokens=16, num_rows=4, table_len=4
+    )
+    q, k, v = (jnp.asarray(world._padded(10, heads)[0, :16]) for heads in (4, 2, 2))
+    attend = jax.jit(lambda cache, k, v: cache.attend(0, q, k, v, step, scale=0.125))
+    first, written = attend(world.cache, k, v)
+    second, shared = attend(written, None, None)
+    assert np.array_equal(np.asarray(first)[:10], np.asarray(second)[:10])
+    for old, new in zip(written.pages, shared.pages, strict=True):
+        assert np.array_equal(np.asarray(old).view(np.int32), np.asarray(new).view(np.int32))
+
+
+def test_keys_without_values_are_refused_by_name() -> None:
+    world = World(shape_of())
+    step = metadata(world.shape.backend, [1], [1], [[[5]]], page_size=8, num_tokens=8, num_rows=4, table_len=4)
+    q, k = jnp.zeros((8, 4, 64)), jnp.zeros((8, 2, 64))
+    with pytest.raises(ValueError, match="one of k and v"):
+        world.cache.attend(0, q, k, None, step, scale=0.125)
+    with pytest.raises(ValueError, match="one of k and v"):
+        world.cache.attend(0, q, None, k, step, scale=0.125)
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
+    """The control: with the oracle's window off by one, every comparison above would fail by far."""
+    world = World(shape_of(options={"window": 12}))
+    world.add_row()
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        world.step({0: 40}, tolerance=1000 * ATOL, window=12 + error)
+
+
+def test_a_causal_mask_off_by_one_would_be_noticed() -> None:
+    """A key too many is NaN and spreads; a key too few moves a mean over 500 keys by 50 × the tolerance."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(500, 1, 64)).astype(np.float32) for _ in range(3))
+    whole = dense_attention(q[-1:], [k], [v], [1], scale=0.125)
+    short = dense_attention(q[-1:], [k[:-1]], [v[:-1]], [1], scale=0.125)
+    assert np.abs(whole - short).max() > 50 * ATOL
+
+
+def test_the_oracle_is_the_definition() -> None:
+    """By hand: equal scores give the mean of what is seen; a sink of the same score takes one share of it."""
+    q, k = np.zeros((3, 1, 2)), np.zeros((4, 1, 2))
+    v = np.array([1.0, 2.0, 4.0, 8.0])[:, None, None] * np.ones((4, 1, 2))
+    mean = dense_attention(q, [k], [v], [3], scale=1.0)
+    assert mean[:, 0, 0] == pytest.approx([3 / 2, 7 / 3, 15 / 4])
+    windowed = dense_attention(q, [k], [v], [3], scale=1.0, window=2, sinks=np.zeros(1))
+    assert windowed[:, 0, 0] == pytest.approx([3 / 3, 6 / 3, 12 / 3])
+    q[2], k[3] = 100.0, 100.0
+    capped = dense_attention(q, [k], [v], [3], scale=1.0, soft_cap=np.log(3.0))
+    assert capped[2, 0, 0] == pytest.approx((1 + 2 + 4 + 3 * 8) / 6)
+
+
+FUZZED = {
+    "plain": {},
+    "window": {"window": 13},
+    "all": {"window": 6, "soft_cap": 2.0, "sinks": np.array([0.5, -0.5, 1.0, 0.0], np.float32)},
+}
+
+
+@st.composite
+def ragged_steps(draw: st.DrawFn) -> list[dict[int, int]]:
+    """Up to four steps over up to five rows; a step has 1 to 40 tokens and a row at most 64."""
+    lens, steps = [0] * 5, []
+    for _ in range(draw(st.integers(1, 4))):
+        work: dict[int, int] = {}
+        for row in draw(st.lists(st.integers(0, 4), min_size=1, unique=True)):
+            most = min(40 - sum(work.values()), 64 - lens[row])
+            if most > 0:
+                work[row] = draw(st.sampled_from([1, most, min(7, most), min(8, most), min(9, most)]))
+                lens[row] += work[row]
+        if work:
+            steps.append(work)
+    return steps
+
+
+@pytest.mark.parametrize("options", FUZZED.values(), ids=FUZZED.keys())
+def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
+    run = None
+
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(steps=ragged_steps(), seed=st.integers(0, 2**16))
+    def check(steps: Sequence[dict[int, int]], seed: int) -> None:
+        nonlocal run
+        world = World(shape_of(options=options), seed=seed)
+        world.run = run = run or world.run  # One compilation for all examples.
+        for _ in range(5):
+            world.add_row()
+        for work in steps:
+            world.step(work)
+
+    check()
+
+
+def two_layers(cache: PagedCache, q: jax.Array, k: jax.Array, step: Any) -> tuple[jax.Array, PagedCache]:
+    """As in a model: what the second layer writes depends on what the first one attended to."""
+    for layer in range(2):
+        out, cache = cache.attend(layer, q, k, k * 0.5, step, scale=0.125)
+        q, k = q + out, k + out[:, :2]
+    return q, cache
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64])
+def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int) -> None:
+    """Temporary memory is a small part of the cache and does not grow with it; the donated pages are the output's."""
+    backend, temps = XlaBackend(), []
+    for num_pages in (256, 512):
+        layout = backend.layout(
+            num_layers=2, num_pages=num_pages, page_size=64, num_kv_heads=2, head_size=64, dtype="float32"
+        )
+        pages = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in layout.shapes)
+        cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)  # type: ignore[arg-type]
+        step = metadata(
+            backend, [1], [1], [[[1]]], page_size=64, num_tokens=num_tokens, num_rows=num_tokens, table_len=16
+        )
+        q, k = (jax.ShapeDtypeStruct((num_tokens, heads, 64), jnp.float32) for heads in (4, 2))
+        memory = jax.jit(two_layers, donate_argnums=0).lower(cache, q, k, step).compile().memory_analysis()
+        assert memory is not None
+        cache_bytes = layout.page_bytes * num_pages
+        assert memory.alias_size_in_bytes >= cache_bytes
+        assert memory.temp_size_in_bytes < 0.05 * cache_bytes
+        temps.append(memory.temp_size_in_bytes)
+    assert temps[0] == temps[1]
+
+
+def test_plan_cuts_prefill_rows_into_tiles_in_token_order() -> None:
+    backend = XlaBackend(tile_q=16)
+    out = np.full(backend.plan_len(64, 5), -7, np.int32)
+    backend.plan(np.array([1, 1, 16, 17, 2]), np.array([9, 1, 16, 40, 50]), 2, 37, out)
+    assert out[0] == 4
+    rows, starts, lens = out[1:].reshape(3, -1)[:, :4]
+    assert rows.tolist() == [2, 3, 3, 4]
+    assert starts.tolist() == [2, 18, 34, 35]
+    assert lens.tolist() == [16, 16, 1, 2]
+
+
+def test_plan_of_decode_rows_has_no_tile() -> None:
+    backend = XlaBackend()
+    out = np.full(backend.plan_len(8, 8), -7, np.int32)
+    backend.plan(np.ones(8, np.int32), np.arange(1, 9), 8, 8, out)
+    assert out[0] == 0
+
+
+@given(query_lens=st.lists(st.integers(2, 40), min_size=1, max_size=8), num_decode_rows=st.integers(0, 4))
+def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], num_decode_rows: int) -> None:
+    backend = XlaBackend(tile_q=8)
+    lens = np.array([1] * num_decode_rows + query_lens)
+    out = np.zeros(backend.plan_len(int(lens.sum()), len(lens)), np.int32)
+    backend.plan(lens, lens + 3, num_decode_rows, int(lens.sum()), out)
+    rows, starts, counts = out[1:].reshape(3, -1)[:, : out[0]]
+    owners = np.repeat(np.arange(len(lens)), lens)
+    covered = [token for start, count in zip(starts, counts, strict=True) for token in range(start, start + count)]
+    assert covered == list(range(num_decode_rows, int(lens.sum())))
+    assert all((owners[s : s + c] == r).all() for r, s, c in zip(rows, starts, counts, strict=True))
