@@ -9,6 +9,8 @@ import jax
 
 DEVICE_KINDS = ("auto", "cpu", "gpu", "tpu")
 ACCELERATOR_FILES = {"gpu": "/dev/nvidia[0-9]*", "tpu": "/dev/accel[0-9]*"}
+VFIO_FILES = "/dev/vfio/[0-9]*"
+PCI_VENDOR_FILES = "/sys/bus/pci/devices/*/vendor"
 GOOGLE_PCI_VENDOR = "0x1ae0"
 EXTRAS = {"gpu": "jpaged[cuda13] or jpaged[cuda12]", "tpu": "jpaged[tpu]"}
 
@@ -42,8 +44,8 @@ def select_devices(kind: str) -> list[jax.Device]:
 def visible_accelerators() -> list[str]:
     """Kinds of accelerator that the operating system shows, whatever JAX makes of them."""
     kinds = [kind for kind, pattern in ACCELERATOR_FILES.items() if glob.glob(pattern)]
-    if "tpu" not in kinds and glob.glob("/dev/vfio/[0-9]*"):  # Newer TPU hosts bind their chips to vfio.
-        vendors = (Path(path) for path in glob.glob("/sys/bus/pci/devices/*/vendor"))
+    if "tpu" not in kinds and glob.glob(VFIO_FILES):  # Newer TPU hosts bind their chips to vfio.
+        vendors = (Path(path) for path in glob.glob(PCI_VENDOR_FILES))
         if any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors):
             kinds.append("tpu")
     return kinds

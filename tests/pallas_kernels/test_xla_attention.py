@@ -114,7 +114,7 @@ class World:
                 [self.keys[row][layer] for row in rows],
                 [self.values[row][layer] for row in rows],
                 query_lens,
-                **options,
+                **{name: np.asarray(value) if name == "sinks" else value for name, value in options.items()},
             )
             np.testing.assert_allclose(np.asarray(outs[layer])[:total], wanted, rtol=0, atol=tolerance)
 
@@ -188,8 +188,8 @@ FEATURES = {
     "window of a page and one": {"window": 9},
     "window beyond the context": {"window": 1000},
     "soft cap": {"soft_cap": 1.5},
-    "sinks": {"sinks": np.array([-1.0, 0.0, 2.0, 30.0], np.float32)},
-    "all of them": {"window": 11, "soft_cap": 1.5, "sinks": np.array([-1.0, 0.0, 2.0, 3.0], np.float32)},
+    "sinks": {"sinks": jnp.array([-1.0, 0.0, 2.0, 30.0])},
+    "all of them": {"window": 11, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])},
 }
 
 
@@ -312,7 +312,7 @@ def test_the_oracle_is_the_definition() -> None:
 FUZZED = {
     "plain": {},
     "window": {"window": 13},
-    "all": {"window": 6, "soft_cap": 2.0, "sinks": np.array([0.5, -0.5, 1.0, 0.0], np.float32)},
+    "all": {"window": 6, "soft_cap": 2.0, "sinks": jnp.array([0.5, -0.5, 1.0, 0.0])},
 }
 
 

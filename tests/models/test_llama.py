@@ -1,0 +1,138 @@
+"""The Llama family against transformers with torch in float32: golden files of tiny random models.
+
+`scripts/make_family_goldens.py` makes them. Each prompt is longer than the model's window and than the length
+its rotary scaling starts from.
+"""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jpaged.models.checkpoint import open_model
+from jpaged.models.config import ModelConfig
+from jpaged.models.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from jpaged.sharding import device_mesh
+
+from ..paged_steps import metadata, nan_cache
+
+FAMILIES = sorted(path for path in (Path(__file__).parents[1] / "golden" / "families").iterdir())
+ATOL = 1e-4
+"""Logits go up to 10; both sides sum in float32, each in its own order. Any wrong position, window or bias shows in
+the first decimal: see the control at the end."""
+PROMPT_LEN = 48
+PAGE_SIZE, TABLE_LEN, BUCKET = 8, 9, 80
+CHUNKS = [13, 13, 13, 9]
+
+
+def open_family(directory: Path) -> tuple[ModelConfig, Weights]:
+    config, checkpoint = open_model(directory)
+    abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]))
+    check_tensors(abstract, config, checkpoint)
+    return config, load_weights(abstract, config, checkpoint)
+
+
+def forward(graph: Any, weights: Any, cache: PagedCache, ids: jax.Array, step: Any) -> tuple[jax.Array, PagedCache]:
+    model = nnx.merge(graph, weights)
+    hidden, cache = model(ids, cache, step)
+    return model.logits(hidden), cache
+
+
+def chunked_logits(config: ModelConfig, weights: Weights, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of every position, of two sequences of the same tokens: one in a single prefill, the other in chunks
+    that begin beside it and then token by token."""
+    backend = XlaBackend(tile_rows=2, tile_q=16, tile_kv=16)
+    layout = backend.layout(
+        num_layers=config.num_layers,
+        num_pages=2 * TABLE_LEN + 1,
+        page_size=PAGE_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        dtype="float32",
+    )
+    cache = nan_cache(layout, tuple(LayerPlace(0, i) for i in range(config.num_layers)), backend)
+    pages = np.random.default_rng(0).permutation(np.arange(1, 2 * TABLE_LEN + 1)).reshape(2, -1).tolist()
+    run = jax.jit(partial(forward, weights.graph), donate_argnums=1)
+    whole, parts, start = np.zeros(0), [], 0
+    for chunk in [*CHUNKS, *[1] * (len(tokens) - PROMPT_LEN)]:
+        end = start + chunk
+        is_first = start == 0
+        lens, contexts = ([len(tokens), chunk], [len(tokens), end]) if is_first else ([chunk], [end])
+        ids = np.concatenate([tokens, tokens[:chunk]]) if is_first else tokens[start:end]
+        step = metadata(
+            backend,
+            lens,
+            contexts,
+            [pages[-len(lens) :]],
+            page_size=PAGE_SIZE,
+            num_tokens=BUCKET,
+            num_rows=3,
+            table_len=TABLE_LEN,
+        )
+        logits, cache = run(weights.state, cache, jnp.asarray(np.pad(ids, (0, BUCKET - len(ids)))), step)
+        found = np.asarray(logits)[: len(ids)]
+        if is_first:
+            whole, found = found[: len(tokens)], found[len(tokens) :]
+        parts.append(found)
+        start = end
+    return whole, np.concatenate(parts)
+
+
+@pytest.mark.parametrize("directory", FAMILIES, ids=lambda path: path.name)
+def test_logits_are_those_of_transformers(directory: Path) -> None:
+    config, weights = open_family(directory)
+    golden = load_file(directory / "golden.safetensors")
+    tokens, wanted = golden["tokens"], golden["logits"]
+    assert len(tokens) > PROMPT_LEN > max(window or 0 for window in config.windows)
+    whole, chunked = chunked_logits(config, weights, tokens)
+    np.testing.assert_allclose(whole, wanted, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(chunked, wanted, rtol=0, atol=ATOL)
+
+
+def test_the_families_cover_what_the_config_can_ask_for() -> None:
+    configs = [open_model(directory)[0] for directory in FAMILIES]
+    assert {config.architecture for config in configs} == {
+        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
+    }  # fmt: skip
+    assert {config.rope.kind for config in configs} == {"default", "linear", "llama3", "yarn"}
+    assert any(config.rope.mscale and config.rope.mscale_all_dim for config in configs)
+    assert any(config.rope.attention_factor for config in configs)
+    for name in ("tie_word_embeddings", "qkv_bias", "out_bias", "mlp_bias"):
+        assert {getattr(config, name) for config in configs} == {False, True}, name
+    assert {len(set(config.windows)) for config in configs} == {1, 2}, "some models mix windowed and full layers"
+    assert any(config.num_heads * config.head_size != config.hidden_size for config in configs)
+    assert any(config.num_heads == config.num_kv_heads for config in configs)
+    assert any(config.num_kv_heads == 1 for config in configs)
+
+
+def test_a_window_off_by_one_would_be_noticed() -> None:
+    """The control: with another window, logits move a thousand times further than the tolerance."""
+    directory = next(path for path in FAMILIES if path.name == "mistral_window")
+    config, weights = open_family(directory)
+    golden = load_file(directory / "golden.safetensors")
+    model = nnx.merge(weights.graph, weights.state)
+    for layer in model.layers:
+        layer.attention.window += 1
+    whole, _ = chunked_logits(config, Weights(*nnx.split(model)), golden["tokens"])
+    assert np.abs(whole - golden["logits"]).max() > 1000 * ATOL
+
+
+def test_logits_come_in_float32_from_bfloat16_weights() -> None:
+    """The stream is rounded to bfloat16, products are not: the scores keep their float32 accumulation."""
+    directory = next(path for path in FAMILIES if path.name == "llama")
+    config, checkpoint = open_model(directory)
+    abstract = abstract_weights(config, "bfloat16", device_mesh(jax.devices()[:1]))
+    weights = load_weights(abstract, config, checkpoint)
+    model = nnx.merge(weights.graph, weights.state)
+    hidden = jax.eval_shape(model.embed, jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert hidden.dtype == jnp.bfloat16
+    assert jax.eval_shape(model.logits, hidden).dtype == jnp.float32
+    assert weights.size_bytes == 2 * sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())

@@ -1,0 +1,32 @@
+"""Logical axes become mesh axes; nothing is spread that was not declared."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jpaged.sharding import TENSOR_AXIS, device_mesh, replicated, sharding_of
+
+
+@pytest.mark.parametrize("axis", ["vocab", "heads", "kv_heads", "mlp"])
+def test_wide_axes_are_spread_over_the_tensor_axis(axis: str) -> None:
+    mesh = device_mesh(jax.devices())
+    assert sharding_of(mesh, ("embed", axis)).spec == PartitionSpec(None, TENSOR_AXIS)
+    assert sharding_of(mesh, (axis, None)).spec == PartitionSpec(TENSOR_AXIS, None)
+
+
+def test_the_hidden_axis_and_unnamed_ones_stay_whole() -> None:
+    mesh = device_mesh(jax.devices())
+    assert sharding_of(mesh, ("embed",)).spec == PartitionSpec(None)
+    assert replicated(mesh).is_fully_replicated
+
+
+def test_an_axis_that_nobody_declared_is_an_error() -> None:
+    with pytest.raises(KeyError, match="expert"):
+        sharding_of(device_mesh(jax.devices()), ("expert", "embed"))
+
+
+def test_the_mesh_holds_the_devices_given_and_no_other() -> None:
+    devices = jax.devices()[:1]
+    mesh = device_mesh(devices)
+    assert mesh.axis_names == (TENSOR_AXIS,)
+    assert list(mesh.devices.flat) == devices
