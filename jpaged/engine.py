@@ -30,7 +30,7 @@ from .prompts import EncodedPrompt, PromptEncoder
 from .request import Request, RequestState, make_request
 from .runner import Runner, allocate_state
 from .sampler import SampledRows, SampleMode
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, is_integer
 from .scheduler import Scheduler, SchedulerOutput
 from .sharding import device_mesh, select_devices
 from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
@@ -509,7 +509,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
         )
     if not prompts:
         return []
-    return [list(prompts)] if isinstance(prompts[0], int) else list(prompts)
+    return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
 
 
 def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

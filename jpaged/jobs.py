@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import ConfigError, InvalidRequestError
 from .prompts import PROMPT_KEYS, EncodedPrompt, PromptEncoder
-from .sampling_params import FIELDS, SamplingParams, check_name
+from .sampling_params import FIELDS, SamplingParams, check_name, shown
 
 LINE_KEYS = (*PROMPT_KEYS, "id")
 MAX_ERROR_CHARS = 4096
@@ -73,7 +73,7 @@ class JobReader:
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 if (first := line_of_id.setdefault(repr(id_), number)) != number:
                     raise InvalidRequestError(
-                        f"id: {id_!r} is used by line {first} already; give each its own", param="id"
+                        f"id: {shown(id_)} is used by line {first} already; give each its own", param="id"
                     )
                 jobs.append(self.job(id_, number, prompt, own_params))
             except InvalidRequestError as error:
@@ -135,7 +135,7 @@ def _record(line: str) -> dict[str, Any]:
 def _id(record: dict[str, Any], number: int) -> str | int:
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):
-        raise InvalidRequestError(f"id: got {id_!r}, allowed: a string or an integer", param="id")
+        raise InvalidRequestError(f"id: got {shown(id_)}, allowed: a string or an integer", param="id")
     for key in record:
         if key == "priority":
             raise InvalidRequestError("priority: not available in this version; leave it out", param=key)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-INIT_STD = 0.02
+
+class WeightMaker(Protocol):
+    """Makes a new weight of one dtype: an array for a model of its own, its abstract shape for one to be loaded."""
+
+    def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, fill: float | None = None) -> Any:
+        """A weight of that shape and those logical axes, all `fill` or (None) drawn at random."""
+        ...
 
 
 class Linear(nnx.Module):
     """x · W (+ b), W stored [in, out], the transpose of a checkpoint's; products accumulate in float32."""
 
-    def __init__(
-        self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, dtype: Any, rngs: nnx.Rngs
-    ) -> None:
-        weight = jax.random.normal(rngs.params(), (num_in, num_out), jnp.float32) * INIT_STD
-        self.weight = nnx.Param(weight.astype(dtype), logical_axes=axes, transposed=True)
-        self.bias = nnx.Param(jnp.zeros((num_out,), dtype), logical_axes=axes[1:]) if bias else nnx.data(None)
+    def __init__(self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, make: WeightMaker) -> None:
+        self.weight = nnx.Param(make((num_in, num_out), axes), logical_axes=axes, transposed=True)
+        self.bias = nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:]) if bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return self.product(x).astype(x.dtype)
@@ -36,9 +39,9 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """Rows of [V, D], looked up by token id, or multiplied with for logits when input and output are tied."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        weight = jax.random.normal(rngs.params(), (vocab_size, hidden_size), jnp.float32) * INIT_STD
-        self.weight = nnx.Param(weight.astype(dtype), logical_axes=("vocab", "embed"))
+    def __init__(self, vocab_size: int, hidden_size: int, *, make: WeightMaker) -> None:
+        axes = ("vocab", "embed")
+        self.weight = nnx.Param(make((vocab_size, hidden_size), axes), logical_axes=axes)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
@@ -51,8 +54,8 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """x / rms(x) × w, normalised in float32. Source: Zhang & Sennrich 2019, arXiv:1910.07467."""
 
-    def __init__(self, size: int, *, eps: float, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.ones((size,), dtype), logical_axes=("embed",))
+    def __init__(self, size: int, *, eps: float, make: WeightMaker) -> None:
+        self.weight = nnx.Param(make((size,), ("embed",), fill=1.0), logical_axes=("embed",))
         self.eps = eps
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:

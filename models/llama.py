@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
 from .config import ModelConfig
-from .layers import Embedding, Linear, RMSNorm
+from .layers import Embedding, Linear, RMSNorm, WeightMaker
 from .rope import attention_factor, inverse_frequencies, rope
 
 TENSOR_NAMES = {
@@ -38,14 +37,14 @@ TENSOR_NAMES = {
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
         hidden, head = config.hidden_size, config.head_size
         q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
-        qkv: dict[str, Any] = {"bias": config.qkv_bias, "dtype": dtype, "rngs": rngs}
+        qkv: dict[str, Any] = {"bias": config.qkv_bias, "make": make}
         self.q_proj = Linear(hidden, q_size, axes=("embed", "heads"), **qkv)
         self.k_proj = Linear(hidden, kv_size, axes=("embed", "kv_heads"), **qkv)
         self.v_proj = Linear(hidden, kv_size, axes=("embed", "kv_heads"), **qkv)
-        self.o_proj = Linear(q_size, hidden, axes=("heads", "embed"), bias=config.out_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(q_size, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
         self.layer, self.head_size, self.window = layer, head, config.windows[layer]
         self.rope = config.rope
 
@@ -66,9 +65,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) × up(x))."""
 
-    def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        options: dict[str, Any] = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
+        options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
         self.gate_proj = Linear(hidden, inner, axes=("embed", "mlp"), **options)
         self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), **options)
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
@@ -80,11 +79,11 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind its norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
+        self.attention = Attention(config, layer, make=make)
+        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
+        self.mlp = MLP(config, make=make)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], cache: PagedCache, step: AttentionMetadata
@@ -99,17 +98,15 @@ class Llama(nnx.Module):
 
     tensor_names = TENSOR_NAMES
 
-    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
+        self.embed = Embedding(config.vocab_size, config.hidden_size, make=make)
+        self.layers = nnx.List([DecoderLayer(config, i, make=make) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
         # A tied model has no matrix of its own for the output.
         self.head = (
             nnx.data(None)
             if config.tie_word_embeddings
-            else Linear(
-                config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, dtype=dtype, rngs=rngs
-            )
+            else Linear(config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, make=make)
         )
 
     def __call__(

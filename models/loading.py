@@ -35,6 +35,7 @@ CHUNK_BYTES = 4 << 20
 NUM_READERS = 2
 ALIGNMENT = 64
 """JAX aliases host memory on a CPU from this alignment on, and copies it below."""
+INIT_STD = 0.02
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
@@ -52,16 +53,12 @@ class Weights:
 
 @lru_cache(maxsize=4)
 def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
-    """Shapes, dtypes and placement of a model's weights; nothing is allocated."""
-    build = ARCHITECTURES[config.architecture]
-    graph, state = nnx.split(nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    placed = {
-        path: leaf.replace(
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, leaf.get_metadata("logical_axes")))
-        )
-        for path, leaf in nnx.to_flat_state(state)
-    }
-    return Weights(graph, nnx.from_flat_state(placed))
+    """Shapes, dtypes and placement of a model's weights; nothing is allocated or traced."""
+
+    def make(shape: tuple[int, ...], axes: tuple[str, ...], *, fill: float | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
+
+    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -97,11 +94,11 @@ def load_weights(
 
     def load(path: tuple[Any, ...]) -> jax.Array:
         leaf = leaves[path]
-        return jax.make_array_from_callback(
-            leaf.shape,
-            leaf.sharding,
-            lambda index: _read(checkpoint, names[path], index, leaf.shape, np.dtype(leaf.dtype), _is_transposed(leaf)),
-        )
+
+        def read(index: Any) -> np.ndarray:
+            return _read(checkpoint, names[path], index, leaf.shape, np.dtype(leaf.dtype), _is_transposed(leaf))
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
     loaded = {}
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -182,5 +179,10 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
     """Weights drawn from `seed`, for tests and for timing without a checkpoint."""
-    model = ARCHITECTURES[config.architecture](config, dtype=dtype, rngs=nnx.Rngs(seed))
-    return Weights(*nnx.split(jax.tree.map(jnp.asarray, model)))
+    rng = np.random.default_rng(seed)
+
+    def make(shape: tuple[int, ...], axes: tuple[str, ...], *, fill: float | None = None) -> jax.Array:
+        values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
+        return jnp.asarray(values.astype(dtype))
+
+    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
