@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import count
 
 import jax
 
@@ -21,63 +22,71 @@ Lower = Callable[[], jax.stages.Lowered]
 
 
 class CompilePlan:
-    """Executables by key, compiled at their first use or when `prepare` asks for them."""
+    """Executables by key, compiled in the background once `start` has asked for them, else at their first use."""
 
     def __init__(self, programs: Mapping[Key, Lower]):
         self.programs = dict(programs)
-        self.executables: dict[Key, jax.stages.Compiled] = {}
-        self.compile_seconds = 0.0
-        """Wall time that anybody waited for compilation (or for reading the persistent cache)."""
+        self.waited_seconds = 0.0
+        """Wall time that somebody waited for a compilation (or for reading the persistent cache)."""
         self.num_outside = 0
         """Compilations in this process that the plan did not ask for. Anything but 0 is a defect."""
-        self._lock = threading.Lock()
+        self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
         self._compiling: set[int] = set()
+        self._is_counting = False
 
-    def get(self, key: Key) -> jax.stages.Compiled:
-        """The executable of `key`. KeyError for a key outside the plan: shapes are fixed at start."""
-        executable = self.executables.get(key)
-        if executable is None:
-            self.prepare([key])
-            executable = self.executables[key]
-        return executable
+    @property
+    def num_compiled(self) -> int:
+        """Executables that are ready."""
+        return sum(future.done() for future in self._futures.values())
 
-    def prepare(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile what is missing of `keys`, two at a time; `progress(done, total)`."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self.executables]
+    def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile these in the background, two at a time, in this order; `progress(done, total)`.
+
+        KeyError for a key outside the plan: shapes are fixed at start.
+        """
+        missing = [key for key in dict.fromkeys(keys) if key not in self._futures]
         if unknown := [key for key in missing if key not in self.programs]:
             raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
-        if not missing:
-            return
-        start = time.monotonic()
-        if progress is not None:
+        if progress is not None and missing:
             progress(0, len(missing))
-        with ThreadPoolExecutor(min(NUM_COMPILERS, len(missing))) as compilers:
-            for done, (key, executable) in enumerate(
-                zip(missing, compilers.map(self._compile, missing), strict=True), 1
-            ):
-                self.executables[key] = executable
-                if progress is not None:
-                    progress(done, len(missing))
-        self.compile_seconds += time.monotonic() - start
+        done = count(1)
+        for key in missing:
+            future = self._futures[key] = self._compilers.submit(self._compile, key)
+            if progress is not None:
+                future.add_done_callback(lambda _: progress(next(done), len(missing)))
+
+    def get(self, key: Key) -> jax.stages.Compiled:
+        """The executable of `key`; waits for it if it is not ready. Raises what its compilation raised."""
+        future = self._futures.get(key)
+        if future is None or not future.done():
+            start = time.monotonic()
+            self.start([key])
+            future = self._futures[key]
+            wait([future])
+            self.waited_seconds += time.monotonic() - start
+        return future.result()
 
     def open(self) -> None:
         """Start-up is over: from now on, compilations that the plan did not ask for are counted."""
+        self._is_counting = True
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def close(self) -> None:
-        """Stop counting compilations and drop the executables."""
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
-        self.executables.clear()
+        """Stop compiling and counting, and drop the executables. What is being compiled is waited for."""
+        if self._is_counting:
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+            self._is_counting = False
+        self._compilers.shutdown(cancel_futures=True)
+        self._futures.clear()
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         thread = threading.get_ident()
-        with self._lock:
-            self._compiling.add(thread)
+        self._compiling.add(thread)
         try:
             return self.programs[key]().compile()
         finally:
-            with self._lock:
-                self._compiling.discard(thread)
+            self._compiling.discard(thread)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() not in self._compiling:

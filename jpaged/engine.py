@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
-from .block_manager import BlockManager
-from .buckets import make_buckets
-from .compile_plan import CompilePlan, Key
+from .assembly import NUM_GROUPS, EngineParts, Progress, assemble
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError
-from .models.loading import Weights, abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel, open_for_engine
 from .output_processor import OutputProcessor
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
-from .pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
-from .programs import forward_key, sample_key, step_programs
 from .prompts import EncodedPrompt, PromptEncoder
 from .request import Request, RequestState, make_request
-from .runner import Runner, allocate_state
 from .sampler import SampledRows, SampleMode
 from .sampling_params import SamplingParams, is_integer
-from .scheduler import Scheduler, SchedulerOutput
-from .sharding import device_mesh, select_devices
-from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
-from .step_inputs import BuiltStep, StepInputBuilder
+from .scheduler import SchedulerOutput
+from .sizing import Demand
+from .step_inputs import BuiltStep
 
 logger = logging.getLogger("jpaged")
-
-NUM_GROUPS = 1
-"""Page-table groups: all layers of the models here keep all of their context."""
-
-
-class Progress(Protocol):
-    """What is told of a long phase: `name` of the phase, `done` of `total`."""
-
-    def __call__(self, name: str, done: int, total: int) -> None: ...
 
 
 class Engine:
@@ -58,7 +39,7 @@ class Engine:
 
     def __init__(self, model: str | None = None, **options: Any):
         config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
-        self._start(config, open_for_engine(config))
+        self._start(assemble(config, open_for_engine(config)))
 
     @classmethod
     def from_engine_args(
@@ -76,111 +57,20 @@ class Engine:
         they need, and what they need first is compiled while the weights are read.
         """
         engine = cls.__new__(cls)
-        engine._start(config, opened or open_for_engine(config), demands=demands, modes=modes, progress=progress)
+        opened = opened or open_for_engine(config)
+        engine._start(assemble(config, opened, demands=demands, modes=modes, progress=progress))
         return engine
 
-    def _start(
-        self,
-        config: EngineConfig,
-        opened: OpenedModel,
-        *,
-        demands: Sequence[Demand] = (),
-        modes: Collection[SampleMode] = (),
-        progress: Progress | None = None,
-    ) -> None:
-        self.config = config
-        self.opened = opened
-        self.tokenizer = opened.tokenizer
-        model = opened.config
-        use_compilation_cache(config.compilation_cache_dir)
-        try:
-            self.device = select_devices(config.device)[0]
-        except RuntimeError as error:
-            raise ConfigError(" ".join(str(error).split())) from error
-        platform = self.device.platform
-        mesh = device_mesh([self.device])
-        self.backend = XlaBackend(platform=platform)
-        shape = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_size": model.head_size}
-
-        def page_bytes(block_size: int, dtype: str) -> int:
-            try:
-                return self.backend.layout(num_pages=1, page_size=block_size, dtype=dtype, **shape).page_bytes
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-
-        self.sizes: EngineSizes = size_engine(
-            config,
-            model,
-            platform=platform,
-            free_bytes=_free_bytes(self.device),
-            page_bytes=page_bytes,
-            weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
-            demands=demands,
-        )
-        for note in self.sizes.notes:
-            logger.warning(note)
-        sizes = self.sizes
-        self.buckets = make_buckets(
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_num_seqs=sizes.max_num_seqs,
-            platform=platform,
-            dtype=sizes.dtype,
-        )
-        self.blocks = BlockManager(
-            num_blocks=sizes.num_blocks,
-            block_size=sizes.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            num_groups=NUM_GROUPS,
-        )
-        self.scheduler = Scheduler(
-            self.blocks,
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            watermark=config.watermark,
-            clock=time.monotonic,
-        )
-        self.builder = StepInputBuilder(
-            buckets=self.buckets,
-            backend=self.backend,
-            block_size=sizes.block_size,
-            num_groups=NUM_GROUPS,
-            max_num_seqs=sizes.max_num_seqs,
-        )
-        abstract = abstract_weights(model, sizes.dtype, mesh)
-        check_tensors(abstract, model, opened.checkpoint)
-        layout = self.backend.layout(
-            num_pages=sizes.num_blocks, page_size=sizes.block_size, dtype=sizes.kv_cache_dtype, **shape
-        )
-        places = tuple(LayerPlace(group=0, index=layer) for layer in range(model.num_layers))
-        programs = step_programs(
-            weights=abstract,
-            hidden_size=model.hidden_size,
-            mesh=mesh,
-            cache=PagedCache((), layout, places, self.backend),
-            buckets=self.buckets,
-            builder=self.builder,
-            max_num_seqs=sizes.max_num_seqs,
-            max_pages=-(-sizes.max_model_len // sizes.block_size),
-            max_logprobs=config.max_logprobs,
-        )
-        # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
-        plan = CompilePlan(programs.lower)
-
-        def load() -> tuple[Weights, float]:
-            start = time.monotonic()
-            weights = load_weights(abstract, model, opened.checkpoint, progress=_phase(progress, "load"))
-            return weights, time.monotonic() - start
-
-        with ThreadPoolExecutor(1) as loader:
-            loading = loader.submit(load)
-            plan.prepare(self._first_keys(demands, modes), progress=_phase(progress, "compile"))
-            weights, self.load_seconds = loading.result()
-        state = allocate_state(programs.state)
-        plan.open()
-        self.runner = Runner(weights=weights, state=state, plan=plan, buckets=self.buckets, mesh=mesh)
-        self.prompts = PromptEncoder(self.tokenizer, model.vocab_size, sizes.max_model_len)
+    def _start(self, parts: EngineParts) -> None:
+        self.config, self.opened, self.sizes = parts.config, parts.opened, parts.sizes
+        self.tokenizer = parts.opened.tokenizer
+        self.device, self.backend = parts.device, parts.backend
+        self.blocks, self.scheduler = parts.scheduler.blocks, parts.scheduler
+        self.builder, self.runner = parts.builder, parts.runner
+        self.load_seconds = parts.load_seconds
+        self.prompts = PromptEncoder(self.tokenizer, self.opened.config.vocab_size, self.sizes.max_model_len)
         self.outputs = OutputProcessor(
-            self.tokenizer, eos_token_ids=opened.eos_token_ids, max_model_len=sizes.max_model_len
+            self.tokenizer, eos_token_ids=self.opened.eos_token_ids, max_model_len=self.sizes.max_model_len
         )
         self.requests: dict[str, Request] = {}
         self._num_requests = 0
@@ -326,9 +216,9 @@ class Engine:
             "blocks_used": blocks.num_used,
             "peak_blocks_used": blocks.peak_used,
             "requests": len(self.requests),
-            "executables": len(plan.executables),
+            "executables": plan.num_compiled,
             "planned_executables": len(plan.programs),
-            "compile_seconds": plan.compile_seconds,
+            "compile_seconds": plan.waited_seconds,
             "recompiles": plan.num_outside,
             "padding_share": 1 - counts["step_tokens"] / counts["padded_tokens"] if counts["padded_tokens"] else 0.0,
         }
@@ -387,16 +277,6 @@ class Engine:
                 if request.state.is_finished:
                     del self.requests[request.request_id]
         return list(changed.values())
-
-    def _first_keys(self, demands: Sequence[Demand], modes: Collection[SampleMode]) -> list[Key]:
-        """Executables that these requests need first: their prefill, their decode, their sampling."""
-        if not demands:
-            return []
-        num_prompt_tokens = sum(demand.prompt_len for demand in demands)
-        num_seqs = min(len(demands), self.sizes.max_num_seqs)
-        sizes = [min(num_prompt_tokens, self.sizes.max_num_batched_tokens), num_seqs]
-        keys = [forward_key(self.buckets, size) for size in sizes]
-        return keys + [sample_key(self.buckets, num_seqs, mode) for mode in modes]
 
     def _check(self, prompt: Any, params: SamplingParams) -> EncodedPrompt:
         if not isinstance(params, SamplingParams):
@@ -463,24 +343,6 @@ def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     )
 
 
-def use_compilation_cache(directory: str | None) -> None:
-    """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning."""
-    if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
-        return  # The user has chosen one.
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(directory) if directory else Path(cache_home) / "jpaged" / "xla"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(f"{path} is not writable")
-    except OSError as error:
-        logger.warning("compilation cache off, each start compiles anew: %s", error)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
 def sample_mode(params: Iterable[SamplingParams]) -> SampleMode:
     """The least mode that does what all of these ask for."""
     mode = SampleMode.GREEDY
@@ -490,11 +352,6 @@ def sample_mode(params: Iterable[SamplingParams]) -> SampleMode:
         if not each.is_greedy:
             mode = SampleMode.FULL
     return mode
-
-
-def _free_bytes(device: jax.Device) -> int:
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def _as_prompts(prompts: Any) -> list[Any]:
@@ -510,10 +367,6 @@ def _as_prompts(prompts: Any) -> list[Any]:
     if not prompts:
         return []
     return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
-
-
-def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(name, done, total)
 
 
 @contextmanager

@@ -212,7 +212,11 @@ def _start_engine(config: EngineConfig, opened: OpenedModel, jobs: list[Job]) ->
 
     demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens) for job in jobs]
     modes = {sample_mode([job.params]) for job in jobs}
-    return Engine.from_engine_args(config, opened, demands=demands, modes=modes, progress=ProgressReport())
+    progress = ProgressReport()
+    try:
+        return Engine.from_engine_args(config, opened, demands=demands, modes=modes, progress=progress)
+    finally:
+        progress.close()
 
 
 def _origins(flags: Mapping[str, Any], opened: OpenedModel) -> dict[str, str]:

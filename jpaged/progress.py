@@ -22,10 +22,13 @@ class ProgressReport:
         self._bars: dict[str, Any] = {}
         self._since: dict[str, float] = {}
         self._last_line_s = time.monotonic()
+        self._is_closed = False
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Report `done` of `total` in phase `name`; the phase ends when they are equal."""
         with self._lock:
+            if self._is_closed:
+                return
             now = time.monotonic()
             if name not in self._since:
                 self._since[name] = self._last_line_s = now
@@ -39,8 +42,9 @@ class ProgressReport:
                 say(f"{name}: {done} of {total} ({now - since:.1f} s)")
 
     def close(self) -> None:
-        """Take away what is shown of phases that did not end."""
+        """Take away what is shown, and show nothing more: what still goes on does so behind other output."""
         with self._lock:
+            self._is_closed = True
             for name in list(self._since):
                 self._end(name)
 

@@ -1,0 +1,219 @@
+"""Puts an engine together: device, sizes, scheduler, executables, weights. Whatever can fail early fails first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from .block_manager import BlockManager
+from .buckets import Buckets, make_buckets
+from .compile_plan import CompilePlan, Key
+from .config import EngineConfig
+from .errors import ConfigError
+from .models.config import ModelConfig
+from .models.loading import abstract_weights, check_tensors, load_weights
+from .opening import OpenedModel
+from .pallas_kernels.ragged_paged_attention import KVLayout, LayerPlace, PagedCache, XlaBackend
+from .programs import Programs, forward_key, sample_key, step_programs
+from .runner import Runner, allocate_state
+from .sampler import SampleMode
+from .scheduler import Scheduler
+from .sharding import device_mesh, select_devices
+from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
+from .step_inputs import StepInputBuilder
+
+logger = logging.getLogger("jpaged")
+
+NUM_GROUPS = 1
+"""Page-table groups: all layers of the models here keep all of their context."""
+
+
+class Progress(Protocol):
+    """What is told of a long phase: `name` of the phase, `done` of `total`."""
+
+    def __call__(self, name: str, done: int, total: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Everything that an engine is made of, ready to run."""
+
+    config: EngineConfig
+    opened: OpenedModel
+    sizes: EngineSizes
+    device: jax.Device
+    backend: XlaBackend
+    scheduler: Scheduler
+    builder: StepInputBuilder
+    runner: Runner
+    load_seconds: float
+
+
+def assemble(
+    config: EngineConfig,
+    opened: OpenedModel,
+    *,
+    demands: Sequence[Demand] = (),
+    modes: Collection[SampleMode] = (),
+    progress: Progress | None = None,
+) -> EngineParts:
+    """Build an engine's parts. ConfigError or ModelLoadError; shapes are checked before anything large is allocated."""
+    use_compilation_cache(config.compilation_cache_dir)
+    try:
+        device = select_devices(config.device)[0]
+    except RuntimeError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    mesh, backend, model = device_mesh([device]), XlaBackend(platform=device.platform), opened.config
+    sizes = size_engine(
+        config,
+        model,
+        platform=device.platform,
+        free_bytes=_free_bytes(device),
+        page_bytes=lambda block_size, dtype: _layout(backend, model, 1, block_size, dtype).page_bytes,
+        weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
+        demands=demands,
+    )
+    for note in sizes.notes:
+        logger.warning(note)
+    buckets = make_buckets(
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        platform=device.platform,
+        dtype=sizes.dtype,
+    )
+    builder = StepInputBuilder(
+        buckets=buckets,
+        backend=backend,
+        block_size=sizes.block_size,
+        num_groups=NUM_GROUPS,
+        max_num_seqs=sizes.max_num_seqs,
+    )
+    programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
+    # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
+    plan = CompilePlan(programs.lower)
+    plan.start(_first_keys(buckets, sizes, demands, modes), progress=_phase(progress, "compile"))
+    start = time.monotonic()
+    try:
+        weights = load_weights(programs.weights, model, opened.checkpoint, progress=_phase(progress, "load"))
+    except BaseException:
+        plan.close()
+        raise
+    load_seconds = time.monotonic() - start
+    state = allocate_state(programs.state)
+    plan.open()
+    return EngineParts(
+        config=config,
+        opened=opened,
+        sizes=sizes,
+        device=device,
+        backend=backend,
+        scheduler=_scheduler(config, sizes),
+        builder=builder,
+        runner=Runner(weights=weights, state=state, plan=plan, buckets=buckets, mesh=mesh),
+        load_seconds=load_seconds,
+    )
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning."""
+    if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
+        return  # The user has chosen one.
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(directory) if directory else Path(cache_home) / "jpaged" / "xla"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(f"{path} is not writable")
+    except OSError as error:
+        logger.warning("compilation cache off, each start compiles anew: %s", error)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _layout(backend: XlaBackend, model: ModelConfig, num_pages: int, block_size: int, dtype: str) -> KVLayout:
+    try:
+        return backend.layout(
+            num_layers=model.num_layers,
+            num_pages=num_pages,
+            page_size=block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_size,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _programs(
+    config: EngineConfig,
+    opened: OpenedModel,
+    sizes: EngineSizes,
+    mesh: Mesh,
+    backend: XlaBackend,
+    buckets: Buckets,
+    builder: StepInputBuilder,
+) -> Programs:
+    model = opened.config
+    weights = abstract_weights(model, sizes.dtype, mesh)
+    check_tensors(weights, model, opened.checkpoint)
+    layout = _layout(backend, model, sizes.num_blocks, sizes.block_size, sizes.kv_cache_dtype)
+    places = tuple(LayerPlace(group=0, index=layer) for layer in range(model.num_layers))
+    return step_programs(
+        weights=weights,
+        hidden_size=model.hidden_size,
+        mesh=mesh,
+        cache=PagedCache((), layout, places, backend),
+        buckets=buckets,
+        builder=builder,
+        max_num_seqs=sizes.max_num_seqs,
+        max_pages=-(-sizes.max_model_len // sizes.block_size),
+        max_logprobs=config.max_logprobs,
+    )
+
+
+def _scheduler(config: EngineConfig, sizes: EngineSizes) -> Scheduler:
+    blocks = BlockManager(
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_groups=NUM_GROUPS,
+    )
+    return Scheduler(
+        blocks,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        watermark=config.watermark,
+        clock=time.monotonic,
+    )
+
+
+def _first_keys(
+    buckets: Buckets, sizes: EngineSizes, demands: Sequence[Demand], modes: Collection[SampleMode]
+) -> list[Key]:
+    """Executables that these requests need first, in that order: for their prefill, sampling and decode."""
+    if not demands:
+        return []
+    num_prompt_tokens = sum(demand.prompt_len for demand in demands)
+    num_seqs = min(len(demands), sizes.max_num_seqs)
+    prefill = forward_key(buckets, min(num_prompt_tokens, sizes.max_num_batched_tokens))
+    samplers = [sample_key(buckets, num_seqs, mode) for mode in modes]
+    return [prefill, *samplers, forward_key(buckets, num_seqs)]
+
+
+def _free_bytes(device: jax.Device) -> int:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(name, done, total)
