@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 
+@runtime_checkable
+@runtime_checkable
 class WeightMaker(Protocol):
     """Makes a new weight of one dtype: an array for a model of its own, its abstract shape for one to be loaded."""
 
