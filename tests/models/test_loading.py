@@ -209,7 +209,10 @@ def anonymous_bytes(pid: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
 def test_loading_takes_little_more_memory_than_the_weights() -> None:
-    """Anonymous memory of the process, every 10 ms: at most 1.3 × the weights in the dtype they run in."""
+    """Anonymous memory, every 10 ms: at most 1.3 × the weights in the dtype they run in is promised, 1.03 is usual.
+
+    The bound stands between, where the embedding in one piece (1.2) would be noticed.
+    """
     command = [sys.executable, "-c", LOAD_DEFAULT_MODEL]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
@@ -225,4 +228,4 @@ def test_loading_takes_little_more_memory_than_the_weights() -> None:
         peak = max(peak, anonymous_bytes(child.pid))
         assert child.stdout.readline() == "loaded\n"
         child.stdin.close()
-    assert weights_bytes <= peak - before <= 1.3 * weights_bytes
+    assert weights_bytes <= peak - before <= 1.15 * weights_bytes
