@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 
 @runtime_checkable
-@runtime_checkable
 class WeightMaker(Protocol):
     """Makes a new weight of one dtype: an array for a model of its own, its abstract shape for one to be loaded."""
 

@@ -364,8 +364,8 @@ def test_inverse_cdf_takes_the_right_token_and_never_one_without_weight(seed, sh
     rng = np.random.default_rng(seed)
     weights = np.exp(-spread * rng.random(CDF_SHAPE)).astype(np.float32)
     weights = np.where(rng.random(CDF_SHAPE) < share, weights, 0).astype(np.float32)
-    weights[:, rng.integers(0, CDF_SHAPE[1])] = 1.0
     weights[:, -3:-1] = tail
+    weights[:, rng.integers(0, CDF_SHAPE[1])] = 1.0  # Last: every row has a token to draw.
     uniform = rng.choice(np.append(EDGES, rng.random(10, np.float32)), CDF_SHAPE[0])
     tokens = np.asarray(jitted_inverse_cdf(jnp.asarray(weights), jnp.asarray(uniform)))
     rows = np.arange(CDF_SHAPE[0])
