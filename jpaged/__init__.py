@@ -47,6 +47,8 @@ __all__ = [
     "SamplingParams",
 ]
 
+_NOT_BUILT = ("AsyncEngine", "BeamSearchParams", "LoRARequest", "PoolingParams")
+
 # In a checkout the other rooms lie beside this folder; an installed wheel has them inside.
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if (_CHECKOUT / "pyproject.toml").is_file() and str(_CHECKOUT) not in __path__:
@@ -56,6 +58,8 @@ if (_CHECKOUT / "pyproject.toml").is_file() and str(_CHECKOUT) not in __path__:
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    if name in _NOT_BUILT:
+        raise AttributeError(f"jpaged.{name}: not available in this version; it has {', '.join(__all__)}")
     raise AttributeError(f"module 'jpaged' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

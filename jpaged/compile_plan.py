@@ -1,15 +1,16 @@
 """The closed set of executables: each is compiled ahead of time, once, and nothing outside the set may run.
 
 Knows keys and how to lower them; not what they compute. `jax.monitoring` tells of every compilation in the
-process: those that happen while the plan is open and not on its behalf are counted as outside of it.
+process: those that a step causes on its own thread are counted as outside of the plan.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import count
 
 import jax
@@ -29,11 +30,12 @@ class CompilePlan:
         self.waited_seconds = 0.0
         """Wall time that somebody waited for a compilation (or for reading the persistent cache)."""
         self.num_outside = 0
-        """Compilations in this process that the plan did not ask for. Anything but 0 is a defect."""
+        """Compilations during steps that the plan did not ask for. Anything but 0 is a defect."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
-        self._compiling: set[int] = set()
-        self._is_counting = False
+        self._serving: set[int] = set()
+        self._is_closed = False
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @property
     def num_compiled(self) -> int:
@@ -67,27 +69,27 @@ class CompilePlan:
             self.waited_seconds += time.monotonic() - start
         return future.result()
 
-    def open(self) -> None:
-        """Start-up is over: from now on, compilations that the plan did not ask for are counted."""
-        self._is_counting = True
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While this lasts, compilations on the caller's thread are counted: a step must cause none."""
+        self._serving.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._serving.discard(threading.get_ident())
 
     def close(self) -> None:
         """Stop compiling and counting, and drop the executables. What is being compiled is waited for."""
-        if self._is_counting:
+        if not self._is_closed:
+            self._is_closed = True
             jax.monitoring.unregister_event_duration_listener(self._on_event)
-            self._is_counting = False
-        self._compilers.shutdown(cancel_futures=True)
-        self._futures.clear()
+            self._compilers.shutdown(cancel_futures=True)
+            self._futures.clear()
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        thread = threading.get_ident()
-        self._compiling.add(thread)
-        try:
-            return self.programs[key]().compile()
-        finally:
-            self._compiling.discard(thread)
+        return self.programs[key]().compile()
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == BACKEND_COMPILE_EVENT and threading.get_ident() not in self._compiling:
+        # The plan compiles on threads of its own, and so may others in this process: neither is a step.
+        if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1

@@ -21,7 +21,7 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .prompts import EncodedPrompt, PromptEncoder
 from .request import Request, RequestState, make_request
 from .sampler import SampledRows, SampleMode
-from .sampling_params import SamplingParams, is_integer
+from .sampling_params import SamplingParams, is_integer, shown
 from .scheduler import SchedulerOutput
 from .sizing import Demand
 from .step_inputs import BuiltStep
@@ -69,9 +69,7 @@ class Engine:
         self.builder, self.runner = parts.builder, parts.runner
         self.load_seconds = parts.load_seconds
         self.prompts = PromptEncoder(self.tokenizer, self.opened.config.vocab_size, self.sizes.max_model_len)
-        self.outputs = OutputProcessor(
-            self.tokenizer, eos_token_ids=self.opened.eos_token_ids, max_model_len=self.sizes.max_model_len
-        )
+        self.outputs = OutputProcessor(self.tokenizer, eos_token_ids=self.opened.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self._num_requests = 0
         self._counts = {"steps": 0, "prompt_tokens": 0, "generation_tokens": 0, "step_tokens": 0, "padded_tokens": 0}
@@ -96,10 +94,20 @@ class Engine:
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error: got {on_error!r}, allowed: raise, return")
+        if self.requests:
+            raise ConfigError(
+                f"generate: got an engine with {len(self.requests)} unfinished requests of add_request, allowed: none; "
+                "step() them to their end or abort them first"
+            )
         prompts = _as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             each: list[SamplingParams] = [sampling_params or self.default_sampling_params()] * len(prompts)
         else:
+            if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+                raise InvalidRequestError(
+                    f"sampling_params: got {shown(sampling_params)}, allowed: SamplingParams or a list of them",
+                    param="sampling_params",
+                )
             each = list(sampling_params)
         if len(each) != len(prompts):
             raise InvalidRequestError(
@@ -123,7 +131,9 @@ class Engine:
             if encoded is not None:
                 index_of[self.enqueue(f"generate-{number}", encoded, params, number=number).request_id] = index
         with _bar(len(index_of), use_tqdm) as update:
-            self.run_until_done(lambda request: self._collect(request, index_of, results, update))
+            for output in self.run_until_done():
+                results[index_of[output.request_id]] = output
+                update()
         return [result for result in results if result is not None]
 
     def chat(
@@ -134,8 +144,12 @@ class Engine:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of conversations."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else list(messages)
+        if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequestError(
+                f"messages: got {shown(messages)}, allowed: a list of {{role, content}}, or a list of such lists",
+                param="messages",
+            )
+        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
         return self.generate([{"messages": one} for one in conversations], sampling_params, use_tqdm=use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -158,6 +172,14 @@ class Engine:
         `number` stands in for the count of requests so far in the seed of a request without one, so that a
         resumed job draws as the first did.
         """
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(
+                f"request_id: got {shown(request_id)}, allowed: a non-empty string", param="request_id"
+            )
+        if arrival_time is not None and not isinstance(arrival_time, int | float):
+            raise InvalidRequestError(
+                f"arrival_time: got {shown(arrival_time)}, allowed: monotonic seconds", param="arrival_time"
+            )
         if request_id in self.requests:
             raise InvalidRequestError(
                 f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has",
@@ -174,16 +196,15 @@ class Engine:
         """Compute one step; returns the outputs so far of every request that it brought a token or an end."""
         return [self.outputs.output_of(request) for request in self._advance()]
 
-    def run_until_done(self, on_finished: Callable[[Request], None]) -> None:
-        """Step until nothing is left; each request is handed over when it ends. Aborts all if that raises."""
+    def run_until_done(self) -> Iterator[RequestOutput]:
+        """Step until nothing is left, giving each request's output when it ends. Aborts all if that is cut short."""
         try:
             while self.has_unfinished_requests():
                 for request in self._advance():
                     if request.state.is_finished:
-                        on_finished(request)
-        except BaseException:
+                        yield self.outputs.output_of(request)
+        finally:
             self.abort_request(list(self.requests))
-            raise
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -192,7 +213,7 @@ class Engine:
         return len(self.requests)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests with finish_reason "abort" and free what they hold. Ids that are not running are ignored."""
+        """End requests and free what they hold; they give no further output. Ids that are not live are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             request = self.requests.pop(request_id, None)
             if request is not None:
@@ -242,12 +263,24 @@ class Engine:
 
     def _advance(self) -> list[Request]:
         """One step: schedule, build, dispatch, process. Returns the requests that changed for their caller."""
-        work = self.scheduler.schedule()
-        step = self.builder.build(work.scheduled)
-        outputs = self.runner.dispatch(
-            step, sample_mode(request.params for request in {s.request for s in step.samples})
-        )
-        return self._process(work, step, outputs.read())
+        self._check_open()
+        try:
+            with self.runner.plan.serving():
+                work = self.scheduler.schedule()
+                if not work.scheduled:
+                    return []
+                step = self.builder.build(work.scheduled)
+                outputs = self.runner.dispatch(step, sample_mode(s.request.params for s in step.samples))
+                return self._process(work, step, outputs.read())
+        except BaseException:
+            # The device state may be half written, or gone with a donation: live requests compute theirs anew.
+            self.scheduler.preempt_all()
+            self.runner.reset()
+            raise
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise RuntimeError("this engine was shut down; make a new one")
 
     def _process(self, work: SchedulerOutput, step: BuiltStep, sampled: SampledRows | None) -> list[Request]:
         """Count the step's tokens as computed, append what it drew, and end what has ended."""
@@ -296,6 +329,7 @@ class Engine:
         arrival_time: float | None = None,
     ) -> Request:
         """Queue a request whose prompt and parameters have been checked against this engine's model."""
+        self._check_open()
         room = self.sizes.max_model_len - len(encoded.token_ids)
         request = make_request(
             request_id=request_id,
@@ -314,18 +348,6 @@ class Engine:
         self.requests[request_id] = request
         self.scheduler.add(request)
         return request
-
-    def _collect(
-        self,
-        request: Request,
-        index_of: dict[str, int],
-        results: list[RequestOutput | None],
-        update: Callable[[], None],
-    ) -> None:
-        index = index_of.get(request.request_id)
-        if index is not None:
-            results[index] = self.outputs.output_of(request)
-            update()
 
 
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
@@ -359,7 +381,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, jax.Array | np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+        return list(prompts) if prompts.ndim == 2 else [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidRequestError(
             f"prompts: got {type(prompts).__name__}, allowed: a prompt or a list of prompts", param="prompts"

@@ -144,6 +144,6 @@ def _refuse_flag(flag: str, value: str, known: list[str]) -> NoReturn:
     if name in UNBUILT_FLAGS or name.removeprefix("no_") in UNBUILT_FLAGS:
         given = f" (got {value!r})" if value else ""
         raise ConfigError(f"{flag}: not available in this version{given}; allowed: leave it out")
-    near = difflib.get_close_matches(flag, known, n=1)
+    near = [option for option in known if option.startswith(flag)] or difflib.get_close_matches(flag, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "see jpaged generate --help"
     raise ConfigError(f"{flag}: unknown flag; {hint}")

@@ -18,21 +18,26 @@ from .flags import engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record
 from .progress import ProgressReport, say, seconds_since_start
 from .results import ResultFile, dump_line, output_record
-from .sampling_params import SamplingParams
+from .sampling_params import FIELDS, SamplingParams
 
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Engine
     from .opening import OpenedModel
+    from .outputs import RequestOutput
 
 EXIT_BAD_START = 1
 EXIT_SOME_FAILED = 3
 EXIT_INTERRUPTED = 130
 SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+"""Always shown; the others when somebody set them."""
+_DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
+    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # No character of an answer may end the run.
     try:
         return _run(parse_generate(list(sys.argv[1:] if argv is None else argv)))
     except (JpagedError, ModelLoadError) as error:
@@ -44,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # Whoever read stdout has gone, as `| head` does.
         sys.stdout = None  # type: ignore[assignment]
         return EXIT_BAD_START
+    except OSError as error:  # A full disk, a device that went away.
+        say(f"error: {error}; what was finished is in the output file, if there is one: go on with --resume")
+        return EXIT_BAD_START
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -51,27 +59,31 @@ def _run(args: argparse.Namespace) -> int:
     flags = sampling_flags(args)
     SamplingParams(**flags)
     prompts = _prompts(args)
-    if args.resume and not args.output:
+    if args.resume and args.output is None:
         raise ConfigError("--resume: needs --output F, the file to go on with")
-    results = ResultFile(Path(args.output)) if args.output else None
-    template = _read_text(args.chat_template, "--chat-template") if args.chat_template else None
+    if args.logprobs is not None and args.output is None and not args.json:
+        raise ConfigError("--logprobs: has no place in plain text; add --json or --output F")
+    prompt_file = None if args.prompt_file is None else Path(args.prompt_file)
+    results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
+    template = None if args.chat_template is None else _template(args.chat_template)
 
     from .opening import open_for_engine
 
     opened = open_for_engine(config)
     jobs = _jobs(args, config, opened, prompts, flags, template)
-    records = results.finished_records(jobs) if results and args.resume else {}
-    missing = [job for job in jobs if isinstance(job, Job) and repr(job.id) not in records]
+    records, num_others = results.finished_records(jobs) if results and args.resume else ({}, 0)
+    missing = [job for job in jobs if isinstance(job, Job) and job.number not in records]
     if args.resume:
-        say(f"resume: {len(records)} of {len(jobs)} are there already")
+        others = f"; {num_others} of other prompts are dropped" if num_others else ""
+        say(f"resume: {len(records)} of {len(jobs)} are there already{others}")
     for job in jobs:
         if isinstance(job, BadLine):
             kind = type(job.error).__name__
-            records[repr(job.id)] = error_record(job.id, kind, str(job.error), job.error.param)
+            records[job.number] = error_record(job.id, kind, str(job.error), job.error.param)
             say(f"error: {job.id}: {job.error}")
     run = _Run(args, jobs, records, results)
     if missing:
-        run.compute(_start_engine(config, opened, missing), missing, _origins(flags, opened))
+        run.compute(_start_engine(config, opened, missing), missing, _effective(missing, flags, opened))
     run.finish()
     return EXIT_SOME_FAILED if run.num_failed else 0
 
@@ -83,56 +95,50 @@ class _Run:
         self,
         args: argparse.Namespace,
         jobs: list[Job | BadLine],
-        records: dict[str, dict[str, Any]],
+        records: dict[int, dict[str, Any]],
         results: ResultFile | None,
     ):
         self.jobs, self.records, self.results = jobs, records, results
         self.is_json = args.json
         self.is_text = not args.json and results is None
         self.is_stream = self.is_text and len(jobs) == 1
-        self._shown_len = 0
         self._next = 0
-        if results is not None:
-            self._kept = [records[repr(job.id)] for job in jobs if repr(job.id) in records]
 
     @property
     def num_failed(self) -> int:
         return sum("error" in record for record in self.records.values())
 
-    def compute(self, engine: Engine, jobs: list[Job], origins: dict[str, str]) -> None:
+    def compute(self, engine: Engine, jobs: list[Job], sampling: str) -> None:
         """Run the jobs that are missing, handing each result on as it comes."""
         with engine:
             if self.results is not None:
-                self.results.start(self._kept)
+                self.results.start([self.records[job.number] for job in self.jobs if job.number in self.records])
             for job in jobs:
-                engine.enqueue(repr(job.id), job.prompt, job.params, number=job.number)
-            job_of = {repr(job.id): job for job in jobs}
+                engine.enqueue(str(job.number), job.prompt, job.params, number=job.number)
+            job_of = {str(job.number): job for job in jobs}
             progress = ProgressReport()
             compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
-            first_token_s: float | None = None
-            num_done = 0
+            outputs = self._stream(engine) if self.is_stream else engine.run_until_done()
+            first_tokens: list[float] = []
             try:
-                while engine.has_unfinished_requests():
-                    for output in engine.step():
-                        if first_token_s is None:
-                            first_token_s = seconds_since_start()
-                        if self.is_stream:
-                            self._stream(output.outputs[0].text)
-                        if output.finished:
-                            num_done += 1
-                            self._take(job_of[output.request_id], output)
-                            if not self.is_stream:
-                                progress("requests", num_done, len(jobs))
+                for num_done, output in enumerate(outputs, 1):
+                    if output.metrics.first_token_time is not None:
+                        first_tokens.append(output.metrics.first_token_time)
+                    self._take(job_of[output.request_id], output)
+                    if not self.is_stream:
+                        progress("requests", num_done, len(jobs))
             finally:
                 progress.close()
                 if self.results is not None:
                     self.results.close()
             elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
-            _say_summary(engine, jobs[0].params, origins, elapsed_s, first_token_s)
+            started = time.monotonic() - seconds_since_start()
+            for line in _summary(engine, sampling, elapsed_s, min(first_tokens, default=started) - started):
+                say(line)
 
     def finish(self) -> None:
         """Write what has to be in order: the file, and lines of errors alone."""
-        ordered = [self.records[repr(job.id)] for job in self.jobs]
+        ordered = [self.records[job.number] for job in self.jobs]
         if self.results is not None:
             self.results.finish(ordered)
         self._show_ready()
@@ -143,18 +149,25 @@ class _Run:
             say(f"error: {job.id}: {output.error}")
         else:
             record = output_record(job, output)
-        self.records[repr(job.id)] = record
+        self.records[job.number] = record
         if self.results is not None:
             self.results.append(record)
         self._show_ready()
 
-    def _stream(self, text: str) -> None:
-        print(text[self._shown_len :], end="", flush=True)
-        self._shown_len = len(text)
+    def _stream(self, engine: Engine) -> Iterator[RequestOutput]:
+        """Show the text of the only request as it comes; gives its output when it ends."""
+        num_shown = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                text = output.outputs[0].text
+                print(text[num_shown:], end="", flush=True)
+                num_shown = len(text)
+                if output.finished:
+                    yield output
 
     def _show_ready(self) -> None:
         """Show results on stdout in input order, as far as they are there."""
-        while self._next < len(self.jobs) and (record := self.records.get(repr(self.jobs[self._next].id))):
+        while self._next < len(self.jobs) and (record := self.records.get(self.jobs[self._next].number)):
             self._next += 1
             if self.is_json:
                 print(dump_line(record), flush=True)
@@ -166,11 +179,13 @@ class _Run:
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = [*args.prompts, *args.prompt]
-    if bool(prompts) is bool(args.prompt_file):
+    if bool(prompts) is (args.prompt_file is not None):
         given = "prompts and --prompt-file" if prompts else "no prompt"
         raise ConfigError(f'prompt: got {given}, allowed: either; try jpaged generate "What is the capital of France?"')
     if prompts.count("-") > 1:
         raise ConfigError("prompt: got - twice, allowed: once, stdin is read to its end")
+    if "-" in prompts and sys.stdin is None:
+        raise ConfigError("prompt: got -, and stdin is closed; give the prompt as an argument")
     return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
 
 
@@ -190,6 +205,8 @@ def _jobs(
     if args.chat and not has_template:
         raise ConfigError("--chat: the model has no chat template; give --chat-template F, or leave it out")
     use_chat = has_template if args.chat is None else args.chat
+    if template is not None and not use_chat:
+        raise ConfigError("--chat-template: has no effect with --no-chat; leave one of them out")
     if args.system is not None and not use_chat:
         raise ConfigError("--system: needs a chat template; give --chat-template F, or put it into the prompt")
     reader = JobReader(
@@ -201,7 +218,7 @@ def _jobs(
         use_chat=use_chat,
         system=args.system,
     )
-    if args.prompt_file:
+    if args.prompt_file is not None:
         return reader.file_jobs(Path(args.prompt_file))
     return [reader.job(index, index, prompt, {}) for index, prompt in enumerate(prompts)]
 
@@ -219,41 +236,47 @@ def _start_engine(config: EngineConfig, opened: OpenedModel, jobs: list[Job]) ->
         progress.close()
 
 
-def _origins(flags: Mapping[str, Any], opened: OpenedModel) -> dict[str, str]:
-    return {
-        name: "flag" if name in flags else "model" if name in opened.sampling_defaults else "default"
-        for name in SHOWN_PARAMS
-    }
+def _effective(jobs: list[Job], flags: Mapping[str, Any], opened: OpenedModel) -> str:
+    """Each sampling parameter as it takes effect, and where it comes from."""
+    shown = []
+    for name in FIELDS:
+        values = {getattr(job.params, name) for job in jobs}
+        source = "flag" if name in flags else "model" if name in opened.sampling_defaults else "default"
+        if len(values) > 1:
+            shown.append(f"{name} varies (lines of the file)")
+        elif name in SHOWN_PARAMS or source != "default" or values != {_DEFAULTS[name]}:
+            value = values.pop()
+            source = source if value == {**_DEFAULTS, **opened.sampling_defaults, **flags}[name] else "line"
+            shown.append(f"{name} {value} ({source})")
+    return " · ".join(shown)
 
 
-def _read_text(path: str, flag: str) -> str:
+def _template(path: str) -> str:
+    import jinja2
+
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag}: {path} cannot be read ({error}); give a readable UTF-8 file") from error
+        raise ConfigError(f"--chat-template: {path!r} cannot be read ({error}); give a readable UTF-8 file") from error
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"--chat-template: {path} is no valid Jinja2, line {error.lineno}: {error.message}"
+        ) from error
+    return text
 
 
-def _say_summary(
-    engine: Engine, params: SamplingParams, origins: dict[str, str], elapsed_s: float, first_token_s: float | None
-) -> None:
-    for line in _summary(engine, params, origins, elapsed_s, first_token_s):
-        say(line)
-
-
-def _summary(
-    engine: Engine, params: SamplingParams, origins: dict[str, str], elapsed_s: float, first_token_s: float | None
-) -> Iterator[str]:
+def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: float) -> Iterator[str]:
     stats, sizes = engine.stats(), engine.sizes
     yield ""
     yield (
         f"device: {engine.device.device_kind} ({engine.device.platform}) · attention: {engine.backend.name} · "
         f"{sizes.dtype}, KV {sizes.kv_cache_dtype}"
     )
-    shown = (f"{name} {getattr(params, name)} ({origins[name]})" for name in SHOWN_PARAMS)
-    yield "sampling: " + " · ".join(shown)
+    yield f"sampling: {sampling}"
     yield (
         f"start: load {engine.load_seconds:.1f} s · compile {stats['compile_seconds']:.1f} s · "
-        f"first token {first_token_s or 0.0:.1f} s after process start"
+        f"first token {first_token_s:.1f} s after process start"
     )
     yield (
         f"throughput: {stats['generation_tokens'] / elapsed_s:.1f} output tokens/s, "

@@ -34,6 +34,7 @@ class BadLine:
     """A line that can be no request, and why."""
 
     id: str | int
+    number: int
     error: InvalidRequestError
 
 
@@ -47,6 +48,7 @@ class JobReader:
     max_logprobs: int
     use_chat: bool
     system: str | None = None
+    """System message put before text prompts."""
 
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
         """A checked job; InvalidRequestError names what is wrong."""
@@ -69,6 +71,7 @@ class JobReader:
                 if is_json:
                     record = _record(prompt)
                     id_ = _id(record, number)
+                    _check_keys(record)
                     prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 if (first := line_of_id.setdefault(repr(id_), number)) != number:
@@ -77,7 +80,7 @@ class JobReader:
                     )
                 jobs.append(self.job(id_, number, prompt, own_params))
             except InvalidRequestError as error:
-                jobs.append(BadLine(id_, error))
+                jobs.append(BadLine(id_, number, error))
         if not jobs:
             raise ConfigError(f"--prompt-file: {path} holds no prompt; give at least one line")
         return jobs
@@ -86,6 +89,10 @@ class JobReader:
         """A text prompt as a chat, if that is wanted; anything else as it is."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
         if not self.use_chat or not isinstance(text, str):
+            if self.system is not None:
+                raise InvalidRequestError(
+                    "prompt: is written out already, --system has no place in it; leave --system out", param="prompt"
+                )
             return prompt
         if not text:
             raise InvalidRequestError("prompt: got '', the prompt cannot be empty; give some text", param="prompt")
@@ -110,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _text(line: bytes) -> str:
     try:
-        return line.decode()
+        return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8", param=None) from error
 
@@ -136,12 +143,15 @@ def _id(record: dict[str, Any], number: int) -> str | int:
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):
         raise InvalidRequestError(f"id: got {shown(id_)}, allowed: a string or an integer", param="id")
+    return id_
+
+
+def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
         if key == "priority":
             raise InvalidRequestError("priority: not available in this version; leave it out", param=key)
         if key not in LINE_KEYS:
             check_name(key, LINE_KEYS)
-    return id_
 
 
 assert not set(LINE_KEYS) & set(FIELDS), "a field of a line would be both"

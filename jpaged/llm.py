@@ -45,6 +45,16 @@ class LLM:
         """The model's tokenizer."""
         return self.engine.tokenizer
 
+    def shutdown(self) -> None:
+        """Free the device."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.engine.reset_prefix_cache()

@@ -66,17 +66,21 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
     return _local_source(model, _hub_snapshot(model, match["repo"], revision or match["revision"]))
 
 
-def read_generation_defaults(source: ModelSource) -> dict[str, Any]:
-    """Read how the model's makers want it sampled: only the keys that they set.
+def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> dict[str, Any]:
+    """Read how the model's makers want it sampled: only the keys that they set. With `only_eos`, not even those.
 
     Keys: temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list, each id of which stops
     a reply. `do_sample: false` is temperature 0. Nothing set, or no file, is an empty dict.
     """
     path = source.path / "generation_config.json"
     if source.kind == "gguf" or not path.exists():
-        return dict(source.default_sampling or {})
+        return {} if only_eos else dict(source.default_sampling or {})
     fields = Fields(read_json_object(path), path)
     defaults: dict[str, Any] = {}
+    if stop_ids := fields.token_ids("eos_token_id"):
+        defaults["eos_token_id"] = list(stop_ids)
+    if only_eos:
+        return defaults
     if fields.has("temperature"):
         defaults["temperature"] = fields.number("temperature", least=0)
     if not fields.boolean("do_sample", True):
@@ -89,8 +93,6 @@ def read_generation_defaults(source: ModelSource) -> dict[str, Any]:
         defaults["min_p"] = fields.number("min_p", least=0, most=1)
     if fields.has("repetition_penalty"):
         defaults["repetition_penalty"] = fields.number("repetition_penalty", above=0)
-    if stop_ids := fields.token_ids("eos_token_id"):
-        defaults["eos_token_id"] = list(stop_ids)
     return defaults
 
 

@@ -41,12 +41,10 @@ def open_for_engine(config: EngineConfig) -> OpenedModel:
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
             f"{model_config.vocab_size} rows; tokenizer and weights are of different models"
         )
-    defaults = read_generation_defaults(source)
+    defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
     ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    if config.generation_config == "none":
-        defaults = {}
     return OpenedModel(source, model_config, checkpoint, tokenizer, _usable(defaults, source), frozenset(ids))
 
 

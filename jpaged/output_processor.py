@@ -37,10 +37,9 @@ class SequenceOutput:
 class OutputProcessor:
     """Applies stop rules and keeps text and logprobs of every sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, *, eos_token_ids: Iterable[int], max_model_len: int):
+    def __init__(self, tokenizer: Tokenizer, *, eos_token_ids: Iterable[int]):
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.max_model_len = max_model_len
 
     def start(self, sequence: Sequence) -> None:
         """Begin the output of a new sequence."""
@@ -80,12 +79,8 @@ class OutputProcessor:
         if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
             sequence.stop_reason = stop
             return RequestState.FINISHED_STOPPED
-        is_full = sequence.num_tokens >= self.max_model_len
-        return (
-            RequestState.FINISHED_LENGTH
-            if is_full or sequence.num_output_tokens >= sequence.request.max_tokens
-            else None
-        )
+        is_full = sequence.num_output_tokens >= sequence.request.max_tokens
+        return RequestState.FINISHED_LENGTH if is_full else None
 
     def output_of(self, request: Request) -> RequestOutput:
         """The request as its caller sees it now."""

@@ -16,10 +16,11 @@ from .models.loading import Weights
 from .pallas_kernels.ragged_paged_attention import PagedCache
 from .sampler import SampleMode
 from .sharding import replicated, sharding_of
-from .step import DeviceState, forward, sample_rows, update_tables
+from .step import DeviceState, forward, new_state, sample_rows, update_tables
 from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
 TABLES_KEY = ("tables",)
+ALLOCATE_KEY = ("allocate",)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,11 @@ def step_programs(
     def lower_tables() -> jax.stages.Lowered:
         return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)
 
-    lower: dict[Key, Lower] = {TABLES_KEY: lower_tables}
+    def lower_allocate() -> jax.stages.Lowered:
+        placement = jax.tree.map(lambda leaf: leaf.sharding, state)
+        return jax.jit(lambda: new_state(state), out_shardings=placement).lower()
+
+    lower: dict[Key, Lower] = {TABLES_KEY: lower_tables, ALLOCATE_KEY: lower_allocate}
     lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
     for mode in SampleMode:
         sizes = buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples

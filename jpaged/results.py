@@ -35,41 +35,47 @@ def dump_line(record: dict[str, Any]) -> str:
 class ResultFile:
     """JSON lines of a run. Records appear whole or not at all, whenever the process is killed."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, prompt_file: Path | None = None):
         """Nothing is created or changed before `start`. ConfigError if the file could not be written."""
-        self.path = path
-        folder = path.parent
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"--output: {path} cannot be written; give a file in an existing, writable folder")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise ConfigError(f"--output: {path} is not writable; give another file")
+        self.path = path.resolve()
+        folder = self.path.parent
+        if not path.name or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"--output: {str(path)!r} cannot be written; give a file in an existing, writable folder")
+        if self.path.exists():
+            if not self.path.is_file() or not os.access(self.path, os.W_OK):
+                raise ConfigError(f"--output: {path} is no regular file that can be written; give another name")
+            if prompt_file is not None and prompt_file.exists() and self.path.samefile(prompt_file):
+                raise ConfigError(f"--output: {path} is the prompt file; give another name")
         self._descriptor: int | None = None
 
-    def finished_records(self, jobs: Sequence[Job | BadLine]) -> dict[str, dict[str, Any]]:
-        """Records of an earlier run that need not be computed again, by `repr` of their id.
+    def finished_records(self, jobs: Sequence[Job | BadLine]) -> tuple[dict[int, dict[str, Any]], int]:
+        """Records of an earlier run that need not be computed again, by the number of their job; and the others' count.
 
         A record counts if it is a result and its id and prompt are those of a job. Errors are retried. A torn
         last line, and any line that is no record, is left out.
         """
-        wanted = {repr(job.id): job.prompt.token_ids for job in jobs if isinstance(job, Job)}
-        found = {}
+        wanted = {repr(job.id): job for job in jobs if isinstance(job, Job)}
+        found: dict[int, dict[str, Any]] = {}
+        num_others = 0
         try:
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
-            return {}
+            return {}, 0
         except OSError as error:
             raise ConfigError(f"--resume: {self.path} cannot be read ({error}); give a readable file") from error
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if not isinstance(record, dict) or not record.get("outputs") or "metrics" not in record:
                 continue
-            key = repr(record.get("id"))
-            if key in wanted and record.get("prompt_token_ids") == wanted[key]:
-                found[key] = record
-        return found
+            job = wanted.get(repr(record.get("id")))
+            if job is not None and record.get("prompt_token_ids") == job.prompt.token_ids:
+                found[job.number] = record
+            else:
+                num_others += 1
+        return found, num_others
 
     def start(self, kept: Sequence[dict[str, Any]]) -> None:
         """Begin the file with the records that are kept."""

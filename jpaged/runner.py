@@ -6,17 +6,16 @@ Knows arrays and executables; no request beyond the number of its slot.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 
 from .buckets import Buckets
 from .compile_plan import CompilePlan
 from .models.loading import Weights
-from .programs import TABLES_KEY, sample_key
+from .programs import ALLOCATE_KEY, TABLES_KEY, sample_key
 from .sampler import SampledRows, SampleMode
 from .sharding import replicated
 from .step import DeviceState
@@ -40,9 +39,9 @@ class StepOutputs:
 class Runner:
     """One model on one mesh, with one paged cache."""
 
-    def __init__(self, *, weights: Weights, state: DeviceState, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
+    def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
         self.weights = weights
-        self.state = state
+        self.state: DeviceState = plan.get(ALLOCATE_KEY)()
         self.plan = plan
         self.buckets = buckets
         self._whole = replicated(mesh)
@@ -62,22 +61,19 @@ class Runner:
         self.state = replace(self.state, last_tokens=last_tokens)
         return StepOutputs(sampled, len(step.samples))
 
+    def reset(self) -> None:
+        """A new device state, as at start: a step that failed may have taken the old one with it."""
+        _delete(self.state)
+        self.state = self.plan.get(ALLOCATE_KEY)()
+
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Give the device's memory back: pages and weights."""
         self.plan.close()
-        for leaf in jax.tree.leaves(self.state):
+        _delete(self.state)
+        _delete(self.weights.state)
+
+
+def _delete(arrays: Any) -> None:
+    for leaf in jax.tree.leaves(arrays):
+        if not leaf.is_deleted():
             leaf.delete()
-
-
-def allocate_state(state: DeviceState) -> DeviceState:
-    """Device arrays of these shapes. Pages begin with whatever was there: no slot is read before it is written."""
-
-    def build() -> DeviceState:
-        pages = tuple(lax.empty(leaf.shape, leaf.dtype) for leaf in state.cache.pages)
-        return DeviceState(
-            cache=replace(state.cache, pages=pages),
-            page_tables=jnp.zeros(state.page_tables.shape, jnp.int32),
-            last_tokens=jnp.zeros(state.last_tokens.shape, jnp.int32),
-        )
-
-    return jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state))()

@@ -115,6 +115,12 @@ class Scheduler:
         item.sequence.num_computed = item.start + item.num_tokens
         self.blocks.publish(item.sequence)
 
+    def preempt_all(self) -> None:
+        """Send every running request back to the queue, in order: the device has lost what it held."""
+        for request in reversed(list(self.running)):
+            self._preempt(request)
+        self.blocks.reset_prefix_cache()
+
     def finish(self, sequence: Sequence, state: RequestState) -> None:
         """End one sequence and free what it holds; its request ends with its last sequence."""
         if sequence.state.is_finished:

@@ -1,4 +1,4 @@
-"""The compiled step, in three programs: apply page-table changes, forward, sample.
+"""The compiled step, in three programs: apply page-table changes, forward, sample. And the state between steps.
 
     update_tables(tables, changes)            → tables        only when a step's own buffer is too small for them
     forward(weights, state, packed)           → state, hidden rows, sample parameters
@@ -34,6 +34,16 @@ class DeviceState:
     cache: PagedCache
     page_tables: Int[Array, "groups slots P"]
     last_tokens: Int[Array, " slots"]
+
+
+def new_state(shapes: DeviceState) -> DeviceState:
+    """A state of these shapes. Pages begin with whatever was there: no slot is read before it is written."""
+    pages = tuple(lax.empty(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
+    return DeviceState(
+        cache=replace(shapes.cache, pages=pages),
+        page_tables=jnp.zeros(shapes.page_tables.shape, jnp.int32),
+        last_tokens=jnp.zeros(shapes.last_tokens.shape, jnp.int32),
+    )
 
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:

@@ -21,24 +21,20 @@ def select_devices(kind: str) -> list[jax.Device]:
     Raises RuntimeError, saying what to install, if the kind is not there, or if `auto` would fall back to
     the CPU although the machine has an accelerator that this JAX cannot use.
     """
-    if kind == "cpu":
-        return list(jax.devices("cpu"))
-    if kind == "auto":
-        devices = jax.devices()
-        if devices[0].platform == "cpu":
-            for visible in visible_accelerators():
-                raise RuntimeError(
-                    f"device: auto found a {visible.upper()} on this machine that JAX {jax.__version__} cannot use; "
-                    f"install {EXTRAS[visible]}, or give --device cpu"
-                )
-        return list(devices)
     try:
-        return list(jax.devices(kind))
-    except RuntimeError as error:
+        devices = list(jax.devices() if kind == "auto" else jax.devices(kind))
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform named in JAX_PLATFORMS is there.
         raise RuntimeError(
-            f"device: got {kind}, JAX {jax.__version__} has {jax.default_backend()}; install {EXTRAS[kind]}, "
-            "or give --device auto"
+            f"device: got {kind}, which JAX {jax.__version__} does not have here ({error}); "
+            f"{f'install {EXTRAS[kind]}, or ' if kind in EXTRAS else ''}look at JAX_PLATFORMS, or give --device auto"
         ) from error
+    if kind == "auto" and devices[0].platform == "cpu":
+        for visible in visible_accelerators():
+            raise RuntimeError(
+                f"device: auto found a {visible.upper()} on this machine that JAX {jax.__version__} cannot use; "
+                f"install {EXTRAS[visible]}, or give --device cpu"
+            )
+    return devices
 
 
 def visible_accelerators() -> list[str]:

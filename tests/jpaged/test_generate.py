@@ -153,6 +153,42 @@ def test_a_result_of_another_prompt_is_not_taken_over(tiny: Path, tmp_path: Path
     assert "three" in records(path)[1]["prompt"]
 
 
+def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: Path, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [{"id": 2, "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z", "tempreture": 1}, {"prompt": "w"}]
+    prompts.write_text("\ufeff" + "".join(json.dumps({**line, "max_tokens": 3}) + "\n" for line in lines))
+    run = generate("-m", tiny, "--prompt-file", prompts, "-o", path)
+    assert run.returncode == 3
+    found = records(path)
+    assert [record["id"] for record in found] == [2, 2, "a", 4]
+    assert ["error" in record for record in found] == [False, True, True, False]
+    assert "line 1" in found[1]["error"]["message"]
+    assert "temperature" in found[2]["error"]["message"]
+
+
+def test_the_prompt_file_cannot_be_the_output(tiny: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    run = generate("-m", tiny, "--prompt-file", prompts, "-o", tmp_path / "." / "p.jsonl")
+    assert run.returncode == 1
+    assert "is the prompt file" in run.stderr
+    assert prompts.read_text() == '{"prompt": "x"}\n'
+
+
+def test_a_link_as_output_stays_a_link(tiny: Path, tmp_path: Path) -> None:
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    target.write_text("old\n")
+    link.symlink_to(target)
+    assert generate("-m", tiny, "-n", 2, "-o", link, "hi").returncode == 0
+    assert link.is_symlink()
+    assert len(records(target)) == 1
+
+
+def test_output_goes_on_where_stdout_knows_no_unicode(tiny: Path) -> None:
+    run = generate("-m", tiny, "-n", 30, "--ignore-eos", "hi", env={"PYTHONIOENCODING": "ascii"})
+    assert run.returncode == 0, run.stderr
+
+
 def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: Path) -> None:
     run = generate("-m", tiny, "one", "-", "-p", "three", "-n", 3, "--json", input="two\n")
     found = [json.loads(line) for line in run.stdout.splitlines()]
@@ -266,6 +302,11 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "an output folder that is not there": (["-o", "no/such/out.jsonl", "hi"], ["no/such/out.jsonl"]),
     "resume without output": (["--resume", "hi"], ["--output"]),
     "a backend that is not built": (["--attention-backend", "pallas-tpu", "hi"], ["pallas-tpu", "xla"]),
+    "an empty output name": (["-o", "", "hi"], ["--output"]),
+    "a device as output": (["-o", "/dev/null", "hi"], ["/dev/null"]),
+    "a template without a chat": (["--no-chat", "--chat-template", __file__, "hi"], ["--chat-template"]),
+    "a template that is none": (["--chat-template", __file__, "hi"], ["--chat-template", "Jinja"]),
+    "logprobs that nobody would see": (["--logprobs", "2", "hi"], ["--logprobs", "--json"]),
     "a device that is not there": (["--device", "tpu", "hi"], ["tpu"]),
     "a KV dtype that the CPU does not take": (["--kv-cache-dtype", "bfloat16", "hi"], ["bfloat16", "float32"]),
     "an unknown word for generation config": (["--generation-config", "maybe", "hi"], ["maybe", "auto, none"]),
@@ -300,7 +341,7 @@ def test_bad_flags_end_the_start_in_one_line(fault: str, tiny: Path, tmp_path: P
     flags, words = BAD_FLAGS[fault]
     output = tmp_path / "out.jsonl"
     model = [] if "-m" in flags else ["-m", str(tiny)]
-    target = [] if "-o" in flags or "--resume" in flags else ["-o", str(output)]
+    target = [] if {"-o", "--resume", "--logprobs"} & set(flags) else ["-o", str(output)]
     assert_bad_start(generate(*model, *target, *flags), words, output)
 
 

@@ -1,0 +1,221 @@
+"""`Engine` and `LLM` as Python callers use them, on a tiny random model."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged import LLM, ConfigError, Engine, InvalidRequestError, SamplingParams
+
+from .tiny_model import write_tiny_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+PROMPTS = ["one", "two and three", [20, 30, 40], {"prompt": "four"}, {"prompt_token_ids": [9, 8, 7]}]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path) -> Iterator[Engine]:
+    with Engine(str(tiny), max_num_seqs=4, block_size=16, max_model_len=256) as engine:
+        yield engine
+
+
+def tokens(outputs: list) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_every_form_of_prompt_is_taken_and_outputs_keep_the_order(engine: Engine) -> None:
+    outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    alone = [engine.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    assert tokens(outputs) == tokens(alone)
+    assert outputs[2].prompt is None
+    assert outputs[2].prompt_token_ids == (20, 30, 40)
+    for array in (np.array([20, 30, 40]), jax.numpy.array([20, 30, 40]), [np.int64(20), 30, 40]):
+        assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == [outputs[2].outputs[0].token_ids]
+
+
+def test_step_by_step_gives_what_generate_gives_and_grows_one_token_at_a_time(engine: Engine) -> None:
+    wanted = tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False))
+    engine.add_request("a", "one", GREEDY)
+    assert engine.step()[0].outputs[0].token_ids == wanted[0][:1]
+    engine.add_request("b", "two and three", GREEDY)
+    seen: dict[str, list[int]] = {"a": [1], "b": []}
+    final = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seen[output.request_id].append(len(output.outputs[0].token_ids))
+            if output.finished:
+                final[output.request_id] = output
+    assert seen == {"a": list(range(1, 21)), "b": list(range(1, 21))}
+    assert tokens([final["a"], final["b"]]) == wanted
+    assert engine.step() == []
+
+
+def test_an_aborted_request_gives_its_pages_back_in_any_state(engine: Engine) -> None:
+    for index in range(6):  # Four run, two wait.
+        engine.add_request(str(index), "x" * 40, GREEDY)
+    engine.step()
+    engine.abort_request(["0", "5", "nobody"])
+    engine.abort_request("0")
+    assert engine.get_num_unfinished_requests() == 4
+    while engine.has_unfinished_requests():
+        assert not {output.request_id for output in engine.step()} & {"0", "5"}
+    assert engine.stats()["blocks_used"] == 0
+
+
+def test_generate_leaves_the_requests_of_others_alone(engine: Engine) -> None:
+    engine.add_request("mine", "one", GREEDY)
+    with pytest.raises(ConfigError, match="1 unfinished"):
+        engine.generate("two", GREEDY)
+    assert engine.get_num_unfinished_requests() == 1
+    engine.abort_request("mine")
+
+
+def test_a_step_that_lost_the_device_state_costs_no_request_its_tokens(engine: Engine) -> None:
+    wanted = tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False))
+    engine.add_request("a", "one", GREEDY)
+    engine.add_request("b", "two and three", GREEDY)
+    for _ in range(5):
+        engine.step()
+    engine.runner.state.cache.pages[0].delete()  # As a failed step does that was given the cache to keep.
+    with pytest.raises(RuntimeError, match="deleted"):
+        engine.step()
+    final = {}
+    while engine.has_unfinished_requests():
+        final.update({output.request_id: output for output in engine.step()})
+    assert tokens([final["a"], final["b"]]) == wanted
+    assert engine.stats()["recompiles"] == 0
+    assert tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False)) == wanted
+
+
+def test_a_seed_fixes_the_draws_and_requests_without_one_draw_by_their_number(tiny: Path) -> None:
+    free = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True)
+    seeded = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, seed=-3)
+    options = {"max_num_seqs": 4, "max_model_len": 256}
+    with Engine(str(tiny), **options) as first, Engine(str(tiny), **options) as second:
+        ours = tokens(first.generate(["one"] * 3, [free, seeded, free], use_tqdm=False))
+        assert len(set(ours)) == 3, "equal prompts, other numbers"
+        assert tokens(second.generate(["one"], seeded, use_tqdm=False)) == [ours[1]]
+    with Engine(str(tiny), **options) as again, Engine(str(tiny), **options, seed=1) as other:
+        assert tokens(again.generate(["one"] * 3, [free, seeded, free], use_tqdm=False)) == ours
+        theirs = tokens(other.generate(["one"] * 3, [free, seeded, free], use_tqdm=False))
+        assert theirs[1] == ours[1]
+        assert theirs[0] != ours[0]
+
+
+def test_stop_rules_end_the_text_where_they_say(engine: Engine) -> None:
+    whole = engine.generate("one", GREEDY, use_tqdm=False)[0].outputs[0]
+    stop = whole.text[5:8]
+    end = whole.text.index(stop)
+
+    def ended(**options: object) -> object:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 20, "ignore_eos": True, **options})
+        return engine.generate("one", params, use_tqdm=False)[0].outputs[0]
+
+    cut = ended(stop=stop)
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole.text[:end], "stop", stop)
+    assert ended(stop=[stop], include_stop_str_in_output=True).text == whole.text[: end + len(stop)]
+    by_id = ended(stop_token_ids=[whole.token_ids[3]])
+    assert by_id.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[3]) + 1]
+    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", whole.token_ids[3])
+    assert ended(max_tokens=3).finish_reason == "length"
+    assert ended(detokenize=False).text == ""
+    to_the_end = ended(max_tokens=None)
+    assert len(to_the_end.token_ids) == 256 - 3
+    assert to_the_end.finish_reason == "length"
+
+
+def test_logprobs_hold_the_sampled_token_and_the_likeliest(engine: Engine) -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=8, logprobs=3, ignore_eos=True)
+    output = engine.generate("one", params, use_tqdm=False)[0].outputs[0]
+    assert output.logprobs is not None
+    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(entry)) == token
+        assert len(entry) in (3, 4)
+        likeliest = [one.logprob for one in entry.values() if one.rank <= 3]
+        assert sorted(likeliest, reverse=True)[:3] == sorted((o.logprob for o in entry.values()), reverse=True)[:3]
+    total = sum(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
+    plain = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    assert engine.generate("one", plain, use_tqdm=False)[0].outputs[0].token_ids == output.token_ids
+
+
+BAD_CALLS = {
+    "an id out of vocabulary": lambda engine: engine.generate([["x"], [258]], GREEDY),
+    "a bad prompt among good ones": lambda engine: engine.generate(["one", ""], GREEDY),
+    "parameters for another number of prompts": lambda engine: engine.generate(["one"], [GREEDY, GREEDY]),
+    "parameters of another type": lambda engine: engine.generate("one", 5),
+    "a number for a prompt": lambda engine: engine.generate(5, GREEDY),
+    "an array without axes": lambda engine: engine.generate(np.array(3), GREEDY),
+    "no messages": lambda engine: engine.chat([]),
+    "one message for many": lambda engine: engine.chat({"role": "user", "content": "hi"}),
+    "a request id that is no string": lambda engine: engine.add_request([], "one", GREEDY),
+    "an arrival time that is no number": lambda engine: engine.add_request("a", "one", GREEDY, arrival_time="now"),
+    "more logprobs than the engine gives": lambda engine: engine.generate("one", SamplingParams(logprobs=21)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_call_is_refused_before_the_engine_is_touched(engine: Engine, case: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        BAD_CALLS[case](engine)
+    assert not engine.has_unfinished_requests()
+
+
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add_request("a", "one", GREEDY)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add_request("a", "two", GREEDY)
+    engine.abort_request("a")
+
+
+def test_a_bad_prompt_can_be_returned_as_an_error_among_the_others(engine: Engine) -> None:
+    outputs = engine.generate(["one", "", "two"], GREEDY, use_tqdm=False, on_error="return")
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "empty" in outputs[1].error
+
+
+def test_a_warm_prefix_is_not_computed_again_and_changes_no_token(engine: Engine) -> None:
+    engine.reset_prefix_cache()
+    prompt = list(range(10, 80))
+    cold, warm = (engine.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 64)
+    assert tokens([cold]) == tokens([warm])
+    engine.reset_prefix_cache()
+    assert engine.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_shutdown_gives_pages_and_weights_back_and_is_final(tiny: Path) -> None:
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    engine = Engine(str(tiny), max_num_seqs=2, max_model_len=128)
+    assert sum(array.nbytes for array in jax.live_arrays()) > before
+    engine.shutdown()
+    engine.shutdown()
+    assert sum(array.nbytes for array in jax.live_arrays()) <= before
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.generate("one", GREEDY, use_tqdm=False)
+
+
+def test_compilations_of_others_are_not_counted_as_ours(engine: Engine, tiny: Path) -> None:
+    with Engine(str(tiny), max_num_seqs=2, max_model_len=128) as other:
+        other.generate("one", GREEDY, use_tqdm=False)
+        jax.jit(lambda x: x * 3 + 1)(np.arange(7))
+    assert engine.stats()["recompiles"] == 0
+
+
+def test_llm_has_the_names_that_scripts_for_vllm_use(tiny: Path) -> None:
+    with LLM(str(tiny), max_num_seqs=2, max_model_len=128) as llm:
+        completed = llm.generate(["one"], GREEDY, use_tqdm=False)
+        assert len(completed[0].outputs[0].token_ids) == 20
+        answered = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+        assert answered[0].prompt.startswith("<|start|>user: hi")
+        assert llm.get_default_sampling_params().max_tokens is None
+        assert llm.get_tokenizer().encode("one")
