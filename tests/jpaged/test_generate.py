@@ -166,6 +166,15 @@ def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: Path, tmp_p
     assert "temperature" in found[2]["error"]["message"]
 
 
+def test_a_template_that_is_no_jinja_ends_the_start(tiny: Path, tmp_path: Path) -> None:
+    template = tmp_path / "bad.jinja"
+    template.write_text("{% for message in messages %}")
+    run = generate("-m", tiny, "--chat-template", template, "hi")
+    assert run.returncode == 1
+    assert "--chat-template" in run.stderr
+    assert "no valid Jinja2" in run.stderr
+
+
 def test_the_prompt_file_cannot_be_the_output(tiny: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "x"}\n')
@@ -305,7 +314,6 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "an empty output name": (["-o", "", "hi"], ["--output"]),
     "a device as output": (["-o", "/dev/null", "hi"], ["/dev/null"]),
     "a template without a chat": (["--no-chat", "--chat-template", __file__, "hi"], ["--chat-template"]),
-    "a template that is none": (["--chat-template", __file__, "hi"], ["--chat-template", "Jinja"]),
     "logprobs that nobody would see": (["--logprobs", "2", "hi"], ["--logprobs", "--json"]),
     "a device that is not there": (["--device", "tpu", "hi"], ["tpu"]),
     "a KV dtype that the CPU does not take": (["--kv-cache-dtype", "bfloat16", "hi"], ["bfloat16", "float32"]),
