@@ -25,7 +25,7 @@ def select_devices(kind: str) -> list[jax.Device]:
         devices = list(jax.devices() if kind == "auto" else jax.devices(kind))
     except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform named in JAX_PLATFORMS is there.
         raise RuntimeError(
-            f"device: got {kind}, which JAX {jax.__version__} does not have here ({error}); "
+            f"device: got {kind}, which JAX {jax.__version__} does not have here ({error or type(error).__name__}); "
             f"{f'install {EXTRAS[kind]}, or ' if kind in EXTRAS else ''}look at JAX_PLATFORMS, or give --device auto"
         ) from error
     if kind == "auto" and devices[0].platform == "cpu":

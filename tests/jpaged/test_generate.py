@@ -105,12 +105,10 @@ def test_lines_come_out_in_input_order_with_the_bad_one_as_an_error(prompt_file:
         assert set(record) == {"id", "prompt", "prompt_token_ids", "outputs", "metrics"}
 
 
-def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
-    tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "out.jsonl"
-    args = ["-m", str(tiny), "--prompt-file", str(prompt_file), "-o", str(path), "--max-num-seqs", "4"]
-    process = subprocess.Popen([sys.executable, "-m", "jpaged.generate", *args], cwd=ROOT, stderr=subprocess.DEVNULL)
+def kill_half_way(args: list[Any], path: Path) -> int:
+    """Start a run and kill it when a quarter of the lines are there; leave a torn line. Returns the whole ones."""
+    command = [sys.executable, "-m", "jpaged.generate", *map(str, args), "--max-num-seqs", "4"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
     while not path.exists() or path.read_bytes().count(b"\n") < NUM_LINES // 4:
         assert process.poll() is None, "it ended before it could be killed"
@@ -121,12 +119,40 @@ def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
     kept = path.read_bytes()
     num_kept = kept.count(b"\n")
     assert num_kept < NUM_LINES
-    path.write_bytes(kept + kept.splitlines()[0][:50])  # A torn last line.
+    path.write_bytes(kept + kept.splitlines()[0][:50])
+    return num_kept
+
+
+def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
+    tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    args = ["-m", tiny, "--prompt-file", prompt_file, "-o", path]
+    num_kept = kill_half_way(args, path)
     resumed = generate(*args, "--resume")
     assert resumed.returncode == 3
     # The bad line is there as an error from the start, and errors are retried.
     assert f"resume: {num_kept - 1} of {NUM_LINES} are there already" in resumed.stderr
     assert without_metrics(path) == without_metrics(unbroken)
+
+
+@pytest.mark.slow
+def test_the_default_model_too_resumes_to_what_an_unbroken_run_gives(tmp_path: Path) -> None:
+    """64 prompts of many lengths, half of them sampled, one of them bad; real weights."""
+    prompts = tmp_path / "prompts.jsonl"
+    requests = json.loads((ROOT / "tests" / "golden" / "workloads.json").read_text())["B"]["requests"]
+    with prompts.open("w") as file:
+        for index, request in enumerate(requests):
+            sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.7, "top_p": 0.9}
+            line = {"prompt_token_ids": request["prompt"], "max_tokens": request["out"], **sampling}
+            file.write(json.dumps({**line, "top_p": 0} if index == BAD_LINE else line) + "\n")
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert generate("--prompt-file", prompts, "-o", whole).returncode == 3
+    kill_half_way(["--prompt-file", prompts, "-o", broken], broken)
+    assert generate("--prompt-file", prompts, "-o", broken, "--resume").returncode == 3
+    assert without_metrics(broken) == without_metrics(whole)
+    assert [record["id"] for record in records(whole)] == list(range(1, NUM_LINES + 1))
+    assert [index for index, record in enumerate(records(whole)) if "error" in record] == [BAD_LINE]
 
 
 def test_resuming_a_finished_run_loads_no_weights(
