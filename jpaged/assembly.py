@@ -22,7 +22,7 @@ from .models.config import ModelConfig
 from .models.loading import abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel
 from .pallas_kernels.ragged_paged_attention import KVLayout, LayerPlace, PagedCache, XlaBackend
-from .programs import Programs, forward_key, sample_key, step_programs
+from .programs import ALLOCATE_KEY, Programs, forward_key, sample_key, step_programs
 from .runner import Runner
 from .sampler import SampleMode
 from .scheduler import Scheduler
@@ -100,7 +100,8 @@ def assemble(
     programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
     # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
     plan = CompilePlan(programs.lower)
-    plan.start(_first_keys(buckets, sizes, demands, modes), progress=_phase(progress, "compile"))
+    first, second = _needed_keys(buckets, sizes, demands, modes)
+    plan.start([ALLOCATE_KEY, *first], progress=_phase(progress, "compile"))
     start = time.monotonic()
     try:
         weights = load_weights(programs.weights, model, opened.checkpoint, progress=_phase(progress, "load"))
@@ -108,6 +109,8 @@ def assemble(
         plan.close()
         raise
     load_seconds = time.monotonic() - start
+    runner = Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
+    plan.start(second)
     return EngineParts(
         config=config,
         opened=opened,
@@ -116,7 +119,7 @@ def assemble(
         backend=backend,
         scheduler=_scheduler(config, sizes),
         builder=builder,
-        runner=Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh),
+        runner=runner,
         load_seconds=load_seconds,
     )
 
@@ -195,17 +198,17 @@ def _scheduler(config: EngineConfig, sizes: EngineSizes) -> Scheduler:
     )
 
 
-def _first_keys(
+def _needed_keys(
     buckets: Buckets, sizes: EngineSizes, demands: Sequence[Demand], modes: Collection[SampleMode]
-) -> list[Key]:
-    """Executables that these requests need first, in that order: for their prefill, sampling and decode."""
+) -> tuple[list[Key], list[Key]]:
+    """Executables that these requests need for their first token, and for the ones behind it."""
     if not demands:
-        return []
+        return [], []
     num_prompt_tokens = sum(demand.prompt_len for demand in demands)
     num_seqs = min(len(demands), sizes.max_num_seqs)
     prefill = forward_key(buckets, min(num_prompt_tokens, sizes.max_num_batched_tokens))
     samplers = [sample_key(buckets, num_seqs, mode) for mode in modes]
-    return [prefill, *samplers, forward_key(buckets, num_seqs)]
+    return [prefill, *samplers], [forward_key(buckets, num_seqs)]
 
 
 def _free_bytes(device: jax.Device) -> int:
