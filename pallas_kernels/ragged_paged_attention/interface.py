@@ -10,6 +10,7 @@ Nothing here knows a request, a schedule or a chip.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,7 +58,7 @@ class LayerPlace:
 
 
 @dataclass(frozen=True)
-class KVLayout:
+class KVLayout(ABC):
     """Shape of a backend's KV cache: an object that is handed around, never a convention.
 
     `num_layers` counts the layers of the largest page-table group: layers of different groups share the
@@ -72,14 +73,14 @@ class KVLayout:
     dtype: Any
 
     @property
+    @abstractmethod
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape of each array of the cache."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
         """Logical axis names of each array, which `sharding` maps to mesh axes."""
-        raise NotImplementedError
 
     @property
     def page_bytes(self) -> int:
