@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .engine import Engine
-    from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
+    from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
     from .llm import LLM
     from .outputs import CompletionOutput, RequestMetrics, RequestOutput
     from .sampling_params import SamplingParams
@@ -28,6 +28,7 @@ _EXPORTS = {
     "JpagedError": "errors",
     "LLM": "llm",
     "ModelLoadError": "errors",
+    "QueueFullError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
@@ -42,6 +43,7 @@ __all__ = [
     "InvalidRequestError",
     "JpagedError",
     "ModelLoadError",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -17,12 +17,16 @@ from .block_manager import BlockManager
 from .buckets import Buckets, make_buckets
 from .compile_plan import CompilePlan, Key
 from .config import EngineConfig
+from .core import Core
 from .errors import ConfigError
 from .models.config import ModelConfig
 from .models.loading import abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel
+from .output_processor import OutputProcessor
 from .pallas_kernels.ragged_paged_attention import KVLayout, LayerPlace, PagedCache, XlaBackend
+from .preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from .programs import ALLOCATE_KEY, Programs, forward_key, sample_key, step_programs
+from .request_queue import POLICIES, QueueLimits
 from .runner import Runner
 from .sampler import SampleMode
 from .scheduler import Scheduler
@@ -33,8 +37,10 @@ from .user_cache import make_private, user_cache
 
 logger = logging.getLogger("jpaged")
 
-NUM_GROUPS = 1
-"""Page-table groups: all layers of the models here keep all of their context."""
+WINDOWS = (None,)
+"""Page-table groups: all layers of the models here see all of their context."""
+PREFILL_TOKENS = 256
+"""Tokens of the step by which the cost of computing anew is measured."""
 
 
 class Progress(Protocol):
@@ -52,8 +58,7 @@ class EngineParts:
     sizes: EngineSizes
     device: jax.Device
     backend: XlaBackend
-    scheduler: Scheduler
-    builder: StepInputBuilder
+    core: Core
     runner: Runner
     load_seconds: float
 
@@ -80,6 +85,7 @@ def assemble(
         free_bytes=_free_bytes(device),
         page_bytes=lambda block_size, dtype: _layout(backend, model, 1, block_size, dtype).page_bytes,
         weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
+        host_free_bytes=free_host_bytes(),
         demands=demands,
     )
     for note in sizes.notes:
@@ -94,8 +100,9 @@ def assemble(
         buckets=buckets,
         backend=backend,
         block_size=sizes.block_size,
-        num_groups=NUM_GROUPS,
+        num_groups=len(WINDOWS),
         max_num_seqs=sizes.max_num_seqs,
+        max_pages=-(-sizes.max_model_len // sizes.block_size),
     )
     programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
     # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
@@ -117,8 +124,13 @@ def assemble(
         sizes=sizes,
         device=device,
         backend=backend,
-        scheduler=_scheduler(config, sizes),
-        builder=builder,
+        core=Core(
+            scheduler=_scheduler(config, sizes, _preemption(config, sizes, builder, runner)),
+            builder=builder,
+            runner=runner,
+            outputs=OutputProcessor(opened.tokenizer, eos_token_ids=opened.eos_token_ids),
+            clock=time.monotonic,
+        ),
         runner=runner,
         load_seconds=load_seconds,
     )
@@ -177,25 +189,53 @@ def _programs(
         buckets=buckets,
         builder=builder,
         max_num_seqs=sizes.max_num_seqs,
-        max_pages=-(-sizes.max_model_len // sizes.block_size),
+        max_pages=builder.max_pages,
         max_logprobs=config.max_logprobs,
+        num_host_blocks=sizes.num_host_blocks,
     )
 
 
-def _scheduler(config: EngineConfig, sizes: EngineSizes) -> Scheduler:
+def _scheduler(config: EngineConfig, sizes: EngineSizes, preemption: PreemptionPolicy) -> Scheduler:
     blocks = BlockManager(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_groups=NUM_GROUPS,
+        windows=WINDOWS,
+        num_host_blocks=sizes.num_host_blocks,
+        max_cached_blocks=config.max_cached_blocks,
+        max_chunk=sizes.max_num_batched_tokens,
     )
+    policy = config.scheduling_policy
     return Scheduler(
         blocks,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         watermark=config.watermark,
         clock=time.monotonic,
+        policy=POLICIES[policy] if isinstance(policy, str) else policy,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        delay_factor=config.scheduling_delay_factor,
+        preemption=preemption,
+        limits=QueueLimits(**config.limits),
     )
+
+
+def _preemption(
+    config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, runner: Runner
+) -> PreemptionPolicy:
+    """How requests give way; where that is to be chosen by cost, what both ways cost on this machine."""
+    mode = PreemptionMode(config.preemption_mode)
+    if mode is not PreemptionMode.AUTO or not sizes.num_host_blocks:
+        return PreemptionPolicy(mode)
+    num_tokens = builder.buckets.tokens_for(min(PREFILL_TOKENS, sizes.max_num_batched_tokens))
+    costs = SwapCosts(
+        page_bytes=runner.state.cache.layout.page_bytes,
+        swap_bytes_per_s=runner.measure_swap(),
+        prefill_s_per_token=runner.measure_prefill(builder.layouts[num_tokens]),
+    )
+    logger.info("%s", costs)
+    return PreemptionPolicy(mode, costs)
 
 
 def _needed_keys(

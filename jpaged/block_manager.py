@@ -1,201 +1,321 @@
-"""Who owns which page: reference counts, page tables, and the cache of full pages by content.
+"""Page tables of sequences: who owns which pages, shares them, gets more, gives them back, moves to the host.
 
-A page is free, or referenced by one or more sequences. A free page may still hold a published prefix, and
-then it is found again by its hash until somebody takes it. Full pages are immutable; the partly filled last
-page of a sequence is its own. Page 0 is the null page: never owned, never freed, never hashed.
+Full pages are immutable and shared freely. The partly filled last page of a sequence has one writer: a fork
+shares it, and whoever writes it first gets a copy. Layers that differ in what they see, full attention or a
+sliding window, have page tables of their own (groups); a window gives back what no later query can see.
+
+Every change that the device must know is noted: moves of pages in the store, to be done before the step's own
+work, and `table_changes`, to be sent with it. The caller takes both with each step.
 
 Knows pages and token ids; no array, no device, no time.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections import OrderedDict
+import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
+from typing import NamedTuple
 
-from .request import Sequence
+from .page_pool import NULL_PAGE, PagePool
+from .page_store import PageStore
+from .prefix_cache import PrefixCache, PrefixMatch
+from .request import RequestState, Sequence
 
-NULL_PAGE = 0
-ROOT_HASH = hashlib.sha256(b"jpaged prefix v1").digest()
+
+class AllocStatus(enum.Enum):
+    """Whether pages can be had: now, after others have given some back, or not from a pool of this size."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class TableChange(NamedTuple):
+    """An entry of the page table of `slot` in `group` becomes `page`."""
+
+    group: int
+    slot: int
+    entry: int
+    page: int
 
 
 class BlockManager:
-    """Hands out the pages of one device pool to sequences, for one page-table group or several."""
+    """The page tables over one store, whose pools and prefix cache are `device`, `host` and `prefixes`."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_groups: int = 1):
-        """`num_blocks` counts every page of the pool, the null page among them."""
-        self.num_blocks = num_blocks
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
+        num_host_blocks: int = 0,
+        max_cached_blocks: int | None = None,
+        max_chunk: int = 1,
+    ):
+        """`num_blocks` and `num_host_blocks` count every page, the null pages too; no host pages: 0.
+
+        `windows` has an entry for each page-table group: None sees everything, a number so many tokens, the
+        query's own among them. `max_chunk` bounds the tokens that one sequence computes in a step.
+        """
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.num_groups = num_groups
-        self.ref_counts = [0] * num_blocks
-        # Taken from the left: pages without content first, then the least recently used cached ones.
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self.page_of_hash: dict[tuple[int, bytes], int] = {}
-        self.hash_of_page: dict[int, tuple[int, bytes]] = {}
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
-        self.peak_used = 0
+        self.windows = windows
+        self.max_chunk = max_chunk
+        self.store = PageStore(
+            num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_cached_blocks=max_cached_blocks
+        )
+        self.prefixes = PrefixCache(
+            self.store, block_size=block_size, windows=windows, is_enabled=enable_prefix_caching
+        )
+        self.table_changes: list[TableChange] = []
 
     @property
-    def num_usable(self) -> int:
-        """Pages that sequences can own: all but the null page."""
-        return self.num_blocks - 1
+    def device(self) -> PagePool:
+        return self.store.device
 
     @property
-    def num_used(self) -> int:
-        return self.num_usable - len(self.free)
+    def host(self) -> PagePool:
+        return self.store.host
+
+    # Room
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that one request could have if it were alone: pinned prefixes stay where they are."""
+        return self.device.num_usable - len(self.store.pins) * self.num_groups
+
+    @property
+    def has_windows(self) -> bool:
+        return any(window is not None for window in self.windows)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens, in all groups together."""
-        return -(-num_tokens // self.block_size) * self.num_groups
+        """Pages of one full-attention group that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence pages for its first `num_tokens` tokens; False, changing nothing, if too few are free."""
-        wanted = -(-num_tokens // self.block_size)
-        if sum(max(0, wanted - len(pages)) for pages in sequence.pages) > len(self.free):
+    def most_pages(self, fork_len: int, total_lens: Iterable[int]) -> int:
+        """Pages that sequences of these lengths take at most, if they share their first `fork_len` tokens."""
+        lens = list(total_lens)
+        # A fork computes the last token that it has in common anew, in a page of its own.
+        shared = max(0, fork_len - 1) // self.block_size if len(lens) > 1 else 0
+        own = [self.pages_for(length) - shared for length in lens]
+        num_pages = self.windows.count(None) * (shared + sum(own))
+        for _, window in self._window_groups():
+            # What a chunk's first query still sees, the chunk itself, and a page cut at either end.
+            widest = self.pages_for(window - 1 + self.max_chunk) + 1
+            num_pages += sum(min(widest, shared + pages) for pages in own)
+        return num_pages
+
+    def status_of(self, num_pages: int, reserve: int = 0) -> AllocStatus:
+        """Whether so many pages can be taken and `reserve` of them be left free."""
+        if num_pages > self.num_available:
+            return AllocStatus.NEVER
+        return AllocStatus.OK if num_pages + reserve <= self.device.num_free else AllocStatus.LATER
+
+    # The life of a page table
+
+    def place(self, sequence: Sequence, slot: int) -> None:
+        """The sequence gets a state slot: the device must know all of its pages."""
+        sequence.slot = slot
+        for group, pages in enumerate(sequence.pages):
+            for index in range(sequence.num_passed[group], len(pages)):
+                self.table_changes.append(TableChange(group, slot, index, pages[index]))
+
+    def prepare(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages to write for its first `num_tokens` tokens; False, changing nothing, if too few are free.
+
+        A full-attention group gets pages for all that the sequence knows, so that a prompt that was admitted
+        never has to fight for its own pages. The page it writes next becomes its own: if others read it, or
+        may find it, the sequence gets a copy.
+        """
+        first = sequence.num_computed // self.block_size
+        tails = [(group, pages[first]) for group, pages in enumerate(sequence.pages) if first < len(pages)]
+        shared = [group for group, page in tails if self._is_shared(page)]
+        missing = [
+            self.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
+            for window, pages in zip(self.windows, sequence.pages, strict=True)
+        ]
+        if len(shared) + sum(count for count in missing if count > 0) > self.device.num_free:
             return False
-        for pages in sequence.pages:
-            while len(pages) < wanted:
-                pages.append(self._take())
-        self.peak_used = max(self.peak_used, self.num_used)
+        for group in shared:
+            self._copy_on_write(sequence, group, first)
+        for group, count in enumerate(missing):
+            for _ in range(count):
+                self._append(sequence, group, self.store.take())
         return True
 
-    def match_prefix(self, sequence: Sequence) -> list[list[int]]:
-        """Cached pages that hold the start of this sequence, per group; changes nothing.
-
-        Never the whole sequence: at least one token is left to compute, since only that yields logits.
-        """
-        if not self.enable_prefix_caching:
-            return [[] for _ in range(self.num_groups)]
-        hashes = self._hashes(sequence, (sequence.num_tokens - 1) // self.block_size)
-        matched = []
-        for group in range(self.num_groups):
-            pages: list[int] = []
-            for page_hash in hashes:
-                page = self.page_of_hash.get((group, page_hash))
-                if page is None:
-                    break
-                pages.append(page)
-            matched.append(pages)
-        shortest = min(len(pages) for pages in matched)
-        return [pages[:shortest] for pages in matched]
-
-    def num_free_without(self, pages: Iterable[Iterable[int]]) -> int:
-        """Free pages that would be left if these cached ones were adopted: hits may lie among the free.
-
-        A page that several sequences of a group have hit is taken once.
-        """
-        return len(self.free) - sum(page in self.free for page in set(chain.from_iterable(pages)))
-
-    def adopt(self, sequence: Sequence, matched: list[list[int]]) -> int:
-        """Start the sequence, which owns no page, with these cached ones; returns the tokens they hold."""
-        for pages, found in zip(sequence.pages, matched, strict=True):
-            for page in found:
-                self.ref_counts[page] += 1
-                self.free.pop(page, None)
-            pages.extend(found)
-        num_pages = len(matched[0])
-        sequence.num_computed = num_pages * self.block_size
-        sequence.num_published = num_pages
-        self.peak_used = max(self.peak_used, self.num_used)
-        return sequence.num_computed
-
-    def count_query(self, num_tokens: int, num_hit: int) -> None:
-        """Statistics of a first admission; a resumed sequence finding its own pages is no hit."""
-        self.num_queried_tokens += num_tokens
-        self.num_hit_tokens += num_hit
-
-    def publish(self, sequence: Sequence) -> None:
-        """Offer the full pages whose keys and values are computed to later sequences."""
-        if not self.enable_prefix_caching:
-            return
-        num_full = sequence.num_computed // self.block_size
-        if num_full <= sequence.num_published:
-            return
-        hashes = self._hashes(sequence, num_full)
-        for index in range(sequence.num_published, num_full):
-            for group, pages in enumerate(sequence.pages):
-                key, page = (group, hashes[index]), pages[index]
-                # Two sequences may have computed the same content: the first page stays the one that is found.
-                if key not in self.page_of_hash:
-                    self.page_of_hash[key] = page
-                    self.hash_of_page[page] = key
-        sequence.num_published = num_full
-
     def release(self, sequence: Sequence) -> None:
-        """Take all pages back. The tail goes first in line to be reused, since a prefix serves more sequences.
+        """Take all pages back. The tail goes first in line to be evicted, since a prefix serves more sequences.
 
         All groups' pages of one position go together: a prefix is found only while every group has it.
         """
-        for page in chain.from_iterable(zip(*map(reversed, sequence.pages), strict=True)):
-            self.ref_counts[page] -= 1
-            if self.ref_counts[page] == 0:
-                self.free[page] = None
-                if page not in self.hash_of_page:
-                    self.free.move_to_end(page, last=False)
-        sequence.release_device()
-
-    def discard_unsound(self, sequence: Sequence) -> None:
-        """Unpublish all pages of a sequence whose values turned out not to be finite; their owners keep them.
-
-        Pages that it found in the cache among them: nothing tells which page is to blame, and an unsound page
-        that stays published would fail every later request with that prefix. A sound one is computed anew.
-        """
-        for page in chain.from_iterable(sequence.pages):
-            self._forget(page)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every published page; sequences keep the pages they own."""
-        self.page_of_hash.clear()
-        self.hash_of_page.clear()
-
-    def check(self, sequences: SequenceOf[Sequence]) -> None:
-        """Hold the pool against its invariants; `sequences`: all that own pages. AssertionError if one is broken."""
-        counts = [0] * self.num_blocks
-        for sequence in sequences:
-            owned = list(chain.from_iterable(sequence.pages))
-            assert len(set(owned)) == len(owned), "a page twice in one sequence"
-            for page in owned:
-                counts[page] += 1
-            num_full = sequence.num_computed // self.block_size
-            assert sequence.num_published <= num_full, "a page published before it was computed"
+        pool = self.host if sequence.state is RequestState.SWAPPED else self.device
+        for index in reversed(range(max(map(len, sequence.pages)))):
             for pages in sequence.pages:
-                assert len(pages) * self.block_size >= sequence.num_computed, "computed tokens without a page"
-                for page in pages[num_full:]:
-                    assert self.ref_counts[page] == 1, "a page that is still written is shared"
-                    assert page not in self.hash_of_page, "a page that is still written is published"
-        assert counts[NULL_PAGE] == 0, "the null page is owned"
-        assert counts == self.ref_counts, "reference counts differ from the page tables"
-        assert NULL_PAGE not in self.free, "the null page is free"
-        assert set(self.free) == {page for page in range(1, self.num_blocks) if counts[page] == 0}, (
-            "free ≠ unreferenced"
+                if index < len(pages) and pages[index] != NULL_PAGE:
+                    pool.drop_ref(pages[index])
+        if sequence.slot and self.table_changes:  # What the device was to be told this time, it need not know.
+            self.table_changes = [change for change in self.table_changes if change.slot != sequence.slot]
+        sequence.forget_pages()
+
+    def pass_windows(self, sequence: Sequence, num_done: int) -> None:
+        """Give back what no query from position `num_done` on can see. No step in flight may have an earlier one."""
+        for group, window in self._window_groups():
+            pages = sequence.pages[group]
+            first_seen = max(0, num_done - window + 1) // self.block_size
+            for index in range(sequence.num_passed[group], min(first_seen, len(pages))):
+                self.device.drop_ref(pages[index])
+                pages[index] = NULL_PAGE
+                sequence.num_passed[group] = index + 1
+
+    def can_share(self, parent: Sequence, num_tokens: int) -> bool:
+        """Whether the parent still has all that a query behind its first tokens sees: windows may have passed it."""
+        return all(
+            parent.num_passed[group] <= max(0, num_tokens - window + 1) // self.block_size
+            for group, window in self._window_groups()
         )
-        assert len(self.page_of_hash) == len(self.hash_of_page), "a hash without its page"
-        for key, page in self.page_of_hash.items():
-            assert page != NULL_PAGE, "the null page is published"
-            assert self.hash_of_page[page] == key, "a page under another's hash"
 
-    def _take(self) -> int:
-        page, _ = self.free.popitem(last=False)
-        self._forget(page)
-        self.ref_counts[page] = 1
-        return page
+    def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let the child, which owns no page, have the parent's pages of the first tokens, the last one half filled."""
+        assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
+        num_pages = self.pages_for(num_tokens)
+        pool = self.host if parent.state is RequestState.SWAPPED else self.device
+        for group, pages in enumerate(parent.pages):
+            for page in pages[:num_pages]:
+                if page != NULL_PAGE:
+                    pool.add_ref(page)
+                self._append(child, group, page)
+        num_full = num_tokens // self.block_size
+        child.num_computed = num_tokens
+        child.num_passed = list(parent.num_passed)
+        child.num_published = min(parent.num_published, num_full)
+        child.page_hashes = parent.page_hashes[:num_full]
 
-    def _forget(self, page: int) -> None:
-        key = self.hash_of_page.pop(page, None)
-        if key is not None:
-            del self.page_of_hash[key]
+    def fence(self, sequence: Sequence, step: int) -> None:
+        """Steps in flight, `step` the last of them, may write pages of this sequence: not to be reused before.
 
-    def _hashes(self, sequence: Sequence, num_pages: int) -> list[bytes]:
-        """Chained SHA-256 of the first full pages; kept on the sequence, since tokens never change."""
-        hashes = sequence.page_hashes
-        size = self.block_size
-        while len(hashes) < num_pages:
-            start = len(hashes) * size
-            tokens = array("i", sequence.token_ids[start : start + size]).tobytes()
-            hashes.append(hashlib.sha256((hashes[-1] if hashes else ROOT_HASH) + tokens).digest())
-        return hashes[:num_pages]
+        They write where the host does not know the token yet; with a chunk in flight, anywhere.
+        """
+        has_chunk_in_flight = sequence.last_chunk_step > self.device.retired_step
+        first = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.block_size
+        for pages in sequence.pages:
+            for page in pages[first:]:
+                if page != NULL_PAGE and page not in self.device.key_of:
+                    self.device.fence(page, step)
+
+    def adopt(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Start the sequence, which owns no page, with these cached ones; returns the tokens they hold."""
+        for group, pages in enumerate(self.prefixes.fetch(match)):
+            sequence.num_passed[group] = pages.count(NULL_PAGE)
+            for page in pages:
+                self._append(sequence, group, page)
+        sequence.num_computed = match.num_pages * self.block_size
+        sequence.num_published = match.num_pages
+        return sequence.num_computed
+
+    # Swap
+
+    def num_held(self, sequences: SequenceOf[Sequence]) -> int:
+        """Pages that hold something computed of these sequences, each counted once."""
+        return len(self._held(sequences))
+
+    def swap_out(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Move all that these sequences, who share pages, have computed to the host pool; False if that is too full.
+
+        A page that several of them share is copied once, and one that the host pool has already not at all. Pages
+        that hold nothing yet are given back. Afterwards the page tables count pages of the host pool. False
+        changes nothing.
+        """
+        held = self._held(sequences)
+        copies = {page: copy for page in held if (copy := self.store.host_copy_of(page)) is not None}
+        num_free_copies = sum(self.host.ref_counts[copy] == 0 for copy in copies.values())
+        if len(held) - len(copies) + num_free_copies > self.host.num_free:
+            self.store.counts["host_pool_full"] += 1
+            return False
+        for copy in copies.values():  # Before any is taken, which may evict what nobody references.
+            self.host.add_ref(copy)
+        for page in held:
+            if page not in copies:
+                copies[page] = self.store.swap_out(page)
+        for sequence in sequences:
+            tables = self._computed(sequence)
+            kept = sequence.num_computed, sequence.num_published, sequence.num_passed
+            self.release(sequence)
+            sequence.num_computed, sequence.num_published, sequence.num_passed = kept
+            sequence.pages = [_translated(pages, copies, self.host) for pages in tables]
+        for copy in copies.values():
+            self.host.drop_ref(copy)
+        return True
+
+    def swap_in(self, sequences: SequenceOf[Sequence], *, reserve: int) -> bool:
+        """Bring back what `swap_out` moved; False, changing nothing, if that leaves fewer than `reserve` pages free.
+
+        What the device still has under its hash is not copied.
+        """
+        held = self._held(sequences)
+        copies = {page: copy for page in held if (copy := self.store.device_copy_of(page)) is not None}
+        num_free_copies = sum(self.device.ref_counts[copy] == 0 for copy in copies.values())
+        if len(held) - len(copies) + num_free_copies + reserve > self.device.num_free:
+            return False
+        for copy in copies.values():
+            self.device.add_ref(copy)
+        for page in held:
+            if page not in copies:
+                copies[page] = self.store.swap_in(page)
+        for sequence in sequences:
+            tables, sequence.pages = sequence.pages, [_translated(p, copies, self.device) for p in sequence.pages]
+            for page in chain.from_iterable(tables):
+                if page != NULL_PAGE:
+                    self.host.drop_ref(page)
+        for copy in copies.values():
+            self.device.drop_ref(copy)
+        return True
+
+    def clear(self) -> None:
+        """The device has lost everything, and the host pool with it: every page is free and holds nothing."""
+        self.store.clear()
+        self.table_changes.clear()
+
+    # Parts of the above
+
+    def _window_groups(self) -> list[tuple[int, int]]:
+        return [(group, window) for group, window in enumerate(self.windows) if window is not None]
+
+    def _copy_on_write(self, sequence: Sequence, group: int, index: int) -> None:
+        shared = sequence.pages[group][index]
+        own = sequence.pages[group][index] = self.store.copy(shared)
+        if sequence.slot:
+            self.table_changes.append(TableChange(group, sequence.slot, index, own))
+        self.device.drop_ref(shared)
+
+    def _append(self, sequence: Sequence, group: int, page: int) -> None:
+        pages = sequence.pages[group]
+        if sequence.slot and page != NULL_PAGE:
+            self.table_changes.append(TableChange(group, sequence.slot, len(pages), page))
+        pages.append(page)
+
+    def _is_shared(self, page: int) -> bool:
+        return self.device.ref_counts[page] > 1 or page in self.device.key_of
+
+    def _computed(self, sequence: Sequence) -> list[list[int]]:
+        """The sequence's pages that hold something, per group."""
+        return [pages[: self.pages_for(sequence.num_computed)] for pages in sequence.pages]
+
+    def _held(self, sequences: SequenceOf[Sequence]) -> list[int]:
+        """Pages of all groups that hold something of these sequences, each once, in order of appearance."""
+        tables = chain.from_iterable(self._computed(sequence) for sequence in sequences)
+        return [page for page in dict.fromkeys(chain.from_iterable(tables)) if page != NULL_PAGE]
+
+
+def _translated(pages: list[int], copies: dict[int, int], pool: PagePool) -> list[int]:
+    """The same pages in another pool, each with a reference more there."""
+    translated = [NULL_PAGE if page == NULL_PAGE else copies[page] for page in pages]
+    for page in translated:
+        if page != NULL_PAGE:
+            pool.add_ref(page)
+    return translated

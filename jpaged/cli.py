@@ -6,10 +6,15 @@ import difflib
 import sys
 from collections.abc import Sequence
 
+from .errors import ConfigError
 from .progress import say
 
-COMMANDS = {"generate": "complete prompts from the command line or a file"}
-UNBUILT = ("chat", "serve", "batch", "bench", "plan", "doctor", "trace", "tune")
+COMMANDS = {
+    "generate": "complete prompts from the command line or a file",
+    "bench": "measure: bench scheduler",
+}
+UNBUILT = ("chat", "serve", "batch", "plan", "doctor", "trace", "tune")
+UNBUILT_BENCHES = ("latency", "throughput", "serve", "kernels")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .generate import main as generate
 
         return generate(args[1:])
+    if args[0] == "bench":
+        return _bench(args[1:])
     if args[0] in UNBUILT:
         say(f"error: {args[0]}: not available in this version; allowed: {', '.join(COMMANDS)}")
         return 1
@@ -35,3 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(COMMANDS)}"
     say(f"error: {args[0]}: unknown command; {hint}")
     return 1
+
+
+def _bench(args: list[str]) -> int:
+    name = args[0] if args else ""
+    if name in ("-h", "--help"):
+        print("usage: jpaged bench scheduler …\n\njpaged bench scheduler --help tells more.")
+        return 0
+    if name != "scheduler":
+        why = "not available in this version" if name in UNBUILT_BENCHES else "unknown bench"
+        say(f"error: bench: got {name!r}, {why}; allowed: scheduler")
+        return 1
+    from .bench_scheduler import main as bench_scheduler
+
+    try:
+        return bench_scheduler(args[1:])
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 1

@@ -6,16 +6,20 @@ Knows names, values and ranges; not what a model or a device makes of them (`siz
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from sys import float_info
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .model_source import DEFAULT_MODEL
 from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, UNBUILT_BACKENDS
 from .sampling_params import is_integer, shown
+
+if TYPE_CHECKING:
+    from .request import Request
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
@@ -23,16 +27,20 @@ MAX_BLOCK_SIZE = 1024
 MAX_STEP_TOKENS = 1 << 20
 """Far beyond what one step can compute in memory; sizes of steps are compiled shapes."""
 MAX_STEP_SEQS = 1 << 16
+MAX_SWAP_SPACE = 10**6
+"""GiB, which is far beyond what one host has."""
 INT64 = (-(1 << 63), (1 << 63) - 1)
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LIMITS = ("waiting_requests", "waiting_tokens")
+"""Keys of `limits`."""
 
 NOT_BUILT = (
     "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "logprobs_mode",
-    "logits_processors", "num_host_blocks", "swap_space", "preemption_mode", "max_cached_blocks",
-    "enable_chunked_prefill", "long_prefill_token_threshold", "scheduling_policy", "scheduling_delay_factor",
-    "async_scheduling", "num_decode_steps", "deterministic", "warmup", "enforce_eager", "tensor_parallel_size",
-    "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh", "enable_lora", "max_loras",
-    "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt", "served_model_name",
-    "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "limits", "params",
+    "logits_processors", "async_scheduling", "num_decode_steps", "deterministic", "warmup", "enforce_eager",
+    "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
+    "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "params",
 )  # fmt: skip
 """Options of the full interface that this version refuses by name."""
 ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
@@ -61,12 +69,41 @@ class EngineConfig:
     num_blocks: int | None = _option(None, "pages in the pool, the null page among them; default: from memory")
     kv_cache_memory_bytes: int | None = _option(None, "memory of the page pool in bytes; default: from free memory")
     device_memory_utilization: float = _option(0.92, "share of a device's free memory to use, in (0, 1]")
+    num_host_blocks: int | None = _option(
+        None, "pages in the host's memory, the null page among them; 0: none; default: from swap_space"
+    )
+    swap_space: float | None = _option(
+        None, "GiB of pages in the host's memory; default: up to 4, on a CPU 0 unless preemption_mode is swap"
+    )
+    preemption_mode: str = _option(
+        "auto", f"what is done when pages run out: {', '.join(PREEMPTION_MODES)}; auto takes the cheaper one"
+    )
     enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes")
-    max_num_batched_tokens: int | None = _option(None, "tokens per step; default 8192, on a CPU 1024")
+    max_cached_blocks: int | None = _option(None, "most pages kept for later prefixes; default: all that are free")
+    enable_chunked_prefill: bool = _option(
+        True, "compute long prompts in pieces beside decoding; without it prompts go first, each in one step"
+    )
+    long_prefill_token_threshold: int = _option(0, "most tokens of one prompt per step; 0: no limit of its own")
+    max_num_batched_tokens: int | None = _option(
+        None, "tokens per step; default 8192, on a CPU 1024, and max_model_len without chunked prefill"
+    )
     max_num_seqs: int | None = _option(None, "sequences per step; default 256, on a CPU 64")
+    scheduling_policy: str | Callable[[Request], Any] = field(
+        default="fcfs",
+        metadata={"help": "who goes first: fcfs, or priority (the lower value, then who came first)"},
+    )
+    """In Python also a key function: of a request, what to sort by."""
+    scheduling_delay_factor: float = _option(
+        0.0, "wait this many times the last prompt step's duration for more requests before the next; 0: do not wait"
+    )
     watermark: float = _option(0.01, "share of the pool that admission leaves free, in [0, 1)")
     compilation_cache_dir: str | None = _option(None, "where executables are kept; default: the user's cache folder")
     generation_config: str = _option("auto", "auto: sampling defaults from the model; none: plain defaults")
+    limits: Mapping[str, int | None] = field(
+        default_factory=dict,
+        hash=False,
+        metadata={"help": f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"},
+    )
     gpu_memory_utilization: InitVar[float | None] = None
     """vLLM's name of `device_memory_utilization`."""
 
@@ -99,15 +136,44 @@ class EngineConfig:
         self._integer("max_num_batched_tokens", 1, MAX_STEP_TOKENS, optional=True)
         self._integer("max_num_seqs", 1, MAX_STEP_SEQS, optional=True)
         self._integer("num_blocks", 2, INT64[1], optional=True)
+        self._integer("max_cached_blocks", 0, INT64[1], optional=True)
+        self._integer("long_prefill_token_threshold", 0, INT64[1])
+        self._integer("num_host_blocks", 0, INT64[1], optional=True)
+        if self.num_host_blocks == 1:
+            self._refuse("num_host_blocks", "0, or an integer ≥ 2: the first page is the null page")
         self._integer("block_size", 1, MAX_BLOCK_SIZE, optional=True)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             self._refuse("block_size", f"a power of two from 1 to {MAX_BLOCK_SIZE}, such as 16 or 64")
         self._number("device_memory_utilization", 0.0, 1.0, open_low=True)
         self._number("watermark", 0.0, 1.0, open_high=True)
-        if not isinstance(self.enable_prefix_caching, bool):
-            self._refuse("enable_prefix_caching", "true or false")
+        self._number("scheduling_delay_factor", 0.0, float_info.max)
+        if self.swap_space is not None:
+            self._number("swap_space", 0.0, MAX_SWAP_SPACE)
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "true or false")
+        self._choice("preemption_mode", PREEMPTION_MODES)
+        if not callable(self.scheduling_policy):
+            self._choice("scheduling_policy", SCHEDULING_POLICIES, more=", or in Python a key function of a request")
+        object.__setattr__(self, "limits", self._limits())
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Refuse options that contradict each other, or of which one would be ignored."""
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             self._refuse("kv_cache_memory_bytes", f"none beside num_blocks, {self.num_blocks}: give one of the two")
+        if self.num_host_blocks is not None and self.swap_space is not None:
+            self._refuse("swap_space", f"none beside num_host_blocks, {self.num_host_blocks}: give one of the two")
+        for name in ("num_host_blocks", "swap_space"):
+            if self.preemption_mode == "swap" and getattr(self, name) == 0:
+                self._refuse("preemption_mode", f"auto or recompute while {name} is 0; raise {name} or leave it out")
+        if self.max_cached_blocks and not self.enable_prefix_caching:
+            self._refuse("max_cached_blocks", "0 or none while enable_prefix_caching is false; leave one of them out")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            self._refuse(
+                "long_prefill_token_threshold",
+                "0 while enable_chunked_prefill is false: a prompt is computed in one step; leave one of them out",
+            )
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             self._refuse(
@@ -122,10 +188,26 @@ class EngineConfig:
             self._refuse(name, allowed)
         object.__setattr__(self, name, str(value))
 
-    def _choice(self, name: str, allowed: Iterable[str]) -> None:
+    def _choice(self, name: str, allowed: Iterable[str], *, more: str = "") -> None:
         value = getattr(self, name)
         if not isinstance(value, str) or value not in allowed:
-            self._refuse(name, ", ".join(allowed))
+            self._refuse(name, ", ".join(allowed) + more)
+
+    def _limits(self) -> dict[str, int | None]:
+        """Every limit by its name; None is none."""
+        if not isinstance(self.limits, Mapping):
+            self._refuse("limits", f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
+        for key, value in self.limits.items():
+            if key not in LIMITS:
+                near = difflib.get_close_matches(str(key), LIMITS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(LIMITS)}"
+                raise ConfigError(f"limits: got the unknown key {shown(key)}; {hint}")
+            if value is not None and not (is_integer(value) and 1 <= value <= INT64[1]):
+                raise ConfigError(
+                    f"limits: got {shown(value)} for {key}, allowed: an integer ≥ 1, or leave it out for no limit"
+                )
+        given = {key: None if value is None else int(value) for key, value in self.limits.items()}
+        return {**dict.fromkeys(LIMITS), **given}
 
     def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -139,10 +221,15 @@ class EngineConfig:
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)  # A NaN compares false.
-        if not is_number or not low <= value <= high or (open_low and value == low) or (open_high and value == high):
-            self._refuse(name, f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}")
-        object.__setattr__(self, name, float(value))
+        try:
+            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else float("nan")
+        except OverflowError:  # An integer of hundreds of digits.
+            number = float("nan")
+        # A NaN compares false with everything.
+        if not low <= number <= high or (open_low and number == low) or (open_high and number == high):
+            span = f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+            self._refuse(name, f"a finite number ≥ {low:g}" if high == float_info.max else span)
+        object.__setattr__(self, name, number)
 
     def _refuse(self, name: str, allowed: str) -> None:
         raise ConfigError(f"{name}: got {shown(getattr(self, name))}, allowed: {allowed}")

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
-from .assembly import NUM_GROUPS, EngineParts, Progress, assemble
+from .assembly import EngineParts, Progress, assemble
 from .config import EngineConfig
-from .errors import ConfigError, InvalidRequestError
+from .errors import ConfigError, InvalidRequestError, QueueFullError
 from .opening import OpenedModel, open_for_engine
-from .output_processor import OutputProcessor
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput
-from .prompts import EncodedPrompt, PromptEncoder
-from .request import Request, RequestState, make_request
-from .sampler import SampledRows, SampleMode
+from .prefix_hash import CacheKey
+from .prompts import EncodedPrompt, PromptEncoder, check_priority
+from .request import Request, make_request
+from .sampler import SampleMode
 from .sampling_params import SamplingParams, is_integer, shown
-from .scheduler import SchedulerOutput
 from .sizing import Demand
-from .step_inputs import BuiltStep
 
-logger = logging.getLogger("jpaged")
+MAX_SAMPLE_INDEX = (1 << 31) - 1
+"""Sample indices travel as int32."""
 
 
 class Engine:
@@ -65,14 +65,17 @@ class Engine:
         self.config, self.opened, self.sizes = parts.config, parts.opened, parts.sizes
         self.tokenizer = parts.opened.tokenizer
         self.device, self.backend = parts.device, parts.backend
-        self.blocks, self.scheduler = parts.scheduler.blocks, parts.scheduler
-        self.builder, self.runner = parts.builder, parts.runner
+        self.core, self.runner = parts.core, parts.runner
+        self.scheduler, self.blocks = self.core.scheduler, self.core.scheduler.blocks
         self.load_seconds = parts.load_seconds
-        self.prompts = PromptEncoder(self.tokenizer, self.opened.config.vocab_size, self.sizes.max_model_len)
-        self.outputs = OutputProcessor(self.tokenizer, eos_token_ids=self.opened.eos_token_ids)
+        self.prompts = PromptEncoder(
+            self.tokenizer,
+            self.opened.config.vocab_size,
+            self.sizes.max_model_len,
+            max_waiting_tokens=self.config.limits["waiting_tokens"],
+        )
         self.requests: dict[str, Request] = {}
-        self._num_requests = 0
-        self._counts = {"steps": 0, "prompt_tokens": 0, "generation_tokens": 0, "step_tokens": 0, "padded_tokens": 0}
+        self._num_requests = self._num_prompt_tokens = 0
         self._is_open = True
 
     # Offline
@@ -83,14 +86,16 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them; outputs come in the order of the prompts.
 
         A prompt is a text, a list (or array) of token ids, or a mapping with `prompt`, `prompt_token_ids` or
-        `messages`. Without `sampling_params` the model's own defaults hold. A bad prompt raises
-        InvalidRequestError naming its index before anything is computed; `on_error="return"` gives it an
-        output with finish_reason "error" instead.
+        `messages`, and with `cache_salt` or `priority` beside it. Without `sampling_params` the model's own
+        defaults hold. `priority`, one for all or one for each, goes before that of a mapping. A bad prompt raises
+        InvalidRequestError naming its index before anything is computed; `on_error="return"` gives it an output
+        with finish_reason "error" instead.
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error: got {on_error!r}, allowed: raise, return")
@@ -101,37 +106,24 @@ class Engine:
             )
         prompts = _as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-            each: list[SamplingParams] = [sampling_params or self.default_sampling_params()] * len(prompts)
-        else:
-            if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
-                raise InvalidRequestError(
-                    f"sampling_params: got {shown(sampling_params)}, allowed: SamplingParams or a list of them",
-                    param="sampling_params",
-                )
-            each = list(sampling_params)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(
-                f"sampling_params: got {len(each)} for {len(prompts)} prompts, allowed: one for all or one for each",
-                param="sampling_params",
-            )
+            sampling_params = sampling_params or self.default_sampling_params()
+        each_params = _each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+        each_priority = _each(priority, len(prompts), "priority", int | None)
         results: list[RequestOutput | None] = [None] * len(prompts)
-        checked: list[EncodedPrompt | None] = []
-        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+        requests: deque[Request] = deque()
+        index_of: dict[str, int] = {}
+        for index, (prompt, params, urgency) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
+            request_id = f"generate-{self._num_requests}"
             try:
-                checked.append(self._check(prompt, params))
+                requests.append(self._new_request(request_id, prompt, params, priority=urgency))
+                index_of[request_id] = index
             except InvalidRequestError as error:
                 if on_error == "raise":
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
-                checked.append(None)
-                results[index] = error_output(str(index), prompt, str(error))
-        index_of: dict[str, int] = {}
-        for index, (encoded, params) in enumerate(zip(checked, each, strict=True)):
-            number = self._num_requests
-            self._num_requests += 1
-            if encoded is not None:
-                index_of[self.enqueue(f"generate-{number}", encoded, params, number=number).request_id] = index
-        with _bar(len(index_of), use_tqdm) as update:
-            for output in self.run_until_done():
+                self._num_requests += 1  # The others draw as they would beside a good one.
+                results[index] = error_output(request_id, prompt, str(error))
+        with _bar(len(requests), use_tqdm) as update:
+            for output in self.run_until_done(requests):
                 results[index_of[output.request_id]] = output
                 update()
         return [result for result in results if result is not None]
@@ -165,12 +157,14 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         arrival_time: float | None = None,
+        priority: int | None = None,
         number: int | None = None,
     ) -> None:
-        """Queue a request. InvalidRequestError if it is wrong, can never fit, or its id is in use.
+        """Queue a request. InvalidRequestError if it is wrong, can never fit, or its id is in use; QueueFullError
+        if as many wait as the engine's limits allow.
 
-        `number` stands in for the count of requests so far in the seed of a request without one, so that a
-        resumed job draws as the first did.
+        `priority` goes before that of the prompt's mapping; lower is sooner. `number` stands in for the count of
+        requests so far in the seed of a request without one, so that a resumed job draws as the first did.
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
@@ -186,23 +180,27 @@ class Engine:
                 param="request_id",
             )
         params = params or self.default_sampling_params()
-        encoded = self._check(prompt, params)
-        if number is None:
-            number = self._num_requests
-            self._num_requests += 1
-        self.enqueue(request_id, encoded, params, number=number, arrival_time=arrival_time)
+        request = self._new_request(
+            request_id, prompt, params, priority=priority, number=number, arrival_time=arrival_time
+        )
+        self._queue(request)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the outputs so far of every request that it brought a token or an end."""
-        return [self.outputs.output_of(request) for request in self._advance()]
+        return [self.core.outputs.output_of(request) for request in self._advance()]
 
-    def run_until_done(self) -> Iterator[RequestOutput]:
-        """Step until nothing is left, giving each request's output when it ends. Aborts all if that is cut short."""
+    def run_until_done(self, requests: Iterable[Request] = ()) -> Iterator[RequestOutput]:
+        """Step until nothing is left, giving each request's output when it ends. Aborts all if that is cut short.
+
+        `requests` are queued in order, as soon as the queue has room for them.
+        """
+        held = deque(requests)
         try:
-            while self.has_unfinished_requests():
+            while held or self.has_unfinished_requests():
+                self._queue_while_there_is_room(held)
                 for request in self._advance():
                     if request.state.is_finished:
-                        yield self.outputs.output_of(request)
+                        yield self.core.outputs.output_of(request)
         finally:
             self.abort_request(list(self.requests))
 
@@ -217,31 +215,104 @@ class Engine:
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             request = self.requests.pop(request_id, None)
             if request is not None:
-                for sequence in request.live_sequences:
-                    self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+                self.core.abort(request)
+
+    def fork(
+        self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
+    ) -> list[int]:
+        """Let a request go on in `n` more ways from where its sample `sample` stands; returns their sample indices.
+
+        The new samples have the tokens so far, share their pages, and draw with their own indices from there on:
+        `sample_indices`, or the next free ones. They come among the request's outputs. InvalidRequestError,
+        changing nothing, for a request or a sample that is not running or waiting, or if so many can never fit.
+        """
+        request = self.requests.get(request_id) if isinstance(request_id, str) else None
+        if request is None:
+            raise InvalidRequestError(
+                f"request_id: got {shown(request_id)}, allowed: an unfinished request; fork before it ends",
+                param="request_id",
+            )
+        parent = next((one for one in request.live if one.index == sample), None)
+        if parent is None:
+            raise InvalidRequestError(
+                f"sample: got {shown(sample)}, allowed: one of those that go on, {[one.index for one in request.live]}",
+                param="sample",
+            )
+        if not is_integer(n) or n < 1:
+            raise InvalidRequestError(f"n: got {shown(n)}, allowed: an integer ≥ 1", param="n")
+        taken = {one.index for one in request.sequences}
+        if sample_indices is None:
+            sample_indices = range(max(taken) + 1, max(taken) + 1 + n)
+        indices = list(sample_indices)
+        is_valid = all(is_integer(index) and 0 <= index <= MAX_SAMPLE_INDEX for index in indices)
+        if not is_valid or len(indices) != n or len(taken.union(indices)) != len(taken) + n:
+            raise InvalidRequestError(
+                f"sample_indices: got {shown(indices)}, allowed: n, {n}, different integers ≥ 0 that the request does "
+                f"not have yet; it has {sorted(taken)}",
+                param="sample_indices",
+            )
+        self.core.fork(parent, indices)
+        return indices
+
+    def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
+        """Keep the full pages of this prompt in the prefix cache, however little it is used; returns tokens kept now.
+
+        Pages that are not cached now are kept as soon as a request has computed them; to have them at once, run
+        the prompt with max_tokens=1. Pinned pages are lost to other requests. InvalidRequestError if prefix
+        caching is off, if the prompt fills no page, or if an unfinished request could then never end.
+        """
+        token_ids, key = self._prefix(prompt, cache_salt)
+        num_pages = self.blocks.prefixes.num_new_pins(token_ids, key)
+        needed = max((self.scheduler.most_pages(request) for request in self.requests.values()), default=1)
+        num_available = self.blocks.num_available
+        if num_pages + needed > num_available:
+            raise InvalidRequestError(
+                f"prompt: got one whose pin takes {num_pages} pages, allowed: {max(0, num_available - needed)}, since "
+                f"{needed} of {num_available} must be left for requests; pin less, or start the engine with more "
+                "num_blocks",
+                param="prompt",
+            )
+        return self.blocks.prefixes.pin(token_ids, key)
+
+    def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> None:
+        """Undo one `pin_prefix` of the same prompt. InvalidRequestError if it is not pinned."""
+        if not self.blocks.prefixes.unpin(*self._prefix(prompt, cache_salt)):
+            raise InvalidRequestError("prompt: got one that is not pinned, allowed: one that is", param="prompt")
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their pages."""
-        self.blocks.reset_prefix_cache()
+        """Forget all cached prefixes; running requests keep their pages, pins hold for what is computed anew."""
+        self.blocks.prefixes.reset()
 
     def stats(self) -> dict[str, float | int]:
         """Counters since start: steps, tokens, pages, cache hits, preemptions, compilations."""
-        plan, blocks, counts = self.runner.plan, self.blocks, self._counts
+        core, scheduler, store, plan = self.core, self.scheduler, self.blocks.store, self.runner.plan
+        num_recomputed, num_swapped = (scheduler.counts[f"preemptions_{mode}"] for mode in ("recompute", "swap"))
         return {
-            **counts,
-            "prefill_chunks": self.scheduler.num_prefill_chunks,
-            "preemptions": self.scheduler.num_preemptions,
-            "prefix_cache_queries": blocks.num_queried_tokens,
-            "prefix_cache_hits": blocks.num_hit_tokens,
-            "blocks": blocks.num_usable,
-            "blocks_used": blocks.num_used,
-            "peak_blocks_used": blocks.peak_used,
+            "steps": core.num_steps,
+            "prompt_tokens": self._num_prompt_tokens,
+            "generation_tokens": core.num_generated,
+            "step_tokens": core.num_step_tokens,
+            "padded_tokens": core.num_padded_tokens,
+            "prefill_chunks": scheduler.counts["prefill_chunks"],
+            "preemptions": num_recomputed + num_swapped,
+            "preemptions_recompute": num_recomputed,
+            "preemptions_swap": num_swapped,
+            "swap_bytes": self.runner.swap_bytes,
+            "copies": store.counts["copy_on_write"],
+            "prefix_cache_queries": self.blocks.prefixes.num_queried_tokens,
+            "prefix_cache_hits": self.blocks.prefixes.num_hit_tokens,
+            "blocks": store.device.num_usable,
+            "blocks_used": store.device.num_used,
+            "peak_blocks_used": store.peak_used,
+            "host_blocks": store.host.num_usable,
+            "host_blocks_used": store.host.num_used,
+            "peak_host_blocks_used": store.peak_host_used,
             "requests": len(self.requests),
             "executables": plan.num_compiled,
             "planned_executables": len(plan.programs),
             "compile_seconds": plan.waited_seconds,
             "recompiles": plan.num_outside,
-            "padding_share": 1 - counts["step_tokens"] / counts["padded_tokens"] if counts["padded_tokens"] else 0.0,
+            "padding_share": 1 - core.num_step_tokens / core.num_padded_tokens if core.num_padded_tokens else 0.0,
         }
 
     def shutdown(self) -> None:
@@ -262,64 +333,68 @@ class Engine:
     # The flow
 
     def _advance(self) -> list[Request]:
-        """One step: schedule, build, dispatch, process. Returns the requests that changed for their caller."""
+        """One step, through the core. Returns the requests that changed for their caller."""
         self._check_open()
         try:
             with self.runner.plan.serving():
-                work = self.scheduler.schedule()
-                if not work.scheduled:
-                    return []
-                step = self.builder.build(work.scheduled)
-                outputs = self.runner.dispatch(step, sample_mode(s.request.params for s in step.samples))
-                return self._process(work, step, outputs.read())
+                work = self.core.dispatch()
+                samples = self.core.retire() if self.core.in_flight else []
         except BaseException:
             # The device state may be half written, or gone with a donation: live requests compute theirs anew.
-            self.scheduler.preempt_all()
+            self.core.restart()
             self.runner.reset()
             raise
+        now = time.monotonic()
+        changed = list(dict.fromkeys([*work.ignored, *(sequence.request for sequence in samples)]))
+        for request in changed:
+            request.last_token_time = now
+            if request.state.is_finished:
+                del self.requests[request.request_id]
+        return changed
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise RuntimeError("this engine was shut down; make a new one")
 
-    def _process(self, work: SchedulerOutput, step: BuiltStep, sampled: SampledRows | None) -> list[Request]:
-        """Count the step's tokens as computed, append what it drew, and end what has ended."""
-        self._counts["steps"] += 1
-        self._counts["step_tokens"] += work.num_tokens
-        self._counts["padded_tokens"] += step.layout.num_tokens
-        for item in work.scheduled:
-            self.scheduler.complete(item)
-        now = time.monotonic()
-        changed: dict[str, Request] = {}
-        for row, sequence in enumerate(step.samples):
-            request = sequence.request
-            assert sampled is not None, "a step with samples has drawn them"
-            try:
-                end = self.outputs.append(sequence, sampled, row)
-            except Exception as error:  # Whatever one request does to its output, the others go on.
-                logger.exception("request %s failed", request.request_id)
-                request.error = f"internal error while its output was made: {type(error).__name__}"
-                end = RequestState.FINISHED_ERROR
-            self._counts["generation_tokens"] += 1
-            if request.first_token_time is None:
-                request.first_token_time = now
-            request.last_token_time = now
-            changed[request.request_id] = request
-            if end is not None:
-                self.scheduler.finish(sequence, end)
-                if request.state.is_finished:
-                    del self.requests[request.request_id]
-        return list(changed.values())
+    def enqueue(self, request_id: str, encoded: EncodedPrompt, params: SamplingParams, *, number: int) -> Request:
+        """Queue a request whose prompt and parameters have been checked against this engine's model.
 
-    def _check(self, prompt: Any, params: SamplingParams) -> EncodedPrompt:
+        InvalidRequestError if it can never fit, QueueFullError if it cannot be queued now.
+        """
+        return self._queue(self._make_request(request_id, encoded, params, number=number))
+
+    def _new_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *,
+        priority: int | None = None,
+        number: int | None = None,
+        arrival_time: float | None = None,
+    ) -> Request:
+        """A request with everything about it checked, and not yet queued. InvalidRequestError."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params: got {type(params).__name__}, allowed: SamplingParams", param="sampling_params"
             )
-        self.prompts.check_params(params, max_logprobs=self.config.max_logprobs)
-        return self.prompts.encode(prompt)
+        self.prompts.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.sizes.max_num_seqs)
+        encoded = self.prompts.encode(prompt)
+        if priority is not None:
+            encoded = replace(encoded, priority=priority)
+        check_priority(encoded.priority, self.config.scheduling_policy)
+        request = self._make_request(
+            request_id,
+            encoded,
+            params,
+            number=self._num_requests if number is None else number,
+            arrival_time=arrival_time,
+        )
+        self.scheduler.check_fits(request)
+        self._num_requests += number is None
+        return request
 
-    def enqueue(
+    def _make_request(
         self,
         request_id: str,
         encoded: EncodedPrompt,
@@ -328,10 +403,8 @@ class Engine:
         number: int,
         arrival_time: float | None = None,
     ) -> Request:
-        """Queue a request whose prompt and parameters have been checked against this engine's model."""
-        self._check_open()
         room = self.sizes.max_model_len - len(encoded.token_ids)
-        request = make_request(
+        return make_request(
             request_id=request_id,
             number=number,
             prompt_token_ids=encoded.token_ids,
@@ -339,15 +412,44 @@ class Engine:
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             max_tokens=min(room, params.max_tokens or room),
             engine_seed=self.config.seed,
-            num_groups=NUM_GROUPS,
+            num_groups=self.blocks.num_groups,
             prompt=encoded.text,
+            priority=encoded.priority,
+            cache_key=CacheKey(cache_salt=encoded.cache_salt),
         )
-        for sequence in request.sequences:
-            self.outputs.start(sequence)
-        self._counts["prompt_tokens"] += len(encoded.token_ids)
-        self.requests[request_id] = request
-        self.scheduler.add(request)
+
+    def _queue(self, request: Request) -> Request:
+        self._check_open()
+        self.core.add(request)
+        self.requests[request.request_id] = request
+        self._num_prompt_tokens += request.prompt_len
         return request
+
+    def _queue_while_there_is_room(self, held: deque[Request]) -> None:
+        while held:
+            try:
+                self._queue(held[0])
+            except QueueFullError:
+                if not self.requests:
+                    raise
+                return
+            held.popleft()
+
+    def _prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
+        """What a pin is about, checked."""
+        if not self.config.enable_prefix_caching:
+            raise InvalidRequestError(
+                "prompt: got one to pin while enable_prefix_caching is off; start the engine with it on", param="prompt"
+            )
+        if cache_salt is not None:
+            prompt = {**(prompt if isinstance(prompt, Mapping) else _as_mapping(prompt)), "cache_salt": cache_salt}
+        encoded = self.prompts.encode(prompt)
+        if len(encoded.token_ids) < self.blocks.block_size:
+            raise InvalidRequestError(
+                f"prompt: got {len(encoded.token_ids)} tokens, allowed: {self.blocks.block_size} at least, a full page",
+                param="prompt",
+            )
+        return encoded.token_ids, CacheKey(cache_salt=encoded.cache_salt)
 
 
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
@@ -359,21 +461,28 @@ def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
         prompt_token_ids=(),
         outputs=(CompletionOutput(index=0, text="", token_ids=(), finish_reason="error"),),
         finished=True,
-        metrics=RequestMetrics(now, None, None, None, now, None, 0, 0),
+        metrics=RequestMetrics(now, None, None, None, now, None, 0, 0, 0),
         num_cached_tokens=0,
         error=message,
     )
 
 
-def sample_mode(params: Iterable[SamplingParams]) -> SampleMode:
-    """The least mode that does what all of these ask for."""
-    mode = SampleMode.GREEDY
-    for each in params:
-        if each.logprobs is not None:
-            return SampleMode.LOGPROBS
-        if not each.is_greedy:
-            mode = SampleMode.FULL
-    return mode
+def _each(values: Any, count: int, name: str, kind: Any) -> list[Any]:
+    """One value for all prompts, or a list of one for each."""
+    if isinstance(values, kind):
+        return [values] * count
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        kind_name = kind.__name__ if isinstance(kind, type) else "an integer"
+        raise InvalidRequestError(f"{name}: got {shown(values)}, allowed: {kind_name} or a list of them", param=name)
+    if len(values) != count:
+        raise InvalidRequestError(
+            f"{name}: got {len(values)} for {count} prompts, allowed: one for all or one for each", param=name
+        )
+    return list(values)
+
+
+def _as_mapping(prompt: Any) -> dict[str, Any]:
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
 def _as_prompts(prompts: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 JpagedError (a ValueError)
 ├── ConfigError           an engine option, a flag, or a combination of them
-└── InvalidRequestError   a prompt or a sampling parameter; `param` names the field
+├── InvalidRequestError   a prompt or a sampling parameter; `param` names the field
+└── QueueFullError        nothing is wrong with the request, but as many wait as `limits` allow
 ModelLoadError (a ValueError, from the models room)   a checkpoint or a tokenizer
 
 Each message says what, what was given, what is allowed, and the way out, in one line.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from .models.errors import ModelLoadError
 
-__all__ = ["ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError"]
+__all__ = ["ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"]
 
 
 class JpagedError(ValueError):
@@ -29,3 +30,15 @@ class InvalidRequestError(JpagedError):
     def __init__(self, message: str, *, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class QueueFullError(JpagedError):
+    """The queue is full: this request was not taken, those that were go on. It may be given again later."""
+
+    def __init__(self, limit: str, *, got: int, allowed: int):
+        """`limit` is a key of `EngineConfig.limits`; `got` is what would wait with this request among them."""
+        super().__init__(
+            f"{limit}: got {got} with this request, allowed: {allowed}; try again later, or start the engine with a "
+            f"higher {limit} among its limits"
+        )
+        self.limit = limit

@@ -24,17 +24,17 @@ SAMPLING_FLAGS: dict[str, tuple[str, str]] = {
     "top_k": ("int", "keep this many of the most likely tokens; 0 is off"),
     "min_p": ("float", "keep tokens at least this likely relative to the likeliest"),
     "seed": ("int", "fix the random draws of every request"),
-    "n": ("int", "samples per prompt (only 1 in this version)"),
+    "n": ("int", "samples per prompt, 1 to 128; on stdout each begins with [its number]"),
     "logprobs": ("int", "also give the logprobs of the sampled and of this many likeliest tokens"),
 }
 FLAG_NAMES = {"n": "num_samples"}
 UNBUILT_FLAGS = {
     *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice", "beam_width", "length_penalty",
-    "lora", "image", "trace", "priority",
+    "lora", "image", "trace",
 }  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Raises instead of printing usage and leaving with status 2."""
 
     def error(self, message: str) -> NoReturn:
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 def generate_parser() -> argparse.ArgumentParser:
     """Flags of `jpaged generate`. Flags that were not given are None (or absent, for engine options)."""
-    parser = _Parser(
+    parser = FlagParser(
         prog="jpaged generate",
         description="Complete prompts. Text goes to stdout; progress and the closing summary go to stderr.",
         allow_abbrev=False,
@@ -119,6 +119,8 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         kind = str(field.type).split(" ")[0]
         if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
+        elif field.name == "limits":
+            options |= {"type": _limits, "metavar": "NAME=N,NAME=N"}
         elif kind in ("int", "float"):
             options |= {"type": _number(kind), "metavar": "N" if kind == "int" else "X"}
         else:
@@ -137,6 +139,17 @@ def _number(kind: str) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {wanted}") from None
 
     return convert
+
+
+def _limits(text: str) -> dict[str, float]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, allowed: pairs such as waiting_requests=1000,waiting_tokens=200000"
+        )
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: each name once")
+    return {name.strip(): _number("int")(number) for name, _, number in pairs}
 
 
 def _refuse_flag(flag: str, value: str, known: list[str]) -> NoReturn:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, JpagedError, ModelLoadError
+from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
 from .flags import engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record
 from .progress import ProgressReport, say, seconds_since_start
@@ -101,7 +102,8 @@ class _Run:
         self.jobs, self.records, self.results = jobs, records, results
         self.is_json = args.json
         self.is_text = not args.json and results is None
-        self.is_stream = self.is_text and len(jobs) == 1
+        only = jobs[0] if len(jobs) == 1 else None
+        self.is_stream = self.is_text and isinstance(only, Job) and only.params.n == 1
         self._next = 0
 
     @property
@@ -113,15 +115,12 @@ class _Run:
         with engine:
             if self.results is not None:
                 self.results.start([self.records[job.number] for job in self.jobs if job.number in self.records])
-            for job in jobs:
-                engine.enqueue(str(job.number), job.prompt, job.params, number=job.number)
             job_of = {str(job.number): job for job in jobs}
             progress = ProgressReport()
             compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
-            outputs = self._stream(engine) if self.is_stream else engine.run_until_done()
             first_tokens: list[float] = []
             try:
-                for num_done, output in enumerate(outputs, 1):
+                for num_done, output in enumerate(self._outputs(engine, jobs), 1):
                     if output.metrics.first_token_time is not None:
                         first_tokens.append(output.metrics.first_token_time)
                     self._take(job_of[output.request_id], output)
@@ -143,16 +142,45 @@ class _Run:
             self.results.finish(ordered)
         self._show_ready()
 
-    def _take(self, job: Job, output: Any) -> None:
-        if output.outputs[0].finish_reason == "error":
-            record = error_record(job.id, "EngineError", output.error or "the request failed", None)
+    def _take(self, job: Job, output: RequestOutput) -> None:
+        if any(completion.finish_reason == "error" for completion in output.outputs):
             say(f"error: {job.id}: {output.error}")
+            self._put(job, error_record(job.id, "EngineError", output.error or "the request failed", None))
         else:
-            record = output_record(job, output)
+            self._put(job, output_record(job, output))
+
+    def _refuse(self, job: Job, error: InvalidRequestError) -> None:
+        say(f"error: {job.id}: {error}")
+        self._put(job, error_record(job.id, type(error).__name__, str(error), error.param))
+
+    def _put(self, job: Job, record: dict[str, Any]) -> None:
         self.records[job.number] = record
         if self.results is not None:
             self.results.append(record)
         self._show_ready()
+
+    def _outputs(self, engine: Engine, jobs: list[Job]) -> Iterator[RequestOutput]:
+        """Each job's output as it ends. What the queue has no room for yet is held back until it has."""
+        held = deque(jobs)
+        while held or engine.has_unfinished_requests():
+            while held and self._is_settled(engine, held[0]):
+                held.popleft()
+            if held:
+                yield from (output for output in engine.step() if output.finished)
+            else:
+                yield from self._stream(engine) if self.is_stream else engine.run_until_done()
+
+    def _is_settled(self, engine: Engine, job: Job) -> bool:
+        """Queue a job, or end it if the engine can never take it; False if it must be tried again later."""
+        try:
+            engine.enqueue(str(job.number), job.prompt, job.params, number=job.number)
+        except QueueFullError:
+            if not engine.has_unfinished_requests():
+                raise
+            return False
+        except InvalidRequestError as error:
+            self._refuse(job, error)
+        return True
 
     def _stream(self, engine: Engine) -> Iterator[RequestOutput]:
         """Show the text of the only request as it comes; gives its output when it ends."""
@@ -171,10 +199,15 @@ class _Run:
             self._next += 1
             if self.is_json:
                 print(dump_line(record), flush=True)
+            elif "error" in record or not self.is_text:
+                continue
             elif self.is_stream:
                 print(flush=True)
-            elif self.is_text and "outputs" in record:
-                print(f"[{record['id']}] {record['outputs'][0]['text']}", flush=True)
+            else:
+                for output in record["outputs"]:
+                    of_several = [(record["id"], self.jobs), (output["index"], record["outputs"])]
+                    label = ".".join(str(name) for name, those in of_several if len(those) > 1)
+                    print(f"[{label}] {output['text']}", flush=True)
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -198,7 +231,7 @@ def _jobs(
     template: str | None,
 ) -> list[Job | BadLine]:
     from .prompts import PromptEncoder
-    from .sizing import requested_max_len
+    from .sizing import requested_max_len, requested_max_seqs
 
     tokenizer = opened.tokenizer
     has_template = tokenizer.has_chat_template or template is not None
@@ -211,10 +244,16 @@ def _jobs(
         raise ConfigError("--system: needs a chat template; give --chat-template F, or put it into the prompt")
     reader = JobReader(
         encoder=PromptEncoder(
-            tokenizer, opened.config.vocab_size, requested_max_len(config, opened.config), chat_template=template
+            tokenizer,
+            opened.config.vocab_size,
+            requested_max_len(config, opened.config),
+            chat_template=template,
+            max_waiting_tokens=config.limits["waiting_tokens"],
         ),
         defaults={**opened.sampling_defaults, **flags},
         max_logprobs=config.max_logprobs,
+        max_num_seqs=requested_max_seqs(config),
+        scheduling_policy=config.scheduling_policy,
         use_chat=use_chat,
         system=args.system,
     )
@@ -224,11 +263,12 @@ def _jobs(
 
 
 def _start_engine(config: EngineConfig, opened: OpenedModel, jobs: list[Job]) -> Engine:
-    from .engine import Engine, sample_mode
+    from .engine import Engine
+    from .sampler import sample_mode
     from .sizing import Demand
 
-    demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens) for job in jobs]
-    modes = {sample_mode([job.params]) for job in jobs}
+    demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n) for job in jobs]
+    modes = {sample_mode(job.params) for job in jobs}
     progress = ProgressReport()
     try:
         return Engine.from_engine_args(config, opened, demands=demands, modes=modes, progress=progress)
@@ -282,12 +322,21 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
         f"throughput: {stats['generation_tokens'] / elapsed_s:.1f} output tokens/s, "
         f"{stats['prompt_tokens'] / elapsed_s:.1f} prompt tokens/s over {elapsed_s:.1f} s (compilation excluded)"
     )
-    queries = stats["prefix_cache_queries"]
-    yield (
-        f"pages: peak {stats['peak_blocks_used']} of {stats['blocks']} × {sizes.block_size} tokens · "
-        f"preemptions {stats['preemptions']} · prefix cache hits {stats['prefix_cache_hits'] / max(1, queries):.1%} · "
-        f"padding {stats['padding_share']:.1%} · recompiles {stats['recompiles']}"
-    )
+    recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
+    pages = [
+        f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {sizes.block_size} tokens",
+        f"preemptions {recomputed + swapped} ({recomputed} by recompute, {swapped} by swap)",
+        f"prefix cache hits {stats['prefix_cache_hits'] / max(1, stats['prefix_cache_queries']):.1%}",
+        f"padding {stats['padding_share']:.1%}",
+        f"recompiles {stats['recompiles']}",
+    ]
+    if stats["copies"]:
+        pages.insert(2, f"copies on write {stats['copies']}")
+    if stats["swap_bytes"]:
+        pages.insert(2, f"swapped {stats['swap_bytes'] / 1e6:.1f} MB")
+    if sizes.num_host_blocks:
+        pages.insert(1, f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}")
+    yield f"pages: {' · '.join(pages)}"
 
 
 if __name__ == "__main__":

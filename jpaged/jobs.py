@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, InvalidRequestError
-from .prompts import PROMPT_KEYS, EncodedPrompt, PromptEncoder
+from .prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .sampling_params import FIELDS, SamplingParams, check_name, shown
 
-LINE_KEYS = (*PROMPT_KEYS, "id")
+LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
 MAX_ERROR_CHARS = 4096
 
 
@@ -46,6 +46,9 @@ class JobReader:
     defaults: Mapping[str, Any]
     """Sampling parameters from the flags and from the model."""
     max_logprobs: int
+    max_num_seqs: int | None
+    """Samples of one prompt at most; None while the engine can still be made for as many as are asked for."""
+    scheduling_policy: object
     use_chat: bool
     system: str | None = None
     """System message put before text prompts."""
@@ -53,8 +56,10 @@ class JobReader:
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
         """A checked job; InvalidRequestError names what is wrong."""
         params = SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
-        self.encoder.check_params(params, max_logprobs=self.max_logprobs)
-        return Job(id_, number, self.encoder.encode(self._written_out(prompt)), params)
+        self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
+        encoded = self.encoder.encode(self._written_out(prompt))
+        check_priority(encoded.priority, self.scheduling_policy)
+        return Job(id_, number, encoded, params)
 
     def file_jobs(self, path: Path) -> list[Job | BadLine]:
         """Jobs of a .txt or .jsonl file, in its order. Blank lines are none; a line's number counts from 1."""
@@ -72,7 +77,7 @@ class JobReader:
                     record = _record(prompt)
                     id_ = _id(record, number)
                     _check_keys(record)
-                    prompt = {key: record[key] for key in PROMPT_KEYS if key in record}
+                    prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 if (first := line_of_id.setdefault(repr(id_), number)) != number:
                     raise InvalidRequestError(
@@ -87,7 +92,8 @@ class JobReader:
 
     def _written_out(self, prompt: Any) -> Any:
         """A text prompt as a chat, if that is wanted; anything else as it is."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) and set(prompt) == {"prompt"} else prompt
+        extras = {key: prompt[key] for key in PROMPT_EXTRAS if key in prompt} if isinstance(prompt, Mapping) else {}
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) and {*prompt} - {*extras} == {"prompt"} else prompt
         if not self.use_chat or not isinstance(text, str):
             if self.system is not None:
                 raise InvalidRequestError(
@@ -97,7 +103,7 @@ class JobReader:
         if not text:
             raise InvalidRequestError("prompt: got '', the prompt cannot be empty; give some text", param="prompt")
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return {"messages": [*system, {"role": "user", "content": text}]}
+        return {"messages": [*system, {"role": "user", "content": text}], **extras}
 
 
 def error_record(id_: str | int, kind: str, message: str, param: str | None) -> dict[str, Any]:
@@ -148,8 +154,6 @@ def _id(record: dict[str, Any], number: int) -> str | int:
 
 def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
-        if key == "priority":
-            raise InvalidRequestError("priority: not available in this version; leave it out", param=key)
         if key not in LINE_KEYS:
             check_name(key, LINE_KEYS)
 

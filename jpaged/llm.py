@@ -23,9 +23,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """As `Engine.generate`."""
-        return self.engine.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.engine.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def chat(
         self,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 
+NO_IDS: frozenset[int] = frozenset()
+
+
 @dataclass(slots=True)
 class SequenceOutput:
     """What the caller of one sequence will see."""
@@ -54,33 +57,39 @@ class OutputProcessor:
                 include_stop_str_in_output=params.include_stop_str_in_output,
             )
         sequence.output = SequenceOutput(detokenizer)
+        sequence.is_watched = detokenizer is not None or params.logprobs is not None
+        sequence.stop_ids = NO_IDS if params.ignore_eos else self.eos_token_ids
+        if params.stop_token_ids:
+            sequence.stop_ids = sequence.stop_ids.union(params.stop_token_ids)
 
-    def append(self, sequence: Sequence, sampled: SampledRows, row: int) -> RequestState | None:
-        """Take the token that `row` of a step drew for this sequence; returns the state it ends in, if it does.
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Begin the output of a sequence that has the parent's tokens."""
+        self.start(child)
+        assert parent.output is not None, "start comes before fork"
+        assert child.output is not None
+        if child.output.detokenizer is not None:
+            child.output.detokenizer.append(child.token_ids[len(child.request.prompt_token_ids) :])
+        child.output.logprobs = list(parent.output.logprobs)
+        child.output.cumulative_logprob = parent.output.cumulative_logprob
+
+    def judge(self, sequence: Sequence, sampled: SampledRows, row: int) -> RequestState | None:
+        """Take in the token that was appended last, which `row` of a step drew; returns the state it ends in, if so.
 
         The id that ends a sequence is kept among its tokens and left out of its text.
         """
-        if not sampled.is_finite[row]:
-            sequence.request.error = "the model gave NaN or infinite logits for this request"
-            return RequestState.FINISHED_ERROR
-        token_id = int(sampled.token_ids[row])
-        sequence.token_ids.append(token_id)
-        sequence.is_last_token_on_device = True
-        params = sequence.request.params
+        params, token_id = sequence.request.params, sequence.token_ids[-1]
         if params.logprobs is not None:
             self._append_logprobs(sequence, sampled, row, params.logprobs)
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            return RequestState.FINISHED_STOPPED
-        if token_id in (params.stop_token_ids or ()):
-            sequence.stop_reason = token_id
+        if token_id in sequence.stop_ids:
+            if token_id in (params.stop_token_ids or ()) and (params.ignore_eos or token_id not in self.eos_token_ids):
+                sequence.stop_reason = token_id
             return RequestState.FINISHED_STOPPED
         output = sequence.output
-        assert output is not None, "start comes before append"
+        assert output is not None, "start comes before judge"
         if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
             sequence.stop_reason = stop
             return RequestState.FINISHED_STOPPED
-        is_full = sequence.num_output_tokens >= sequence.request.max_tokens
-        return RequestState.FINISHED_LENGTH if is_full else None
+        return RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
 
     def output_of(self, request: Request) -> RequestOutput:
         """The request as its caller sees it now."""
@@ -99,6 +108,7 @@ class OutputProcessor:
                 finished_time=request.finished_time,
                 time_in_queue=None if queue_end is None else queue_end - request.arrival_time,
                 num_preemptions=request.num_preemptions,
+                num_swaps=request.num_swaps,
                 num_cached_tokens=request.num_cached_tokens,
             ),
             num_cached_tokens=request.num_cached_tokens,

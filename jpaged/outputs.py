@@ -43,6 +43,9 @@ class RequestMetrics:
     finished_time: float | None
     time_in_queue: float | None
     num_preemptions: int
+    """Times that it had to give its pages up."""
+    num_swaps: int
+    """Of these, the times that the host kept what was in them."""
     num_cached_tokens: int
 
 

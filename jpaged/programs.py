@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from .buckets import Buckets
 from .compile_plan import Key, Lower
 from .models.loading import Weights
-from .pallas_kernels.ragged_paged_attention import PagedCache
+from .pallas_kernels.ragged_paged_attention import (
+    MAX_MOVES,
+    KVLayout,
+    PagedCache,
+    copy_pages,
+    put_pages,
+    take_pages,
+)
 from .sampler import SampleMode
 from .sharding import replicated, sharding_of
 from .step import DeviceState, forward, new_state, sample_rows, update_tables
@@ -21,6 +28,9 @@ from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInp
 
 TABLES_KEY = ("tables",)
 ALLOCATE_KEY = ("allocate",)
+COPY_KEY = ("copy",)
+SWAP_OUT_KEY = ("swap_out",)
+SWAP_IN_KEY = ("swap_in",)
 
 
 @dataclass(frozen=True)
@@ -55,23 +65,21 @@ def step_programs(
     max_num_seqs: int,
     max_pages: int,
     max_logprobs: int,
+    num_host_blocks: int,
 ) -> Programs:
-    """Programs of an engine: one forward per token bucket, samplers per row bucket and mode, table updates.
+    """Programs of an engine: one forward per token bucket, samplers per row bucket and mode, table updates, page moves.
 
     `weights` holds shapes and dtypes; `cache` is the cache without its arrays (`pages` is not read). A page
-    table is `max_pages` wide, and there are `max_num_seqs` state slots beside the null slot.
+    table is `max_pages` wide, and there are `max_num_seqs` state slots beside the null slot. Without host pages
+    there are no programs that swap.
     """
     whole, layout = replicated(mesh), cache.layout
 
     def shape(dims: tuple[int, ...], dtype: Any, sharding: Any = whole) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
-    pages = tuple(
-        shape(dims, layout.dtype, sharding_of(mesh, axes))
-        for dims, axes in zip(layout.shapes, layout.logical_axes, strict=True)
-    )
     state = DeviceState(
-        cache=PagedCache(pages, layout, cache.layers, cache.backend),
+        cache=PagedCache(_cache_arrays(layout, mesh), layout, cache.layers, cache.backend),
         page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
         last_tokens=shape((max_num_seqs + 1,), jnp.int32),
     )
@@ -105,8 +113,40 @@ def step_programs(
         return jax.jit(lambda: new_state(state), out_shardings=placement).lower()
 
     lower: dict[Key, Lower] = {TABLES_KEY: lower_tables, ALLOCATE_KEY: lower_allocate}
+    lower |= move_programs(layout, mesh, num_host_blocks=num_host_blocks)
     lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
     for mode in SampleMode:
         sizes = buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples
         lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in sizes}
     return Programs(weights, state, lower)
+
+
+def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
+    """Programs that move pages of a cache of this layout; without host pages, none that swap."""
+    pages = _cache_arrays(layout, mesh)
+    page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))
+    placement = tuple(array.sharding for array in pages)
+    page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in pages)
+
+    def lower_copy() -> jax.stages.Lowered:
+        run = partial(copy_pages, layout=layout)
+        return jax.jit(run, donate_argnums=0, out_shardings=placement).lower(pages, page_list, page_list)
+
+    def lower_swap_out() -> jax.stages.Lowered:
+        run = partial(take_pages, layout=layout)
+        return jax.jit(run, out_shardings=(placement,) * MAX_MOVES).lower(pages, page_list)
+
+    def lower_swap_in() -> jax.stages.Lowered:
+        run = partial(put_pages, layout=layout)
+        jitted = jax.jit(run, donate_argnums=0, out_shardings=(placement, page_list.sharding))
+        return jitted.lower(pages, (page,) * MAX_MOVES, page_list)
+
+    swaps: dict[Key, Lower] = {SWAP_OUT_KEY: lower_swap_out, SWAP_IN_KEY: lower_swap_in} if num_host_blocks else {}
+    return {COPY_KEY: lower_copy, **swaps}
+
+
+def _cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
+    return tuple(
+        jax.ShapeDtypeStruct(shape, layout.dtype, sharding=sharding_of(mesh, axes))
+        for shape, axes in zip(layout.shapes, layout.logical_axes, strict=True)
+    )

@@ -10,23 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .config import INT64
 from .errors import InvalidRequestError
 from .sampling_params import SamplingParams, is_integer, shown
 from .tokenizer import Tokenizer
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
-NOT_BUILT = ("multi_modal_data", "cache_salt", "priority", "lora_request")
+PROMPT_EXTRAS = ("cache_salt", "priority")
+"""What may stand beside a prompt."""
+NOT_BUILT = ("multi_modal_data", "lora_request")
 """Keys of the full interface that this version refuses by name."""
+MAX_SALT_CHARS = 256
 MAX_CHARS_PER_TOKEN = 64
 """A text longer than this times the context is refused before anybody spends time on tokenizing it."""
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Token ids, and the text they came from if there was one."""
+    """Token ids, the text they came from if there was one, and what stood beside the prompt."""
 
     token_ids: list[int]
     text: str | None
+    cache_salt: str | None = None
+    """Prefixes are shared among prompts of the same salt only."""
+    priority: int = 0
+    """The lower, the sooner."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +46,35 @@ class PromptEncoder:
     """Rows of the output head: ids at or above it would read another token's row."""
     max_model_len: int
     chat_template: str | None = None
+    max_waiting_tokens: int | None = None
+    """The limit `waiting_tokens`: a longer prompt could never be queued."""
 
     def encode(self, prompt: Any) -> EncodedPrompt:
         """Ids of a text, of a list or array of ids, or of {"prompt"}, {"prompt_token_ids"} or {"messages"}.
 
-        Raises InvalidRequestError, naming the field, for anything else, for an id outside the vocabulary, for
-        an empty prompt and for one that leaves no room for an answer.
+        A mapping may hold `cache_salt` and `priority` too; whether the engine's policy takes the latter is for
+        `check_priority`. Raises InvalidRequestError, naming the field, for anything else, for an id outside the
+        vocabulary, for an empty prompt and for one that leaves no room for an answer.
         """
+        extras: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
+            extras = _extras(prompt)
             prompt = self._chosen(prompt)
             if isinstance(prompt, _Messages):
                 text = self.tokenizer.render_chat(prompt.messages, template=self.chat_template)
-                return EncodedPrompt(self._tokenize(text, add_special_tokens=False), text)
+                return EncodedPrompt(self._tokenize(text, add_special_tokens=False), text, **extras)
         if isinstance(prompt, str):
-            return EncodedPrompt(self._tokenize(prompt, add_special_tokens=True), prompt)
-        return EncodedPrompt(self._ids(prompt), None)
+            return EncodedPrompt(self._tokenize(prompt, add_special_tokens=True), prompt, **extras)
+        return EncodedPrompt(self._ids(prompt), None, **extras)
 
-    def check_params(self, params: SamplingParams, *, max_logprobs: int) -> None:
-        """Hold parameters against this model: token ids in every field, and the engine's cap on logprobs."""
+    def check_params(self, params: SamplingParams, *, max_logprobs: int, max_num_seqs: int | None) -> None:
+        """Hold parameters against this model and the engine's caps; `max_num_seqs` None has not been chosen yet."""
+        if max_num_seqs is not None and params.n > max_num_seqs:
+            raise InvalidRequestError(
+                f"n: got {params.n}, allowed: at most max_num_seqs, {max_num_seqs}, for all samples of a prompt run "
+                "together; lower n or raise max_num_seqs",
+                param="n",
+            )
         for token_id in params.stop_token_ids or ():
             self._check_id(token_id, "stop_token_ids")
         most = min(max_logprobs, self.vocab_size)
@@ -69,9 +88,10 @@ class PromptEncoder:
         for key in prompt:
             if key in NOT_BUILT:
                 raise InvalidRequestError(f"{key}: not available in this version; leave it out", param=str(key))
-            if key not in PROMPT_KEYS:
-                near = difflib.get_close_matches(str(key), PROMPT_KEYS, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"a prompt holds one of {', '.join(PROMPT_KEYS)}"
+            if key not in PROMPT_KEYS and key not in PROMPT_EXTRAS:
+                near = difflib.get_close_matches(str(key), [*PROMPT_KEYS, *PROMPT_EXTRAS], n=1)
+                wanted = f"one of {', '.join(PROMPT_KEYS)}, and any of {', '.join(PROMPT_EXTRAS)}"
+                hint = f"did you mean {near[0]}?" if near else f"a prompt holds {wanted}"
                 raise InvalidRequestError(f"{str(key)[:100]}: unknown key of a prompt; {hint}", param=str(key)[:100])
         keys = [key for key in PROMPT_KEYS if key in prompt]
         if len(keys) != 1:
@@ -137,6 +157,41 @@ class PromptEncoder:
                 "an answer needs at least one; shorten the prompt or raise max_model_len",
                 param="prompt",
             )
+        if self.max_waiting_tokens is not None and num_tokens > self.max_waiting_tokens:
+            raise InvalidRequestError(
+                f"prompt: got {num_tokens} tokens, allowed: at most waiting_tokens among the limits, "
+                f"{self.max_waiting_tokens}; shorten the prompt or raise the limit",
+                param="prompt",
+            )
+
+
+def check_priority(priority: Any, scheduling_policy: object) -> int:
+    """A request's priority as a plain integer; InvalidRequestError if it is none, or nothing would come of it."""
+    if not is_integer(priority) or not INT64[0] <= priority <= INT64[1]:
+        raise InvalidRequestError(
+            f"priority: got {shown(priority)}, allowed: an integer in [{INT64[0]}, {INT64[1]}]", param="priority"
+        )
+    if priority and scheduling_policy == "fcfs":
+        raise InvalidRequestError(
+            f"priority: got {priority} under scheduling_policy fcfs, allowed: 0; start the engine with "
+            "scheduling_policy=priority",
+            param="priority",
+        )
+    return int(priority)
+
+
+def _extras(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    extras = {key: prompt[key] for key in PROMPT_EXTRAS if key in prompt}
+    if "priority" in extras:
+        extras["priority"] = check_priority(extras["priority"], None)
+    salt = extras.get("cache_salt", "-")
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS or not salt.isprintable():
+        raise InvalidRequestError(
+            f"cache_salt: got {shown(salt)}, allowed: a string of 1 to {MAX_SALT_CHARS} printable characters; "
+            "change it or leave it out",
+            param="cache_salt",
+        )
+    return extras
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
-"""Runs steps on the device: owns the weights, the device state and the executables.
+"""Runs steps on the device: owns the weights, the device state, the host pages and the executables.
 
 Knows arrays and executables; no request beyond the number of its slot.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -15,11 +19,16 @@ from jax.sharding import Mesh
 from .buckets import Buckets
 from .compile_plan import CompilePlan
 from .models.loading import Weights
-from .programs import ALLOCATE_KEY, TABLES_KEY, sample_key
-from .sampler import SampledRows, SampleMode
+from .page_store import MoveKind, PageMove
+from .pallas_kernels.ragged_paged_attention import MAX_MOVES, NULL_PAGE, Page
+from .programs import ALLOCATE_KEY, COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, TABLES_KEY, sample_key
+from .sampler import SampledRows
 from .sharding import replicated
 from .step import DeviceState
-from .step_inputs import BuiltStep, StepInputs
+from .step_inputs import BuiltStep, StepInputs, StepLayout
+
+MAX_STAGED = 4
+"""Swap batches under way at once: they bound the device memory that pages take on their way."""
 
 
 @dataclass(frozen=True)
@@ -37,40 +46,170 @@ class StepOutputs:
 
 
 class Runner:
-    """One model on one mesh, with one paged cache."""
+    """One model on one mesh, with one paged cache and the host pages that swapping fills."""
 
     def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
         self.weights = weights
         self.state: DeviceState = plan.get(ALLOCATE_KEY)()
         self.plan = plan
         self.buckets = buckets
+        self.num_copies = 0
+        """Pages copied within the cache so far."""
+        self.swap_out_bytes = 0
+        self.swap_in_bytes = 0
         self._whole = replicated(mesh)
+        self._on_device = tuple(array.sharding for array in self.state.cache.pages)
+        self._on_host = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._on_device)
+        # Memory is pinned for a host page when it is first written. A page written again is a new array: whoever
+        # still reads the old one keeps it, so transfers need no order but that of the data.
+        self._host_pages: dict[int, Page] = {}
+        self._staged: deque[Any] = deque()
 
-    def dispatch(self, step: BuiltStep, mode: SampleMode) -> StepOutputs:
-        """Start a step; returns before the device is done."""
+    @property
+    def swap_bytes(self) -> int:
+        """Bytes moved to and from the host so far."""
+        return self.swap_out_bytes + self.swap_in_bytes
+
+    def dispatch(self, step: BuiltStep) -> StepOutputs:
+        """Start a step: its page moves, in order, then its rows.
+
+        Returns before the device is done, unless more than MAX_STAGED batches of pages would be under way.
+        """
+        self._move(step.moves)
         for changes in step.table_updates:
-            tables = self.plan.get(TABLES_KEY)(self.state.page_tables, jax.device_put(changes, self._whole))
+            tables = self.plan.get(TABLES_KEY)(self.state.page_tables, self._put(changes))
             self.state = replace(self.state, page_tables=tables)
-        inputs = StepInputs(jax.device_put(step.inputs.packed, self._whole))
-        run_forward = self.plan.get(("forward", step.layout.num_tokens))
-        self.state, hidden, samples = run_forward(self.weights.state, self.state, inputs)
+        if step.layout is None or step.inputs is None:
+            return StepOutputs(None, 0)
+        hidden, samples = self._forward(step.layout, step.inputs)
         if not step.samples:
             return StepOutputs(None, 0)
-        run_sample = self.plan.get(sample_key(self.buckets, len(step.samples), mode))
+        run_sample = self.plan.get(sample_key(self.buckets, len(step.samples), step.mode))
         last_tokens, sampled = run_sample(self.weights.state, self.state.last_tokens, hidden, samples)
         self.state = replace(self.state, last_tokens=last_tokens)
         return StepOutputs(sampled, len(step.samples))
 
+    def measure_swap(self) -> float:
+        """Bytes per second to the host and back, by one batch of null pages; waits for it. Not during a step."""
+        nothing = [NULL_PAGE] * MAX_MOVES
+
+        def round_trip() -> None:
+            pages = jax.block_until_ready(self._swap_out(nothing))
+            self._swap_in(pages, nothing)
+            jax.block_until_ready(self.state.cache.pages)
+
+        return 2 * MAX_MOVES * self.state.cache.layout.page_bytes / _shortest_s(round_trip)
+
+    def measure_prefill(self, layout: StepLayout) -> float:
+        """Seconds per token of a prefill that fills this bucket, in the null page; waits for it. Not during a step."""
+        inputs, num_tokens = self._null_prefill(layout)
+        return _shortest_s(lambda: jax.block_until_ready(self._forward(layout, inputs))) / num_tokens
+
     def reset(self) -> None:
-        """A new device state, as at start: a step that failed may have taken the old one with it."""
-        _delete(self.state)
+        """A new device state and no host pages, as at start: a step that failed may have taken the old with it."""
+        self._drop_pages()
         self.state = self.plan.get(ALLOCATE_KEY)()
 
     def close(self) -> None:
-        """Give the device's memory back: pages and weights."""
+        """Give the memory back: pages, on the device and the host, and weights."""
         self.plan.close()
-        _delete(self.state)
+        self._drop_pages()
         _delete(self.weights.state)
+
+    def _forward(self, layout: StepLayout, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
+        run_forward = self.plan.get(("forward", layout.num_tokens))
+        self.state, hidden, samples = run_forward(self.weights.state, self.state, StepInputs(self._put(inputs.packed)))
+        return hidden, samples
+
+    def _move(self, moves: list[PageMove]) -> None:
+        for kind, batch in _batches(moves):
+            sources = [move.source for move in batch]
+            destinations = [move.destination for move in batch]
+            num_bytes = len(batch) * self.state.cache.layout.page_bytes
+            match kind:
+                case MoveKind.COPY:
+                    lists = self._page_list(sources), self._page_list(destinations)
+                    self._replace_pages(self.plan.get(COPY_KEY)(self.state.cache.pages, *lists))
+                    self.num_copies += len(batch)
+                case MoveKind.SWAP_OUT:
+                    self._host_pages.update(zip(destinations, self._swap_out(sources), strict=True))
+                    self.swap_out_bytes += num_bytes
+                case MoveKind.SWAP_IN:
+                    self._swap_in([self._host_pages[source] for source in sources], destinations)
+                    self.swap_in_bytes += num_bytes
+
+    def _swap_out(self, sources: list[int]) -> list[Page]:
+        """Start copying device pages to the host; returns the host pages. Later steps run beside the transfer."""
+        self._make_room()
+        staged = self.plan.get(SWAP_OUT_KEY)(self.state.cache.pages, self._page_list(sources))
+        pages = jax.device_put(list(staged[: len(sources)]), [self._on_host] * len(sources))
+        self._staged.append(pages)
+        return pages
+
+    def _swap_in(self, pages: list[Page], destinations: list[int]) -> None:
+        """Start copying host pages into the cache."""
+        self._make_room()
+        staged = jax.device_put(pages, [self._on_device] * len(pages))
+        staged += staged[-1:] * (MAX_MOVES - len(staged))
+        run = self.plan.get(SWAP_IN_KEY)
+        pages_after, done = run(self.state.cache.pages, tuple(staged), self._page_list(destinations))
+        self._replace_pages(pages_after)
+        self._staged.append(done)
+
+    def _make_room(self) -> None:
+        if len(self._staged) == MAX_STAGED:
+            jax.block_until_ready(self._staged.popleft())
+
+    def _page_list(self, pages: list[int]) -> jax.Array:
+        return self._put(np.array(pages + [NULL_PAGE] * (MAX_MOVES - len(pages)), np.int32))
+
+    def _put(self, array: np.ndarray | jax.Array) -> jax.Array:
+        return jax.device_put(array, self._whole)
+
+    def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:
+        self.state = replace(self.state, cache=replace(self.state.cache, pages=pages))
+
+    def _drop_pages(self) -> None:
+        self._staged.clear()
+        self._host_pages.clear()
+        _delete(self.state)
+
+    def _null_prefill(self, layout: StepLayout) -> tuple[StepInputs, int]:
+        """A step of as long rows as page tables allow, all in state slot 0, whose pages are null pages."""
+        page_size = self.state.cache.layout.page_size
+        row_len = min(layout.num_tokens, self.state.page_tables.shape[-1] * page_size)
+        num_rows = min(layout.num_tokens // row_len, layout.num_rows)
+        num_tokens = num_rows * row_len
+        num_decode_rows = num_rows if row_len == 1 else 0
+        row_lens = np.full(num_rows, row_len, np.int32)
+        packed = np.zeros(layout.size, np.int32)
+        view = layout.view(packed)
+        positions = view["positions"][:num_tokens]
+        positions[:] = np.tile(np.arange(row_len, dtype=np.int32), num_rows)
+        view["slots"][:, :num_tokens] = positions % page_size
+        view["query_starts"][:] = np.minimum(np.arange(layout.num_rows + 1), num_rows) * row_len
+        view["context_lens"][:num_rows] = row_lens
+        view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0
+        self.state.cache.backend.plan(row_lens, row_lens, num_decode_rows, num_tokens, view["plan"])
+        return StepInputs(packed), num_tokens
+
+
+def _batches(moves: list[PageMove]) -> Iterator[tuple[MoveKind, list[PageMove]]]:
+    """Consecutive moves of one kind, at most MAX_MOVES together, in order."""
+    for kind, run in groupby(moves, key=lambda move: move.kind):
+        moves_of_kind = list(run)
+        for start in range(0, len(moves_of_kind), MAX_MOVES):
+            yield kind, moves_of_kind[start : start + MAX_MOVES]
+
+
+def _shortest_s(run: Callable[[], object]) -> float:
+    """Seconds of the shortest of three runs: the first may also compile and pin memory."""
+    times_s = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - start)
+    return min(times_s)
 
 
 def _delete(arrays: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from .sampling_params import GREEDY_TEMPERATURE
+from .sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 PURPOSE_SAMPLE = 0
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
@@ -36,6 +36,13 @@ class SampleMode(enum.Enum):
     GREEDY = "greedy"
     FULL = "full"
     LOGPROBS = "logprobs"
+
+
+def sample_mode(params: SamplingParams) -> SampleMode:
+    """The least mode that does what these parameters ask for."""
+    if params.logprobs is not None:
+        return SampleMode.LOGPROBS
+    return SampleMode.GREEDY if params.is_greedy else SampleMode.FULL
 
 
 @jax.tree_util.register_dataclass

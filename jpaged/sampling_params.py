@@ -12,6 +12,7 @@ from typing import Any
 from .errors import InvalidRequestError
 
 GREEDY_TEMPERATURE = 1e-5
+MAX_SAMPLES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 SEED_RANGE = (-(1 << 63), (1 << 63) - 1)
@@ -31,10 +32,11 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 class SamplingParams:
     """How one request is sampled. Raises InvalidRequestError naming the field, the value and what is allowed.
 
-    `temperature` below 1e-5 is greedy. `top_k` 0 or −1 is off. `max_tokens` None runs to the end of the
-    context. `logprobs` k asks for the sampled token's logprob and the k highest. `seed` fixes the draws of
-    this request whatever it shares a batch with; without one they come from the engine's seed and the
-    request's number. `stop` strings end the text before them, unless `include_stop_str_in_output`.
+    `n` samples share the prompt, and each has its own draws. `temperature` below 1e-5 is greedy. `top_k` 0 or −1
+    is off. `max_tokens` None runs to the end of the context. `logprobs` k asks for the sampled token's logprob
+    and the k highest. `seed` fixes the draws of this request whatever it shares a batch with; without one they
+    come from the engine's seed and the request's number. `stop` strings end the text before them, unless
+    `include_stop_str_in_output`.
     """
 
     n: int = 1
@@ -59,8 +61,10 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._integer("n", 1, 1, more="; several samples are not available in this version")
+        self._integer("n", 1, MAX_SAMPLES)
         self._number("temperature", 0.0, 2.0)
+        if self.n > 1 and self.is_greedy:
+            self._refuse("n", f"1 when sampling greedily: at temperature {self.temperature:g} all are equal; raise it")
         self._number("top_p", 0.0, 1.0, open_low=True)
         self._integer("top_k", -1, None)
         self._number("min_p", 0.0, 1.0)
@@ -96,13 +100,10 @@ class SamplingParams:
             self._refuse("stop_token_ids", "a list of token ids ≥ 0")
         return tuple(map(int, ids))
 
-    def _integer(self, name: str, low: int, high: int | None, *, more: str = "") -> None:
+    def _integer(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)
         if not is_integer(value) or value < low or (high is not None and value > high):
-            allowed = (
-                f"an integer ≥ {low}" if high is None else f"{low}" if low == high else f"an integer in [{low}, {high}]"
-            )
-            self._refuse(name, allowed + more)
+            self._refuse(name, f"an integer ≥ {low}" if high is None else f"an integer in [{low}, {high}]")
         object.__setattr__(self, name, int(value))
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:

@@ -1,48 +1,92 @@
 """Chooses which requests compute which tokens in the next step.
 
-Every sequence wants its pending tokens: one when it decodes, a chunk when it prefills, and the rule is the
-same for both. Knows requests and pages; no array, no device, no text.
+    waiting ──admit──▶ running ──finish──▶ (gone)
+       ▲                │    ▲
+       └──recompute─────┘    └──swap in── swapped ◀── swap out ── running
+
+A running sequence either decodes, one token a step, or still has tokens that the host knows and the pages do
+not hold: a chunk of them is computed. Nearly all steps are nearly all decoding, so what a sequence may do
+unasked is written down in it (`Sequence.granted`), and only those that have used it up are looked at.
+
+Results may be up to two steps late: `schedule` counts every token as computed once it is scheduled, `retire`
+learns that it is. Knows requests and pages; no array, no device, no text.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from .block_manager import BlockManager
+from .block_manager import AllocStatus, BlockManager, TableChange
+from .errors import InvalidRequestError
+from .fork_tree import children_of, common_len, leave_children, samplers_of
+from .page_store import PageMove
+from .preemption import Preemption, PreemptionMode, PreemptionPolicy
 from .request import Request, RequestState, Sequence
+from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
+
+MAX_BYPASSES = 8
+"""Later requests that may be admitted before one that does not fit yet. Then it is its turn, whatever fits."""
+MAX_PASSED = 4
+"""Requests that do not fit yet among which a step looks for one that does."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """`num_tokens` tokens of a sequence, from position `start` on."""
+class Chunk:
+    """`num_tokens` tokens of a sequence, known to the host, from position `start` on."""
 
     sequence: Sequence
     start: int
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is among them, so the step yields the next one."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
+    samplers: tuple[Sequence, ...]
+    """Who draws its next token from the chunk's last position: nobody if the sequence knows more tokens, mostly
+    the sequence itself, and those samples of the same prompt that share all of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """The work of one step."""
 
-    scheduled: tuple[ScheduledSequence, ...]
-    preempted: tuple[Request, ...]
+    step: int
+    """Counts from 1."""
+    decodes: list[Sequence] = field(default_factory=list)
+    """One token each: the last one drawn in its slot."""
+    chunks: list[Chunk] = field(default_factory=list)
+    placed: list[Sequence] = field(default_factory=list)
+    """Sequences that got their state slot since the last step."""
+    table_changes: list[TableChange] = field(default_factory=list)
+    moves: list[PageMove] = field(default_factory=list)
+    """To be done in this order before anything of the step is written."""
+    preempted: list[Preemption] = field(default_factory=list)
+    ignored: list[Request] = field(default_factory=list)
+    """Requests that ended since they can never fit any more."""
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing that the device has to do or to know."""
+        return not (self.decodes or self.chunks or self.moves or self.placed or self.table_changes)
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
+        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class AdmissionGate(Protocol):
+    """What else may keep a request waiting, such as slots for adapters. `enter` and `leave` come in pairs."""
+
+    def admits(self, request: Request) -> bool: ...
+
+    def enter(self, request: Request) -> None: ...
+
+    def leave(self, request: Request) -> None: ...
 
 
 class Scheduler:
-    """Continuous batching, first come first served, with chunked prefill and preemption by recompute."""
+    """Continuous batching with chunked prefill, priorities, and preemption by recompute or by swap."""
 
     def __init__(
         self,
@@ -50,165 +94,581 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        watermark: float,
+        watermark: float = 0.0,
         clock: Callable[[], float],
+        policy: PolicyKey = POLICIES["fcfs"],
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        delay_factor: float = 0.0,
+        preemption: PreemptionPolicy | None = None,
+        limits: QueueLimits | None = None,
+        gate: AdmissionGate | None = None,
+        tokens_ahead: int = 1,
     ):
-        """`watermark` is the share of the pool that admission leaves free, so that it causes no preemption."""
+        """`watermark` is the share of the pool that admission leaves free, so that it causes no preemption.
+
+        `delay_factor` lets newcomers wait that many times as long as the last step with newcomers took, for
+        others to come along. `tokens_ahead` are the tokens that a decoding sequence has pages for, at least.
+        """
+        assert max_num_seqs <= max_num_batched_tokens, "a step cannot decode all sequences"
         self.blocks = blocks
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.watermark_pages = int(watermark * blocks.num_usable)
+        self.watermark = watermark
         self.clock = clock
-        self.waiting: deque[Request] = deque()
+        self.policy = policy
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
+        self.delay_factor = delay_factor
+        self.preemption = preemption or PreemptionPolicy()
+        self.gate = gate
+        self.tokens_ahead = tokens_ahead
+        self.waiting = RequestQueue(limits)
+        self.swapped = RequestQueue()
         self.running: list[Request] = []
+        """By `Request.order`: the last one gives way first."""
+        self.sequences: list[Sequence] = []
+        """Live sequences of the running requests, in their order."""
         self.free_slots = list(range(max_num_seqs, 0, -1))
-        self.num_preemptions = 0
-        self.num_prefill_chunks = 0
-        """Prefill steps of a sequence that left part of it for later ones."""
+        self.step = 0
+        """The last one scheduled."""
+        self.retired_step = 0
+        self.counts: Counter[str] = Counter()
+        self._num_arrivals = 0
+        self._has_new_members = False
+        self._first_decode = 0
+        self._has_admitted = False
+        self._last_schedule = self._last_admission_s = 0.0
+        self._work = SchedulerOutput(0)
+
+    # Requests come and go
+
+    def check_fits(self, request: Request) -> None:
+        """InvalidRequestError if the request could not run were it alone."""
+        if len(request.live) > self.max_num_seqs:
+            raise InvalidRequestError(
+                f"n: got {len(request.live)}, allowed: at most max_num_seqs, {self.max_num_seqs}; ask for fewer "
+                "samples or start the engine with a higher max_num_seqs",
+                param="n",
+            )
+        if self._status_of(request) is AllocStatus.NEVER:
+            blocks = self.blocks
+            raise InvalidRequestError(
+                f"prompt: got {request.prompt_len} tokens and up to {request.max_tokens} more for each of "
+                f"{len(request.live)} samples, which take {self.most_pages(request)} pages; allowed: "
+                f"{blocks.num_available} pages of {blocks.block_size} tokens; shorten it, lower max_tokens or n, or "
+                "start the engine with more num_blocks",
+                param="prompt",
+            )
 
     def add(self, request: Request) -> None:
-        """Queue a request. The caller has refused what can never fit, which would hold up the queue for ever."""
-        num_seqs = len(request.sequences)
-        assert num_seqs <= min(self.max_num_seqs, self.max_num_batched_tokens), "more sequences than a step takes"
-        # The last token ends its sequence, so that its keys and values are never computed.
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1
-        assert num_seqs * self.blocks.pages_for(num_tokens) <= self.blocks.num_usable, "larger than the pool"
-        self.waiting.append(request)
+        """Queue a request. InvalidRequestError if it can never fit, QueueFullError if too many wait."""
+        self.check_fits(request)
+        self.waiting.check_room(request)
+        order = (self.policy(request), self._num_arrivals + 1)
+        for other in (*self.running[:1], *self.waiting.peek(), *self.swapped.peek()):
+            _check_compares(order, other.order)
+        self._num_arrivals += 1
+        request.order = order
+        self.waiting.push(request)
+
+    def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
+        """Further samples of the same request, equal so far, with sample indices of their own.
+
+        They share the parent's pages; whoever writes the half-filled last one first gets a copy. Raises
+        InvalidRequestError, changing nothing, if the request could not go on with so many samples.
+        """
+        request = parent.request
+        lens = [parent.max_len - 1] * len(indices) + [sequence.max_len - 1 for sequence in request.live]
+        shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
+        num_pages = self.blocks.most_pages(shared_len, lens)
+        if len(lens) > self.max_num_seqs or self.blocks.status_of(num_pages) is AllocStatus.NEVER:
+            raise InvalidRequestError(
+                f"n: got {len(lens)} samples of one request, which would take {len(lens)} of {self.max_num_seqs} slots "
+                f"and up to {num_pages} of {self.blocks.num_available} pages; fork fewer, or start the engine with a "
+                "larger max_num_seqs or num_blocks",
+                param="n",
+            )
+        return [self._fork(parent, index) for index in indices]
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        child = parent.request.new_sequence(index, parent.token_ids, self.blocks.num_groups)
+        child.parent, child.fork_len, child.state = parent, child.num_tokens, parent.state
+        # All but its last token, which it computes itself to draw the next one. What is not yet computed, the
+        # parent computes for both.
+        num_shared = child.num_tokens - 1
+        child.awaits_parent = parent.num_computed < max(1, num_shared)
+        if not child.awaits_parent:
+            self.blocks.share(parent, child, num_shared)
+            # Both must be looked at before they write the page that they share now.
+            parent.granted = 0
+            if self.is_in_flight(parent):
+                self.blocks.fence(parent, self.step)
+        self._has_new_members = True
+        self.counts["fork"] += 1
+        return child
+
+    def finish(self, sequence: Sequence, state: RequestState) -> None:
+        """End one sequence and free what it holds; its request ends with its last sequence. Later calls do nothing."""
+        if sequence.state.is_finished:
+            return
+        request = sequence.request
+        if state is RequestState.FINISHED_ABORTED:
+            self.counts[f"abort_{self._stage_of(sequence)}"] += 1
+        elif state is RequestState.FINISHED_ERROR:
+            self.blocks.prefixes.discard(sequence)
+        self._release(sequence)
+        sequence.state = state
+        sequence.next_check = 0
+        request.live.remove(sequence)
+        leave_children(sequence)
+        self._has_new_members = True
+        if request.live:
+            return
+        self._leave_queue(request)
+        request.state = state
+        request.finished_time = self.clock()
+
+    def is_in_flight(self, sequence: Sequence) -> bool:
+        """A step that was scheduled and has not retired computes tokens of this sequence."""
+        return sequence.num_tokens > len(sequence.token_ids) or sequence.last_chunk_step > self.retired_step
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.swapped)
+
+    # The step
 
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens of the next step.
 
-        Running requests come first, oldest first, so that no newcomer starves one that holds pages. Where
-        pages run out, the youngest running request gives all of its pages back and waits at the head of the
-        queue. Newcomers are admitted only in a step that preempted nobody: memory is short then, and
-        admitting would cause the next preemption.
+        Running requests come first, in order. Where pages run out, the last running request gives all of its
+        pages back. Then those that were swapped out come back, then newcomers are admitted; neither in a step
+        that preempted somebody: memory is short then, and they would cause the next preemption.
         """
-        scheduled: list[ScheduledSequence] = []
-        preempted: list[Request] = []
-        budget = self.max_num_batched_tokens
-        for request in list(self.running):
-            for sequence in request.live_sequences:
-                if budget == 0 or request.state is not RequestState.RUNNING:
-                    break
-                num_tokens = min(sequence.num_pending, budget)
-                if self._grow(sequence, sequence.num_computed + num_tokens, preempted):
-                    scheduled.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens))
-                    budget -= num_tokens
-        # A sequence of a group may have been scheduled before another one had the whole group preempted.
-        scheduled = [item for item in scheduled if item.sequence.request.state is RequestState.RUNNING]
-        while not preempted and budget > 0 and self.waiting:
-            admitted = self._admit(self.waiting[0], budget)
-            if not admitted:
-                break
-            self.running.append(self.waiting.popleft())
-            scheduled.extend(admitted)
-            budget -= sum(item.num_tokens for item in admitted)
-        self.num_prefill_chunks += sum(not item.samples for item in scheduled)
-        return SchedulerOutput(tuple(scheduled), tuple(preempted))
+        work = self._work = SchedulerOutput(self.step + 1)
+        self._note_time()
+        self._note_members()
+        asking = [s for s in self.sequences if s.num_computed + self.tokens_ahead > s.granted]
+        prefilling = [sequence for sequence in asking if self._serve(sequence)]
+        decodes = [s for s in self.sequences if s.num_computed < s.granted]
+        budget = self._prefill_budget(len(decodes))
+        for sequence in prefilling:
+            budget -= self._chunk(sequence, budget)
+        if not work.preempted:
+            budget -= self._swap_in(budget)
+        if not work.preempted and not self.swapped:
+            self._admit(budget)
+        self._commit(decodes)
+        return work
 
-    def complete(self, item: ScheduledSequence) -> None:
-        """The step is done: its tokens are computed, and full pages may serve others."""
-        item.sequence.num_computed = item.start + item.num_tokens
-        self.blocks.publish(item.sequence)
+    def retire(self, work: SchedulerOutput) -> None:
+        """The oldest step in flight is done: what it computed is computed, and pages that it wrote may be reused."""
+        self.retired_step = work.step
+        self.blocks.device.retire(work.step)
+        for chunk in work.chunks:
+            sequence, request = chunk.sequence, chunk.sequence.request
+            end = chunk.start + chunk.num_tokens
+            request.num_scored = max(request.num_scored, min(end, request.prompt_len))
+            # A sequence that lost its pages since then does not run again before all of its steps have retired.
+            if sequence.state is RequestState.RUNNING:
+                self.blocks.pass_windows(sequence, end)
 
-    def preempt_all(self) -> None:
-        """Send every running request back to the queue, in order: the device has lost what it held."""
-        for request in reversed(list(self.running)):
-            self._preempt(request)
-        self.blocks.reset_prefix_cache()
+    def note_token(self, sequence: Sequence) -> None:
+        """A sequence got a token that may fill a page: the ones before are computed, and sound."""
+        num_known = len(sequence.token_ids)
+        if sequence.state is RequestState.RUNNING:
+            self.blocks.prefixes.publish(sequence, num_known - 1)
+            self.blocks.pass_windows(sequence, num_known - 1)
+        next_page = ((num_known - 1) // self.blocks.block_size + 1) * self.blocks.block_size
+        is_looked_at = sequence.is_watched or sequence.state is not RequestState.RUNNING
+        sequence.next_check = 0 if is_looked_at else min(next_page + 1, sequence.max_len)
 
-    def finish(self, sequence: Sequence, state: RequestState) -> None:
-        """End one sequence and free what it holds; its request ends with its last sequence."""
-        if sequence.state.is_finished:
-            return
-        if state is RequestState.FINISHED_ERROR:
-            self.blocks.discard_unsound(sequence)
-        sequence.state = state
-        self._release(sequence)
-        request = sequence.request
-        if request.live_sequences:
-            return
-        if request.state is RequestState.RUNNING:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
-        request.state = state
-        request.finished_time = self.clock()
-
-    def check(self) -> None:
-        """Hold queues, slots and pages against their invariants; AssertionError if one is broken."""
-        running = [sequence for request in self.running for sequence in request.live_sequences]
-        assert all(request.state is RequestState.RUNNING for request in self.running), "a running request is not"
-        assert all(request.state is RequestState.WAITING for request in self.waiting), "a waiting request is not"
-        slots = [sequence.slot for sequence in running]
-        assert 0 not in slots, "a running sequence without a slot"
-        assert sorted([*slots, *self.free_slots]) == list(range(1, self.max_num_seqs + 1)), "a slot lost or held twice"
+    def restart(self) -> None:
+        """The device has lost what it held, and all results in flight: everything live is to be computed anew."""
+        for request in [*self.running, *self.swapped]:
+            self._leave_queue(request)
+            for sequence in request.live:
+                self._free_slot(sequence)
+                sequence.forget_pages()
+            request.num_preemptions += 1
+            request.pages_wanted = 0
+            self._stop(request, RequestState.WAITING, self.waiting)
         for request in self.waiting:
-            for sequence in request.sequences:
-                assert sequence.slot == 0, "a waiting sequence with a slot"
-                assert not any(sequence.pages), "a waiting sequence with pages"
-                assert sequence.num_computed == sequence.num_published == 0, "a waiting sequence that forgot nothing"
-        self.blocks.check(running)
+            for sequence in request.live:
+                sequence.num_tokens = len(sequence.token_ids)
+        self.blocks.clear()
+        self.retired_step = self.blocks.device.retired_step = self.step
+        self.counts["restart"] += 1
 
-    def _admit(self, request: Request, budget: int) -> list[ScheduledSequence]:
-        """Give a waiting request its slots and first pages; empty, with nothing changed, if it has to wait."""
-        sequences = request.live_sequences
-        if len(sequences) > min(len(self.free_slots), budget):
-            return []
-        matched = [self.blocks.match_prefix(sequence) for sequence in sequences]
-        wanted = sum(
-            self.blocks.pages_for(sequence.num_tokens) - sum(map(len, found))
-            for sequence, found in zip(sequences, matched, strict=True)
-        )
-        reserve = self.watermark_pages if self.running else 0
-        if wanted + reserve > self.blocks.num_free_without(chain.from_iterable(matched)):
-            return []
-        # All adopt before any grows: growing takes free pages, which those that others have matched may be.
-        for sequence, found in zip(sequences, matched, strict=True):
-            num_cached = self.blocks.adopt(sequence, found)
-            if request.first_scheduled_time is None:
-                self.blocks.count_query(sequence.num_tokens, num_cached)
-                request.num_cached_tokens = num_cached
-        admitted: list[ScheduledSequence] = []
-        for sequence in sequences:
-            num_tokens = min(sequence.num_pending, budget - (len(sequences) - len(admitted) - 1))
-            budget -= num_tokens
-            has_grown = self.blocks.grow(sequence, sequence.num_computed + num_tokens)
-            assert has_grown, "the pages were counted above"
-            sequence.slot = self.free_slots.pop()
-            sequence.state = RequestState.RUNNING
-            admitted.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens))
-        request.state = RequestState.RUNNING
-        if request.first_scheduled_time is None:
-            request.first_scheduled_time = self.clock()
-        return admitted
+    # Running sequences
 
-    def _grow(self, sequence: Sequence, num_tokens: int, preempted: list[Request]) -> bool:
-        """Get pages for the sequence, from the youngest requests if need be; False if it is itself the youngest."""
-        while not self.blocks.grow(sequence, num_tokens):
-            victim = self.running[-1]
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is sequence.request:
+    def _serve(self, sequence: Sequence) -> bool:
+        """Give a running sequence what it needs to go on; True if it then wants a chunk of tokens it knows."""
+        if sequence.state is not RequestState.RUNNING or sequence.num_tokens >= sequence.max_len:
+            return False  # Its group gave way to an earlier one just now; or its last token is in flight.
+        if not sequence.slot and not self._take_slot(sequence):
+            return False
+        if sequence.awaits_parent and not self._attach(sequence):
+            return False
+        if not sequence.is_last_token_on_device:
+            return True
+        self._grant(sequence)
+        return False
+
+    def _grant(self, sequence: Sequence) -> None:
+        """Let a sequence decode on: pages for its next tokens, and a tail that nobody else reads."""
+        # The last token ends it: what would be computed of it nobody wants to know.
+        num_tokens = min(sequence.num_computed + self.tokens_ahead, sequence.max_len - 1)
+        if num_tokens > sequence.num_computed and self._make_room(sequence, num_tokens):
+            reach = min(map(len, sequence.pages)) * self.blocks.block_size
+            sequence.granted = min(reach, sequence.max_len - 1)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Schedule the next tokens that a sequence knows, within the budget; returns how many."""
+        if sequence.state is not RequestState.RUNNING or budget <= 0:
+            return 0
+        start = sequence.num_computed
+        # Those who wait for pages of this sequence get them before it goes on.
+        stops = [child.fork_len for child in children_of(sequence) if child.awaits_parent and child.fork_len > start]
+        end = min(sequence.num_tokens, *stops) if stops else sequence.num_tokens
+        if self.enable_chunked_prefill:
+            end = min(end, start + budget, start + self.max_chunk)
+        elif end - start > budget:
+            return 0
+        if not self._make_room(sequence, end):
+            return 0
+        self._work.chunks.append(Chunk(sequence, start, end - start, tuple(samplers_of(sequence, end))))
+        return end - start
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Get pages for so many tokens, from the last running requests if need be; False if it has to wait itself."""
+        while not self.blocks.prepare(sequence, num_tokens):
+            if self.blocks.device.fenced:
+                # Steps in flight hold pages that nobody owns any more: the next one to retire gives some back.
+                self.counts["fence_held"] += 1
+                return False
+            if not self._preempt_last(sequence.request):
                 return False
         return True
 
+    def _take_slot(self, sequence: Sequence) -> bool:
+        while not self.free_slots:
+            if not self._preempt_last(sequence.request):
+                return False
+        self._place(sequence)
+        return True
+
+    def _place(self, sequence: Sequence) -> None:
+        self.blocks.place(sequence, self.free_slots.pop())
+        self._work.placed.append(sequence)
+
+    def _attach(self, sequence: Sequence) -> bool:
+        """Let a sample share the pages of its parent, once the parent has computed what they have in common."""
+        parent, num_shared = sequence.parent, min(sequence.fork_len, sequence.num_tokens - 1)
+        if parent is not None and parent.num_computed < sequence.fork_len:
+            return False
+        if parent is None or not self.blocks.can_share(parent, num_shared):
+            self._adopt_cached(sequence)  # Whom it waited for has ended, and left nothing that it could share.
+        else:
+            self.blocks.share(parent, sequence, num_shared)
+            if parent.granted:
+                parent.granted = 0
+                self._grant(parent)
+        sequence.awaits_parent = False
+        return sequence.state is RequestState.RUNNING
+
+    def _adopt_cached(self, sequence: Sequence) -> None:
+        match = self.blocks.prefixes.match(sequence, self._match_limit(sequence))
+        if self.blocks.prefixes.num_taken(match) <= self.blocks.device.num_free:
+            self.blocks.adopt(sequence, match)
+
+    def _match_limit(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that may come from the prefix cache.
+
+        Not the last one it knows, since computing one is what yields logits. Where a prompt's own scores are
+        wanted, none that has not been scored. Where windows pass, none that its children have still to see.
+        """
+        limit = sequence.num_tokens - 1
+        if sequence.request.needs_prompt_scores:
+            limit = min(limit, sequence.request.num_scored)
+        if self.blocks.has_windows:
+            limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence))])
+        return limit
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        """Tokens for chunks: what decoding leaves, and half of the step at least, or decoding could starve prompts."""
+        if not self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
+        return max(self.max_num_batched_tokens - num_decodes, self.max_num_batched_tokens // 2)
+
+    def _commit(self, decodes: list[Sequence]) -> None:
+        """Fix the step's work, now that nobody is preempted any more, and count it as computed."""
+        work = self._work
+        if work.preempted or work.ignored:
+            work.chunks[:] = [chunk for chunk in work.chunks if chunk.sequence.state is RequestState.RUNNING]
+            work.placed[:] = [sequence for sequence in work.placed if sequence.slot]
+            decodes = [sequence for sequence in decodes if sequence.num_computed < sequence.granted]
+        if not self.enable_chunked_prefill and work.chunks:
+            decodes = []
+        room = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in work.chunks)
+        if len(decodes) > room:
+            decodes = self._take_turns(decodes, room)
+        for sequence in decodes:
+            num_tokens = sequence.num_tokens
+            sequence.num_computed = num_tokens
+            sequence.num_tokens = num_tokens + 1
+        work.decodes.extend(decodes)
+        for chunk in work.chunks:
+            self._commit_chunk(chunk)
+        work.table_changes.extend(self.blocks.table_changes)
+        work.moves.extend(self.blocks.store.moves)
+        self.blocks.table_changes.clear()
+        self.blocks.store.moves.clear()
+        if not work.is_empty:
+            self.step = work.step
+
+    def _commit_chunk(self, chunk: Chunk) -> None:
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        sequence.num_computed = end
+        sequence.last_chunk_step = self._work.step
+        self.counts["prefill_chunks"] += end < sequence.num_tokens
+        for sampler in chunk.samplers:
+            if sampler is not sequence:
+                self.blocks.share(sequence, sampler, end)
+                sampler.awaits_parent = False
+                sampler.last_chunk_step = self._work.step
+            sampler.is_last_token_on_device = True
+            sampler.num_tokens = end + 1
+
+    def _take_turns(self, decodes: list[Sequence], room: int) -> list[Sequence]:
+        """The first sequence always, others one after another from step to step."""
+        others = decodes[1:]
+        start = self._first_decode % len(others)
+        self._first_decode = start + room - 1
+        return [decodes[0], *(others[start:] + others[:start])[: room - 1]]
+
+    # Swapped and waiting requests
+
+    def _swap_in(self, budget: int) -> int:
+        """Bring back swapped requests, in order, while they fit; returns the tokens scheduled for them."""
+        num_scheduled = 0
+        while self.swapped and not self._work.preempted:
+            request = self.swapped.first()
+            if self._status_of(request) is AllocStatus.NEVER:
+                self._ignore(request)
+                continue
+            # The tokens that it has still to compute need their pages at once, or it would be preempted right away.
+            reserve = max(0, self._pages_now(request) - request.pages_wanted) + self._reserve()
+            if self.running:
+                reserve += len(request.live)
+            if not self._has_place_for(request, reserve) or not self.blocks.swap_in(request.live, reserve=reserve):
+                break
+            self.swapped.pop()
+            self._run(request)
+            self.counts["swap_in"] += 1
+            for sequence in request.live:
+                if not sequence.awaits_parent:
+                    num_scheduled += self._chunk(sequence, budget - num_scheduled)
+        return num_scheduled
+
+    def _admit(self, budget: int) -> None:
+        """Admit waiting requests, in order. One that does not fit yet may be passed by a few later ones that do."""
+        passed: list[Request] = []
+        while self.waiting and budget > 0 and self.free_slots and len(passed) < MAX_PASSED:
+            request = self.waiting.first()
+            if not self._has_waited(request):
+                break
+            if self._status_of(request) is AllocStatus.NEVER:
+                self._ignore(request)
+                continue
+            self.waiting.pop()
+            num_scheduled = self._try_admit(request, budget)
+            if num_scheduled:
+                budget -= num_scheduled
+                self._has_admitted = True
+                for other in passed:
+                    other.num_bypassed += 1
+                    self.counts["bypass"] += 1
+                if any(other.num_bypassed >= MAX_BYPASSES for other in passed):
+                    break
+            else:
+                passed.append(request)
+                if request.num_bypassed >= MAX_BYPASSES:
+                    break
+        for request in passed:
+            self.waiting.push(request)
+
+    def _try_admit(self, request: Request, budget: int) -> int:
+        """Give a waiting request its slots and first pages; returns its tokens in this step, 0 if it has to wait."""
+        reserve = self._reserve()
+        if not self._has_place_for(request, reserve) or not (self.gate is None or self.gate.admits(request)):
+            return 0
+        first = request.live[0]
+        match = self.blocks.prefixes.match(first, self._match_limit(first))
+        request.pages_wanted = self._pages_now(request) - self.blocks.prefixes.num_shared(match)
+        num_pending = first.num_tokens - match.num_pages * self.blocks.block_size
+        is_too_long = not self.enable_chunked_prefill and num_pending > budget
+        if self.blocks.status_of(request.pages_wanted, reserve) is not AllocStatus.OK or is_too_long:
+            return 0
+        num_cached = self.blocks.adopt(first, match)
+        first.awaits_parent = False
+        self._run(request)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self._last_schedule
+            request.num_cached_tokens = num_cached
+            self.blocks.prefixes.count_query(first.num_tokens, num_cached)
+        return self._chunk(first, budget)
+
+    def _has_place_for(self, request: Request, reserve: int) -> bool:
+        """Whether a try to let it run is worth while: slots, results in flight, and pages as far as is known."""
+        if len(request.live) > len(self.free_slots) or any(map(self.is_in_flight, request.live)):
+            return False
+        return not self.running or request.pages_wanted + reserve <= self.blocks.device.num_free
+
+    def _run(self, request: Request) -> None:
+        """Put a request whose first pages are there among the running ones."""
+        insort(self.running, request, key=lambda other: other.order)
+        request.state = RequestState.RUNNING
+        for sequence in request.live:
+            sequence.state = RequestState.RUNNING
+            self._place(sequence)
+        if self.gate is not None:
+            self.gate.enter(request)
+        self._has_new_members = True
+
+    def _has_waited(self, request: Request) -> bool:
+        """Whether newcomers may come in now, or wait a little longer for others to come along."""
+        if not self.delay_factor or not self.running:
+            return True
+        return self._last_schedule - request.arrival_time > self.delay_factor * self._last_admission_s
+
+    # Preemption
+
+    def _preempt_last(self, asker: Request) -> bool:
+        """Take the pages and slots of the last running request; False if that is the asker itself."""
+        request = self.running[-1]
+        if request is asker and self.step > self.retired_step:
+            return False  # Results in flight may end somebody, and cost less to wait for.
+        if self._status_of(request) is AllocStatus.NEVER:
+            self._ignore(request)
+        else:
+            self._preempt(request)
+        return request is not asker
+
     def _preempt(self, request: Request) -> None:
-        """Take a running request's pages and slots; it will compute its tokens anew, before any newcomer."""
-        for sequence in request.live_sequences:
-            self._release(sequence)
-            sequence.state = RequestState.WAITING
-        request.state = RequestState.WAITING
+        """Take a running request's pages and slots, of all its samples at once. It goes on before any newcomer."""
+        num_pages = self.blocks.num_held(request.live)
+        mode, reason = self.preemption.choose(
+            num_tokens=min(num_pages * self.blocks.block_size, sum(s.num_computed for s in request.live)),
+            num_pages=num_pages,
+        )
+        if mode is PreemptionMode.SWAP:
+            slots = [sequence.slot for sequence in request.live if sequence.slot]
+            for sequence in request.live:
+                if self.is_in_flight(sequence):
+                    self.blocks.fence(sequence, self.step)
+            if self.blocks.swap_out(request.live):
+                self.free_slots += slots
+            else:
+                mode, reason = PreemptionMode.RECOMPUTE, "the host pool is full"
+        self._leave_queue(request)
+        if mode is PreemptionMode.SWAP:
+            request.num_swaps += 1
+            request.pages_wanted = num_pages
+            self._stop(request, RequestState.SWAPPED, self.swapped)
+        else:
+            for sequence in request.live:
+                self._release(sequence)
+            request.pages_wanted = 0
+            self._stop(request, RequestState.WAITING, self.waiting)
         request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.running.remove(request)
-        self.waiting.appendleft(request)
+        self.counts[f"preemptions_{mode.value}"] += 1
+        self._work.preempted.append(Preemption(request, mode, reason))
+
+    def _stop(self, request: Request, state: RequestState, queue: RequestQueue) -> None:
+        request.state = state
+        for sequence in request.live:
+            sequence.state = state
+            if state is RequestState.WAITING:
+                sequence.awaits_parent = sequence.parent is not None
+        queue.push(request)
+        self._has_new_members = True
+
+    def _ignore(self, request: Request) -> None:
+        """End a request that was admitted to the queue and can never fit any more: the pool has become smaller."""
+        request.error = (
+            f"its {self.most_pages(request)} pages can never be had: the pool has {self.blocks.num_available} left"
+        )
+        for sequence in list(request.live):
+            self.finish(sequence, RequestState.FINISHED_IGNORED)
+        self.counts["ignored"] += 1
+        self._work.ignored.append(request)
 
     def _release(self, sequence: Sequence) -> None:
+        """Take slot and pages of a sequence; those that steps in flight may write are free once these have retired."""
+        if self.is_in_flight(sequence) and sequence.state is RequestState.RUNNING:
+            self.blocks.fence(sequence, self.step)
+        self._free_slot(sequence)
+        self.blocks.release(sequence)
+
+    def _free_slot(self, sequence: Sequence) -> None:
         if sequence.slot:
             self.free_slots.append(sequence.slot)
-        self.blocks.release(sequence)
+
+    def _leave_queue(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            if self.gate is not None:
+                self.gate.leave(request)
+        else:
+            (self.swapped if request.state is RequestState.SWAPPED else self.waiting).remove(request)
+
+    # What is known of a request
+
+    def most_pages(self, request: Request) -> int:
+        """Pages that the request takes when all of its samples have become as long as they may."""
+        # The last token ends its sequence, so that its keys and values are never computed.
+        return self.blocks.most_pages(common_len(request), [sequence.max_len - 1 for sequence in request.live])
+
+    def _pages_now(self, request: Request) -> int:
+        """Pages that the request takes for the tokens that it has."""
+        return self.blocks.most_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
+
+    def _status_of(self, request: Request) -> AllocStatus:
+        """NEVER if the request would not fit were it alone."""
+        return self.blocks.status_of(self.most_pages(request))
+
+    def _stage_of(self, sequence: Sequence) -> str:
+        if sequence.state is not RequestState.RUNNING:
+            return sequence.state.label
+        return "decoding" if sequence.is_last_token_on_device else "prefilling"
+
+    def _reserve(self) -> int:
+        """Pages that newcomers leave free beside running requests."""
+        return int(self.watermark * self.blocks.device.num_usable) if self.running else 0
+
+    def _note_members(self) -> None:
+        if self._has_new_members:
+            self._has_new_members = False
+            self.sequences = [sequence for request in self.running for sequence in request.live]
+
+    def _note_time(self) -> None:
+        """How long the last step with newcomers took: the time until the one after it is scheduled."""
+        now = self.clock()
+        if self._has_admitted:
+            self._last_admission_s = now - self._last_schedule
+        self._has_admitted = False
+        self._last_schedule = now
+
+
+def _check_compares(order: tuple[Any, int], other: tuple[Any, int]) -> None:
+    """A key that cannot be sorted among the others would break the queue in the middle of a step."""
+    try:
+        order < other  # noqa: B015
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"scheduling_policy: its key {order[0]!r:.100} does not compare with {other[0]!r:.100} of another request; "
+            "let it return values of one type",
+            param="priority",
+        ) from error

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import EngineConfig
+from .config import MAX_STEP_TOKENS, EngineConfig
 from .errors import ConfigError
 from .models.config import ModelConfig
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
+HOST_POOL_BYTES = 4 * GIB
 DEFAULT_BLOCK_SIZE = 64
 DEFAULT_SEQS = {"cpu": 64}
 DEFAULT_TOKENS = {"cpu": 1024}
@@ -27,10 +28,16 @@ class Demand:
 
     prompt_len: int
     max_tokens: int | None
+    num_samples: int = 1
 
     @property
     def num_tokens(self) -> int:
         return self.prompt_len + (self.max_tokens or 1)
+
+    def num_pages(self, block_size: int, max_model_len: int) -> int:
+        """Pages of all samples at their ends: the full ones of the prompt are shared."""
+        shared = self.prompt_len // block_size
+        return shared + self.num_samples * (-(-min(self.num_tokens, max_model_len) // block_size) - shared)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class EngineSizes:
     block_size: int
     num_blocks: int
     """Pages of the pool, the null page among them."""
+    num_host_blocks: int
+    """Pages of the host's pool, its null page among them; 0 without one."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -60,28 +69,35 @@ def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len or most
 
 
+def requested_max_seqs(config: EngineConfig) -> int | None:
+    """Most samples of one prompt that the options allow; None if the engine is made for as many as are asked for."""
+    return config.max_num_seqs or config.max_num_batched_tokens
+
+
 def size_engine(
     config: EngineConfig,
     model: ModelConfig,
     *,
     platform: str,
     free_bytes: int,
+    host_free_bytes: int,
     page_bytes: Callable[[int, str], int],
     weights_bytes: Callable[[str], int],
     demands: Sequence[Demand] = (),
 ) -> EngineSizes:
     """Choose every size that the options leave open.
 
-    `page_bytes(block_size, dtype)` and `weights_bytes(dtype)` say what a page and the weights take;
-    `free_bytes` is the memory free before the weights. `demands` are the requests known beforehand, if all
-    are: a pool need not hold more sequences than there will be. Raises ConfigError.
+    `page_bytes(block_size, dtype)` and `weights_bytes(dtype)` say what a page and the weights take; `free_bytes`
+    is the memory free before the weights, `host_free_bytes` that of the host, which on a CPU is the same one.
+    `demands` are the requests known beforehand, if all are: a pool need not hold more sequences than there will
+    be. Raises ConfigError.
     """
     is_cpu = platform == "cpu"
     dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)
     kv_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if is_cpu else dtype
     block_size = config.block_size or DEFAULT_BLOCK_SIZE
-    max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, len(demands))
     max_model_len = requested_max_len(config, model)
+    max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, demands, max_model_len)
     bytes_per_page = page_bytes(block_size, kv_dtype)
     pages_per_sequence = -(-max_model_len // block_size)
     weights = weights_bytes(dtype)
@@ -116,11 +132,22 @@ def size_engine(
             f"max_model_len lowered to {max_model_len}: the pool of {num_pages} pages × {block_size} tokens "
             f"({num_pages * bytes_per_page / 1e6:.0f} MB) holds no longer sequence"
         )
+    if not config.enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens: got {max_num_batched_tokens}, allowed: at least max_model_len, {max_model_len}, "
+            "while enable_chunked_prefill is false: a prompt is computed in one step; raise it, lower max_model_len, "
+            "or leave chunked prefill on"
+        )
+    _check_samples(demands, num_pages, block_size, max_model_len)
+    used = weights + (num_pages + 1) * bytes_per_page if is_cpu else 0
     return EngineSizes(
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
         block_size=block_size,
         num_blocks=num_pages + 1,
+        num_host_blocks=_num_host_blocks(
+            config, is_cpu=is_cpu, room=max(0, host_free_bytes - used), page_bytes=bytes_per_page, block_size=block_size
+        ),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -173,15 +200,75 @@ def _device_dtype(model: ModelConfig) -> str:
     return "float32" if model.dtype == "float32" else "bfloat16"
 
 
-def _step_sizes(config: EngineConfig, platform: str, num_known: int) -> tuple[int, int]:
+def _step_sizes(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
     tokens = config.max_num_batched_tokens
     seqs = config.max_num_seqs
     if seqs is None:
         seqs = DEFAULT_SEQS.get(platform, DEVICE_SEQS)
-        if num_known:  # A power of two, so that few shapes are ever compiled.
-            seqs = min(seqs, 1 << (num_known - 1).bit_length())
+        if demands:  # Powers of two, so that few shapes are ever compiled.
+            seqs = min(seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
+            # The samples of a prompt run together.
+            seqs = max(seqs, _power_of_two(max(demand.num_samples for demand in demands)))
         seqs = min(seqs, tokens or seqs)
-    return seqs, tokens or max(seqs, DEFAULT_TOKENS.get(platform, DEVICE_TOKENS))
+    if tokens is not None:
+        return seqs, tokens
+    tokens = max(seqs, DEFAULT_TOKENS.get(platform, DEVICE_TOKENS))
+    if config.enable_chunked_prefill:
+        return seqs, tokens
+    if max_model_len > MAX_STEP_TOKENS:
+        raise ConfigError(
+            f"max_model_len: got {max_model_len}, allowed: at most {MAX_STEP_TOKENS} while enable_chunked_prefill is "
+            "false: a prompt is computed in one step; lower it or leave chunked prefill on"
+        )
+    return seqs, max(tokens, max_model_len)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_bytes: int, block_size: int) -> int:
+    """Pages of the host's pool, from what was asked for and the `room` in bytes that there is for it."""
+    most = min(room // page_bytes, MAX_SLOTS // block_size)
+    if config.num_host_blocks is None and config.swap_space is None:
+        if is_cpu and config.preemption_mode != "swap":
+            return 0
+        affordable = _round_down(room // 4 // page_bytes)
+        num_pages = min(HOST_POOL_BYTES // page_bytes, affordable, most)
+        if num_pages < 2 and config.preemption_mode == "swap":
+            raise ConfigError(
+                f"preemption_mode: got swap, and a quarter of the host's free memory ({_gb(room)} GB) holds no page of "
+                f"{page_bytes} bytes beside the null page; free some memory, give num_host_blocks, or allow recompute"
+            )
+        return num_pages if num_pages >= 2 else 0
+    if config.num_host_blocks is not None:
+        name, num_pages = "num_host_blocks", config.num_host_blocks
+        low, high = "2", f"{most}"
+    else:
+        assert config.swap_space is not None
+        name, num_pages = "swap_space", int(config.swap_space * GIB) // page_bytes
+        # Rounded inwards, so that what is named here is taken.
+        low = f"{-(-2 * page_bytes * 10**6 // GIB) / 10**6:g}"
+        high = f"{most * page_bytes * 1000 // GIB / 1000:g}"
+    if num_pages > most or (num_pages < 2 and getattr(config, name)):
+        allowed = f"0 or from {low} to {high}" if most >= 2 else "0"
+        raise ConfigError(
+            f"{name}: got {getattr(config, name)}, allowed: {allowed}, with "
+            f"pages of {page_bytes} bytes and {_gb(room)} GB left on the host; change it or free some memory"
+        )
+    return num_pages
+
+
+def _check_samples(demands: Sequence[Demand], num_pages: int, block_size: int, max_model_len: int) -> None:
+    """Refuse a pool that cannot hold all samples of one known prompt at once."""
+    for demand in demands:
+        needed = demand.num_pages(block_size, max_model_len)
+        if demand.num_samples > 1 and needed > num_pages:
+            raise ConfigError(
+                f"n: got {demand.num_samples} samples of a prompt of {demand.prompt_len} tokens, which need {needed} "
+                f"pages with their outputs, allowed: at most the {num_pages} pages of the pool; lower n or max_tokens, "
+                "raise num_blocks or kv_cache_memory_bytes, or free some memory"
+            )
 
 
 def _check_pool(name: str, got: int, unit: int, free_bytes: int, weights: int) -> None:

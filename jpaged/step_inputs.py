@@ -4,23 +4,31 @@ The buffer is cut into named sections at static offsets; floats travel as their 
 the cut for one token bucket, on the host (numpy views, written) and on the device (slices, read) alike.
 Page tables live on the device: only their changes travel. A token id of −(s + 1) ≤ −2 stands for the last
 token sampled in state slot s, which the host need not have seen.
+
+What a row of a step needs is kept in numpy tables by state slot, so that hundreds of rows are packed by a few
+array operations. Nothing here asks a sequence how long it is, or which pages it has.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from .buckets import Buckets
 from .pallas_kernels.ragged_paged_attention import Backend
-from .request import Sequence
-from .scheduler import ScheduledSequence
+from .sampler import SampleMode, sample_mode
+
+if TYPE_CHECKING:
+    from .page_store import PageMove
+    from .request import Sequence
+    from .scheduler import Chunk, SchedulerOutput
 
 SAMPLE_FIELDS = (
     "token", "slot", "output_index", "sample_index", "seed_low", "seed_high", "top_k", "temperature", "top_p", "min_p",
@@ -31,6 +39,8 @@ NUM_STEP_FIELDS = 3
 CHANGE_FIELDS = ("group", "slot", "index", "page")
 """A page-table change: entry `index` of state slot `slot`'s table in `group` becomes `page`."""
 COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples")
+MODES = tuple(SampleMode)
+"""Each does what the ones before it do."""
 
 
 @dataclass(frozen=True)
@@ -92,60 +102,112 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """What the runner needs to know about a step on the host beside its packed inputs."""
+    """What the runner needs to know about a step on the host beside its packed inputs.
 
-    inputs: StepInputs
-    layout: StepLayout
+    `inputs` and `layout` are None for a step without rows, in which pages move and page tables change.
+    """
+
+    inputs: StepInputs | None
+    layout: StepLayout | None
     table_updates: tuple[np.ndarray, ...]
     """Page-table changes that do not fit the step's buffer, [4, N] each; to be applied before it."""
-    samples: tuple[Sequence, ...]
+    samples: list[Sequence]
     """Sequences whose next token the step yields, in the order of its outputs."""
+    mode: SampleMode
+    """The least that does what all of `samples` ask for."""
+    moves: list[PageMove]
+    """To be executed in this order, before everything else."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a step as vectors, in the order in which they are packed."""
+
+    slots: np.ndarray
+    starts: np.ndarray
+    """Position of each row's first token."""
+    query_lens: np.ndarray
+    places: np.ndarray
+    """Row of each piece of the work: of the decodes, then of the chunks."""
+    num_decode_rows: int
+    """Rows with one token, whether or not the host knows it."""
+
+    @cached_property
+    def context_lens(self) -> np.ndarray:
+        return self.starts + self.query_lens
+
+    @cached_property
+    def query_ends(self) -> np.ndarray:
+        return np.cumsum(self.query_lens)
+
+    @cached_property
+    def query_starts(self) -> np.ndarray:
+        return self.query_ends - self.query_lens
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_ends[-1])
 
 
 class StepInputBuilder:
-    """Builds step inputs for one engine: its buckets, its backend, its state slots."""
+    """Builds step inputs for one engine: its buckets, its backend, its state slots.
 
-    def __init__(self, *, buckets: Buckets, backend: Backend, block_size: int, num_groups: int, max_num_seqs: int):
+    What steps say of a state slot is kept from step to step, so they must be built in the order in which the
+    device runs them. Several may be in flight: each has a buffer of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        buckets: Buckets,
+        backend: Backend,
+        block_size: int,
+        num_groups: int,
+        max_num_seqs: int,
+        max_pages: int,
+    ):
+        """`max_pages` is the width of a page table."""
         self.buckets = buckets
         self.backend = backend
         self.block_size = block_size
         self.num_groups = num_groups
         self.layouts = {size: self._layout(size) for size in buckets.num_tokens}
         self.num_changes = self.layouts[buckets.num_tokens[-1]].num_changes
-        # What the sampler wants to know of a sequence, per state slot: written when the slot changes hands.
-        self.sample_rows = np.zeros((max_num_seqs + 1, len(SAMPLE_FIELDS) - NUM_STEP_FIELDS), np.int32)
+        num_slots = max_num_seqs + 1
+        self.max_pages = max_pages
+        self.tables = np.zeros((num_groups, num_slots, max_pages), np.int32)
+        """The device's page tables, as they are once every step built so far has run."""
+        self.next_positions = np.zeros(num_slots, np.intp)
+        """Where the token stands that a decode of the slot would compute."""
+        # Written when a slot changes hands: its owner's prompt length, place in MODES and SAMPLE_FIELDS.
+        self.prompt_lens = np.zeros(num_slots, np.intp)
+        self.modes = np.zeros(num_slots, np.intp)
+        self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - NUM_STEP_FIELDS, num_slots), np.int32)
 
-    def build(self, scheduled: SequenceOf[ScheduledSequence]) -> BuiltStep:
-        """Pack the step's work. Rows with one token come first, longest context first, as backends want them.
+    def build(self, work: SchedulerOutput) -> BuiltStep:
+        """Pack the step's work.
 
-        Longest first lets a backend take rows of like length together. Marks the pages as sent.
+        Rows with one token come first, longest context first, as backends want them: rows of like length can
+        then be taken together. Samples keep the order of the work: decodes, then each chunk's samplers.
         """
-        rows = sorted(scheduled, key=lambda item: (item.num_tokens > 1, -item.start))
-        num_tokens = sum(item.num_tokens for item in rows)
-        layout = self.layouts[self.buckets.tokens_for(num_tokens)]
+        for sequence in work.placed:
+            self._take_slot(sequence)
+        changes = self._change_tables(work.table_changes)
+        if not work.decodes and not work.chunks:
+            return BuiltStep(None, None, self._batches(changes), [], SampleMode.GREEDY, work.moves)
+        rows = self._rows(work)
+        layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
+        # A new one costs no more than to clean an old one, which the device might still be reading.
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
-        query_lens = np.array([item.num_tokens for item in rows], np.int32)
-        context_lens = np.array([item.start + item.num_tokens for item in rows], np.int32)
-        num_decode_rows = int(np.count_nonzero(query_lens == 1))
-        self._fill_decode(view, rows[:num_decode_rows])
-        view["query_starts"][1 : len(rows) + 1] = np.cumsum(query_lens)
-        view["query_starts"][len(rows) + 1 :] = num_tokens
-        view["context_lens"][: len(rows)] = context_lens
-        view["row_slots"][: len(rows)] = [item.sequence.slot for item in rows]
-        samples, sample_tokens = [], []
-        for item, start in zip(rows, view["query_starts"].tolist(), strict=False):
-            if item.num_tokens > 1:
-                self._fill_chunk(view, item, start)
-            if item.samples:
-                samples.append(item.sequence)
-                sample_tokens.append(start + item.num_tokens - 1)
-        self._fill_samples(view["samples"], samples, sample_tokens)
-        updates, changes = self._changes([item.sequence for item in rows], layout.num_changes)
-        view["changes"][:, : changes.shape[1]] = changes
-        view["counts"][:] = num_tokens, len(rows), num_decode_rows, len(samples)
-        self.backend.plan(query_lens, context_lens, num_decode_rows, num_tokens, view["plan"])
-        return BuiltStep(StepInputs(packed), layout, updates, tuple(samples))
+        updates = self._batches(changes) if changes.shape[1] > layout.num_changes else ()
+        if not updates:
+            view["changes"][:, : changes.shape[1]] = changes
+        self._fill_rows(view, rows)
+        self._fill_tokens(view, rows, work.chunks)
+        samples, mode = self._fill_samples(view["samples"], rows, work)
+        view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples)
+        return BuiltStep(StepInputs(packed), layout, updates, samples, mode, work.moves)
 
     def _layout(self, num_tokens: int) -> StepLayout:
         num_rows = self.buckets.rows_for(num_tokens)
@@ -154,72 +216,95 @@ class StepInputBuilder:
             num_rows=num_rows,
             num_samples=self.buckets.max_samples,
             num_groups=self.num_groups,
-            # Each row may end one page and begin another; prefix-cache hits beyond that travel by themselves.
+            # Each row may end one page and begin another. More come from prefix-cache hits, forks and swaps.
             num_changes=self.num_groups * (2 * num_rows + num_tokens // self.block_size),
             plan_len=self.backend.plan_len(num_tokens, num_rows),
         )
 
-    def _fill_decode(self, view: dict[str, np.ndarray], rows: list[ScheduledSequence]) -> None:
-        """The rows of one token, all at once: a step may have hundreds of them."""
-        num_rows = len(rows)
-        positions = np.array([item.start for item in rows], np.int32)
-        view["positions"][:num_rows] = positions
-        view["token_ids"][:num_rows] = [
-            -(item.sequence.slot + 1) if item.sequence.is_last_token_on_device else item.sequence.token_ids[item.start]
-            for item in rows
-        ]
-        for group in range(self.num_groups):
-            pages = np.array([item.sequence.pages[group][item.start // self.block_size] for item in rows], np.int32)
-            view["slots"][group, :num_rows] = pages * self.block_size + positions % self.block_size
+    def _take_slot(self, sequence: Sequence) -> None:
+        slot, request = sequence.slot, sequence.request
+        self.prompt_lens[slot] = request.prompt_len
+        self.modes[slot] = MODES.index(sample_mode(request.params))
+        self.sample_rows[:, slot] = _sample_row(sequence)
 
-    def _fill_chunk(self, view: dict[str, np.ndarray], item: ScheduledSequence, start: int) -> None:
-        sequence, end = item.sequence, start + item.num_tokens
-        view["token_ids"][start:end] = sequence.token_ids[item.start : item.start + item.num_tokens]
-        positions = np.arange(item.start, item.start + item.num_tokens, dtype=np.int32)
-        view["positions"][start:end] = positions
-        first_page = item.start // self.block_size
-        last_page = (item.start + item.num_tokens - 1) // self.block_size
-        for group, pages in enumerate(sequence.pages):
-            page_of_token = np.array(pages[first_page : last_page + 1], np.int32)[
-                positions // self.block_size - first_page
-            ]
-            view["slots"][group, start:end] = page_of_token * self.block_size + positions % self.block_size
+    def _change_tables(self, changes: SequenceOf[tuple[int, int, int, int]]) -> np.ndarray:
+        """Enter the changes in the tables here; returns them as the device gets them, [4, N]."""
+        columns = np.array(changes, np.int32).reshape(-1, len(CHANGE_FIELDS)).T
+        group, slot, index, page = columns
+        self.tables[group, slot, index] = page
+        return columns
 
-    def _fill_samples(self, rows: np.ndarray, samples: list[Sequence], tokens: list[int]) -> None:
-        for sequence in samples:
-            if not sequence.has_sample_row:
-                sequence.has_sample_row = True
-                self.sample_rows[sequence.slot] = _sample_row(sequence)
-        num_samples = len(samples)
-        slots = np.array([sequence.slot for sequence in samples], np.intp)
-        rows[0, :num_samples] = tokens
-        rows[1, :num_samples] = slots
-        rows[2, :num_samples] = [sequence.num_output_tokens for sequence in samples]
-        rows[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows[slots].T
+    def _batches(self, changes: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Changes that travel by themselves, padded to the one size that there is a program for."""
+        parts = [changes[:, at : at + self.num_changes] for at in range(0, changes.shape[1], self.num_changes)]
+        return tuple(np.pad(part, ((0, 0), (0, self.num_changes - part.shape[1]))) for part in parts)
 
-    def _changes(self, sequences: list[Sequence], room: int) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        """Page-table entries that the device lacks: in batches of their own, and those that travel with the step.
+    def _rows(self, work: SchedulerOutput) -> _Rows:
+        """Order the rows. A chunk of one token is a decode whose token the host happens to know."""
+        for chunk in work.chunks:
+            self.next_positions[chunk.sequence.slot] = chunk.start
+        slots = np.array(
+            [sequence.slot for sequence in work.decodes] + [chunk.sequence.slot for chunk in work.chunks], np.intp
+        )
+        query_lens = np.ones_like(slots)
+        query_lens[len(work.decodes) :] = [chunk.num_tokens for chunk in work.chunks]
+        starts = self.next_positions[slots]
+        order = np.lexsort((-starts, query_lens > 1))
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        num_decode_rows = int(np.count_nonzero(query_lens == 1))
+        return _Rows(slots[order], starts[order], query_lens[order], places, num_decode_rows)
 
-        All travel with the step unless there are more than `room`, which only prefix-cache hits can bring about.
-        """
-        found: list[tuple[int, int, int, int]] = []
-        for sequence in sequences:
-            for group, pages in enumerate(sequence.pages):
-                sent = sequence.pages_sent[group]
-                found.extend((group, sequence.slot, index, pages[index]) for index in range(sent, len(pages)))
-                sequence.pages_sent[group] = len(pages)
-        changes = np.array(found, np.int32).reshape(-1, len(CHANGE_FIELDS)).T
-        if len(found) <= room:
-            return (), changes
-        parts = [changes[:, start : start + self.num_changes] for start in range(0, len(found), self.num_changes)]
-        return tuple(np.pad(part, ((0, 0), (0, self.num_changes - part.shape[1]))) for part in parts), changes[:, :0]
+    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
+        num_rows = len(rows.slots)
+        view["query_starts"][1 : num_rows + 1] = rows.query_ends
+        view["query_starts"][num_rows + 1 :] = rows.num_tokens
+        view["context_lens"][:num_rows] = rows.context_lens
+        view["row_slots"][:num_rows] = rows.slots
+        self.backend.plan(rows.query_lens, rows.context_lens, rows.num_decode_rows, rows.num_tokens, view["plan"])
+
+    def _fill_tokens(self, view: dict[str, np.ndarray], rows: _Rows, chunks: list[Chunk]) -> None:
+        """Where each token stands and is written; and which it is, by its id or by the slot that drew it."""
+        num_tokens = rows.num_tokens
+        slots = np.repeat(rows.slots, rows.query_lens)
+        positions = np.arange(num_tokens) + np.repeat(rows.starts - rows.query_starts, rows.query_lens)
+        pages = self.tables[:, slots, positions // self.block_size]
+        view["positions"][:num_tokens] = positions
+        view["slots"][:, :num_tokens] = pages * self.block_size + positions % self.block_size
+        token_ids = view["token_ids"]
+        token_ids[: rows.num_decode_rows] = -1 - rows.slots[: rows.num_decode_rows]
+        places = rows.places[len(rows.places) - len(chunks) :]
+        for chunk, at in zip(chunks, rows.query_starts[places].tolist(), strict=True):
+            known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            assert len(known) == chunk.num_tokens, "a chunk of tokens that the host does not know"
+            token_ids[at : at + chunk.num_tokens] = known
+
+    def _fill_samples(
+        self, columns: np.ndarray, rows: _Rows, work: SchedulerOutput
+    ) -> tuple[list[Sequence], SampleMode]:
+        """Who draws a token from which row. All of them decode from there in the next step."""
+        num_decodes = len(work.decodes)
+        samplers = [sampler for chunk in work.chunks for sampler in chunk.samplers]
+        num_samples = num_decodes + len(samplers)
+        num_samplers = np.ones_like(rows.places)
+        num_samplers[num_decodes:] = [len(chunk.samplers) for chunk in work.chunks]
+        row_of_sample = np.repeat(rows.places, num_samplers)
+        slots = rows.slots[row_of_sample]
+        slots[num_decodes:] = [sampler.slot for sampler in samplers]
+        self.next_positions[rows.slots] = rows.context_lens
+        self.next_positions[slots] = rows.context_lens[row_of_sample]
+        columns[0, :num_samples] = rows.query_ends[row_of_sample] - 1
+        columns[1, :num_samples] = slots
+        columns[2, :num_samples] = self.next_positions[slots] - self.prompt_lens[slots]
+        columns[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows.take(slots, axis=1)
+        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=0)]
 
 
 def _sample_row(sequence: Sequence) -> np.ndarray:
     """SAMPLE_FIELDS from `sample_index` on."""
     request, params = sequence.request, sequence.request.params
-    words = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32], np.uint32).view(np.int32)
-    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     # −1 and 0 both mean no limit; a limit beyond any vocabulary is none either.
     top_k = min(max(params.top_k, 0), np.iinfo(np.int32).max)
-    return np.array([sequence.index, *words, top_k, *floats], np.int32)
+    seed_low, seed_high = request.seed & 0xFFFFFFFF, request.seed >> 32
+    floats = params.temperature, params.top_p, params.min_p
+    return np.frombuffer(struct.pack("=iIIi3f", sequence.index, seed_low, seed_high, top_k, *floats), np.int32)

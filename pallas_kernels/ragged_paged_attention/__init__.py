@@ -10,12 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .interface import NULL_PAGE, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
+    from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
     from .xla import XlaBackend
 
-__all__ = ["NULL_PAGE", "AttentionMetadata", "Backend", "KVLayout", "LayerPlace", "PagedCache", "XlaBackend"]
+__all__ = [
+    "MAX_MOVES",
+    "NULL_PAGE",
+    "AttentionMetadata",
+    "Backend",
+    "KVLayout",
+    "LayerPlace",
+    "Page",
+    "PagedCache",
+    "XlaBackend",
+    "copy_pages",
+    "put_pages",
+    "take_pages",
+]
+
+_HOMES = {
+    "XlaBackend": ".xla",
+    **dict.fromkeys(("MAX_MOVES", "Page", "copy_pages", "put_pages", "take_pages"), ".page_moves"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(".xla" if name == "XlaBackend" else ".interface", __name__), name)
+        return getattr(importlib.import_module(_HOMES.get(name, ".interface"), __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

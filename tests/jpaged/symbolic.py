@@ -1,132 +1,277 @@
 """A device without a model: every slot holds a hash of the whole token history up to it.
 
-`SymbolicDevice` sees what the compiled step sees, the packed buffer and the page-table changes, and nothing
-else. It keeps its own page tables and last tokens, writes keys at the packed slots, reads them through the
-tables, and draws the next token from all that a row reads and from its sampling parameters. A page that is
-stale, shared, freed too early or packed wrongly changes a token, and `solo_tokens` says which token is right
+`SymbolicDevice` sees what the compiled step sees: page moves, page-table changes and the packed buffer. It keeps
+its own page tables, last tokens and host pages, writes keys at the packed slots, reads them through the tables,
+and draws the next token from all that a row may see and from its sampling parameters. A page that is stale,
+shared, freed too early, copied wrongly or packed wrongly changes a token, and `Solo` says which token is right
 from the request alone.
 
-`Host` drives the real scheduler, block manager and step builder with it, one step at a time as the engine does.
+Steps run in order but late, as on a real device: what the host does to a buffer that it has handed over is seen.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from jpaged.block_manager import BlockManager
 from jpaged.buckets import make_buckets
+from jpaged.core import Core
+from jpaged.invariants import check_scheduler
+from jpaged.output_processor import OutputProcessor
+from jpaged.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.request import RequestState, derived_seed, make_request
+from jpaged.runner import _batches
+from jpaged.sampler import SampledRows
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler
+from jpaged.scheduler import MAX_BYPASSES, Scheduler
 from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder
 
 VOCAB = 1 << 30
 """So large that two different histories never draw the same token by chance."""
-POISON_TOKEN = 7
-"""The model makes NaN of this token and of everything after it."""
-NAN = None
+EOS, STOP_TOKEN, POISON_TOKEN = 3, 4, 7
+"""The model makes NaN of the last one and of everything after it."""
+NAN = 0
+"""A key that is not finite. No other key is 0."""
+ENDLESS = 1 << 40
 
 
-def key_hash(group, before, position, token):
-    """What a layer of `group` writes for this token after this history."""
-    return NAN if before is NAN or token == POISON_TOKEN else hash((group, before, position, token))
+@dataclass(frozen=True)
+class Model:
+    """What keys and tokens follow from; a table of keys per page-table group, each with its window or None."""
+
+    windows: tuple[int | None, ...] = (None,)
+    stop_share: int = 0
+    """One drawn token in so many is EOS, and one STOP_TOKEN; 0: none."""
+    poison_share: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "spans", [ENDLESS if window is None else window for window in self.windows])
+
+    def first_seen(self, group, position):
+        """The first position that a query sees."""
+        return max(0, position - self.spans[group] + 1)
+
+    def append(self, histories, extra, position, token):
+        """Add the keys of one more token, which depend on all that it sees; `position` is what the step says."""
+        place = len(histories[0])
+        seen = [
+            tuple(keys[max(0, place - span + 1) : place]) for keys, span in zip(histories, self.spans, strict=True)
+        ]
+        if token == POISON_TOKEN or any(NAN in keys for keys in seen):
+            for keys in histories:
+                keys.append(NAN)
+            return
+        before = hash(tuple(seen))
+        for group, keys in enumerate(histories):
+            keys.append(hash((group, before, extra, position, token)) or 1)
+
+    def draw(self, histories, end, sample_row):
+        """The token after the first `end` ones; None for logits that are not finite."""
+        seen = [
+            tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)
+        ]
+        if any(NAN in keys for keys in seen):
+            return None
+        number = hash((tuple(seen), sample_row)) % VOCAB
+        if self.stop_share and number % self.stop_share < 2:
+            return (EOS, STOP_TOKEN)[number % self.stop_share]
+        if self.poison_share and number % self.poison_share == 2:
+            return POISON_TOKEN
+        return max(number, 10)
 
 
-def draw(keys, sample_row):
-    """The next token, from all keys of all groups and the row of sampling parameters; None for NaN logits."""
-    if any(key is NAN for group in keys for key in group):
-        return None
-    return hash((tuple(map(tuple, keys)), tuple(sample_row))) % VOCAB
+class Solo:
+    """One sequence computed alone: no page, no step, no code of the host core."""
 
+    def __init__(self, model, *, prompt, params, seed, sample_index, max_tokens, extra=0):
+        self.model, self.params, self.extra = model, params, extra
+        self.prompt_len, self.max_len = len(prompt), len(prompt) + max_tokens
+        self.seed = seed
+        self.tokens, self.keys = [], [[] for _ in model.windows]
+        self.end = None
+        for token in prompt:
+            self.append(token)
+        self._set_row(sample_index)
 
-def solo_tokens(prompt, *, seed, sample_index, params, max_tokens, num_groups, stop_share):
-    """Output tokens and the end of a request computed alone: no page, no step, no code of the host core."""
-    tokens, keys = list(prompt), [[] for _ in range(num_groups)]
-    fields = [sample_index, seed % 2**32, seed // 2**32, max(params.top_k, 0)]
-    floats = [np.float32(value) for value in (params.temperature, params.top_p, params.min_p)]
-    for output_index in range(max_tokens):
-        for group, history in enumerate(keys):
-            for position in range(len(history), len(tokens)):
-                history.append(key_hash(group, history[-1] if history else 0, position, tokens[position]))
-        token = draw(keys, [output_index, *fields, *map(float, floats)])
-        if token is None:
-            return tokens[len(prompt) :], RequestState.FINISHED_ERROR
-        tokens.append(token)
-        if stop_share and token % stop_share == 0:
-            return tokens[len(prompt) :], RequestState.FINISHED_STOPPED
-    return tokens[len(prompt) :], RequestState.FINISHED_LENGTH
+    def fork(self, sample_index):
+        """The same history, going on with draws of its own."""
+        other = object.__new__(Solo)
+        other.__dict__.update(self.__dict__)
+        other.tokens, other.keys = list(self.tokens), [list(keys) for keys in self.keys]
+        other._set_row(sample_index)
+        return other
+
+    def next_token(self):
+        """What it draws now; None if its logits are not finite."""
+        return self.model.draw(self.keys, len(self.tokens), (len(self.tokens) - self.prompt_len, *self.row))
+
+    def append(self, token):
+        self.model.append(self.keys, self.extra, len(self.tokens), token)
+        self.tokens.append(token)
+        if len(self.tokens) > self.prompt_len:
+            is_end = token == EOS and not self.params.ignore_eos
+            if is_end or token in (self.params.stop_token_ids or ()):
+                self.end = RequestState.FINISHED_STOPPED
+            elif len(self.tokens) == self.max_len:
+                self.end = RequestState.FINISHED_LENGTH
+
+    def run(self):
+        """Output tokens and the state it ends in."""
+        while self.end is None:
+            token = self.next_token()
+            if token is None:
+                self.end = RequestState.FINISHED_ERROR
+            else:
+                self.append(token)
+        return self.tokens[self.prompt_len :], self.end
+
+    def _set_row(self, sample_index):
+        params = self.params
+        floats = [float(np.float32(value)) for value in (params.temperature, params.top_p, params.min_p)]
+        self.row = (sample_index, self.seed % 2**32, self.seed // 2**32, max(params.top_k, 0), *floats)
 
 
 class SymbolicDevice:
-    """Executes packed steps. `max_pages` is the width of a page table."""
+    """Executes steps. `max_pages` is the width of a page table."""
 
-    def __init__(self, *, num_blocks, block_size, num_groups, max_num_seqs, max_pages):
+    def __init__(self, model, *, num_blocks, num_host_blocks, block_size, max_num_seqs, max_pages, first_garbage=1):
+        self.model = model
         self.block_size = block_size
-        self.num_groups = num_groups
-        self.garbage = ((-1, number) for number in itertools.count())
+        self.garbage = (-(1 << 62) - number for number in itertools.count(first_garbage))
         self.keys = [next(self.garbage) for _ in range(num_blocks * block_size)]
-        self.tables = [[[0] * max_pages for _ in range(max_num_seqs + 1)] for _ in range(num_groups)]
+        self.host_keys = [next(self.garbage) for _ in range(max(1, num_host_blocks) * block_size)]
+        self.tables = [[[0] * max_pages for _ in range(max_num_seqs + 1)] for _ in model.windows]
         self.last_tokens = [-1] * (max_num_seqs + 1)
         self.writers = {}
-        """Slot → row, of this step's writes."""
-        self.num_changes = 0
-        self.num_update_batches = 0
+        """Page → row, of this step's writes."""
+        self.counts = Counter()
+        """Moves of each kind, changes of tables and batches of them."""
 
-    def run(self, layout, table_updates, packed):
-        """One step; returns the drawn tokens, None where the logits were NaN."""
-        for changes in table_updates:
-            self.num_update_batches += 1
+    def run(self, step, moves, extras):
+        """One step after its moves; returns the drawn tokens, None where the logits were not finite.
+
+        `extras`: state slot → what besides tokens its keys depend on, such as an adapter.
+        """
+        self._move(moves)
+        for changes in step.table_updates:
             self._change_tables(changes.tolist())
-        view = {name: array.tolist() for name, array in layout.view(packed).items()}
+        if step.layout is None:
+            return []
+        view = {name: array.tolist() for name, array in step.layout.view(step.inputs.packed).items() if name != "plan"}
         self._change_tables(view["changes"])
         num_tokens, num_rows, num_decode_rows, num_samples = view["counts"]
         self._check_padding(view, num_tokens, num_rows)
         starts = view["query_starts"]
         self._claim_slots(view["slots"], starts, num_rows)
-        seen_by_token = {}
+        row_of_token = {}
+        histories = []
         for row in range(num_rows):
             start, end = starts[row], starts[row + 1]
             assert end > start, "a row without a token"
             assert (end - start == 1) == (row < num_decode_rows), "rows of one token do not come first"
+            state_slot = view["row_slots"][row]
             first = view["context_lens"][row] - (end - start)
+            history = self._read(row, state_slot, first)
             for token in range(start, end):
-                index = first + token - start
                 token_id = view["token_ids"][token]
                 assert token_id != -1, "−1 would wrap to the last row of the embedding"
                 if token_id < -1:
-                    token_id = self.last_tokens[-token_id - 1]
-                for group in range(self.num_groups):
-                    before = self._read(group, row, view["row_slots"][row], index - 1) if index else 0
-                    at = view["slots"][group][token]
-                    self.keys[at] = key_hash(group, before, view["positions"][token], token_id)
-                seen_by_token[token] = (row, view["row_slots"][row], index + 1)
-        return self._sample(view["samples"], num_samples, seen_by_token)
+                    assert -token_id - 1 == state_slot, "another sequence's last token"
+                    token_id = self.last_tokens[state_slot]
+                self.model.append(history, extras[state_slot], view["positions"][token], token_id)
+                self._write(history, state_slot, [slots[token] for slots in view["slots"]])
+                row_of_token[token] = (row, len(history[0]))
+            histories.append(history)
+        return self._sample(view["samples"], num_samples, row_of_token, histories)
 
-    def _sample(self, samples, num_samples, seen_by_token):
+    def _sample(self, samples, num_samples, row_of_token, histories):
         columns = dict(zip(SAMPLE_FIELDS, samples, strict=True))
+        floats = np.array([columns[name] for name in ("temperature", "top_p", "min_p")], np.int32)
+        temperatures, top_ps, min_ps = floats.view(np.float32).tolist()
         drawn = []
         for sample in range(num_samples):
-            row, slot, num_keys = seen_by_token[columns["token"][sample]]
-            keys = [
-                [self._read(group, row, slot, index) for index in range(num_keys)] for group in range(self.num_groups)
-            ]
-            token = draw(keys, _sample_row(columns, sample))
+            row, end = row_of_token[columns["token"][sample]]
+            sample_row = (
+                columns["output_index"][sample],
+                columns["sample_index"][sample],
+                columns["seed_low"][sample] % 2**32,
+                columns["seed_high"][sample] % 2**32,
+                columns["top_k"][sample],
+                temperatures[sample],
+                top_ps[sample],
+                min_ps[sample],
+            )
+            token = self.model.draw(histories[row], end, sample_row)
             drawn.append(token)
-            self.last_tokens[columns["slot"][sample]] = 0 if token is None else token
+            slot = columns["slot"][sample]
+            assert slot > 0, "a token is drawn in the null slot"
+            self.last_tokens[slot] = POISON_TOKEN if token is None else token
         for slot in columns["slot"][num_samples:]:
             self.last_tokens[slot] = -1
         return drawn
+
+    def _read(self, row, state_slot, num_keys):
+        """What the first query of a row sees of the tokens before it, in their places."""
+        size = self.block_size
+        histories = []
+        for group, tables in enumerate(self.tables):
+            table, first = tables[state_slot], self.model.first_seen(group, num_keys)
+            first_page = first // size
+            keys = [NAN] * (first_page * size)
+            for page in table[first_page : -(-num_keys // size)]:
+                assert self.writers.get(page, row) == row, "a row reads what another one writes in the same step"
+                keys += self.keys[page * size : page * size + size]
+            del keys[num_keys:]
+            histories.append(keys)
+        return histories
+
+    def _write(self, histories, state_slot, slots):
+        index = len(histories[0]) - 1
+        page_index, offset = divmod(index, self.block_size)
+        for group, (keys, slot) in enumerate(zip(histories, slots, strict=True)):
+            page = self.tables[group][state_slot][page_index]
+            assert page * self.block_size + offset == slot, "a key is written where the page table has no place for it"
+            self.keys[slot] = keys[-1]
+
+    def _move(self, moves):
+        """One after another; and, as a check, in the batches of the real runner, each of which reads all at first."""
+        if not moves:
+            return
+        pools = {"device": self.keys, "host": self.host_keys}
+        batched = {name: list(keys) for name, keys in pools.items()}
+        for move in moves:
+            assert move.source > 0 < move.destination, "the null page is moved"
+            self.counts[move.kind.value] += 1
+            self._copy(pools, [move])
+        for kind, batch in _batches(moves):
+            assert all(move.kind is kind for move in batch)
+            self._copy(batched, batch)
+        assert batched == pools, "what is moved depends on how moves are batched"
+
+    def _copy(self, pools, batch):
+        size = self.block_size
+        source, destination = {
+            MoveKind.COPY: ("device", "device"),
+            MoveKind.SWAP_OUT: ("device", "host"),
+            MoveKind.SWAP_IN: ("host", "device"),
+        }[batch[0].kind]
+        read = [pools[source][move.source * size : move.source * size + size] for move in batch]
+        for move, keys in zip(batch, read, strict=True):
+            assert len(keys) == size, "a page that there is not"
+            at = move.destination * size
+            assert at < len(pools[destination]), "a page that there is not"
+            pools[destination][at : at + size] = keys
 
     def _change_tables(self, changes):
         for group, slot, index, page in zip(*changes, strict=True):
             assert min(group, slot, index, page) >= 0, "a negative index wraps"
             assert (slot == 0) == (page == 0), "the null page and the null slot belong to padding"
-            self.num_changes += slot > 0
+            self.counts["table_changes"] += slot > 0
             self.tables[group][slot][index] = page
 
     def _check_padding(self, view, num_tokens, num_rows):
@@ -135,306 +280,510 @@ class SymbolicDevice:
         assert not any(view["context_lens"][num_rows:]), "a padding row has a context"
         assert set(view["query_starts"][num_rows:]) == {num_tokens}, "a padding row has queries"
         assert not any(view["token_ids"][num_tokens:]), "a padding token has an id"
+        assert len(set(view["row_slots"][:num_rows])) == num_rows, "two rows of one state slot"
         for slots in view["slots"]:
             assert all(slot >= self.block_size for slot in slots[:num_tokens]), "a token writes the null page"
             assert not any(slots[num_tokens:]), "padding writes a real page"
 
     def _claim_slots(self, slots_by_group, starts, num_rows):
-        """One writer a slot; until it writes, the slot holds garbage. So does the null page, always."""
-        self.writers = {}
+        """One writer a slot, one row a page; until it writes, the slot holds garbage. So does the null page, always."""
+        self.writers = writers = {}
+        claimed = set()
         for slots in slots_by_group:
             for row in range(num_rows):
                 for slot in slots[starts[row] : starts[row + 1]]:
-                    assert slot not in self.writers, "two tokens write one slot"
-                    self.writers[slot] = row
-        for slot in (*range(self.block_size), *self.writers):
+                    assert slot not in claimed, "two tokens write one slot"
+                    claimed.add(slot)
+                    assert writers.setdefault(slot // self.block_size, row) == row, "two rows write one page"
+                    self.keys[slot] = next(self.garbage)
+        for slot in range(self.block_size):
             self.keys[slot] = next(self.garbage)
 
-    def _read(self, group, row, state_slot, index):
-        page = self.tables[group][state_slot][index // self.block_size]
-        slot = page * self.block_size + index % self.block_size
-        assert self.writers.get(slot, row) == row, "a row reads what another one writes in the same step"
-        return self.keys[slot]
+
+class DeviceFault(Exception):
+    """Injected."""
 
 
-def _sample_row(columns, sample):
-    seeds = [columns[name][sample] % 2**32 for name in ("seed_low", "seed_high")]
-    bits = np.array([columns[name][sample] for name in ("temperature", "top_p", "min_p")], np.int32)
-    first = [columns["output_index"][sample], columns["sample_index"][sample]]
-    return [*first, *seeds, columns["top_k"][sample], *bits.view(np.float32).tolist()]
+class SymbolicRunner:
+    """Starts steps on a symbolic device, which runs them in order when it likes, at the latest when they are read."""
+
+    def __init__(self, make_device, extras_of_slots, *, is_late=lambda: False):
+        self.make_device = make_device
+        self.extras_of_slots = extras_of_slots
+        self.is_late = is_late
+        self.fault = None
+        """What goes wrong next: "dispatch before", "dispatch after", "read"."""
+        self.num_update_batches = 0
+        self.device = None
+        self.reset()
+
+    def reset(self):
+        """A new device, as at start."""
+        self.device = self.make_device()
+        self.queue = deque()
+
+    def dispatch(self, step):
+        self._fail("dispatch before")
+        # Moves are read at once, everything else when the device comes to it.
+        self.num_update_batches += len(step.table_updates)
+        handle = _Results(self, step, list(step.moves), self.extras_of_slots())
+        self.queue.append(handle)
+        if not self.is_late():
+            self.drain()
+        self._fail("dispatch after")
+        return handle
+
+    def drain(self, last=None):
+        """Let the device finish what it was given, at least up to `last`."""
+        while self.queue:
+            handle = self.queue.popleft()
+            handle.run()
+            if handle is last:
+                break
+
+    def _fail(self, fault):
+        if self.fault == fault:
+            self.fault = None
+            if fault == "dispatch after":
+                self.drain()
+            raise DeviceFault(fault)
+
+
+class _Results:
+    def __init__(self, runner, step, moves, extras):
+        self.runner, self.step, self.moves, self.extras = runner, step, moves, extras
+        self.drawn = None
+
+    def run(self):
+        self.drawn = self.runner.device.run(self.step, self.moves, self.extras)
+
+    def read(self):
+        self.runner._fail("read")
+        if self.drawn is None:
+            self.runner.drain(last=self)
+        if not self.step.samples:
+            return None
+        assert len(self.drawn) == len(self.step.samples), "as many tokens as samples"
+        is_finite = np.array([token is not None for token in self.drawn])
+        # What a NaN row yields means nothing: here, a token that ends sequences.
+        token_ids = np.array([EOS if token is None else token for token in self.drawn], np.int32)
+        return SampledRows(token_ids, is_finite)
 
 
 class Host:
-    """Scheduler, block manager and step builder over a symbolic device, stepped as `Engine` steps its own."""
+    """The core that `Engine` drives, over a symbolic device, held against its promises at every step."""
 
     def __init__(
         self,
         *,
         num_blocks=64,
         block_size=4,
-        num_groups=1,
+        windows=(None,),
+        num_host_blocks=0,
         max_num_seqs=4,
         max_num_batched_tokens=16,
         max_model_len=128,
         enable_prefix_caching=True,
-        watermark=0.0,
+        max_cached_blocks=None,
         platform="cpu",
         dtype="float32",
         engine_seed=0,
         stop_share=0,
+        poison_share=0,
+        is_late=lambda: False,
+        long_prefill_token_threshold=0,
+        tell=lambda *event: None,
+        **options,
     ):
-        """`stop_share`: one drawn token in so many ends its sequence; 0: none does."""
-        self.stop_share = stop_share
-        self.num_groups = num_groups
+        """`options` are those of `Scheduler`."""
+        self.model = Model(windows, stop_share, poison_share)
         self.engine_seed = engine_seed
+        self.tell = tell
+        self.now = 0.0
         self.blocks = BlockManager(
             num_blocks=num_blocks,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
-            num_groups=num_groups,
+            windows=windows,
+            num_host_blocks=num_host_blocks,
+            max_cached_blocks=max_cached_blocks,
+            max_chunk=long_prefill_token_threshold or max_num_batched_tokens,
         )
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            watermark=watermark,
-            clock=lambda: float(self.num_steps),
+            clock=lambda: self.now,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            **options,
         )
         buckets = make_buckets(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform=platform, dtype=dtype
         )
-        self.builder = StepInputBuilder(
+        max_pages = -(-max_model_len // block_size)
+        builder = StepInputBuilder(
             buckets=buckets,
             backend=XlaBackend(),
             block_size=block_size,
-            num_groups=num_groups,
+            num_groups=len(windows),
             max_num_seqs=max_num_seqs,
+            max_pages=max_pages,
         )
-        self.device = SymbolicDevice(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_groups=num_groups,
-            max_num_seqs=max_num_seqs,
-            max_pages=-(-max_model_len // block_size),
+        first_garbage = itertools.count(1, 1 << 32)
+        self.runner = SymbolicRunner(
+            lambda: SymbolicDevice(
+                self.model,
+                num_blocks=num_blocks,
+                num_host_blocks=num_host_blocks,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_pages=max_pages,
+                first_garbage=next(first_garbage),
+            ),
+            lambda: {sequence.slot: self.solos[sequence].extra for sequence in self._running()},
+            is_late=is_late,
+        )
+        self.core = Core(
+            scheduler=self.scheduler,
+            builder=builder,
+            runner=self.runner,
+            outputs=OutputProcessor(None, eos_token_ids=[EOS]),
+            clock=lambda: self.now,
         )
         self.requests = []
-        self.num_steps = 0
-        self.num_finished = 0
-        self.log = []
-        """What happened, for comparing two runs: (step, request, sample, token or end)."""
+        self.solos = {}
+        """Sequence → what it would be alone, as far as it has come."""
+        self.unfinished = []
+        self.ends = {}
+        """Sequence → how it ended, when that was first seen."""
+        self.extras = {}
+        self.claims = {}
+        """(group, page hash) → what the page must hold, and who says so."""
+        self.num_claimed = {}
+        self.counts = Counter()
+        self.written = deque()
+        """For each step in flight: page → request that it writes it for."""
+        self.covered = {}
+        """Request that wants prompt scores → prompt positions that retired steps have computed."""
+        self.bypassed = Counter()
+        self.first_starts = {}
+        self.num_stuck = self.num_idle = self.most_used = self.most_host_used = 0
+        self.oldest = None
 
-    def add(self, prompt, *, max_tokens=4, n=1, params=None):
+    # What may happen
+
+    def add(self, prompt, *, max_tokens=4, params=None, is_watched=False, cache_key=None, **options):
         """Queue a request; its number is its place in `requests`."""
-        params = params or SamplingParams()
-        # Several samples a request are ready in the host core, and not yet in the sampling parameters.
-        object.__setattr__(params, "n", n)
+        assert max_tokens >= 1
         request = make_request(
             request_id=f"r{len(self.requests)}",
             number=len(self.requests),
             prompt_token_ids=list(prompt),
-            params=params,
-            arrival_time=float(self.num_steps),
+            params=params or SamplingParams(detokenize=False),
+            arrival_time=self.now,
             max_tokens=max_tokens,
             engine_seed=self.engine_seed,
-            num_groups=self.num_groups,
+            num_groups=self.blocks.num_groups,
+            cache_key=cache_key,
+            **options,
         )
+        self.core.add(request)
         self.requests.append(request)
-        self.scheduler.add(request)
+        self.unfinished.append(request)
+        seed = params.seed % 2**64 if params and params.seed is not None else derived_seed(self.engine_seed, request.number)
+        extra = self.extras.setdefault(request.cache_key, len(self.extras))
+        first = Solo(
+            self.model,
+            prompt=prompt,
+            params=request.params,
+            seed=seed,
+            sample_index=request.sequences[0].index,
+            max_tokens=max_tokens,
+            extra=extra,
+        )
+        for sequence in request.sequences:
+            sequence.is_watched |= is_watched
+            self.solos[sequence] = first if sequence is request.sequences[0] else first.fork(sequence.index)
+        if request.needs_prompt_scores:
+            self.covered[request] = set()
+        self.check()
         return request
 
-    def finish(self, sequence, state):
-        was_finished = sequence.request.state.is_finished
-        self.scheduler.finish(sequence, state)
-        self.num_finished += sequence.request.state.is_finished and not was_finished
-        self.log.append((self.num_steps, sequence.request.number, sequence.index, state.value))
+    def fork(self, parent, n=1):
+        """Further samples of the parent's request, with the next free indices."""
+        first = max(sequence.index for sequence in parent.request.sequences) + 1
+        children = self.core.fork(parent, range(first, first + n))
+        for index, child in enumerate(children, first):
+            assert child.index == index
+            assert child.token_ids == parent.token_ids, "a fork that differs from its parent"
+            self.solos[child] = self.solos[parent].fork(index)
+        self.check()
+        return children
 
     def abort(self, request):
-        for sequence in request.live_sequences:
-            self.finish(sequence, RequestState.FINISHED_ABORTED)
+        self.core.abort(request)
+        self._note_ends(request)
+        self.check()
+
+    def abort_sequence(self, sequence):
+        self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+        self._note_ends(sequence.request)
+        self.check()
+
+    def dispatch(self):
+        """Start a step; returns its work."""
+        waiting = list(self.scheduler.waiting)
+        blocks = self.blocks
+        num_in_flight = len(self.core.in_flight)
+        try:
+            work = self.core.dispatch()
+        finally:
+            self._note_admissions(self.scheduler._work, waiting)
+        for request in work.ignored:
+            self._note_ends(request)
+        self.check()
+        self._check_work(work)
+        self._check_bypasses(waiting)
+        self._check_progress(work, num_in_flight)
+        if len(self.core.in_flight) > num_in_flight:
+            self._check_pages(self.core.in_flight[-1].step, work)
+        self.most_used = max(self.most_used, blocks.device.num_used)
+        self.most_host_used = max(self.most_host_used, blocks.host.num_used)
+        assert self.most_used <= blocks.store.peak_used < blocks.device.num_pages, "the peak was higher"
+        assert self.most_host_used <= blocks.store.peak_host_used < blocks.host.num_pages, "the peak was higher"
+        return work
+
+    def retire(self):
+        """Take in the oldest step in flight; returns the sequences that it drew for."""
+        work = self.core.in_flight[0].work
+        samples = self.core.retire()
+        self.written.popleft()
+        for chunk in work.chunks:
+            if chunk.sequence.request in self.covered:
+                self.covered[chunk.sequence.request].update(range(chunk.start, chunk.start + chunk.num_tokens))
+        for request in dict.fromkeys(sequence.request for sequence in samples):
+            self._follow(request)
+            self._note_ends(request)
+        self.check()
+        return samples
+
+    def restart(self):
+        """After a fault: a new device that knows nothing."""
+        self.runner.reset()
+        self.core.restart()
+        self.written.clear()
+        for request in self.unfinished:  # Those that the failed step ignored among them.
+            self._note_ends(request)
+        self.check()
 
     def step(self):
-        """One step, with every invariant that can be seen from outside; returns what was scheduled."""
-        oldest = next(request for request in self.requests if not request.state.is_finished)
-        work = self.scheduler.schedule()
-        self.scheduler.check()
-        self._check_schedule(work, oldest)
-        built = self.builder.build(work.scheduled)
-        self._check_writes(built)
-        drawn = self.device.run(built.layout, built.table_updates, built.inputs.packed)
-        for item in work.scheduled:
-            self.scheduler.complete(item)
-        self.num_steps += 1
-        for sequence, token in zip(built.samples, drawn, strict=True):
-            if token is None:
-                self.finish(sequence, RequestState.FINISHED_ERROR)
-                continue
-            sequence.token_ids.append(token)
-            sequence.is_last_token_on_device = True
-            self.log.append((self.num_steps, sequence.request.number, sequence.index, token))
-            if self.stop_share and token % self.stop_share == 0:
-                self.finish(sequence, RequestState.FINISHED_STOPPED)
-            elif sequence.num_output_tokens == sequence.request.max_tokens:
-                self.finish(sequence, RequestState.FINISHED_LENGTH)
-        self.scheduler.check()
+        """One step and its results."""
+        work = self.dispatch()
+        while self.core.in_flight:
+            self.retire()
+        self.check_contents()
         return work
 
     def run(self):
-        """Step to the end, check every request against its solo run, and that nothing is left behind."""
+        """Step to the end, and check that nothing is left behind."""
         while self.scheduler.has_unfinished:
             self.step()
-        self.check_results()
+        self.check_end()
         return self
 
-    def check_results(self):
+    # What must hold
+
+    def check(self):
+        """The host's own invariants, and S2: an unfinished request is in exactly one queue."""
+        check_scheduler(self.scheduler)
+        self.unfinished = [request for request in self.unfinished if not request.state.is_finished]
+        queued = [*self.scheduler.waiting, *self.scheduler.running, *self.scheduler.swapped]
+        assert len(queued) == len(self.unfinished), "a request in no queue, or in two"
+        assert set(queued) == set(self.unfinished), "a request in no queue"
+
+    def check_contents(self):
+        """Every page that is owned, and every one that can be found, holds what it should."""
+        self.runner.drain()
+        if self.blocks.store.moves:
+            return  # The device has not been told yet.
+        size, device = self.blocks.block_size, self.runner.device
+        for request in self.unfinished:
+            if request.state is RequestState.WAITING:
+                continue
+            stored = device.host_keys if request.state is RequestState.SWAPPED else device.keys
+            for sequence in request.live:
+                keys = self.solos[sequence].keys
+                num_known = min(sequence.num_computed, len(sequence.token_ids))
+                for group, pages in enumerate(sequence.pages):
+                    first = self.model.first_seen(group, min(num_known, len(sequence.token_ids) - 1)) // size
+                    for index in range(first, -(-num_known // size)):
+                        start, end = index * size, min(num_known, index * size + size)
+                        at = pages[index] * size
+                        assert stored[at : at + end - start] == keys[group][start:end], (
+                            f"page {pages[index]} of r{request.number} holds something else"
+                        )
+                self._claim(sequence)
+        for pool, stored in ((self.blocks.device, device.keys), (self.blocks.host, device.host_keys)):
+            for key, page in pool.page_of.items():
+                keys, _ = self.claims[key]
+                assert NAN not in keys, "a page is published that is not finite"
+                assert stored[page * size : page * size + size] == keys, "a page is found by another's hash"
+
+    def check_end(self):
+        """Everybody ended as alone, and pools and slots are as at first."""
+        assert not self.scheduler.has_unfinished
+        assert not self.core.in_flight
+        assert not self.unfinished
         for request in self.requests:
+            assert request.state.is_finished
+            assert not request.live
             for sequence in request.sequences:
-                tokens, state = self.solo(request, sequence.index)
-                output = sequence.token_ids[len(request.prompt_token_ids) :]
-                if sequence.state is RequestState.FINISHED_ABORTED:
-                    tokens = tokens[: len(output)]
-                else:
-                    assert sequence.state is state, f"request {request.number} ends otherwise than alone"
-                assert output == tokens, f"request {request.number} draws other tokens than alone"
-        assert self.num_finished == len(self.requests), "a request ended never or twice"
-        assert self.blocks.num_used == 0, "pages are left behind"
+                assert self.ends[sequence] == (sequence.state, len(sequence.token_ids)), "a sequence ended twice"
+                assert list(sequence.token_ids) == self.solos[sequence].tokens, "tokens other than alone"
+        device, host = self.blocks.device, self.blocks.host
+        pinned = set(self.blocks.store.pinned_pages.values())
+        assert device.num_used == len(pinned), "pages are left behind"
+        assert host.num_used == 0, "host pages are left behind"
+        for pool in (device, host):
+            assert not pool.fenced, "a page is fenced for ever"
+            assert pool.num_free + len(pool.withdrawn) + pool.num_used == pool.num_pages - 1
         assert len(self.scheduler.free_slots) == self.scheduler.max_num_seqs, "slots are left behind"
 
-    def solo(self, request, sample_index=0):
-        params, number = request.params, request.number
-        seed = params.seed % 2**64 if params.seed is not None else derived_seed(self.engine_seed, number)
-        return solo_tokens(
-            request.prompt_token_ids,
-            seed=seed,
-            sample_index=sample_index,
-            params=params,
-            max_tokens=request.max_tokens,
-            num_groups=self.num_groups,
-            stop_share=self.stop_share,
-        )
+    def _running(self):
+        return [sequence for request in self.scheduler.running for sequence in request.live]
 
-    def _check_schedule(self, work, oldest):
+    def _claim(self, sequence):
+        """A page hash stands for these tokens and extras; nobody else may have it for others."""
+        size, solo = self.blocks.block_size, self.solos[sequence]
+        for index in range(self.num_claimed.get(sequence, 0), len(sequence.page_hashes)):
+            page_hash, end = sequence.page_hashes[index], (index + 1) * size
+            # The hash of the page's last key, in all groups, is the whole history before it.
+            whose = (solo.extra, tuple(solo.tokens[:end]))
+            for group, keys in enumerate(solo.keys):
+                claim = self.claims.setdefault((group, page_hash), (keys[end - size : end], whose))
+                assert claim[1] == whose, "two prefixes with one hash"
+        self.num_claimed[sequence] = len(sequence.page_hashes)
+
+    def _follow(self, request):
+        """Hold new tokens against those of the solo run."""
+        for sequence in request.sequences:
+            solo = self.solos[sequence]
+            if sequence in self.ends:
+                continue
+            for token in sequence.token_ids[len(solo.tokens) :]:
+                assert solo.end is None, "a token after the end"
+                assert token == solo.next_token(), f"r{request.number}.{sequence.index} draws another token than alone"
+                solo.append(token)
+                self.tell("token", request.number, sequence.index, token)
+            self._claim(sequence)
+
+    def _note_ends(self, request):
+        """A sequence ends once, as it does alone."""
+        for sequence in request.sequences:
+            if not sequence.state.is_finished or sequence in self.ends:
+                continue
+            solo = self.solos[sequence]
+            self.ends[sequence] = (sequence.state, len(sequence.token_ids))
+            self.tell("end", request.number, sequence.index, sequence.state.value)
+            match sequence.state:
+                case RequestState.FINISHED_ERROR:
+                    assert solo.next_token() is None, "an error without a cause"
+                case RequestState.FINISHED_STOPPED | RequestState.FINISHED_LENGTH:
+                    assert sequence.state is solo.end, f"r{request.number} ends otherwise than alone"
+                    if request in self.covered:
+                        assert self.covered[request] >= set(range(request.prompt_len)), "a prompt position unscored"
+                case RequestState.FINISHED_IGNORED:
+                    assert request.error
+                case _:
+                    assert solo.end is None, "aborted after its end"
+        for sequence in request.live:
+            assert self.solos[sequence].end is None, "a sequence goes on after its end"
+
+    def _check_work(self, work):
+        """S1, S9."""
         scheduler = self.scheduler
-        assert any(item.sequence.request is oldest for item in work.scheduled), "the oldest request does not advance"
+        rows = [*work.decodes, *(chunk.sequence for chunk in work.chunks)]
         assert work.num_tokens <= scheduler.max_num_batched_tokens, "more tokens than the budget"
-        assert len(work.scheduled) <= scheduler.max_num_seqs, "more rows than slots"
-        sequences = [item.sequence for item in work.scheduled]
-        assert len(set(map(id, sequences))) == len(sequences), "a sequence is scheduled twice"
-        for item in work.scheduled:
-            assert item.num_tokens >= 1, "a row without a token"
-            assert item.start == item.sequence.num_computed, "a gap in what is computed"
-            assert item.start + item.num_tokens <= item.sequence.num_tokens, "tokens that nobody knows yet"
-        queued = [request.number for request in (*scheduler.running, *scheduler.waiting)]
-        assert queued == [request.number for request in self.requests if not request.state.is_finished], "out of order"
+        assert len(rows) <= scheduler.max_num_seqs, "more rows than slots"
+        assert len(set(rows)) == len(rows), "a sequence is scheduled twice"
+        samplers = [*work.decodes, *(sampler for chunk in work.chunks for sampler in chunk.samplers)]
+        assert len(set(samplers)) == len(samplers), "a sequence draws twice"
+        for sequence in (*rows, *samplers):
+            assert sequence.state is RequestState.RUNNING, "scheduled without running"
+            assert sequence.slot > 0, "scheduled without a slot"
+        for chunk in work.chunks:
+            assert chunk.num_tokens >= 1, "a row without a token"
+            assert chunk.start + chunk.num_tokens <= len(chunk.sequence.token_ids), "tokens that nobody knows yet"
+            limit = scheduler.max_chunk if scheduler.enable_chunked_prefill else scheduler.max_num_batched_tokens
+            assert chunk.num_tokens <= limit, "a chunk beyond its limit"
+            if not scheduler.enable_chunked_prefill:
+                assert not work.decodes, "a prefill step that decodes"
 
-    def _check_writes(self, built):
-        """No write to a page that others read or may find."""
-        view = built.layout.view(built.inputs.packed)
-        for slots in view["slots"]:
-            for page in set((slots[slots > 0] // self.blocks.block_size).tolist()):
-                assert self.blocks.ref_counts[page] == 1, "a write to a shared page"
-                assert page not in self.blocks.hash_of_page, "a write to a published page"
+    def _note_admissions(self, work, waiting):
+        """P9: hits counted from where the first chunk of a request begins."""
+        for chunk in work.chunks:
+            request = chunk.sequence.request
+            if request not in self.first_starts:
+                self.first_starts[request] = chunk.start
+                self.counts["queried"] += request.prompt_len
+                self.counts["hit"] += chunk.start
+                assert request.num_cached_tokens == chunk.start, "another number of cached tokens"
+                assert chunk.start < request.prompt_len, "a hit covers the whole prompt"
+        assert (self.blocks.prefixes.num_queried_tokens, self.blocks.prefixes.num_hit_tokens) == (
+            self.counts["queried"],
+            self.counts["hit"],
+        ), "hit statistics differ"
 
+    def _check_bypasses(self, waiting):
+        """S6."""
+        admitted = [request for request in waiting if request.state is RequestState.RUNNING]
+        if not admitted:
+            return
+        last = max(request.order for request in admitted)
+        for request in waiting:
+            if request.state is RequestState.WAITING and request.order < last:
+                self.bypassed[request] += sum(request.order < other.order for other in admitted)
+                assert self.bypassed[request] <= MAX_BYPASSES, "a request is bypassed for ever"
 
-@dataclass
-class Tally:
-    """What a workload made happen: a harness that never preempts proves nothing about preemption."""
+    def _check_progress(self, work, num_in_flight):
+        """S3, S5."""
+        if work.is_empty and not num_in_flight and self.scheduler.has_unfinished:
+            self.num_idle += 1
+            assert self.num_idle <= 2, "nothing to do with requests unfinished"
+        elif not work.is_empty:
+            self.num_idle = 0
+        oldest = self.scheduler.running[0] if self.scheduler.running else None
+        rows = {sequence.request for sequence in work.decodes} | {chunk.sequence.request for chunk in work.chunks}
+        if oldest is not self.oldest or oldest is None or oldest in rows:
+            self.num_stuck = 0
+        elif any(sequence.num_tokens < sequence.max_len for sequence in oldest.live):
+            self.num_stuck += 1
+            limit = 4 if self.scheduler.enable_chunked_prefill else 4 + 2 * self.scheduler.max_num_seqs
+            assert self.num_stuck <= limit, "the first running request does not advance"
+        self.oldest = oldest
 
-    steps: int = 0
-    requests: int = 0
-    preemptions: int = 0
-    hits: int = 0
-    chunks: int = 0
-    update_batches: int = 0
-    aborts: int = 0
-    errors: int = 0
-    groups: int = 0
-
-    def __iadd__(self, other):
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-        return self
-
-
-class Workload:
-    """Random requests over random sizes, all from one seed; `run` checks every token against the solo runs."""
-
-    def __init__(self, seed):
-        self.rng = rng = random.Random(seed)
-        self.tally = Tally()
-        self.max_len = rng.choice([12, 30, 60])
-        max_num_seqs = rng.choice([1, 2, 4, 8, 8])
-        self.max_samples = min(max_num_seqs, rng.choice([1, 1, 1, 3]))
-        num_groups, block_size = rng.choice([1, 1, 2]), rng.choice([1, 4, 16])
-        largest = self.max_samples * num_groups * -(-self.max_len // block_size)
-        budget = max_num_seqs + rng.choice([0, 3, 20, 100])
-        platform, dtype = rng.choice([("cpu", "float32"), ("cpu", "bfloat16"), ("tpu", "bfloat16")])
-        self.host = Host(
-            num_blocks=1 + int(largest * rng.choice([1, 1, 1.3, 2, 5])),
-            block_size=block_size,
-            num_groups=num_groups,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=self.max_len,
-            enable_prefix_caching=rng.random() < 0.8,
-            watermark=rng.choice([0.0, 0.01, 0.3]),
-            platform=platform,
-            dtype=dtype,
-            engine_seed=seed,
-            stop_share=29,
-        )
-        self.max_prompt = rng.choice([4, 8, self.max_len // 2, self.max_len - 1])
-        self.documents = [self._tokens(self.max_len) for _ in range(3)]
-        self.num_to_come = rng.choice([5, 15, 40])
-
-    def run(self):
-        host, rng = self.host, self.rng
-        arrival_share, abort_share = rng.choice([0.1, 0.5, 1.0]), rng.choice([0.0, 0.02, 0.1])
-        while self.num_to_come or host.scheduler.has_unfinished:
-            while self.num_to_come and (rng.random() < arrival_share or not host.scheduler.has_unfinished):
-                self.num_to_come -= 1
-                self._add()
-            host.step()
-            while rng.random() < abort_share:
-                # Any request: one that waits, that runs, in the middle of its prompt, or that has ended.
-                request = rng.choice(host.requests)
-                self.tally.aborts += not request.state.is_finished
-                host.abort(request)
-            if rng.random() < 0.01:
-                host.blocks.reset_prefix_cache()
-            host.scheduler.check()
-        host.check_results()
-        return self._count()
-
-    def _add(self):
-        rng = self.rng
-        room = self.max_prompt
-        prompt = rng.choice(self.documents)[: rng.randint(1, room)]
-        if rng.random() < 0.3 and self.host.requests:
-            # A second turn: what an earlier request was asked and has answered so far.
-            prompt = rng.choice(rng.choice(self.host.requests).sequences).token_ids[:room]
-        if rng.random() < 0.7:
-            prompt = [*prompt, *self._tokens(rng.randint(1, 8))][:room]
-        if rng.random() < 0.05:
-            prompt = [*prompt]
-            prompt[rng.randrange(len(prompt))] = POISON_TOKEN
-        params = SamplingParams(
-            seed=rng.choice([None, None, 5, -1, 2**63 - 1]),
-            temperature=rng.choice([0.0, 0.7, 2.0]),
-            top_k=rng.choice([-1, 0, 40]),
-            top_p=rng.choice([0.1, 1.0]),
-            min_p=rng.choice([0.0, 0.05]),
-        )
-        max_tokens = min(self.max_len - len(prompt), rng.choice([1, 5, 100, 100]))
-        self.host.add(prompt, max_tokens=max_tokens, n=rng.randint(1, self.max_samples), params=params)
-
-    def _tokens(self, count):
-        return [self.rng.randrange(10, 14) for _ in range(count)]
-
-    def _count(self):
-        host, tally = self.host, self.tally
-        tally.steps, tally.requests = host.num_steps, len(host.requests)
-        tally.preemptions, tally.hits = host.scheduler.num_preemptions, host.blocks.num_hit_tokens
-        tally.chunks, tally.update_batches = host.scheduler.num_prefill_chunks, host.device.num_update_batches
-        tally.errors = sum(request.state is RequestState.FINISHED_ERROR for request in host.requests)
-        tally.groups = sum(len(request.sequences) > 1 for request in host.requests)
-        return tally
+    def _check_pages(self, step, work):
+        """B3, B6: nobody else reads, finds, or still writes what this step writes."""
+        size, device = self.blocks.block_size, self.blocks.device
+        owner_of_slot = {sequence.slot: sequence for sequence in self._running()}
+        # The pages of a prompt belong to all who draw from its last position.
+        sharers = {chunk.sequence: set(chunk.samplers) | {chunk.sequence} for chunk in work.chunks}
+        written = {}
+        if step.layout is not None:
+            view = step.layout.view(step.inputs.packed)
+            starts, row_slots = view["query_starts"].tolist(), view["row_slots"].tolist()
+            for row in range(view["counts"][1]):
+                sequence = owner_of_slot[row_slots[row]]
+                for group, slots in enumerate(view["slots"].tolist()):
+                    for page in dict.fromkeys(slot // size for slot in slots[starts[row] : starts[row + 1]]):
+                        assert page not in device.key_of, "a write to a published page"
+                        num_refs = sum(page in other.pages[group] for other in sharers.get(sequence, {sequence}))
+                        assert device.ref_counts[page] == num_refs, "a write to a page that others read"
+                        written[page] = sequence.request
+        targets = {move.destination for move in work.moves if move.kind is not MoveKind.SWAP_OUT}
+        for before in self.written:
+            for page in before.keys() & targets:
+                raise AssertionError(f"page {page} is a move's destination while a step in flight writes it")
+            for page in before.keys() & written.keys():
+                assert before[page] is written[page], f"page {page} is reused while a step in flight writes it"
+        self.written.append(written)

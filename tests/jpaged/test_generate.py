@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -241,6 +242,81 @@ def test_a_seeded_prompt_gives_the_same_text_alone_and_in_company(tiny: Path) ->
     assert crowd[0]["outputs"][0]["token_ids"] != alone["outputs"][0]["token_ids"]
 
 
+def test_samples_of_one_prompt_come_out_by_number_and_those_of_several_by_prompt_and_number(tiny: Path) -> None:
+    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos", "--num-samples", 3]
+    run = generate(*flags, "hello", "--json")
+    assert run.returncode == 0, run.stderr
+    samples = json.loads(run.stdout)["outputs"]
+    assert [sample["index"] for sample in samples] == [0, 1, 2]
+    assert len({tuple(sample["token_ids"]) for sample in samples}) == 3
+    assert {len(sample["token_ids"]) for sample in samples} == {12}
+    assert generate(*flags, "hello").stdout == "".join(f"[{i}] {sample['text']}\n" for i, sample in enumerate(samples))
+    two = [json.loads(line)["outputs"] for line in generate(*flags, "hello", "ho", "--json").stdout.splitlines()]
+    assert two[0] == samples
+    assert generate(*flags, "hello", "ho").stdout == "".join(
+        f"[{prompt}.{i}] {sample['text']}\n" for prompt, those in enumerate(two) for i, sample in enumerate(those)
+    )
+
+
+def test_the_first_sample_of_several_is_the_only_one_of_one(tiny: Path) -> None:
+    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos", "hello", "--json"]
+    several = json.loads(generate(*flags, "--num-samples", 2).stdout)["outputs"]
+    assert several[0] == json.loads(generate(*flags).stdout)["outputs"][0]
+
+
+def test_a_full_queue_holds_prompts_back_and_loses_none(tiny: Path, tmp_path: Path) -> None:
+    prompts, free, limited = tmp_path / "p.txt", tmp_path / "free.jsonl", tmp_path / "limited.jsonl"
+    prompts.write_text("".join(f"line {index} {'word ' * index}\n" for index in range(12)))
+    flags = ["-m", tiny, "--prompt-file", prompts, "-n", 8, "--ignore-eos", "--temperature", 0, "--max-num-seqs", 2]
+    assert generate(*flags, "-o", free).returncode == 0
+    run = generate(*flags, "-o", limited, "--limits", "waiting_requests=2,waiting_tokens=150")
+    assert run.returncode == 0, run.stderr
+    assert without_metrics(limited) == without_metrics(free)
+
+
+def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: Path, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "a", "priority": 5}, {"prompt": "b", "cache_salt": "tenant"}, {"prompt": "c", "priority": -5}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["-m", tiny, "--prompt-file", prompts, "-o", path, "-n", 3, "--max-num-seqs", 1]
+    run = generate(*flags)
+    assert run.returncode == 3
+    assert ["error" in record for record in records(path)] == [True, False, True]
+    assert records(path)[0]["error"]["param"] == "priority"
+    run = generate(*flags, "--scheduling-policy", "priority")
+    assert run.returncode == 0, run.stderr
+    started = [record["metrics"]["first_scheduled_time"] for record in records(path)]
+    assert started[2] < started[1] < started[0]
+    assert [record["metrics"]["num_swaps"] for record in records(path)] == [0, 0, 0]
+
+
+def test_the_summary_tells_of_preemptions_and_of_host_pages_where_there_are_any(tiny: Path) -> None:
+    bare = generate("-m", tiny, "-n", 3, "hi").stderr
+    assert "preemptions 0 (0 by recompute, 0 by swap)" in bare
+    assert not [word for word in ("host peak", "swapped", "copies on write") if word in bare]
+    assert "host peak 0 of 7 ·" in generate("-m", tiny, "-n", 3, "--num-host-blocks", 8, "hi").stderr
+
+
+def test_what_was_preempted_by_swap_shows_in_summary_and_metrics(tiny: Path, tmp_path: Path) -> None:
+    """16 pages of 8 tokens for four sequences of 60 tokens and more: they take turns."""
+    prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    prompts.write_text("".join(f"{index}\n" for index in range(4)))
+    flags = ["--block-size", 8, "--num-blocks", 17, "--max-num-seqs", 4, "--num-host-blocks", 33]
+    run = generate(
+        "-m", tiny, "--no-chat", "--prompt-file", prompts, "-o", path, "-n", 60, "--ignore-eos", "--temperature", 0,
+        *flags, "--preemption-mode", "swap",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    summary = next(line for line in run.stderr.splitlines() if line.startswith("pages:"))
+    found = re.search(r"host peak (\d+) of 32 · preemptions (\d+) \((\d+) by recompute, (\d+) by swap\)", summary)
+    assert found, summary
+    peak, all_, by_recompute, by_swap = map(int, found.groups())
+    assert peak > 0
+    assert all_ == by_recompute + by_swap == sum(record["metrics"]["num_preemptions"] for record in records(path))
+    assert by_swap == sum(record["metrics"]["num_swaps"] for record in records(path)) > 0
+    assert re.search(r"swapped \d+\.\d MB", summary)
+
+
 def test_chat_is_on_by_default_and_can_be_turned_off(tiny: Path) -> None:
     flags = ["-m", tiny, "-n", 2, "--json", "hello"]
     assert json.loads(generate(*flags, "--system", "Be brief.").stdout)["prompt"].startswith(
@@ -253,9 +329,16 @@ def test_help_answers_without_jax_and_names_no_flag_that_is_not_built() -> None:
     code = "import sys, jpaged.generate as g\ntry: g.main(['--help'])\nexcept SystemExit: print('jax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert run.stdout.splitlines()[-1] == "False"
-    for flag in ("--temperature", "--block-size", "--gpu-memory-utilization"):
+    for flag in (
+        "--temperature",
+        "--block-size",
+        "--gpu-memory-utilization",
+        "--num-samples",
+        "--swap-space",
+        "--limits",
+    ):
         assert flag in run.stdout
-    for flag in ("--lora", "--swap-space", "--beam-width", "--presence-penalty"):
+    for flag in ("--lora", "--num-decode-steps", "--beam-width", "--presence-penalty"):
         assert flag not in run.stdout
 
 
@@ -320,12 +403,52 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "a pool smaller than the given max_model_len": (
         ["--num-blocks", "3", "--max-model-len", "300", "hi"], ["300", "128"],
     ),
-    "negative swap space": (["--swap-space", "-1", "hi"], ["--swap-space", "-1", "not available"]),
+    "negative swap space": (["--swap-space", "-1", "hi"], ["swap_space", "-1", "[0, 1e+06]"]),
+    "more swap space than memory": (["--swap-space", "1e6", "hi"], ["swap_space", "1000000.0", "allowed: 0 or from"]),
+    "swap space no number": (["--swap-space", "much", "hi"], ["--swap-space", "much", "a number"]),
+    "two sizes for one host pool": (
+        ["--swap-space", "1", "--num-host-blocks", "8", "hi"], ["swap_space: got 1.0", "num_host_blocks, 8", "one of"],
+    ),
+    "a host pool that is a null page alone": (["--num-host-blocks", "1", "hi"], ["num_host_blocks: got 1", "≥ 2"]),
+    "swap without host pages": (
+        ["--preemption-mode", "swap", "--num-host-blocks", "0", "hi"],
+        ["preemption_mode: got 'swap'", "auto or recompute", "num_host_blocks is 0"],
+    ),
+    "an unknown preemption mode": (["--preemption-mode", "kill", "hi"], ["preemption_mode", "kill", "recompute"]),
+    "negative cached pages": (["--max-cached-blocks", "-1", "hi"], ["max_cached_blocks: got -1", "≥ 0"]),
+    "a prompt that would be cut into pieces": (
+        ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "511", "hi"],
+        ["max_num_batched_tokens: got 511", "max_model_len, 512", "leave chunked prefill on"],
+    ),
+    "a negative threshold": (
+        ["--long-prefill-token-threshold", "-1", "hi"], ["long_prefill_token_threshold: got -1", "≥ 0"],
+    ),
+    "an unknown policy": (["--scheduling-policy", "lifo", "hi"], ["scheduling_policy", "lifo", "fcfs, priority"]),
+    "a negative delay": (["--scheduling-delay-factor", "-0.5", "hi"], ["scheduling_delay_factor", "-0.5", "≥ 0"]),
+    "an endless delay": (["--scheduling-delay-factor", "inf", "hi"], ["scheduling_delay_factor", "inf", "finite"]),
+    "an unknown limit": (["--limits", "waiting_token=5", "hi"], ["limits", "waiting_token", "mean waiting_tokens?"]),
+    "a limit of nothing": (["--limits", "waiting_requests=0", "hi"], ["limits: got 0 for waiting_requests", "≥ 1"]),
+    "a limit that is no number": (["--limits", "waiting_requests=many", "hi"], ["--limits", "many", "an integer"]),
+    "limits without a name": (["--limits", "5", "hi"], ["--limits", "'5'", "waiting_requests=1000"]),
+    "a limit twice": (["--limits", "waiting_tokens=5,waiting_tokens=6", "hi"], ["--limits", "each name once"]),
+    "a prompt beyond the limit": (
+        ["--limits", "waiting_tokens=8", "x" * 9], ["prompt: got", "waiting_tokens", "8", "shorten the prompt"],
+    ),
     "top-p 0": (["--top-p", "0", "hi"], ["top_p", "0", "(0, 1]"]),
     "temperature no number": (["--temperature", "warm", "hi"], ["--temperature", "warm", "number"]),
     "an unknown flag": (["--temprature", "1", "hi"], ["--temprature", "--temperature"]),
     "a flag that is not built": (["--presence-penalty", "1", "hi"], ["--presence-penalty", "not available"]),
-    "several samples": (["--num-samples", "2", "hi"], ["n: got 2"]),
+    "no samples": (["--num-samples", "0", "hi"], ["n: got 0", "[1, 128]"]),
+    "too many samples": (["--num-samples", "129", "hi"], ["n: got 129", "[1, 128]"]),
+    "equal samples": (["--num-samples", "2", "--temperature", "0", "hi"], ["n: got 2", "greedily", "raise it"]),
+    "more samples than sequences": (
+        ["--num-samples", "5", "--max-num-seqs", "4", "hi"], ["n: got 5", "max_num_seqs, 4", "lower n or raise"],
+    ),
+    "samples that the pool does not hold": (
+        ["--num-samples", "8", "--max-tokens", "100", "--num-blocks", "9", "--max-num-seqs", "8", "hi"],
+        ["n: got 8", "need 16 pages", "the 8 pages", "lower n"],
+    ),
+    "a flag of a line": (["--priority", "3", "hi"], ["--priority: unknown flag"]),
     "fewer tokens than sequences": (
         ["--max-num-batched-tokens", "8", "--max-num-seqs", "16", "hi"], ["max_num_batched_tokens", "16"],
     ),

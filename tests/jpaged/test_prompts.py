@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jpaged.errors import InvalidRequestError
-from jpaged.prompts import MAX_CHARS_PER_TOKEN, NOT_BUILT, PROMPT_KEYS, PromptEncoder
+from jpaged.prompts import MAX_CHARS_PER_TOKEN, MAX_SALT_CHARS, NOT_BUILT, PROMPT_KEYS, PromptEncoder, check_priority
 from jpaged.sampling_params import SamplingParams, shown
 from jpaged.tokenizer import Tokenizer
 
@@ -114,6 +114,11 @@ NO_PROMPTS = {
     "ids as prompt": ({"prompt": [1, 2]}, "prompt", r"got \[1, 2\], allowed: a string"),
     "text as ids": ({"prompt_token_ids": "ab"}, "prompt_token_ids", "got 'ab', allowed: a list of token ids"),
     "None as prompt": ({"prompt": None}, "prompt", "got None, allowed: a string"),
+    "a typing error in what stands beside": (
+        {"prompt": "a", "cache_slat": "x"},
+        "cache_slat",
+        r"^cache_slat: unknown key of a prompt; did you mean cache_salt\?",
+    ),
     "a typing error": ({"promt": "a"}, "promt", r"^promt: unknown key of a prompt; did you mean prompt\?"),
     "a foreign key": ({"prompt": "a", "zzz": 1}, "zzz", "^zzz: unknown key of a prompt; a prompt holds one of"),
     "a key that is no string": ({5: "a"}, "5", "^5: unknown key"),
@@ -131,6 +136,82 @@ def test_what_is_no_prompt_is_refused(encoder, prompt, param, words):
         encoder.encode(prompt)
     assert caught.value.param == param
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{"prompt": "a"}, {"prompt_token_ids": [1]}, {"messages": [{"role": "user", "content": "a"}]}],
+    ids=PROMPT_KEYS,
+)
+def test_a_salt_and_a_priority_stand_beside_every_form_of_prompt(encoder, prompt):
+    bare = encoder.encode(prompt)
+    assert (bare.cache_salt, bare.priority) == (None, 0)
+    encoded = encoder.encode({**prompt, "cache_salt": "tenant 5 ☃", "priority": np.int64(-3)})
+    assert (encoded.cache_salt, encoded.priority) == ("tenant 5 ☃", -3)
+    assert type(encoded.priority) is int
+    assert (encoded.token_ids, encoded.text) == (bare.token_ids, bare.text)
+
+
+@pytest.mark.parametrize(
+    "salt",
+    ["", "a" * (MAX_SALT_CHARS + 1), "a" * 10**6, "a\nb", "\0", "\ud800", "\x7f", b"a", 5, None, True, ["a"]],
+    ids=shown,
+)
+def test_a_salt_that_is_none_is_refused(encoder, salt):
+    with pytest.raises(InvalidRequestError) as caught:
+        encoder.encode({"prompt": "a", "cache_salt": salt})
+    assert caught.value.param == "cache_salt"
+    assert str(caught.value).startswith(f"cache_salt: got {shown(salt)}, allowed: a string of 1 to 256 printable")
+    assert "leave it out" in str(caught.value)
+
+
+def test_salts_at_their_limits_are_taken(encoder):
+    for salt in ("a", " ", "a" * MAX_SALT_CHARS):
+        assert encoder.encode({"prompt": "a", "cache_salt": salt}).cache_salt == salt
+
+
+@pytest.mark.parametrize(
+    "priority", [2**63, -(2**63) - 1, 10**5000, "3", 3.0, True, None, float("nan"), [3]], ids=shown
+)
+def test_a_priority_that_is_none_is_refused_under_every_policy(encoder, priority):
+    words = f"priority: got {shown(priority)}, allowed: an integer in [-9223372036854775808, 9223372036854775807]"
+    for check in (
+        lambda: encoder.encode({"prompt": "a", "priority": priority}),
+        lambda: check_priority(priority, "fcfs"),
+        lambda: check_priority(priority, "priority"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            check()
+        assert caught.value.param == "priority"
+        assert str(caught.value) == words
+
+
+def test_a_priority_that_would_be_ignored_is_refused():
+    for priority in (-(2**63), -1, 0, np.int8(3), 2**63 - 1):
+        assert check_priority(priority, "priority") == priority
+        assert type(check_priority(priority, "priority")) is int
+        assert check_priority(priority, lambda request: request.priority) == priority
+    assert check_priority(0, "fcfs") == 0
+    with pytest.raises(InvalidRequestError) as caught:
+        check_priority(3, "fcfs")
+    assert str(caught.value) == (
+        "priority: got 3 under scheduling_policy fcfs, allowed: 0; start the engine with scheduling_policy=priority"
+    )
+    assert caught.value.param == "priority"
+
+
+def test_a_prompt_that_could_never_be_queued_is_refused(tokenizer):
+    encoder = PromptEncoder(tokenizer, VOCAB, CONTEXT, max_waiting_tokens=5)
+    for prompt in ("a" * 5, [1] * 5):
+        assert len(encoder.encode(prompt).token_ids) == 5
+    for prompt in ("a" * 6, [1] * 6):
+        with pytest.raises(InvalidRequestError) as caught:
+            encoder.encode(prompt)
+        assert str(caught.value) == (
+            "prompt: got 6 tokens, allowed: at most waiting_tokens among the limits, 5; "
+            "shorten the prompt or raise the limit"
+        )
+        assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize("key", NOT_BUILT)
@@ -196,16 +277,29 @@ def test_text_whose_ids_the_model_lacks_is_refused(tokenizer):
 
 
 def test_parameters_are_held_against_the_model(encoder):
-    encoder.check_params(SamplingParams(stop_token_ids=[0, 299], logprobs=20), max_logprobs=20)
+    def check(params, max_logprobs=20):
+        encoder.check_params(params, max_logprobs=max_logprobs, max_num_seqs=4)
+
+    check(SamplingParams(stop_token_ids=[0, 299], logprobs=20))
     with pytest.raises(InvalidRequestError, match="stop_token_ids: token id 300 is out of vocabulary") as caught:
-        encoder.check_params(SamplingParams(stop_token_ids=[5, 300]), max_logprobs=20)
+        check(SamplingParams(stop_token_ids=[5, 300]))
     assert caught.value.param == "stop_token_ids"
     with pytest.raises(InvalidRequestError, match="logprobs: got 21, allowed: at most max_logprobs, 20") as caught:
-        encoder.check_params(SamplingParams(logprobs=21), max_logprobs=20)
+        check(SamplingParams(logprobs=21))
     assert caught.value.param == "logprobs"
-    encoder.check_params(SamplingParams(logprobs=300), max_logprobs=1000)
+    check(SamplingParams(logprobs=300), 1000)
     with pytest.raises(InvalidRequestError, match="got 301, allowed: at most the size of the vocabulary, 300"):
-        encoder.check_params(SamplingParams(logprobs=301), max_logprobs=1000)
+        check(SamplingParams(logprobs=301), 1000)
+
+
+def test_all_samples_of_a_prompt_must_fit_into_one_step(encoder):
+    for n, most in ((4, 4), (128, None), (1, 1)):
+        encoder.check_params(SamplingParams(n=n), max_logprobs=20, max_num_seqs=most)
+    with pytest.raises(
+        InvalidRequestError, match=r"n: got 5, allowed: at most max_num_seqs, 4, .*; lower n or"
+    ) as caught:
+        encoder.check_params(SamplingParams(n=5), max_logprobs=20, max_num_seqs=4)
+    assert caught.value.param == "n"
 
 
 def test_values_in_messages_are_short_and_on_one_line():

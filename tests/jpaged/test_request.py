@@ -6,9 +6,8 @@ from jpaged.request import RequestState, derived_seed, make_request
 from jpaged.sampling_params import SamplingParams
 
 
-def request_of(seed, *, number=0, engine_seed=0, n=1):
-    params = SamplingParams(seed=seed)
-    object.__setattr__(params, "n", n)  # Refused by the parameters, not by the host core.
+def request_of(seed, *, number=0, engine_seed=0, n=1, **options):
+    params = SamplingParams(seed=seed, n=n)
     return make_request(
         request_id="r",
         number=number,
@@ -18,6 +17,7 @@ def request_of(seed, *, number=0, engine_seed=0, n=1):
         max_tokens=4,
         engine_seed=engine_seed,
         num_groups=2,
+        **options,
     )
 
 
@@ -52,16 +52,26 @@ def test_negative_seeds_are_twos_complement(seed, bits):
 
 
 def test_samples_share_the_prompt_and_nothing_else():
-    sequences = request_of(1, n=3).sequences
-    assert [sequence.index for sequence in sequences] == [0, 1, 2]
-    sequences[0].token_ids.append(9)
-    sequences[0].pages[1].append(5)
-    sequences[0].pages_sent[1] = 1
-    for other in sequences[1:]:
-        assert (other.token_ids, other.pages, other.pages_sent) == ([1, 2, 3], [[], []], [0, 0])
-    assert sequences[0].request.prompt_token_ids == [1, 2, 3]
+    request = request_of(1, n=3)
+    first, *others = request.sequences
+    assert [sequence.index for sequence in request.sequences] == [0, 1, 2]
+    first.token_ids.append(9)
+    first.pages[1].append(5)
+    first.num_passed[1] = 1
+    for other in others:
+        assert (list(other.token_ids), other.pages, other.num_passed) == ([1, 2, 3], [[], []], [0, 0])
+        assert (other.parent, other.fork_len, other.awaits_parent) == (first, 3, True)
+    assert (first.parent, first.awaits_parent) == (None, False)
+    assert list(request.prompt_token_ids) == [1, 2, 3]
+    assert request.live == request.sequences
 
 
-def test_a_finished_states_value_is_its_reason():
+def test_sample_indices_may_be_given():
+    assert [sequence.index for sequence in request_of(1, sample_indices=[4, 2]).sequences] == [4, 2]
+
+
+def test_each_state_knows_whether_and_how_it_ends():
     assert {state.finish_reason for state in RequestState} == {None, "stop", "length", "abort", "error"}
-    assert [state for state in RequestState if not state.is_finished] == [RequestState.WAITING, RequestState.RUNNING]
+    going_on = [state for state in RequestState if not state.is_finished]
+    assert going_on == [RequestState.WAITING, RequestState.RUNNING, RequestState.SWAPPED]
+    assert len(RequestState) == 8

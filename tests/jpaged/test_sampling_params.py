@@ -7,13 +7,22 @@ import numpy as np
 import pytest
 
 from jpaged.errors import InvalidRequestError
-from jpaged.sampling_params import FIELDS, MAX_STOP_CHARS, MAX_STOPS, NOT_BUILT, SamplingParams, check_name, shown
+from jpaged.sampling_params import (
+    FIELDS,
+    MAX_SAMPLES,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    NOT_BUILT,
+    SamplingParams,
+    check_name,
+    shown,
+)
 
 HUGE = 10**5000
 NOT_NUMBERS = ["0.5", None, True, [0.5], {}, 1j, float("nan"), float("inf"), -float("inf"), HUGE, np.float64("nan")]
 NOT_INTEGERS = ["5", 5.0, 1e30, True, [5], {}, float("nan"), -HUGE, np.float32(5), np.bool_(True)]
 ALLOWED_IN_WORDS = {
-    "n": "1; several samples are not available",
+    "n": "an integer in [1, 128]",
     "temperature": "a number in [0, 2]",
     "top_p": "a number in (0, 1]",
     "top_k": "an integer ≥ -1",
@@ -29,7 +38,7 @@ ALLOWED_IN_WORDS = {
     "include_stop_str_in_output": "true or false",
 }
 WRONG = {
-    "n": [0, -1, 2, 10**9, None, *NOT_INTEGERS],
+    "n": [0, -1, MAX_SAMPLES + 1, 10**9, None, *NOT_INTEGERS],
     "temperature": [-1e-9, -1, 2.0000001, 1e30, *NOT_NUMBERS],
     "top_p": [0, 0.0, -0.0, -0.1, 1.0000001, 2, *NOT_NUMBERS],
     "top_k": [-2, 1.5, None, *NOT_INTEGERS],
@@ -50,7 +59,7 @@ WRONG = {
     "include_stop_str_in_output": ["", None],
 }  # fmt: skip
 TAKEN = {
-    "n": [1, np.int64(1)],
+    "n": [1, 2, 128, np.int64(4)],
     "temperature": [0, 0.0, -0.0, 1e-300, 1, 2, 2.0, np.float32(0.5), np.int32(1)],
     "top_p": [1, 1.0, 1e-300, 0.5, np.float16(0.5)],
     "top_k": [-1, 0, 1, 2**31, HUGE, np.int64(7), np.uint8(7)],
@@ -99,6 +108,16 @@ def test_greedy_is_below_1e_5():
     assert SamplingParams(temperature=0).is_greedy
     assert SamplingParams(temperature=np.nextafter(1e-5, 0)).is_greedy
     assert not SamplingParams(temperature=1e-5).is_greedy
+
+
+def test_several_samples_need_chance():
+    for temperature in (0, np.nextafter(1e-5, 0)):
+        with pytest.raises(InvalidRequestError, match=r"^n: got 2, allowed: 1 when sampling greedily") as caught:
+            SamplingParams(n=2, temperature=temperature)
+        assert caught.value.param == "n"
+        assert "raise it" in str(caught.value)
+        assert SamplingParams(n=1, temperature=temperature).is_greedy
+    assert SamplingParams(n=2, temperature=1e-5).n == 2
 
 
 def test_stops_become_tuples_whatever_they_came_as():

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config import MAX_STEP_TOKENS, EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
-from jpaged.sizing import GIB, MAX_SLOTS, Demand, free_host_bytes, size_engine
+from jpaged.sizing import GIB, MAX_SLOTS, Demand, free_host_bytes, requested_max_seqs, size_engine
 
 from .tiny_model import CONFIG
 
@@ -17,12 +17,24 @@ PAGE = 1 << 20
 WEIGHTS = GIB
 
 
-def sized(platform="cpu", *, free_bytes=16 * GIB, demands=(), context=2048, weights=WEIGHTS, model=None, **options):
+def sized(
+    platform="cpu",
+    *,
+    free_bytes=16 * GIB,
+    host_free_bytes=None,
+    demands=(),
+    context=2048,
+    weights=WEIGHTS,
+    model=None,
+    **options,
+):
+    """On a CPU the host's free memory is the memory of the pool."""
     return size_engine(
         EngineConfig(**options),
         config_from_hf({**CONFIG, "max_position_embeddings": context, **(model or {})}, Path("config.json")),
         platform=platform,
         free_bytes=free_bytes,
+        host_free_bytes=free_bytes if host_free_bytes is None else host_free_bytes,
         page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),
         weights_bytes=lambda dtype: weights // (1 if dtype == "float32" else 2),
         demands=demands,
@@ -33,7 +45,7 @@ def refused(*args, **options):
     with pytest.raises(ConfigError) as caught:
         sized(*args, **options)
     message = str(caught.value)
-    assert not re.search(r"-\d", message), "a negative number explains nothing"
+    assert not re.search(r"(?<!\de)-\d", message), "a negative number explains nothing"
     assert "\n" not in message
     return message
 
@@ -184,6 +196,157 @@ def test_a_model_larger_than_a_device_is_refused_with_the_bytes_that_are_missing
     enough = WEIGHTS // 4 + missing_bytes(message)
     assert sized("gpu", free_bytes=enough, **options).num_blocks == 2
     assert missing_bytes(refused("gpu", free_bytes=enough - 1, **options)) == 1
+
+
+# Pages of the host
+
+
+BIG_GPU = {"platform": "gpu", "free_bytes": 80 * GIB, "model": {"torch_dtype": "float32"}}
+
+
+@pytest.mark.parametrize(
+    ("case", "host_pages"),
+    [
+        ({}, 0),
+        ({"preemption_mode": "recompute"}, 0),
+        ({"num_host_blocks": 0}, 0),
+        ({"swap_space": 0}, 0),
+        ({"num_host_blocks": 2}, 2),
+        ({"num_host_blocks": 1000}, 1000),
+        ({"swap_space": 0.5}, 512),
+        ({"swap_space": 1, "block_size": 16}, 4096),
+        ({"swap_space": 2.0009765625}, 2049),
+        ({"swap_space": 2.0009}, 2048),
+        ({"preemption_mode": "swap", "swap_space": 0.5}, 512),
+        # Asked to swap, a CPU takes what a device takes: at most 4 GiB, of 16 less weights and 2049 pages.
+        ({"preemption_mode": "swap"}, 3 * 1024),
+        ({"preemption_mode": "swap", "free_bytes": 64 * GIB}, 4096),
+        ({**BIG_GPU, "host_free_bytes": 64 * GIB}, 4096),
+        ({**BIG_GPU, "host_free_bytes": 64 * GIB, "preemption_mode": "recompute"}, 4096),
+        # A quarter, in three significant bits.
+        ({**BIG_GPU, "host_free_bytes": 4 * 1100 * PAGE}, 1024),
+        ({**BIG_GPU, "host_free_bytes": 4 * 1300 * PAGE}, 1280),
+        ({**BIG_GPU, "host_free_bytes": 4 * 2 * PAGE}, 2),
+        ({**BIG_GPU, "host_free_bytes": 4 * 2 * PAGE - 1}, 0),
+        ({**BIG_GPU, "host_free_bytes": 0}, 0),
+        ({**BIG_GPU, "host_free_bytes": 64 * GIB, "swap_space": 60}, 60 * 1024),
+        ({**BIG_GPU, "host_free_bytes": 64 * GIB, "swap_space": 0}, 0),
+    ],
+)
+def test_the_pool_of_the_host(case, host_pages):
+    assert sized(**case).num_host_blocks == host_pages
+
+
+def test_a_host_pool_shares_the_memory_of_a_cpu_with_weights_and_pages():
+    free = WEIGHTS + 200 * PAGE
+    assert sized(num_blocks=100, num_host_blocks=100, free_bytes=free).num_host_blocks == 100
+    message = refused(num_blocks=100, num_host_blocks=101, free_bytes=free)
+    assert "num_host_blocks: got 101, allowed: 0 or from 2 to 100, " in message
+    assert "change it or free some memory" in message
+    # On a device it does not.
+    gpu = {"platform": "gpu", "num_blocks": 100, "free_bytes": free, "host_free_bytes": free}
+    assert sized(**gpu, num_host_blocks=1000, model={"torch_dtype": "float32"}).num_host_blocks == 1000
+
+
+@pytest.mark.parametrize("swap_space", [1e-9, 0.001, 0.3, 5.0, 1e6])
+def test_swap_space_that_cannot_be_is_refused_with_the_range_that_can(swap_space):
+    room = {"num_blocks": 100, "free_bytes": WEIGHTS + 300 * PAGE}
+    message = refused(swap_space=swap_space, **room)
+    assert message.startswith(f"swap_space: got {swap_space}, allowed: 0 or from ")
+    low, high = map(float, re.search(r"from (\S+) to (\S+),", message).groups())
+    assert sized(swap_space=low, **room).num_host_blocks == 2
+    assert sized(swap_space=high, **room).num_host_blocks in (199, 200)
+
+
+def test_no_memory_for_a_host_pool_is_said_where_one_is_needed():
+    full = {"num_blocks": 100, "free_bytes": WEIGHTS + 101 * PAGE}
+    assert "num_host_blocks: got 2, allowed: 0, with" in refused(num_host_blocks=2, **full)
+    assert "swap_space: got 0.5, allowed: 0, with" in refused(swap_space=0.5, **full)
+    message = refused(preemption_mode="swap", **full)
+    assert message.startswith(
+        "preemption_mode: got swap, and a quarter of the host's free memory (0.00105 GB) holds no page"
+    )
+    assert "free some memory, give num_host_blocks, or allow recompute" in message
+    assert "preemption_mode: got swap" in refused(preemption_mode="swap", host_free_bytes=0, **BIG_GPU)
+
+
+def test_host_slots_stay_within_int32():
+    most = MAX_SLOTS // 64
+    options = {**BIG_GPU, "host_free_bytes": 1 << 60}
+    assert sized(num_host_blocks=most, **options).num_host_blocks == most
+    assert f"allowed: 0 or from 2 to {most}," in refused(num_host_blocks=most + 1, **options)
+
+
+# Several samples
+
+
+def test_known_samples_count_as_the_sequences_that_they_are():
+    assert sized(demands=[Demand(5, 5, 3)]).max_num_seqs == 4
+    assert sized(demands=[Demand(5, 5, 3), Demand(5, 5, 2)]).max_num_seqs == 8
+    # A default makes way for the samples of one prompt, which run together; what was given does not.
+    assert sized(demands=[Demand(5, 5, 100)]).max_num_seqs == 128
+    assert sized(demands=[Demand(5, 5, 100)], max_num_seqs=8).max_num_seqs == 8
+    assert sized(demands=[Demand(5, 5, 100)], max_num_batched_tokens=100).max_num_seqs == 100
+
+
+def test_the_most_samples_of_a_prompt_are_known_before_the_sizes():
+    assert requested_max_seqs(EngineConfig()) is None
+    assert requested_max_seqs(EngineConfig(max_num_seqs=8, max_num_batched_tokens=16)) == 8
+    assert requested_max_seqs(EngineConfig(max_num_batched_tokens=16)) == 16
+    for config in ({"max_num_seqs": 8}, {"max_num_batched_tokens": 16}):
+        assert sized(**config).max_num_seqs == requested_max_seqs(EngineConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("demand", "pages"),
+    [
+        (Demand(128, 64), 3),
+        (Demand(128, 65), 4),
+        (Demand(128, 64, 4), 2 + 4),
+        # The page that the prompt ends in is copied on write.
+        (Demand(129, 1, 4), 2 + 4),
+        (Demand(127, 1, 4), 1 + 4),
+        (Demand(127, 2, 4), 1 + 2 * 4),
+        (Demand(10, None, 2), 2),
+        (Demand(10, 10**9, 2), 2 * 32),
+    ],
+)
+def test_samples_share_the_full_pages_of_their_prompt(demand, pages):
+    assert demand.num_pages(64, 2048) == pages
+    assert sized(num_blocks=max(pages, 32) + 1, demands=[demand], max_num_seqs=4).num_blocks == max(pages, 32) + 1
+    if pages > 32:
+        message = refused(num_blocks=pages, demands=[Demand(1, 1), demand], max_num_seqs=4)
+        assert f"n: got {demand.num_samples} samples of a prompt of 10 tokens, which need {pages} pages" in message
+        assert f"at most the {pages - 1} pages of the pool; lower n or max_tokens, raise num_blocks" in message
+
+
+# Prefill first
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt():
+    assert sized(enable_chunked_prefill=False).max_num_batched_tokens == 2048
+    assert sized(enable_chunked_prefill=False, max_model_len=100).max_num_batched_tokens == 1024
+    assert sized(enable_chunked_prefill=False, max_num_batched_tokens=2048).max_num_batched_tokens == 2048
+    assert sized(max_num_batched_tokens=2047).max_num_batched_tokens == 2047
+    message = refused(enable_chunked_prefill=False, max_num_batched_tokens=2047)
+    assert (
+        "max_num_batched_tokens: got 2047, allowed: at least max_model_len, 2048, while enable_chunked_prefill"
+        in message
+    )
+    assert "raise it, lower max_model_len, or leave chunked prefill on" in message
+    gpu = {**BIG_GPU, "context": 32768, "enable_chunked_prefill": False}
+    assert sized(**gpu).max_num_batched_tokens == 32768
+    # A pool that holds only 256 tokens has lowered max_model_len.
+    assert sized(enable_chunked_prefill=False, max_num_batched_tokens=256, num_blocks=5).max_model_len == 256
+
+
+def test_a_context_beyond_any_step_needs_chunked_prefill():
+    assert sized("cpu", context=2 * MAX_STEP_TOKENS, num_blocks=100).max_num_batched_tokens == 1024
+    message = refused("cpu", context=2 * MAX_STEP_TOKENS, num_blocks=100, enable_chunked_prefill=False)
+    assert (
+        f"max_model_len: got {2 * MAX_STEP_TOKENS}, allowed: at most {MAX_STEP_TOKENS} while enable_chunked" in message
+    )
+    assert "lower it or leave chunked prefill on" in message
 
 
 # Free memory of the host

@@ -15,7 +15,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache,
 from jpaged.request import make_request
 from jpaged.sampler import SampleMode
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import ScheduledSequence
+from jpaged.scheduler import Chunk, SchedulerOutput
 from jpaged.step import DeviceState, forward, sample_rows, update_tables
 from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
@@ -34,7 +34,14 @@ def weights():
 @pytest.fixture
 def builder():
     buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=MAX_SEQS, platform="cpu", dtype="float32")
-    return StepInputBuilder(buckets=buckets, backend=BACKEND, block_size=PAGE, num_groups=1, max_num_seqs=MAX_SEQS)
+    return StepInputBuilder(
+        buckets=buckets,
+        backend=BACKEND,
+        block_size=PAGE,
+        num_groups=1,
+        max_num_seqs=MAX_SEQS,
+        max_pages=MAX_PAGES,
+    )
 
 
 def fresh_state(fill=np.nan):
@@ -53,7 +60,7 @@ def fresh_state(fill=np.nan):
     return DeviceState(PagedCache(pages, layout, places, BACKEND), tables, jnp.full((MAX_SEQS + 1,), 99, jnp.int32))
 
 
-def sequence(token_ids, *, slot, pages, num_computed=0, **params):
+def sequence(token_ids, *, slot, pages, **params):
     request = make_request(
         request_id="r",
         number=slot,
@@ -65,7 +72,7 @@ def sequence(token_ids, *, slot, pages, num_computed=0, **params):
         num_groups=1,
     )
     made = request.sequences[0]
-    made.slot, made.num_computed = slot, num_computed
+    made.slot = slot
     made.pages[0].extend(pages)
     return made
 
@@ -75,9 +82,22 @@ jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6, 7))
 
 
 def run(weights, builder, state, *work):
-    """One forward over (sequence, tokens) pairs; returns the new state, the sampled rows' hidden states, the step."""
-    items = [ScheduledSequence(one, one.num_computed, num_tokens) for one, num_tokens in work]
-    step = builder.build(items)
+    """One forward over (sequence, tokens) pairs; returns the new state, the sampled rows' hidden states, the step.
+
+    All pages of a sequence are told anew each time: the builder does not mind.
+    """
+    scheduled = SchedulerOutput(1)
+    for one, num_tokens in work:
+        end = one.num_computed + num_tokens
+        if one.is_last_token_on_device:
+            scheduled.decodes.append(one)
+        else:
+            samplers = (one,) if end == len(one.token_ids) else ()
+            scheduled.chunks.append(Chunk(one, one.num_computed, num_tokens, samplers))
+        if one.num_computed == 0:
+            scheduled.placed.append(one)
+        scheduled.table_changes.extend((0, one.slot, entry, page) for entry, page in enumerate(one.pages[0]))
+    step = builder.build(scheduled)
     for changes in step.table_updates:
         state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
     inputs = StepInputs(jnp.asarray(step.inputs.packed))
@@ -172,12 +192,10 @@ def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot
 def test_no_code_reaches_the_embedding_as_an_id(weights, builder):
     """An id of −2 or less would wrap around to a row from the end of the embedding."""
     one = sequence(prompt(4, 7), slot=3, pages=[3])
-    one.num_computed, one.is_last_token_on_device = 3, True
-    state = fresh_state(fill=0.0)
+    state, *_ = run(weights, builder, fresh_state(), (one, 3))
+    one.is_last_token_on_device = True
     _, coded, *_ = run(weights, builder, replace(state, last_tokens=state.last_tokens.at[3].set(17)), (one, 1))
-    other = sequence([*prompt(3, 7), 17], slot=3, pages=[3], num_computed=3)
-    _, plain, *_ = run(weights, builder, fresh_state(fill=0.0), (other, 1))
-    assert np.array_equal(coded[0], plain[0])
+    np.testing.assert_allclose(coded[0], alone(weights, builder, [*prompt(4, 7)[:3], 17]), atol=1e-5)
 
 
 def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weights, builder):

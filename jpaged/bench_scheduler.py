@@ -1,0 +1,297 @@
+"""`jpaged bench scheduler`: what the host core costs per step and per request, beside a device that takes no time.
+
+The scheduler, block manager, step builder and output rules are those of the engine; only the model is missing.
+Two situations: 256 sequences that decode, and the same with newcomers, while more or fewer requests wait. The
+queue is kept as long as it is: for every request that ends, another one comes.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from .block_manager import BlockManager
+from .buckets import make_buckets
+from .core import Core
+from .errors import ConfigError
+from .flags import FlagParser
+from .output_processor import OutputProcessor
+from .pallas_kernels.ragged_paged_attention import XlaBackend
+from .prefix_hash import NO_EXTRAS, extend_hashes
+from .progress import say
+from .request import Request, make_request
+from .sampler import SampledRows
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .step_inputs import BuiltStep, StepInputBuilder
+
+PROMPT_LEN, OUTPUT_LEN = 512, 128
+VOCAB_SIZE = 32_000
+PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, detokenize=False)
+HASHED_PAGE = 16
+"""Tokens of a page in the measurement of hashing."""
+
+
+@dataclass(frozen=True)
+class InstantResults:
+    """Tokens that were drawn before anybody asked."""
+
+    sampled: SampledRows | None
+
+    def read(self) -> SampledRows | None:
+        return self.sampled
+
+
+@dataclass
+class InstantRunner:
+    """A device that takes no time: random tokens, none of which ends a sequence."""
+
+    tokens: np.ndarray
+    num_drawn: int = 0
+
+    def dispatch(self, step: BuiltStep) -> InstantResults:
+        if not step.samples:
+            return InstantResults(None)
+        start = self.num_drawn % (len(self.tokens) - len(step.samples))
+        self.num_drawn += len(step.samples)
+        tokens = self.tokens[start : start + len(step.samples)]
+        return InstantResults(SampledRows(token_ids=tokens, is_finite=np.ones(len(tokens), bool)))
+
+
+@dataclass
+class Stopwatch:
+    """Seconds of each call of the functions that it has wrapped, by name."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self.seconds[name].append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Microseconds, median and 99th percentile, of each and of what a step takes in all."""
+        columns = {name: np.array(values) for name, values in self.seconds.items()}
+        columns["schedule + process"] = columns["schedule"] + columns["process"]
+        columns["sum"] = columns["schedule + process"] + columns["build"]
+        return {
+            name: {f"p{q}": round(1e6 * float(np.percentile(values, q)), 1) for q in (50, 99)}
+            for name, values in columns.items()
+        }
+
+
+class Host:
+    """A host core over an instant device, with a supply of requests."""
+
+    def __init__(self, *, num_running: int, block_size: int):
+        pages = -(-(PROMPT_LEN + OUTPUT_LEN) // block_size)
+        num_tokens = max(8192, num_running)
+        blocks = BlockManager(num_blocks=1 + 2 * num_running * pages, block_size=block_size, max_chunk=num_tokens)
+        scheduler = Scheduler(
+            blocks,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=num_tokens,
+            watermark=0.01,
+            clock=time.monotonic,
+        )
+        builder = StepInputBuilder(
+            buckets=make_buckets(
+                max_num_batched_tokens=num_tokens, max_num_seqs=num_running, platform="gpu", dtype="bfloat16"
+            ),
+            backend=XlaBackend(),
+            block_size=block_size,
+            num_groups=1,
+            max_num_seqs=num_running,
+            max_pages=pages,
+        )
+        rng = np.random.default_rng(0)
+        self.tokens = rng.integers(10, VOCAB_SIZE, 1 << 20).tolist()
+        self.random = random.Random(0)
+        self.num_running = num_running
+        self.num_requests = 0
+        self.core = Core(
+            scheduler=scheduler,
+            builder=builder,
+            runner=InstantRunner(rng.integers(10, VOCAB_SIZE, 1 << 16, dtype=np.int32)),
+            outputs=OutputProcessor(None, eos_token_ids=(2,)),
+            clock=time.monotonic,
+        )
+
+    def add(self, *, prompt_len: int = PROMPT_LEN, max_tokens: int = OUTPUT_LEN) -> Request:
+        """Queue a request whose prompt nobody else has."""
+        start = self.random.randrange(len(self.tokens) - prompt_len)
+        request = make_request(
+            request_id=str(self.num_requests),
+            number=self.num_requests,
+            prompt_token_ids=self.tokens[start : start + prompt_len],
+            params=PARAMS,
+            arrival_time=time.monotonic(),
+            max_tokens=max_tokens,
+            engine_seed=0,
+            num_groups=1,
+        )
+        self.num_requests += 1
+        self.core.add(request)
+        return request
+
+    def step(self) -> int:
+        """One step; returns the requests that it ended."""
+        self.core.dispatch()
+        samples = self.core.retire()
+        return sum(sequence.state.is_finished for sequence in samples)
+
+    def watched(self) -> Stopwatch:
+        """A stopwatch on the three parts of a step."""
+        watch, core = Stopwatch(), self.core
+        core.scheduler.schedule = watch.wrap("schedule", Scheduler.schedule.__get__(core.scheduler))  # type: ignore[method-assign]
+        core.builder.build = watch.wrap("build", StepInputBuilder.build.__get__(core.builder))  # type: ignore[method-assign]
+        core.retire = watch.wrap("process", Core.retire.__get__(core))  # type: ignore[method-assign]
+        return watch
+
+
+def bench_decode(*, num_running: int, block_size: int, num_steps: int) -> dict[str, Any]:
+    """All sequences decode, each at another place of its page; nobody comes or goes."""
+    host = Host(num_running=num_running, block_size=block_size)
+    for index in range(num_running):
+        host.add(prompt_len=PROMPT_LEN - index % block_size, max_tokens=OUTPUT_LEN + index % block_size)
+    while host.core.scheduler.waiting or any(s.num_output_tokens < 2 for s in host.core.scheduler.sequences):
+        host.step()
+    watch = host.watched()
+    for _ in range(min(num_steps, OUTPUT_LEN - 10)):
+        host.step()
+    return watch.summary()
+
+
+def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_requests: int) -> dict[str, Any]:
+    """A full batch with newcomers, while `num_queued` requests wait, until `num_requests` have gone through."""
+    host = Host(num_running=num_running, block_size=block_size)
+    for index in range(num_running):  # As if they had come one after another.
+        host.add(max_tokens=1 + OUTPUT_LEN * (index + 1) // num_running)
+    for _ in range(num_queued):
+        host.add()
+    num_ended = 0
+    while num_ended < num_running:
+        num_ended += _replace(host)
+    watch = host.watched()
+    start, num_ended = time.perf_counter(), 0
+    while num_ended < num_requests:
+        num_ended += _replace(host)
+    seconds = time.perf_counter() - start
+    assert len(host.core.scheduler.waiting) >= num_queued, "the queue has kept its length"
+    return {"queued": num_queued, "us_per_request": round(1e6 * seconds / num_ended, 1), "step_us": watch.summary()}
+
+
+def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
+    """Microseconds to hash a full page of 16 tokens and look it up, as a match of a long prompt does; and bare."""
+    tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
+    request = make_request(
+        request_id="long",
+        number=0,
+        prompt_token_ids=tokens,
+        params=PARAMS,
+        arrival_time=0.0,
+        max_tokens=1,
+        engine_seed=0,
+        num_groups=1,
+    )
+    blocks = BlockManager(num_blocks=num_pages + 2, block_size=HASHED_PAGE)
+    hashes: list[bytes] = []
+    extend_hashes(hashes, request.prompt_token_ids, num_pages, HASHED_PAGE, NO_EXTRAS)
+    for page, page_hash in enumerate(hashes, 1):
+        blocks.device.take()
+        blocks.device.publish(page, (0, page_hash))
+    sequence, times = request.sequences[0], []
+    for _ in range(5):
+        sequence.page_hashes.clear()
+        start = time.perf_counter()
+        match = blocks.prefixes.match(sequence, len(tokens))
+        times.append(time.perf_counter() - start)
+        assert match.num_pages == num_pages
+    return {"us_per_page": round(1e6 * median(times) / num_pages, 3), "page_tokens": HASHED_PAGE}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
+    parser = FlagParser(prog="jpaged bench scheduler", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "--queued", type=int, nargs="+", default=[1_000, 10_000, 100_000], metavar="N", help="lengths of the queue"
+    )
+    parser.add_argument("--running", type=int, default=256, help="sequences that run together")
+    parser.add_argument("--requests", type=int, default=1_024, help="requests per measurement of a queue")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens per page")
+    parser.add_argument("--runs", type=int, default=5, help="interleaved runs of everything; medians are shown")
+    parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
+    args = parser.parse_args(argv)
+    for name in ("running", "requests", "block_size", "runs"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    if min(args.queued) < 0:
+        raise ConfigError(f"--queued: got {min(args.queued)}, allowed: integers ≥ 0")
+    sizes = {"num_running": args.running, "block_size": args.block_size}
+    decode, hashing, queues = [], [], defaultdict(list)
+    for run in range(args.runs):
+        say(f"run {run + 1} of {args.runs}")
+        decode.append(bench_decode(**sizes, num_steps=OUTPUT_LEN))
+        hashing.append(bench_hashing())
+        for num_queued in args.queued:
+            queues[num_queued].append(bench_queue(**sizes, num_queued=num_queued, num_requests=args.requests))
+    per_request = {size: median(one["us_per_request"] for one in runs) for size, runs in queues.items()}
+    result = {
+        "what": "host core per step, instant device; medians over interleaved runs; microseconds",
+        "running": args.running,
+        "prompt_tokens": PROMPT_LEN,
+        "output_tokens": OUTPUT_LEN,
+        "block_size": args.block_size,
+        "runs": args.runs,
+        "python": platform.python_version(),
+        "decode_step": _medians(decode),
+        "hash_and_look_up": _medians(hashing),
+        "us_per_request": per_request,
+        "growth": {size: round(value / per_request[args.queued[0]], 3) for size, value in per_request.items()},
+        "steps_with_newcomers": {size: _medians([one["step_us"] for one in runs]) for size, runs in queues.items()},
+    }
+    _show(result)
+    text = json.dumps(result, indent=1)
+    if args.output:
+        args.output.write_text(text + "\n")
+    else:
+        print(text)
+    return 0
+
+
+def _replace(host: Host) -> int:
+    """One step, and a new request for each that it ended."""
+    num_ended = host.step()
+    for _ in range(num_ended):
+        host.add()
+    return num_ended
+
+
+def _medians(runs: list[Any]) -> Any:
+    first = runs[0]
+    if isinstance(first, dict):
+        return {key: _medians([run[key] for run in runs]) for key in first}
+    return median(runs)
+
+
+def _show(result: dict[str, Any]) -> None:
+    say(f"decode step of {result['running']} sequences, µs:")
+    for name, values in result["decode_step"].items():
+        say(f"  {name:20} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}")
+    for size, value in result["us_per_request"].items():
+        say(f"{size:>7} queued: {value:.0f} µs a request, {result['growth'][size]:.2f} × the shortest queue's")
+    say(f"hash and look up a page of {HASHED_PAGE} tokens: {result['hash_and_look_up']['us_per_page']:.2f} µs")

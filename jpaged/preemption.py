@@ -1,0 +1,68 @@
+"""How a running request gives its pages back: by computing its tokens anew later, or by moving to the host pool.
+
+Knows costs, no queue and no page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from .request import Request
+
+
+class PreemptionMode(Enum):
+    """Values are those of the option `preemption_mode`."""
+
+    AUTO = "auto"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+class Preemption(NamedTuple):
+    """A request lost its place; `mode` is RECOMPUTE or SWAP, `reason` says why that one."""
+
+    request: Request
+    mode: PreemptionMode
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCosts:
+    """What swapping and computing take on this machine, measured at start."""
+
+    page_bytes: int
+    swap_bytes_per_s: float
+    prefill_s_per_token: float
+
+    def swap_s(self, num_pages: int) -> float:
+        """Seconds to move so many pages out and in again."""
+        return 2 * num_pages * self.page_bytes / self.swap_bytes_per_s
+
+    def recompute_s(self, num_tokens: int) -> float:
+        """Seconds to compute so many tokens anew."""
+        return num_tokens * self.prefill_s_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionPolicy:
+    """Chooses by option, or by cost where the option is AUTO. Without costs AUTO is RECOMPUTE."""
+
+    mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    costs: SwapCosts | None = None
+
+    def choose(self, *, num_tokens: int, num_pages: int) -> tuple[PreemptionMode, str]:
+        """For a request with so many distinct computed tokens in so many distinct pages: the mode, and why."""
+        if num_tokens == 0:
+            return PreemptionMode.RECOMPUTE, "nothing is computed yet"
+        if self.mode is not PreemptionMode.AUTO:
+            return self.mode, f"preemption_mode={self.mode.value}"
+        if self.costs is None:
+            return PreemptionMode.RECOMPUTE, "no host pool"
+        swap_s, recompute_s = self.costs.swap_s(num_pages), self.costs.recompute_s(num_tokens)
+        mode = PreemptionMode.SWAP if swap_s < recompute_s else PreemptionMode.RECOMPUTE
+        return mode, (
+            f"{num_pages} pages out and in take {1e3 * swap_s:.3g} ms, "
+            f"{num_tokens} tokens anew {1e3 * recompute_s:.3g} ms"
+        )

@@ -1,0 +1,168 @@
+"""What `Engine`'s scheduling options promise its callers, on a tiny random model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jpaged import Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
+from jpaged.request import Request
+
+from .tiny_model import write_tiny_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True, seed=5)
+PROMPTS = [[10 + 3 * index + i % 40 for i in range(10 + 7 * index)] for index in range(6)]
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "block_size": 8, "max_model_len": 128, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def samples(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def finished_in_order(engine: Engine) -> list[str]:
+    return [output.request_id for output in engine.run_until_done()]
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once_while_others_go_on(tiny: str) -> None:
+    with Engine(tiny, **SIZES, num_blocks=17) as engine:
+        wanted = samples(engine.generate([PROMPTS[0]], GREEDY, use_tqdm=False))
+        engine.add_request("a", PROMPTS[0], GREEDY)
+        engine.step()
+        with pytest.raises(InvalidRequestError, match=r"which take \d+ pages; allowed: 16 pages") as caught:
+            engine.add_request("b", PROMPTS[1], replace(SAMPLED, n=4, max_tokens=100))
+        assert caught.value.param == "prompt"
+        with pytest.raises(InvalidRequestError, match="max_num_seqs, 4") as caught:
+            engine.add_request("c", PROMPTS[1], replace(SAMPLED, n=5))
+        assert caught.value.param == "n"
+        (output,) = list(engine.run_until_done())
+        assert samples([output]) == wanted
+        before = engine.stats()["steps"]
+        with pytest.raises(InvalidRequestError, match="prompt 1: "):
+            engine.generate(PROMPTS[:2], [GREEDY, replace(SAMPLED, n=4, max_tokens=100)], use_tqdm=False)
+        assert engine.stats()["steps"] == before, "nothing was computed"
+
+
+@pytest.mark.parametrize("limits", [{"waiting_requests": 2}, {"waiting_tokens": 45}], ids=str)
+def test_a_full_queue_takes_no_more_and_loses_nothing(tiny: str, limits: dict[str, int]) -> None:
+    with Engine(tiny, **SIZES, limits=limits) as engine:
+        for index in range(2):
+            engine.add_request(str(index), PROMPTS[index], GREEDY)
+        with pytest.raises(QueueFullError, match=f"{next(iter(limits))}: got .* allowed: .*try again later") as caught:
+            engine.add_request("2", PROMPTS[2], GREEDY)
+        assert caught.value.limit == next(iter(limits))
+        engine.step()
+        engine.add_request("2", PROMPTS[2], GREEDY)
+        outputs = {output.request_id: output for output in engine.run_until_done()}
+        assert sorted(outputs) == ["0", "1", "2"]
+        # A whole list is more than may wait: it is queued as there is room.
+        whole = engine.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+        assert samples(whole) == samples([outputs[str(index)] for index in range(3)])
+
+
+def test_lower_priorities_come_first_and_equal_ones_as_they_arrived(tiny: str) -> None:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy="priority") as engine:
+        for name, priority in [("a", 3), ("b", None), ("c", -2), ("d", 3), ("e", 0)]:
+            engine.add_request(name, PROMPTS[0], GREEDY, priority=priority)
+        engine.add_request("f", {"prompt_token_ids": PROMPTS[0], "priority": -1}, GREEDY)
+        assert finished_in_order(engine) == ["c", "f", "b", "e", "a", "d"]
+        firsts = engine.generate(PROMPTS[:3], GREEDY, priority=[5, 4, -1], use_tqdm=False)
+        times = [output.metrics.first_token_time for output in firsts]
+        assert sorted(range(3), key=lambda index: times[index] or 0) == [2, 1, 0]
+        with pytest.raises(InvalidRequestError, match="priority: got 2 for 3 prompts"):
+            engine.generate(PROMPTS[:3], GREEDY, priority=[1, 2], use_tqdm=False)
+
+
+def test_a_callers_own_policy_is_a_key_of_the_request(tiny: str) -> None:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy=lambda request: -request.prompt_len) as engine:
+        for index in (1, 0, 2):
+            engine.add_request(str(index), PROMPTS[index], GREEDY)
+        assert finished_in_order(engine) == ["2", "1", "0"]
+
+
+def test_keys_that_do_not_compare_are_refused_and_the_queue_stays_sound(tiny: str) -> None:
+    key: Callable[[Request], Any] = lambda request: request.request_id if request.prompt_len > 20 else 1  # noqa: E731
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy=key) as engine:
+        engine.add_request("a", PROMPTS[0], GREEDY)
+        engine.add_request("b", PROMPTS[0], GREEDY)
+        with pytest.raises(InvalidRequestError, match="does not compare"):
+            engine.add_request("c", PROMPTS[3], GREEDY)
+        engine.step()
+        with pytest.raises(InvalidRequestError, match="does not compare"):
+            engine.add_request("c", PROMPTS[3], GREEDY)
+        assert finished_in_order(engine) == ["a", "b"]
+
+
+def test_prefill_first_draws_what_chunked_prefill_draws(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as chunked:
+        wanted = samples(chunked.generate(PROMPTS, replace(SAMPLED, n=2), use_tqdm=False))
+        assert chunked.stats()["prefill_chunks"] > 0
+    sizes = SIZES | {"max_num_batched_tokens": 128}
+    with Engine(tiny, **sizes, enable_chunked_prefill=False, num_blocks=41) as engine:
+        assert samples(engine.generate(PROMPTS, replace(SAMPLED, n=2), use_tqdm=False)) == wanted
+        assert engine.stats()["prefill_chunks"] == 0
+
+
+def test_requests_of_another_salt_share_no_page(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as engine:
+
+        def cached(salt: str | None) -> int:
+            prompt = {"prompt_token_ids": PROMPTS[4], **({"cache_salt": salt} if salt else {})}
+            return engine.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens
+
+        assert [cached(salt) for salt in (None, "a", "b")] == [0, 0, 0]
+        assert {cached(salt) for salt in (None, "a", "b")} == {(len(PROMPTS[4]) - 1) // 8 * 8}
+        assert engine.pin_prefix({"prompt_token_ids": PROMPTS[4]}, cache_salt="a") == len(PROMPTS[4]) // 8 * 8
+        with pytest.raises(InvalidRequestError, match="not pinned"):
+            engine.unpin_prefix(PROMPTS[4])
+        engine.unpin_prefix(PROMPTS[4], cache_salt="a")
+
+
+def test_cached_pages_can_be_bounded(tiny: str) -> None:
+    with Engine(tiny, **SIZES, max_cached_blocks=3) as engine:
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert len(engine.blocks.device.cached) == 3
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_lost_device_state_costs_forks_and_swapped_requests_no_token(tiny: str, mode: str) -> None:
+    params = replace(SAMPLED, n=2)
+    options = {"num_blocks": 21, "num_host_blocks": 60, "preemption_mode": mode}
+    with Engine(tiny, **SIZES) as roomy:
+        wanted = samples(roomy.generate(PROMPTS, params, use_tqdm=False))
+    with Engine(tiny, **SIZES | options) as engine:
+        for index, prompt in enumerate(PROMPTS):
+            engine.add_request(str(index), prompt, params, number=index)
+        num_losses, final = 0, {}
+        while engine.has_unfinished_requests():
+            if num_losses < 3 and engine.stats()[f"preemptions_{mode}"] > num_losses:
+                num_losses += 1
+                engine.runner.state.cache.pages[0].delete()
+                with pytest.raises(RuntimeError, match="deleted"):
+                    engine.step()
+            final.update({output.request_id: output for output in engine.step()})
+        assert num_losses == 3
+        assert samples([final[str(index)] for index in range(len(PROMPTS))]) == wanted
+        stats = engine.stats()
+        assert (stats["blocks_used"], stats["host_blocks_used"], stats["recompiles"]) == (0, 0, 0)
+
+
+def test_an_abort_gives_back_what_is_swapped_out(tiny: str) -> None:
+    with Engine(tiny, **SIZES, num_blocks=17, num_host_blocks=60, preemption_mode="swap") as engine:
+        for index, prompt in enumerate(PROMPTS[:4]):
+            engine.add_request(str(index), prompt, replace(SAMPLED, max_tokens=60))
+        while not engine.scheduler.swapped:
+            engine.step()
+        swapped = engine.scheduler.swapped.first()
+        assert engine.stats()["host_blocks_used"] > 0
+        for _ in range(2):
+            engine.abort_request(swapped.request_id)
+        assert engine.stats()["host_blocks_used"] == 0
+        assert len(list(engine.run_until_done())) == 3
+        assert engine.stats()["blocks_used"] == 0

@@ -1,0 +1,28 @@
+"""The tree of errors that a caller can catch by."""
+
+import pytest
+
+from jpaged import errors
+from jpaged.errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
+
+
+def test_a_full_queue_says_which_limit_what_was_given_and_what_to_do():
+    error = QueueFullError("waiting_tokens", got=201, allowed=200)
+    assert str(error) == (
+        "waiting_tokens: got 201 with this request, allowed: 200; try again later, or start the engine with a higher "
+        "waiting_tokens among its limits"
+    )
+    assert error.limit == "waiting_tokens"
+
+
+def test_a_full_queue_is_not_taken_for_a_wrong_request():
+    """Whoever answers a wrong request with "do not send that again" must not say so here."""
+    assert not issubclass(QueueFullError, InvalidRequestError | ConfigError)
+    assert issubclass(QueueFullError, JpagedError)
+
+
+@pytest.mark.parametrize("error", [ConfigError, InvalidRequestError, QueueFullError, ModelLoadError])
+def test_every_error_is_a_value_error_that_the_tree_in_the_docstring_names(error):
+    assert issubclass(error, ValueError)
+    assert error.__name__ in errors.__doc__
+    assert error.__name__ in errors.__all__

@@ -1,0 +1,185 @@
+"""Nobody starves: a long prompt amid endless short ones, short ones beside a long one, and who may pass whom."""
+
+import time
+
+import numpy as np
+import pytest
+
+from jpaged.bench_scheduler import InstantRunner
+from jpaged.block_manager import BlockManager
+from jpaged.buckets import make_buckets
+from jpaged.core import Core
+from jpaged.invariants import check_scheduler
+from jpaged.output_processor import OutputProcessor
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.request import RequestState, make_request
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import MAX_BYPASSES, Scheduler
+from jpaged.step_inputs import StepInputBuilder
+
+LONG = 1500
+
+
+class Service:
+    """A host core on a device that takes no time."""
+
+    def __init__(self, *, budget, num_seqs=64, num_blocks=4097, block_size=16, **options):
+        blocks = BlockManager(
+            num_blocks=num_blocks, block_size=block_size, max_chunk=budget, enable_prefix_caching=False
+        )
+        scheduler = Scheduler(
+            blocks, max_num_seqs=num_seqs, max_num_batched_tokens=budget, clock=time.monotonic, **options
+        )
+        buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=num_seqs, platform="cpu", dtype="float32")
+        builder = StepInputBuilder(
+            buckets=buckets,
+            backend=XlaBackend(),
+            block_size=block_size,
+            num_groups=1,
+            max_num_seqs=num_seqs,
+            max_pages=1 + (LONG + 500) // block_size,
+        )
+        self.core = Core(
+            scheduler=scheduler,
+            builder=builder,
+            runner=InstantRunner(np.arange(10, 5000, dtype=np.int32)),
+            outputs=OutputProcessor(None, eos_token_ids=()),
+            clock=time.monotonic,
+        )
+        self.num_requests = 0
+
+    def add(self, prompt_len, max_tokens, priority=0):
+        request = make_request(
+            request_id=str(self.num_requests),
+            number=self.num_requests,
+            prompt_token_ids=range(prompt_len),
+            params=SamplingParams(detokenize=False),
+            arrival_time=0.0,
+            max_tokens=max_tokens,
+            engine_seed=0,
+            num_groups=1,
+            priority=priority,
+        )
+        self.num_requests += 1
+        self.core.add(request)
+        return request
+
+    def step(self):
+        """One step; the sequences that got a token."""
+        self.core.dispatch()
+        samples = self.core.retire() if self.core.in_flight else []
+        check_scheduler(self.core.scheduler)
+        return samples
+
+
+def steps_to_first_token(service, request, before_each=lambda: None):
+    for num_steps in range(1, 1000):
+        before_each()
+        if any(sequence.request is request for sequence in service.step()):
+            return num_steps
+    raise AssertionError("no token in 1000 steps")
+
+
+@pytest.mark.parametrize("budget", [64, 1024])
+@pytest.mark.parametrize("num_decoding", [0, 20, 62])
+def test_a_long_prompt_amid_endless_short_arrivals_needs_at_most_three_times_its_steps_alone(budget, num_decoding):
+    alone = Service(budget=budget)
+    num_alone = steps_to_first_token(alone, alone.add(LONG, 5))
+    assert num_alone == -(-LONG // budget)
+    service = Service(budget=budget)
+    for _ in range(num_decoding):
+        service.add(10, 400)
+    for _ in range(30):
+        service.step()
+    long = service.add(LONG, 5)
+    assert steps_to_first_token(service, long, before_each=lambda: service.add(5, 8)) <= 3 * num_alone
+
+
+@pytest.mark.parametrize("budget", [64, 1024])
+def test_whoever_decodes_goes_on_while_a_long_prompt_is_computed(budget):
+    service = Service(budget=budget)
+    decoding = [service.add(4, 400) for _ in range(60)]
+    for _ in range(30):
+        service.step()
+    long = service.add(LONG, 5)
+    silent_for = dict.fromkeys(decoding, 0)
+    longest = 0
+    while long.first_token_time is None:
+        seen = {sequence.request for sequence in service.step()}
+        silent_for = {request: 0 if request in seen else silent_for[request] + 1 for request in decoding}
+        longest = max(longest, *silent_for.values())
+    # With room for all, each gets a token in each step; if prompts take half of a small budget, in every second.
+    assert longest == (0 if budget == 1024 else 1)
+
+
+def test_who_fits_may_pass_who_does_not_but_not_for_ever():
+    """A request that needs half of the pool waits while small ones keep the other half busy."""
+    service = Service(budget=64, num_blocks=1 + 40, num_seqs=16)
+    first = service.add(16 * 24, 60)
+    service.step()
+    large = service.add(16 * 20, 5)
+    passed_by = set()
+    for _ in range(200):
+        service.add(10, 3)
+        service.step()
+        if large.state is RequestState.RUNNING:
+            break
+        passed_by |= {request for request in service.core.scheduler.running if request not in (first, large)}
+    assert large.state is RequestState.RUNNING
+    assert 1 <= len(passed_by) <= MAX_BYPASSES + 16
+    assert large.num_bypassed >= MAX_BYPASSES
+
+
+def test_the_more_urgent_goes_first_and_the_least_urgent_gives_way():
+    service = Service(budget=64, num_blocks=1 + 12, num_seqs=8, policy=lambda request: request.priority)
+    late = service.add(16, 150, priority=9)
+    service.step()
+    soon = service.add(16, 150, priority=-1)
+    for _ in range(10):
+        service.add(16, 2, priority=3)
+    while soon.live:
+        service.step()
+        assert soon.num_preemptions == 0
+    assert late.num_preemptions > 0
+    while late.live:
+        service.step()
+    assert late.state is RequestState.FINISHED_LENGTH
+
+
+def test_with_prefill_first_a_step_is_all_prompts_or_all_decoding():
+    service = Service(budget=2048, enable_chunked_prefill=False)
+    for index in range(30):
+        service.add(50 + index, 20)
+    kinds = set()
+    while service.core.scheduler.has_unfinished:
+        work = service.core.dispatch()
+        service.core.retire()
+        kinds.add((bool(work.chunks), bool(work.decodes)))
+        assert all(chunk.num_tokens == chunk.sequence.request.prompt_len for chunk in work.chunks)
+    assert kinds == {(True, False), (False, True)}
+
+
+def test_a_prompts_share_of_a_step_can_be_bounded():
+    service = Service(budget=1024, long_prefill_token_threshold=100)
+    long, short = service.add(LONG, 5), service.add(300, 5)
+    work = service.core.dispatch()
+    assert [(chunk.sequence.request, chunk.num_tokens) for chunk in work.chunks] == [(long, 100), (short, 100)]
+
+
+def test_newcomers_wait_for_others_to_come_along():
+    """Twice as long as the last step with newcomers took, while somebody runs."""
+    now = [0.0]
+    service = Service(budget=64, delay_factor=2.0)
+    service.core.scheduler.clock = lambda: now[0]
+    service.add(10, 100)
+    service.step()
+    now[0] = 5.0  # The step with the newcomer took 5 s.
+    service.step()
+    second = service.add(10, 5)
+    second.arrival_time = 5.0
+    for now[0] in (6.0, 14.9, 15.0):
+        service.step()
+        assert second.state is RequestState.WAITING
+    now[0] = 15.1
+    service.step()
+    assert second.state is RequestState.RUNNING

@@ -1,0 +1,332 @@
+"""The runner on a tiny model: pages moved in order around real steps, measured, dropped."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.block_manager import TableChange
+from jpaged.buckets import make_buckets
+from jpaged.compile_plan import CompilePlan
+from jpaged.models.config import config_from_hf
+from jpaged.models.loading import random_weights
+from jpaged.page_store import MoveKind, PageMove
+from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, PagedCache, XlaBackend
+from jpaged.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, move_programs, step_programs
+from jpaged.request import make_request
+from jpaged.runner import MAX_STAGED, Runner
+from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import Chunk, SchedulerOutput
+from jpaged.sharding import device_mesh
+from jpaged.step_inputs import StepInputBuilder
+
+from .tiny_model import CONFIG
+
+PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
+MODEL = config_from_hf(CONFIG, Path("config.json"))
+BACKEND = XlaBackend()
+LAYOUT = BACKEND.layout(
+    num_layers=MODEL.num_layers,
+    num_pages=NUM_PAGES,
+    page_size=PAGE,
+    num_kv_heads=MODEL.num_kv_heads,
+    head_size=MODEL.head_size,
+    dtype="float32",
+)
+BUCKETS = make_buckets(max_num_batched_tokens=64, max_num_seqs=MAX_SEQS, platform="cpu", dtype="float32")
+SHUFFLED = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).tolist()
+
+
+def new_builder():
+    return StepInputBuilder(
+        buckets=BUCKETS,
+        backend=BACKEND,
+        block_size=PAGE,
+        num_groups=1,
+        max_num_seqs=MAX_SEQS,
+        max_pages=MAX_PAGES,
+    )
+
+
+def new_plan(weights, mesh, num_host_blocks=NUM_HOST_PAGES):
+    places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
+    return CompilePlan(
+        step_programs(
+            weights=weights,
+            hidden_size=MODEL.hidden_size,
+            mesh=mesh,
+            cache=PagedCache((), LAYOUT, places, BACKEND),
+            buckets=BUCKETS,
+            builder=new_builder(),
+            max_num_seqs=MAX_SEQS,
+            max_pages=MAX_PAGES,
+            max_logprobs=0,
+            num_host_blocks=num_host_blocks,
+        ).lower
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return device_mesh(jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(MODEL, dtype=jnp.float32, seed=0)
+
+
+@pytest.fixture(scope="module")
+def plan(weights, mesh):
+    plan = new_plan(weights, mesh)
+    yield plan
+    plan.close()
+
+
+@pytest.fixture
+def runner(weights, plan, mesh):
+    """Every page holds random bits, NaNs with payloads among them, from which the next one differs."""
+    runner = Runner(weights=weights, plan=plan, buckets=BUCKETS, mesh=mesh)
+    fill_pages(runner)
+    yield runner
+    runner.reset()
+
+
+def fill_pages(runner):
+    rng = np.random.default_rng(1)
+    placed = runner.state.cache.pages
+    arrays = [rng.integers(0, 2**32, array.shape, dtype=np.uint32).view(np.float32) for array in placed]
+    pages = tuple(jax.device_put(array, old.sharding) for array, old in zip(arrays, placed, strict=True))
+    runner.state = replace(runner.state, cache=replace(runner.state.cache, pages=pages))
+
+
+def bits(runner):
+    """Bits of every page: [array][layer, page, …]."""
+    arrays = [np.array(array) for array in runner.state.cache.pages]
+    return [array.view(np.uint32).reshape(MODEL.num_layers, NUM_PAGES, -1) for array in arrays]
+
+
+def assert_pages(runner, before, content):
+    """Page `d` holds what page `content[d]` held before; every other page what it held itself."""
+    for now, old in zip(bits(runner), before, strict=True):
+        expected = old.copy()
+        for page, source in content.items():
+            expected[:, page] = old[:, source]
+        differs = (now != expected).any(axis=(0, 2))
+        assert np.flatnonzero(differs[1:]).tolist() == [], "pages (less 1) that hold something else"
+
+
+def work_of(moves=(), *, decodes=(), chunks=(), placed=(), changes=()):
+    return SchedulerOutput(1, list(decodes), list(chunks), list(placed), list(changes), list(moves))
+
+
+def copy(source, destination):
+    return PageMove(MoveKind.COPY, source, destination)
+
+
+def swap_out(source, destination):
+    return PageMove(MoveKind.SWAP_OUT, source, destination)
+
+
+def swap_in(source, destination):
+    return PageMove(MoveKind.SWAP_IN, source, destination)
+
+
+def move(runner, *moves):
+    outputs = runner.dispatch(new_builder().build(work_of(moves)))
+    assert outputs.read() is None
+
+
+def pinned_arrays():
+    gc.collect()
+    return [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
+
+
+@pytest.mark.parametrize("num_pages", [1, MAX_MOVES, MAX_MOVES + 3, MAX_MOVES * (MAX_STAGED + 1)])
+def test_pages_swapped_out_and_in_are_the_same_bit_for_bit_and_no_other_page_is_touched(runner, num_pages):
+    before = bits(runner)
+    host = np.random.default_rng(2).permutation(np.arange(1, NUM_HOST_PAGES + 1)).tolist()[:num_pages]
+    sources, destinations = SHUFFLED[:num_pages], SHUFFLED[-num_pages:]
+    move(runner, *map(swap_out, sources, host))
+    assert_pages(runner, before, {})
+    move(runner, *reversed(list(map(swap_in, host, destinations))))
+    assert_pages(runner, before, dict(zip(destinations, sources, strict=True)))
+    moved = num_pages * LAYOUT.page_bytes
+    assert (runner.swap_out_bytes, runner.swap_in_bytes, runner.swap_bytes) == (moved, moved, 2 * moved)
+    assert runner.num_copies == 0
+
+
+def test_moves_are_made_in_the_order_given(runner):
+    """Each move depends on the one before it: a copy sees what was swapped in, a page swapped out what was copied."""
+    before = bits(runner)
+    move(
+        runner,
+        swap_out(5, 1),
+        copy(6, 5),  # The page swapped out is overwritten,
+        swap_out(5, 2),
+        swap_in(1, 6),  # and so is the page copied.
+        copy(6, 7),
+        swap_out(7, 1),  # Host page 1 is written again,
+        swap_in(2, 9),
+        swap_out(8, 2),
+        swap_in(1, 10),
+        swap_in(2, 11),
+    )
+    assert_pages(runner, before, {5: 6, 6: 5, 7: 5, 9: 6, 10: 5, 11: 8})
+    assert (runner.num_copies, runner.swap_bytes) == (2, 8 * LAYOUT.page_bytes)
+
+
+@pytest.mark.parametrize("num_pages", [1, MAX_MOVES + 1])
+def test_copies_reach_every_layer_and_are_counted(runner, num_pages):
+    before = bits(runner)
+    sources, destinations = SHUFFLED[:num_pages], SHUFFLED[-num_pages:]
+    move(runner, *map(copy, sources, destinations))
+    assert_pages(runner, before, dict(zip(destinations, sources, strict=True)))
+    assert (runner.num_copies, runner.swap_bytes) == (num_pages, 0)
+
+
+def prefill(slot, pages, moves=()):
+    """A chunk of as many tokens as these pages hold."""
+    request = make_request(
+        request_id="r",
+        number=0,
+        prompt_token_ids=list(range(2, 2 + PAGE * len(pages))),
+        params=SamplingParams(temperature=0),
+        arrival_time=0.0,
+        max_tokens=1,
+        engine_seed=0,
+        num_groups=1,
+    )
+    sequence = request.sequences[0]
+    sequence.slot = slot
+    changes = [TableChange(0, slot, index, page) for index, page in enumerate(pages)]
+    chunk = Chunk(sequence, 0, PAGE * len(pages), (sequence,))
+    return work_of(moves, chunks=[chunk], placed=[sequence], changes=changes)
+
+
+def test_a_page_swapped_out_keeps_its_content_though_the_same_step_writes_it(runner):
+    """Nobody waits in between: steps, swaps and copies are dispatched one right behind the other."""
+    before, builder = bits(runner), new_builder()
+    pages = [21, 9]
+    runner.dispatch(builder.build(prefill(1, pages, [swap_out(21, 3), swap_out(9, 4), copy(9, 30)])))
+    first = runner.dispatch(builder.build(prefill(2, [14, 15], [swap_in(3, 31), swap_in(4, 32)])))
+    runner.dispatch(builder.build(prefill(3, [31], [swap_out(31, 5), swap_in(5, 33)])))
+    written = {21, 9, 14, 15, 31}
+    for now, old in zip(bits(runner), before, strict=True):
+        assert all((now[:, page] != old[:, page]).any() for page in written)
+        assert np.array_equal(now[:, [30, 32, 33]], old[:, [9, 9, 21]])
+        rest = [page for page in range(1, NUM_PAGES) if page not in written | {30, 32, 33}]
+        assert np.array_equal(now[:, rest], old[:, rest])
+    assert len(first.read().token_ids) == 1
+
+
+def test_a_step_sees_what_was_copied_and_swapped_in_right_before_it(runner):
+    """A prompt's first page is computed in one place, taken through the host to another, and read there."""
+    builder = new_builder()
+    expected = runner.dispatch(builder.build(prefill(1, [21, 9]))).read().token_ids.tolist()
+
+    def second_page(slot, pages, moves):
+        work = prefill(slot, pages, moves)
+        work.chunks[0] = replace(work.chunks[0], start=PAGE, num_tokens=PAGE)
+        return runner.dispatch(builder.build(work)).read().token_ids.tolist()
+
+    assert second_page(2, [30, 31], [swap_out(21, 1), swap_in(1, 30)]) == expected
+    assert second_page(3, [32, 33], [copy(30, 32)]) == expected
+
+
+def test_a_step_without_rows_changes_tables_too(runner):
+    move(runner)
+    changed = new_builder().build(work_of([copy(1, 2)], changes=[TableChange(0, 3, 4, 17)]))
+    assert changed.layout is None
+    assert runner.dispatch(changed).num_samples == 0
+    tables = np.asarray(runner.state.page_tables)
+    assert tables[0, 3, 4] == 17
+    assert np.count_nonzero(tables) == 1
+
+
+def test_moves_compile_nothing_outside_of_the_plan(runner, plan):
+    with plan.serving():
+        move(runner, swap_out(1, 1), copy(2, 3), swap_in(1, 2))
+    assert plan.num_outside == 0
+
+
+def test_swap_programs_are_in_the_plan_only_where_there_are_host_pages(weights, mesh, plan):
+    assert {COPY_KEY, SWAP_OUT_KEY, SWAP_IN_KEY} <= set(plan.programs)
+    without = move_programs(LAYOUT, mesh, num_host_blocks=0)
+    assert set(without) == {COPY_KEY}
+
+
+def test_host_pages_are_pinned_when_first_written_and_given_back(mesh):
+    weights = random_weights(MODEL, dtype=jnp.float32, seed=0)
+    own = Runner(weights=weights, plan=new_plan(weights, mesh), buckets=BUCKETS, mesh=mesh)
+    assert pinned_arrays() == []
+    num_arrays = len(LAYOUT.shapes)
+    move(own, swap_out(1, 1), swap_out(2, 2))
+    assert len(pinned_arrays()) == 2 * num_arrays
+    move(own, swap_out(3, 1))
+    for _ in range(MAX_STAGED):  # As long as the transfer is under way, the old page may live.
+        move(own, swap_out(3, 1))
+    assert len(pinned_arrays()) <= (2 + MAX_STAGED) * num_arrays
+    own.reset()
+    assert pinned_arrays() == []
+    move(own, swap_out(1, 1))
+    assert len(pinned_arrays()) == num_arrays
+    own.close()
+    assert pinned_arrays() == []
+    assert all(array.is_deleted() for array in own.state.cache.pages)
+
+
+def test_after_a_step_that_took_the_cache_with_it_pages_move_again(runner):
+    for array in runner.state.cache.pages:
+        array.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        runner.dispatch(new_builder().build(work_of([copy(1, 2)])))
+    runner.reset()
+    fill_pages(runner)
+    before = bits(runner)
+    move(runner, swap_out(1, 1), swap_in(1, 2))
+    assert_pages(runner, before, {2: 1})
+
+
+def test_no_more_than_the_allowed_batches_are_under_way(runner):
+    """Each keeps a batch of pages in device memory: a long sequence must not take it all."""
+    num_pages = MAX_MOVES * (MAX_STAGED + 1)
+    move(runner, *(swap_out(page, page) for page in range(1, num_pages + 1)))
+    assert len(runner._staged) == MAX_STAGED
+    move(runner, *(swap_in(page, page) for page in range(1, num_pages + 1)))
+    assert len(runner._staged) == MAX_STAGED
+
+
+@pytest.mark.parametrize("bucket", BUCKETS.num_tokens)
+def test_measuring_leaves_everything_but_the_null_page_as_it_was(runner, bucket):
+    """Of a bucket wider than a page table, too: its tokens are then rows of their own."""
+    before = bits(runner)
+    tables, tokens = np.asarray(runner.state.page_tables), np.asarray(runner.state.last_tokens)
+    assert 0 < runner.measure_prefill(new_builder().layouts[bucket]) < 60
+    assert runner.measure_swap() > 0
+    assert_pages(runner, before, {})
+    assert np.array_equal(runner.state.page_tables, tables)
+    assert np.array_equal(runner.state.last_tokens, tokens)
+    assert (runner.swap_bytes, runner.num_copies) == (0, 0)
+
+
+def test_a_prefill_is_measured_with_the_attention_of_real_rows(runner):
+    """What the step is made of: rows as long as page tables allow, filling the bucket, all in the null page."""
+    layout = new_builder().layouts[64]
+    inputs, num_tokens = runner._null_prefill(layout)
+    view = layout.view(inputs.packed)
+    assert num_tokens == 60
+    assert view["context_lens"].tolist() == [20, 20, 20, *[0] * 5]
+    assert view["query_starts"].tolist() == [0, 20, 40, *[60] * 6]
+    assert view["positions"][:60].tolist() == list(range(20)) * 3
+    assert view["slots"].max() < PAGE
+    assert not view["row_slots"].any()
+    assert not view["changes"].any()
+    assert view["counts"].tolist() == [60, 3, 0, 0]
+    shortest = new_builder().layouts[1]
+    one_token = shortest.view(runner._null_prefill(shortest)[0].packed)
+    assert one_token["counts"].tolist() == [1, 1, 1, 0], "a row with one query is a decode row"

@@ -1,0 +1,66 @@
+"""What XLA makes of our programs for a TPU v6e and an H100, compiled here without either, and for a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+
+from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES
+
+ROOT = Path(__file__).parents[1]
+NUM_PAGES = 1024
+TARGETS = {  # Target → what its devices call themselves, and the wheels that hold its compiler.
+    "cpu": ("cpu", ()),
+    "v6e": ("TPU v6 lite", ("libtpu",)),
+    "h100": ("NVIDIA H100 80GB HBM3", ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")),
+}
+
+
+def missing_wheels(names):
+    for name in names:
+        try:
+            distribution(name)
+        except PackageNotFoundError:
+            yield name
+
+
+@pytest.fixture(scope="module", params=[("cpu", 1), ("v6e", 1), ("v6e", 4), ("h100", 1), ("h100", 4)], ids=str)
+def compiled(request):
+    target, num_devices = request.param
+    kind, wheels = TARGETS[target]
+    if missing := list(missing_wheels(wheels)):
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
+    script = ROOT / "tests" / "compile_for_device.py"
+    result = subprocess.run(
+        [sys.executable, str(script), target, str(num_devices), str(NUM_PAGES)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["kind"] == kind
+    return found
+
+
+@pytest.mark.parametrize("program", ["copy", "swap_in"])
+def test_a_program_that_writes_pages_writes_them_into_the_cache_that_it_was_given(compiled, program):
+    """All of the cache is aliased, and what is needed beside it is at most the page under way, never a cache."""
+    found = compiled["programs"][program]
+    assert found["aliased"] == NUM_PAGES * compiled["page_bytes"]
+    assert found["temporary"] <= compiled["page_bytes"] + 2**20
+    assert found["outputs"] - found["aliased"] < 4096
+    assert found["collectives"] == 0
+
+
+def test_a_swap_out_leaves_one_batch_of_pages_beside_the_cache(compiled):
+    found, batch_bytes = compiled["programs"]["swap_out"], MAX_MOVES * compiled["page_bytes"]
+    assert batch_bytes <= found["outputs"] < batch_bytes + 4096
+    assert found["temporary"] < 2**20
+    assert found["collectives"] == 0
