@@ -506,7 +506,8 @@ class Scheduler:
             return 0
         first = request.live[0]
         match = self.blocks.prefixes.match(first, self._match_limit(first))
-        request.pages_wanted = self._pages_now(request) - self.blocks.prefixes.num_shared(match)
+        num_pages = self._pages_now(request)
+        request.pages_wanted = num_pages - self.blocks.prefixes.num_shared(match)
         num_pending = first.num_tokens - match.num_pages * self.blocks.block_size
         is_too_long = not self.enable_chunked_prefill and num_pending > budget
         if self.blocks.status_of(request.pages_wanted, reserve) is not AllocStatus.OK or is_too_long:

@@ -1,0 +1,60 @@
+"""`jpaged bench scheduler` measures the engine's own host core, and says what it measured."""
+
+import json
+
+import pytest
+
+from jpaged.bench_scheduler import Host, bench_hashing
+from jpaged.cli import main
+from jpaged.invariants import check_scheduler
+
+
+def test_the_bench_writes_what_it_measured(tmp_path, capsys):
+    path = tmp_path / "scheduler.json"
+    sizes = ["--running", "4", "--queued", "3", "9", "--requests", "8", "--runs", "2", "--block-size", "16"]
+    assert main(["bench", "scheduler", *sizes, "-o", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert (result["running"], result["prompt_tokens"], result["output_tokens"]) == (4, 512, 128)
+    assert set(result["decode_step"]) == {"schedule", "build", "process", "schedule + process", "sum"}
+    for values in result["decode_step"].values():
+        assert 0 < values["p50"] <= values["p99"]
+    assert set(result["us_per_request"]) == set(result["steps_with_newcomers"]) == {"3", "9"}
+    assert result["growth"]["3"] == 1.0
+    assert result["hash_and_look_up"]["us_per_page"] > 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "decode step of 4 sequences" in shown.err
+
+
+def test_the_bench_serves_real_requests():
+    """As many tokens as were asked for, all invariants hold, and the queue keeps its length."""
+    host = Host(num_running=4, block_size=16)
+    requests = [host.add(max_tokens=10 + index) for index in range(6)]
+    while not all(request.state.is_finished for request in requests):
+        host.step()
+        check_scheduler(host.core.scheduler)
+    assert [request.sequences[0].num_output_tokens for request in requests] == [10, 11, 12, 13, 14, 15]
+    assert host.core.num_generated == sum(range(10, 16))
+
+
+def test_every_page_of_the_hashing_bench_is_found():
+    assert bench_hashing(num_pages=50)["us_per_page"] > 0  # It asserts that all 50 are.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "allowed: scheduler"),
+        (["throughput"], "not available in this version; allowed: scheduler"),
+        (["nonsense"], "unknown bench; allowed: scheduler"),
+        (["scheduler", "--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
+        (["scheduler", "--queued", "-1"], "--queued: got -1, allowed: integers ≥ 0"),
+        (["scheduler", "--running", "x"], "--running"),
+        (["scheduler", "--speed", "9"], "--speed"),
+    ],
+)
+def test_a_bad_call_of_bench_is_one_line(argv, message, capsys):
+    assert main(["bench", *argv]) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
