@@ -204,6 +204,7 @@ def _scheduler(config: EngineConfig, sizes: EngineSizes, preemption: PreemptionP
         num_host_blocks=sizes.num_host_blocks,
         max_cached_blocks=config.max_cached_blocks,
         max_chunk=sizes.max_num_batched_tokens,
+        keep_evicted=_is_keeping_worth_while(preemption.costs, sizes),
     )
     policy = config.scheduling_policy
     return Scheduler(
@@ -236,6 +237,11 @@ def _preemption(
     )
     logger.info("%s", costs)
     return PreemptionPolicy(mode, costs)
+
+
+def _is_keeping_worth_while(costs: SwapCosts | None, sizes: EngineSizes) -> bool:
+    """Whether fetching a page from the host takes less than computing it anew. Where that is not known, yes."""
+    return costs is None or costs.swap_s(1) < costs.recompute_s(sizes.block_size)
 
 
 def _needed_keys(

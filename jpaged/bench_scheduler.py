@@ -64,8 +64,9 @@ class InstantRunner:
             return InstantResults(None)
         start = self.num_drawn % (len(self.tokens) - len(step.samples))
         self.num_drawn += len(step.samples)
-        tokens = self.tokens[start : start + len(step.samples)]
-        return InstantResults(SampledRows(token_ids=tokens, is_finite=np.ones(len(tokens), bool)))
+        tokens: Any = self.tokens[start : start + len(step.samples)]
+        are_finite: Any = np.ones(len(tokens), bool)
+        return InstantResults(SampledRows(token_ids=tokens, is_finite=are_finite))
 
 
 @dataclass
@@ -151,8 +152,10 @@ class Host:
     def step(self) -> int:
         """One step; returns the requests that it ended."""
         self.core.dispatch()
-        samples = self.core.retire()
-        return sum(sequence.state.is_finished for sequence in samples)
+        self.core.retire()
+        num_ended = len(self.core.scheduler.ended)
+        self.core.scheduler.ended.clear()
+        return num_ended
 
     def watched(self) -> Stopwatch:
         """A stopwatch on the three parts of a step."""
@@ -293,5 +296,5 @@ def _show(result: dict[str, Any]) -> None:
     for name, values in result["decode_step"].items():
         say(f"  {name:20} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}")
     for size, value in result["us_per_request"].items():
-        say(f"{size:>7} queued: {value:.0f} µs a request, {result['growth'][size]:.2f} × the shortest queue's")
+        say(f"{size:>7} queued: {value:.0f} µs a request, {result['growth'][size]:.2f} × the first queue's")
     say(f"hash and look up a page of {HASHED_PAGE} tokens: {result['hash_and_look_up']['us_per_page']:.2f} µs")

@@ -32,13 +32,12 @@ class AllocStatus(enum.Enum):
     NEVER = "never"
 
 
-class TableChange(NamedTuple):
-    """An entry of the page table of `slot` in `group` becomes `page`."""
+class TableEntry(NamedTuple):
+    """A place in the page tables on the device: an entry of the table of `slot` in `group`."""
 
     group: int
     slot: int
     entry: int
-    page: int
 
 
 class BlockManager:
@@ -54,22 +53,29 @@ class BlockManager:
         num_host_blocks: int = 0,
         max_cached_blocks: int | None = None,
         max_chunk: int = 1,
+        keep_evicted: bool = True,
     ):
         """`num_blocks` and `num_host_blocks` count every page, the null pages too; no host pages: 0.
 
         `windows` has an entry for each page-table group: None sees everything, a number so many tokens, the
-        query's own among them. `max_chunk` bounds the tokens that one sequence computes in a step.
+        query's own among them. `max_chunk` bounds the tokens that one sequence computes in a step. `keep_evicted`:
+        prefixes that the device evicts go to the host pool.
         """
         self.block_size = block_size
         self.windows = windows
         self.max_chunk = max_chunk
         self.store = PageStore(
-            num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_cached_blocks=max_cached_blocks
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_cached_blocks=max_cached_blocks,
+            keep_evicted=keep_evicted,
         )
         self.prefixes = PrefixCache(
             self.store, block_size=block_size, windows=windows, is_enabled=enable_prefix_caching
         )
-        self.table_changes: list[TableChange] = []
+        self.table_changes: dict[TableEntry, int] = {}
+        """Pages that the device has still to be told of. An entry that changes twice between two steps is told once."""
+        self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
 
     @property
     def device(self) -> PagePool:
@@ -90,10 +96,6 @@ class BlockManager:
         """Pages that one request could have if it were alone: pinned prefixes stay where they are."""
         return self.device.num_usable - len(self.store.pins) * self.num_groups
 
-    @property
-    def has_windows(self) -> bool:
-        return any(window is not None for window in self.windows)
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages of one full-attention group that hold this many tokens."""
         return -(-num_tokens // self.block_size)
@@ -105,15 +107,15 @@ class BlockManager:
         shared = max(0, fork_len - 1) // self.block_size if len(lens) > 1 else 0
         own = [self.pages_for(length) - shared for length in lens]
         num_pages = self.windows.count(None) * (shared + sum(own))
-        for _, window in self._window_groups():
+        for _, window in self.window_groups:
             # What a chunk's first query still sees, the chunk itself, and a page cut at either end.
             widest = self.pages_for(window - 1 + self.max_chunk) + 1
             num_pages += sum(min(widest, shared + pages) for pages in own)
         return num_pages
 
-    def status_of(self, num_pages: int, reserve: int = 0) -> AllocStatus:
-        """Whether so many pages can be taken and `reserve` of them be left free."""
-        if num_pages > self.num_available:
+    def status_of(self, most_pages: int, num_pages: int = 0, reserve: int = 0) -> AllocStatus:
+        """Whether a request of at most `most_pages` fits, and `num_pages` can be taken now with `reserve` left free."""
+        if most_pages > self.num_available:
             return AllocStatus.NEVER
         return AllocStatus.OK if num_pages + reserve <= self.device.num_free else AllocStatus.LATER
 
@@ -124,7 +126,7 @@ class BlockManager:
         sequence.slot = slot
         for group, pages in enumerate(sequence.pages):
             for index in range(sequence.num_passed[group], len(pages)):
-                self.table_changes.append(TableChange(group, slot, index, pages[index]))
+                self.table_changes[TableEntry(group, slot, index)] = pages[index]
 
     def prepare(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages to write for its first `num_tokens` tokens; False, changing nothing, if too few are free.
@@ -160,12 +162,12 @@ class BlockManager:
                 if index < len(pages) and pages[index] != NULL_PAGE:
                     pool.drop_ref(pages[index])
         if sequence.slot and self.table_changes:  # What the device was to be told this time, it need not know.
-            self.table_changes = [change for change in self.table_changes if change.slot != sequence.slot]
+            self.table_changes = {e: page for e, page in self.table_changes.items() if e.slot != sequence.slot}
         sequence.forget_pages()
 
     def pass_windows(self, sequence: Sequence, num_done: int) -> None:
         """Give back what no query from position `num_done` on can see. No step in flight may have an earlier one."""
-        for group, window in self._window_groups():
+        for group, window in self.window_groups:
             pages = sequence.pages[group]
             first_seen = max(0, num_done - window + 1) // self.block_size
             for index in range(sequence.num_passed[group], min(first_seen, len(pages))):
@@ -177,7 +179,7 @@ class BlockManager:
         """Whether the parent still has all that a query behind its first tokens sees: windows may have passed it."""
         return all(
             parent.num_passed[group] <= max(0, num_tokens - window + 1) // self.block_size
-            for group, window in self._window_groups()
+            for group, window in self.window_groups
         )
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -252,16 +254,18 @@ class BlockManager:
             self.host.drop_ref(copy)
         return True
 
-    def swap_in(self, sequences: SequenceOf[Sequence], *, reserve: int) -> bool:
-        """Bring back what `swap_out` moved; False, changing nothing, if that leaves fewer than `reserve` pages free.
+    def num_to_swap_in(self, sequences: SequenceOf[Sequence]) -> int:
+        """Free pages that it takes to bring these swapped sequences back: what somebody uses on the device is there."""
+        copies = [self.store.device_copy_of(page) for page in self._held(sequences)]
+        return sum(copy is None or self.device.ref_counts[copy] == 0 for copy in copies)
+
+    def swap_in(self, sequences: SequenceOf[Sequence]) -> None:
+        """Bring back what `swap_out` moved; `num_to_swap_in` pages must be free.
 
         What the device still has under its hash is not copied.
         """
         held = self._held(sequences)
         copies = {page: copy for page in held if (copy := self.store.device_copy_of(page)) is not None}
-        num_free_copies = sum(self.device.ref_counts[copy] == 0 for copy in copies.values())
-        if len(held) - len(copies) + num_free_copies + reserve > self.device.num_free:
-            return False
         for copy in copies.values():
             self.device.add_ref(copy)
         for page in held:
@@ -274,7 +278,6 @@ class BlockManager:
                     self.host.drop_ref(page)
         for copy in copies.values():
             self.device.drop_ref(copy)
-        return True
 
     def clear(self) -> None:
         """The device has lost everything, and the host pool with it: every page is free and holds nothing."""
@@ -283,20 +286,17 @@ class BlockManager:
 
     # Parts of the above
 
-    def _window_groups(self) -> list[tuple[int, int]]:
-        return [(group, window) for group, window in enumerate(self.windows) if window is not None]
-
     def _copy_on_write(self, sequence: Sequence, group: int, index: int) -> None:
         shared = sequence.pages[group][index]
         own = sequence.pages[group][index] = self.store.copy(shared)
         if sequence.slot:
-            self.table_changes.append(TableChange(group, sequence.slot, index, own))
+            self.table_changes[TableEntry(group, sequence.slot, index)] = own
         self.device.drop_ref(shared)
 
     def _append(self, sequence: Sequence, group: int, page: int) -> None:
         pages = sequence.pages[group]
         if sequence.slot and page != NULL_PAGE:
-            self.table_changes.append(TableChange(group, sequence.slot, len(pages), page))
+            self.table_changes[TableEntry(group, sequence.slot, len(pages))] = page
         pages.append(page)
 
     def _is_shared(self, page: int) -> bool:

@@ -71,9 +71,9 @@ class Core:
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequestError or QueueFullError if it is not taken."""
-        self.scheduler.add(request)
         for sequence in request.live:
             self.outputs.start(sequence)
+        self.scheduler.add(request)
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the parent's request, equal to it so far; InvalidRequestError as `Scheduler.fork`."""
@@ -98,6 +98,10 @@ class Core:
             self.num_steps += 1
             self.num_step_tokens += work.num_tokens
             self.num_padded_tokens += step.layout.num_tokens if step.layout else 0
+        elif self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
+            raise RuntimeError(
+                "the scheduler has requests and finds nothing to do: a defect, or a gate that never opens"
+            )
         return work
 
     def retire(self) -> list[Sequence]:
@@ -123,7 +127,7 @@ class Core:
         for row, (sequence, token_id) in enumerate(zip(samples, sampled.token_ids.tolist(), strict=True)):
             token_ids = sequence.token_ids
             token_ids.append(token_id)
-            if len(token_ids) >= sequence.next_check or token_id in sequence.stop_ids:
+            if len(token_ids) >= sequence.next_check or token_id in sequence.stop_ids or sequence.is_watched:
                 self._look_at(sequence, sampled, row)
         self.num_generated += len(samples)
 
@@ -131,6 +135,7 @@ class Core:
         """A token that may matter has been appended."""
         if sequence.state.is_finished:
             sequence.token_ids.pop()  # It ended while this step was in flight.
+            self.num_generated -= 1
             return
         request = sequence.request
         if request.first_token_time is None:
@@ -141,9 +146,9 @@ class Core:
             logger.exception("request %s failed", request.request_id)
             self._fail(sequence, f"internal error while its output was made: {type(error).__name__}")
             return
-        self.scheduler.note_token(sequence)
+        if end is not None or len(sequence.token_ids) >= sequence.next_check:
+            self.scheduler.note_token(sequence)
         if end is not None:
-            request.last_token_time = self.clock()
             self.scheduler.finish(sequence, end)
 
     def _fail(self, sequence: Sequence, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -170,9 +171,13 @@ class Engine:
             raise InvalidRequestError(
                 f"request_id: got {shown(request_id)}, allowed: a non-empty string", param="request_id"
             )
-        if arrival_time is not None and not isinstance(arrival_time, int | float):
+        now = time.monotonic()
+        is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
+        if arrival_time is not None and not (is_number and -math.inf < arrival_time <= now):
             raise InvalidRequestError(
-                f"arrival_time: got {shown(arrival_time)}, allowed: monotonic seconds", param="arrival_time"
+                f"arrival_time: got {shown(arrival_time)}, allowed: seconds of time.monotonic(), at most now, "
+                f"{now:.3f}; leave it out to take the present",
+                param="arrival_time",
             )
         if request_id in self.requests:
             raise InvalidRequestError(
@@ -212,7 +217,13 @@ class Engine:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests and free what they hold; they give no further output. Ids that are not live are ignored."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        ids = list(ids) if isinstance(ids, Iterable) else [ids]
+        if not all(isinstance(request_id, str) for request_id in ids):
+            raise InvalidRequestError(
+                f"request_ids: got {shown(request_ids)}, allowed: a string or a list of strings", param="request_ids"
+            )
+        for request_id in ids:
             request = self.requests.pop(request_id, None)
             if request is not None:
                 self.core.abort(request)
@@ -238,11 +249,20 @@ class Engine:
                 f"sample: got {shown(sample)}, allowed: one of those that go on, {[one.index for one in request.live]}",
                 param="sample",
             )
+        if request.params.is_greedy:
+            raise InvalidRequestError(
+                "temperature: got a greedy request, whose samples would all be equal; fork one with temperature > 0",
+                param="temperature",
+            )
         if not is_integer(n) or n < 1:
             raise InvalidRequestError(f"n: got {shown(n)}, allowed: an integer ≥ 1", param="n")
         taken = {one.index for one in request.sequences}
         if sample_indices is None:
             sample_indices = range(max(taken) + 1, max(taken) + 1 + n)
+        if isinstance(sample_indices, str) or not isinstance(sample_indices, Sequence):
+            raise InvalidRequestError(
+                f"sample_indices: got {shown(sample_indices)}, allowed: a list of integers", param="sample_indices"
+            )
         indices = list(sample_indices)
         is_valid = all(is_integer(index) and 0 <= index <= MAX_SAMPLE_INDEX for index in indices)
         if not is_valid or len(indices) != n or len(taken.union(indices)) != len(taken) + n:
@@ -303,11 +323,16 @@ class Engine:
             "prefix_cache_hits": self.blocks.prefixes.num_hit_tokens,
             "blocks": store.device.num_usable,
             "blocks_used": store.device.num_used,
-            "peak_blocks_used": store.peak_used,
+            "peak_blocks_used": store.device.peak_used,
             "host_blocks": store.host.num_usable,
             "host_blocks_used": store.host.num_used,
-            "peak_host_blocks_used": store.peak_host_used,
+            "peak_host_blocks_used": store.host.peak_used,
+            "evictions": store.counts["eviction"],
+            "come_backs": store.counts["come_back"],
             "requests": len(self.requests),
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "requests_swapped": len(scheduler.swapped),
             "executables": plan.num_compiled,
             "planned_executables": len(plan.programs),
             "compile_seconds": plan.waited_seconds,
@@ -337,7 +362,7 @@ class Engine:
         self._check_open()
         try:
             with self.runner.plan.serving():
-                work = self.core.dispatch()
+                self.core.dispatch()
                 samples = self.core.retire() if self.core.in_flight else []
         except BaseException:
             # The device state may be half written, or gone with a donation: live requests compute theirs anew.
@@ -345,12 +370,15 @@ class Engine:
             self.runner.reset()
             raise
         now = time.monotonic()
-        changed = list(dict.fromkeys([*work.ignored, *(sequence.request for sequence in samples)]))
+        changed = dict.fromkeys(sequence.request for sequence in samples)
         for request in changed:
             request.last_token_time = now
-            if request.state.is_finished:
-                del self.requests[request.request_id]
-        return changed
+        # Those that ended in a step that failed later are told of now.
+        ended, self.scheduler.ended = self.scheduler.ended, []
+        for request in ended:
+            if self.requests.pop(request.request_id, None) is not None:
+                changed[request] = None
+        return list(changed)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -40,7 +40,8 @@ class SequenceOutput:
 class OutputProcessor:
     """Applies stop rules and keeps text and logprobs of every sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, *, eos_token_ids: Iterable[int]):
+    def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int]):
+        """Without a tokenizer for requests that want neither text nor logprobs."""
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
 
@@ -49,6 +50,7 @@ class OutputProcessor:
         params = sequence.request.params
         detokenizer = None
         if params.detokenize:
+            assert self.tokenizer is not None, "text without a tokenizer"
             detokenizer = Detokenizer(
                 self.tokenizer,
                 sequence.request.prompt_token_ids,
@@ -97,7 +99,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=tuple(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_tuple,
             outputs=tuple(_completion(sequence) for sequence in request.sequences),
             finished=request.state.is_finished,
             metrics=RequestMetrics(
@@ -116,6 +118,7 @@ class OutputProcessor:
         )
 
     def _append_logprobs(self, sequence: Sequence, sampled: SampledRows, row: int, num_top: int) -> None:
+        assert self.tokenizer is not None, "logprobs without a tokenizer"
         assert sampled.logprobs is not None
         assert sampled.ranks is not None
         assert sampled.top_token_ids is not None

@@ -7,7 +7,7 @@ page: never owned, never given, never published. Knows numbers and keys; no sequ
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 NULL_PAGE = 0
 
@@ -25,6 +25,8 @@ class PagePool:
         self.num_withdrawn = 0
         """Pages that the pool is to do without."""
         self.retired_step = 0
+        self.peak_used = 0
+        """Most pages that were ever referenced at once."""
         self.clear()
 
     def clear(self) -> None:
@@ -34,7 +36,7 @@ class PagePool:
         """Free pages without content. The last given is the first taken."""
         self.cached: OrderedDict[int, None] = OrderedDict()
         """Free pages with a published prefix, least recently used first."""
-        self.fenced: deque[tuple[int, int]] = deque()
+        self.fenced: list[tuple[int, int]] = []
         """(step, page): free once that step has retired."""
         self.writers: dict[int, int] = {}
         """Page → the last step in flight that may write it, where its owner may give it back before."""
@@ -58,19 +60,16 @@ class PagePool:
 
     def take(self) -> tuple[int, PageKey | None]:
         """A free page with one reference, and what it held that can now be found no more. One must be free."""
-        if self.free:
-            page, key = self.free.pop(), None
-        else:
-            page, _ = self.cached.popitem(last=False)
-            key = self.key_of[page]
-            self.forget(page)
+        page, key = self._pop()
         self.ref_counts[page] = 1
+        self.peak_used = max(self.peak_used, self.num_used)
         return page, key
 
     def add_ref(self, page: int) -> None:
         """Reference a page that is referenced already, or one that is free and was found by its prefix."""
         if self.ref_counts[page] == 0:
             del self.cached[page]
+            self.peak_used = max(self.peak_used, self.num_used)
         self.ref_counts[page] += 1
 
     def drop_ref(self, page: int) -> None:
@@ -119,7 +118,7 @@ class PagePool:
         self.retired_step = step
         done = [page for last, page in self.fenced if last <= step]
         if done:  # Not always the first ones: a page may be given back later than one that is written longer.
-            self.fenced = deque((last, page) for last, page in self.fenced if last > step)
+            self.fenced = [(last, page) for last, page in self.fenced if last > step]
         for page in done:
             self._give(page)
         if self.writers:
@@ -132,11 +131,18 @@ class PagePool:
             self._give(self.withdrawn.pop())
         self._withdraw()
 
+    def _pop(self) -> tuple[int, PageKey | None]:
+        """The free page that is taken next: one without content, else the least recently used prefix."""
+        if self.free:
+            return self.free.pop(), None
+        page, _ = self.cached.popitem(last=False)
+        key = self.key_of[page]
+        self.forget(page)
+        return page, key
+
     def _withdraw(self) -> None:
         while len(self.withdrawn) < self.num_withdrawn and self.num_free:
-            page, _ = self.take()
-            self.ref_counts[page] = 0
-            self.withdrawn.add(page)
+            self.withdrawn.add(self._pop()[0])
 
     def _give(self, page: int) -> None:
         if page in self.key_of:

@@ -33,27 +33,36 @@ class PageMove(NamedTuple):
     destination: int
 
 
+MAX_KEPT = 16
+"""Evicted pages that a step copies to the host at most: a long prompt may evict hundreds, and shall not wait."""
+
+
 class PageStore:
     """Two pools, and the moves that were asked of them since the last step."""
 
-    def __init__(self, *, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None):
+    def __init__(self, *, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None, keep_evicted: bool):
         self.device = PagePool(num_blocks, max_cached=max_cached_blocks)
         self.host = PagePool(max(1, num_host_blocks))
+        self.keep_evicted = keep_evicted
         self.moves: list[PageMove] = []
+        self.num_kept = 0
+        """Evicted pages among the moves that go to the host pool."""
         self.pins: Counter[bytes] = Counter()
-        """Hashes of prefixes that are to stay on the device, and how often that was asked for."""
+        """Hashes of pages that are to stay on the device, and how many pinned prefixes they belong to."""
         self.pinned_pages: dict[PageKey, int] = {}
+        self.num_pinnings = 0
+        """Counts pins and unpins: what depends on them is looked at anew when it has changed."""
         self.counts: Counter[str] = Counter()
-        self.peak_used = self.peak_host_used = 0
 
     def take(self) -> int:
-        """A free device page. What it held may live on in the host pool, and be found there."""
+        """A free device page. What it held lives on in the host pool if it can, and is found there."""
         page, key = self.device.take()
-        self.peak_used = max(self.peak_used, self.device.num_used)
         if key is not None:
             self.counts["eviction"] += 1
-            if key not in self.host.page_of and self.host.num_free:
+            is_kept = self.keep_evicted and self.num_kept < MAX_KEPT and self.host.num_free > 0
+            if is_kept and key not in self.host.page_of:
                 self.counts["eviction_kept"] += 1
+                self.num_kept += 1
                 self.host.drop_ref(self._copy_out(page, key))
         return page
 
@@ -96,7 +105,6 @@ class PageStore:
         page = self.device.page_of.get(key)
         if page is not None and key not in self.pinned_pages:
             self.device.add_ref(page)
-            self.peak_used = max(self.peak_used, self.device.num_used)
             self.pinned_pages[key] = page
 
     def unpin(self, key: PageKey) -> None:
@@ -105,16 +113,20 @@ class PageStore:
         if page is not None:
             self.device.drop_ref(page)
 
+    def take_moves(self) -> list[PageMove]:
+        """The moves since the last call: the caller has them done."""
+        moves, self.moves, self.num_kept = self.moves, [], 0
+        return moves
+
     def clear(self) -> None:
         """The device has lost everything, and the host pool with it: every page is free and holds nothing."""
         self.device.clear()
         self.host.clear()
         self.pinned_pages.clear()
-        self.moves.clear()
+        self.take_moves()
 
     def _copy_out(self, page: int, key: PageKey | None) -> int:
         copy, _ = self.host.take()
-        self.peak_host_used = max(self.peak_host_used, self.host.num_used)
         self.moves.append(PageMove(MoveKind.SWAP_OUT, page, copy))
         if key is not None:
             self.host.publish(copy, key)

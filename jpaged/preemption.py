@@ -59,7 +59,7 @@ class PreemptionPolicy:
         if self.mode is not PreemptionMode.AUTO:
             return self.mode, f"preemption_mode={self.mode.value}"
         if self.costs is None:
-            return PreemptionMode.RECOMPUTE, "no host pool"
+            return PreemptionMode.RECOMPUTE, "there is no host pool"
         swap_s, recompute_s = self.costs.swap_s(num_pages), self.costs.recompute_s(num_tokens)
         mode = PreemptionMode.SWAP if swap_s < recompute_s else PreemptionMode.RECOMPUTE
         return mode, (

@@ -8,6 +8,7 @@ used first. Pinned prefixes stay, and are pinned anew when they were lost and so
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class PrefixMatch:
     """Per group; the null page where the device has none, or a window needs none."""
     host_pages: list[tuple[int, int, int]]
     """(group, index, host page) of those that only the host pool still has."""
+    next_hash: bytes | None
+    """Of the page that would have made the match longer, had it been cached."""
 
 
 class PrefixCache:
@@ -38,16 +41,19 @@ class PrefixCache:
         self.block_size = block_size
         self.windows = windows
         self.is_enabled = is_enabled
+        self.pinned_prefixes: Counter[bytes] = Counter()
+        """Hash of a prefix's last page, and how often it was pinned."""
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def count_query(self, num_tokens: int, num_hit: int) -> None:
         """Statistics of a first admission; a resumed sequence that finds its own pages is no hit."""
-        self.num_queried_tokens += num_tokens
-        self.num_hit_tokens += num_hit
+        if self.is_enabled:
+            self.num_queried_tokens += num_tokens
+            self.num_hit_tokens += num_hit
 
     def match(self, sequence: Sequence, num_tokens: int) -> PrefixMatch:
         """Cached pages that hold the start of this sequence, at most so many tokens; changes nothing."""
-        length = num_tokens // self.block_size if self.is_enabled else 0
+        length = most = num_tokens // self.block_size if self.is_enabled else 0
         hashes = self._hashes(sequence, length)
         for group, window in enumerate(self.windows):
             if window is None:
@@ -67,7 +73,12 @@ class PrefixCache:
                     host_pages.append((group, index, self.store.host.page_of[key]))
                 pages.append(page)
             device_pages.append(pages)
-        return PrefixMatch(length, device_pages, host_pages)
+        next_hash = hashes[length] if length < most else None
+        return PrefixMatch(length, device_pages, host_pages, next_hash)
+
+    def has(self, page_hash: bytes) -> bool:
+        """Whether a page of that hash is cached, in the first group at least."""
+        return (0, page_hash) in self.store.device.page_of or (0, page_hash) in self.store.host.page_of
 
     def num_shared(self, match: PrefixMatch) -> int:
         """Matched pages that cost nothing, since somebody references them: others lie among the free ones."""
@@ -115,6 +126,10 @@ class PrefixCache:
     def pin(self, token_ids: SequenceOf[int], key: CacheKey) -> int:
         """Keep the full pages of this prefix, now or as soon as somebody has computed them; returns tokens kept now."""
         hashes = self._prefix_hashes(token_ids, key)
+        if not hashes:
+            return 0
+        self.pinned_prefixes[hashes[-1]] += 1
+        self.store.num_pinnings += 1
         keys = [[(group, page_hash) for group in range(len(self.windows))] for page_hash in hashes]
         for page_hash, page_keys in zip(hashes, keys, strict=True):
             self.store.pins[page_hash] += 1
@@ -126,8 +141,10 @@ class PrefixCache:
     def unpin(self, token_ids: SequenceOf[int], key: CacheKey) -> bool:
         """Undo one `pin` of the same prefix, whose pages may then be evicted; False if there was none."""
         hashes, pins = self._prefix_hashes(token_ids, key), self.store.pins
-        if not hashes or any(page_hash not in pins for page_hash in hashes):
+        if not hashes or not self.pinned_prefixes[hashes[-1]]:
             return False
+        self.pinned_prefixes -= Counter([hashes[-1]])
+        self.store.num_pinnings += 1
         for page_hash in reversed(hashes):
             pins[page_hash] -= 1
             if pins[page_hash] == 0:
@@ -140,6 +157,14 @@ class PrefixCache:
         """Pages that a pin of this prefix would keep from requests, beyond those pinned already."""
         hashes = self._prefix_hashes(token_ids, key)
         return len(self.windows) * sum(page_hash not in self.store.pins for page_hash in hashes)
+
+    def num_pinned(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages among those of the first tokens of this sequence that are pinned, or will be once they are computed."""
+        if not self.store.pins:
+            return 0
+        num_pages = num_tokens // self.block_size
+        hashes = self._hashes(sequence, num_pages)[:num_pages]
+        return self.windows.count(None) * sum(page_hash in self.store.pins for page_hash in hashes)
 
     def discard(self, sequence: Sequence) -> None:
         """Unpublish all pages of a sequence whose logits turned out not to be finite; their owners keep them.

@@ -87,7 +87,7 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that may end it."""
     is_watched: bool = False
-    """Every token of it is looked at: for its text or its logprobs."""
+    """Its output processor wants to see every token: for text or logprobs."""
     state: RequestState = RequestState.WAITING
     stop_reason: int | str | None = None
     output: SequenceOutput | None = None
@@ -142,7 +142,12 @@ class Request:
     order: tuple[Any, int] = (0, 0)
     """What the scheduler sorts by: the policy's key, then arrival."""
     pages_wanted: int = 0
-    """Free pages that its last try to get in would have taken: no other try is made before they are there."""
+    """Free pages that the last look at it found to be needed. It is looked at again when they are there, or when
+    the prefix cache has what it then lacked:"""
+    next_hash: bytes | None = None
+    """Hash of the first page that the prefix cache did not have."""
+    fits_under: tuple[int, int, int] | None = None
+    """Under which conditions it was found that it could run if it were alone."""
     num_bypassed: int = 0
     """Later requests that were admitted before it because they fitted and it did not."""
     first_scheduled_time: float | None = None
@@ -155,10 +160,18 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
     error: str | None = None
+    _prompt_tuple: tuple[int, ...] = ()
 
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def prompt_tuple(self) -> tuple[int, ...]:
+        """The prompt as its caller gets it back, made once: a stream shows it with every token."""
+        if not self._prompt_tuple:
+            self._prompt_tuple = tuple(self.prompt_token_ids)
+        return self._prompt_tuple
 
     def new_sequence(self, index: int, token_ids: array[int], num_groups: int) -> Sequence:
         """Another sample, with a copy of these tokens; the caller says what it shares and with whom."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from math import isfinite
 from typing import Any
 
 from .errors import QueueFullError
@@ -22,6 +23,21 @@ POLICIES: dict[str, PolicyKey] = {
 }
 
 
+def key_shape(key: object) -> object:
+    """What a policy's key is made of: keys of one shape can be sorted. TypeError for what has no certain order."""
+    if isinstance(key, int) or (isinstance(key, float) and isfinite(key)):
+        return "number"
+    if isinstance(key, str):
+        return "text"
+    if isinstance(key, tuple):
+        return tuple(map(key_shape, key))
+    raise TypeError(f"got {key!r:.100}")
+
+
+MIN_STALE = 64
+"""Entries of requests that have left which are always put up with."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
     """How much may wait. None: any number."""
@@ -32,19 +48,21 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """A heap by `Request.order`. Whoever leaves out of turn is forgotten at once and skipped later."""
+    """A heap by `Request.order`. Whoever leaves out of turn leaves an entry behind, which is skipped later."""
 
     def __init__(self, limits: QueueLimits | None = None):
         self.limits = limits or QueueLimits()
         self.num_tokens = 0
-        self._heap: list[tuple[tuple[Any, int], Request]] = []
-        self._members: set[Request] = set()
+        self._heap: list[tuple[tuple[Any, int], int, Request]] = []
+        self._tickets: dict[Request, int] = {}
+        """Whose entry with that number is the true one."""
+        self._num_pushed = 0
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._tickets)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._members, key=lambda request: request.order))
+        return iter(sorted(self._tickets, key=lambda request: request.order))
 
     def check_room(self, request: Request) -> None:
         """QueueFullError if this request would be one too many."""
@@ -57,19 +75,16 @@ class RequestQueue:
                 raise QueueFullError(name, got=waiting + more, allowed=limit)
 
     def push(self, request: Request) -> None:
-        self._members.add(request)
+        self._num_pushed += 1
+        self._tickets[request] = self._num_pushed
         self.num_tokens += request.prompt_len
-        heappush(self._heap, (request.order, request))
+        heappush(self._heap, (request.order, self._num_pushed, request))
 
     def first(self) -> Request:
         """The request whose turn it is. There must be one."""
-        while self._heap[0][1] not in self._members:
+        while not self._is_true(self._heap[0]):
             heappop(self._heap)
-        return self._heap[0][1]
-
-    def peek(self) -> list[Request]:
-        """The request whose turn it is, if there is one."""
-        return [self.first()] if self._members else []
+        return self._heap[0][2]
 
     def pop(self) -> Request:
         request = self.first()
@@ -79,5 +94,12 @@ class RequestQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out that is in the queue, wherever it stands."""
-        self._members.remove(request)
+        del self._tickets[request]
         self.num_tokens -= request.prompt_len
+        # Behind a request that waits long, others may come and go for ever.
+        if len(self._heap) > 2 * len(self._tickets) + MIN_STALE:
+            self._heap = [entry for entry in self._heap if self._is_true(entry)]
+            heapify(self._heap)
+
+    def _is_true(self, entry: tuple[tuple[Any, int], int, Request]) -> bool:
+        return self._tickets.get(entry[2]) == entry[1]

@@ -21,18 +21,20 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .block_manager import AllocStatus, BlockManager, TableChange
+from .block_manager import AllocStatus, BlockManager
 from .errors import InvalidRequestError
 from .fork_tree import children_of, common_len, leave_children, samplers_of
 from .page_store import PageMove
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
 from .request import Request, RequestState, Sequence
-from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
+from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue, key_shape
 
 MAX_BYPASSES = 8
 """Later requests that may be admitted before one that does not fit yet. Then it is its turn, whatever fits."""
 MAX_PASSED = 4
 """Requests that do not fit yet among which a step looks for one that does."""
+MAX_PARKED = 32
+"""The same for requests that only a gate keeps waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class SchedulerOutput:
     chunks: list[Chunk] = field(default_factory=list)
     placed: list[Sequence] = field(default_factory=list)
     """Sequences that got their state slot since the last step."""
-    table_changes: list[TableChange] = field(default_factory=list)
+    table_changes: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(group, slot, entry, page), one for each entry of the page tables that changes."""
     moves: list[PageMove] = field(default_factory=list)
     """To be done in this order before anything of the step is written."""
     preempted: list[Preemption] = field(default_factory=list)
@@ -76,7 +79,11 @@ class SchedulerOutput:
 
 
 class AdmissionGate(Protocol):
-    """What else may keep a request waiting, such as slots for adapters. `enter` and `leave` come in pairs."""
+    """What else may keep a request waiting, such as slots for adapters. `enter` and `leave` come in pairs.
+
+    Whom it refuses any number of later ones may pass, since those may need nothing of it. It is asked in the order
+    of the queue: a gate that must let somebody in at last refuses those behind that would stand in the way.
+    """
 
     def admits(self, request: Request) -> bool: ...
 
@@ -134,6 +141,11 @@ class Scheduler:
         """The last one scheduled."""
         self.retired_step = 0
         self.counts: Counter[str] = Counter()
+        self.unfinished: dict[Request, None] = {}
+        """Every request that was added and has not ended, wherever it stands."""
+        self.ended: list[Request] = []
+        """Requests that have ended; whoever tells their callers clears it."""
+        self._key_shape: object = None
         self._num_arrivals = 0
         self._has_new_members = False
         self._first_decode = 0
@@ -165,12 +177,31 @@ class Scheduler:
         """Queue a request. InvalidRequestError if it can never fit, QueueFullError if too many wait."""
         self.check_fits(request)
         self.waiting.check_room(request)
-        order = (self.policy(request), self._num_arrivals + 1)
-        for other in (*self.running[:1], *self.waiting.peek(), *self.swapped.peek()):
-            _check_compares(order, other.order)
+        key = self._policy_key(request)
         self._num_arrivals += 1
-        request.order = order
+        request.order = (key, self._num_arrivals)
+        self.unfinished[request] = None
         self.waiting.push(request)
+
+    def _policy_key(self, request: Request) -> Any:
+        """The key of a request. One that cannot be sorted among others would break the queue amid a step."""
+        try:
+            key = self.policy(request)
+            shape = key_shape(key)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"scheduling_policy: its key function failed here ({type(error).__name__}: {error!s:.200}); "
+                "it may return a finite number, a string, or a tuple of them",
+                param="priority",
+            ) from error
+        self._key_shape = self._key_shape or shape
+        if shape != self._key_shape:
+            raise InvalidRequestError(
+                f"scheduling_policy: its key {key!r:.100} does not compare with those of other requests, made of "
+                f"{self._key_shape}; let it return values of one type",
+                param="priority",
+            )
+        return key
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the same request, equal so far, with sample indices of their own.
@@ -226,6 +257,8 @@ class Scheduler:
         if request.live:
             return
         self._leave_queue(request)
+        del self.unfinished[request]
+        self.ended.append(request)
         request.state = state
         request.finished_time = self.clock()
 
@@ -257,7 +290,7 @@ class Scheduler:
             budget -= self._chunk(sequence, budget)
         if not work.preempted:
             budget -= self._swap_in(budget)
-        if not work.preempted and not self.swapped:
+        if not work.preempted:
             self._admit(budget)
         self._commit(decodes)
         return work
@@ -281,24 +314,29 @@ class Scheduler:
             self.blocks.prefixes.publish(sequence, num_known - 1)
             self.blocks.pass_windows(sequence, num_known - 1)
         next_page = ((num_known - 1) // self.blocks.block_size + 1) * self.blocks.block_size
-        is_looked_at = sequence.is_watched or sequence.state is not RequestState.RUNNING
-        sequence.next_check = 0 if is_looked_at else min(next_page + 1, sequence.max_len)
+        is_running = sequence.state is RequestState.RUNNING
+        sequence.next_check = min(next_page + 1, sequence.max_len) if is_running else 0
 
     def restart(self) -> None:
-        """The device has lost what it held, and all results in flight: everything live is to be computed anew."""
-        for request in [*self.running, *self.swapped]:
-            self._leave_queue(request)
-            for sequence in request.live:
-                self._free_slot(sequence)
-                sequence.forget_pages()
-            request.num_preemptions += 1
-            request.pages_wanted = 0
-            self._stop(request, RequestState.WAITING, self.waiting)
-        for request in self.waiting:
-            for sequence in request.live:
-                sequence.num_tokens = len(sequence.token_ids)
+        """The device has lost what it held, and all results in flight: everything live is to be computed anew.
+
+        Whatever was broken off in the middle is set up again from the requests alone.
+        """
+        if self.gate is not None:
+            for request in self.running:
+                self.gate.leave(request)
+        self.running.clear()
+        self.swapped = RequestQueue()
+        self.waiting = RequestQueue(self.waiting.limits)
+        self.free_slots = list(range(self.max_num_seqs, 0, -1))
         self.blocks.clear()
         self.retired_step = self.blocks.device.retired_step = self.step
+        for request in self.unfinished:
+            request.num_preemptions += request.state is not RequestState.WAITING
+            for sequence in request.live:
+                sequence.num_tokens = len(sequence.token_ids)
+                sequence.forget_pages()
+            self._stop(request, RequestState.WAITING, self.waiting)
         self.counts["restart"] += 1
 
     # Running sequences
@@ -353,9 +391,11 @@ class Scheduler:
         return True
 
     def _take_slot(self, sequence: Sequence) -> bool:
+        """A slot for a fork, from a later request if need be: its own request does not give way to it."""
         while not self.free_slots:
-            if not self._preempt_last(sequence.request):
+            if self.running[-1] is sequence.request:
                 return False
+            self._preempt_last(sequence.request)
         self._place(sequence)
         return True
 
@@ -378,10 +418,12 @@ class Scheduler:
         sequence.awaits_parent = False
         return sequence.state is RequestState.RUNNING
 
-    def _adopt_cached(self, sequence: Sequence) -> None:
+    def _adopt_cached(self, sequence: Sequence) -> int:
+        """Start a sequence with what the prefix cache has of it, if there is room for that; returns its tokens."""
         match = self.blocks.prefixes.match(sequence, self._match_limit(sequence))
-        if self.blocks.prefixes.num_taken(match) <= self.blocks.device.num_free:
-            self.blocks.adopt(sequence, match)
+        if self.blocks.prefixes.num_taken(match) > self.blocks.device.num_free:
+            return 0
+        return self.blocks.adopt(sequence, match)
 
     def _match_limit(self, sequence: Sequence) -> int:
         """Tokens of a sequence that may come from the prefix cache.
@@ -392,7 +434,7 @@ class Scheduler:
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:
             limit = min(limit, sequence.request.num_scored)
-        if self.blocks.has_windows:
+        if self.blocks.window_groups:
             limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence))])
         return limit
 
@@ -421,10 +463,9 @@ class Scheduler:
         work.decodes.extend(decodes)
         for chunk in work.chunks:
             self._commit_chunk(chunk)
-        work.table_changes.extend(self.blocks.table_changes)
-        work.moves.extend(self.blocks.store.moves)
+        work.table_changes.extend((*entry, page) for entry, page in self.blocks.table_changes.items())
         self.blocks.table_changes.clear()
-        self.blocks.store.moves.clear()
+        work.moves.extend(self.blocks.store.take_moves())
         if not work.is_empty:
             self.step = work.step
 
@@ -455,16 +496,13 @@ class Scheduler:
         num_scheduled = 0
         while self.swapped and not self._work.preempted:
             request = self.swapped.first()
-            if self._status_of(request) is AllocStatus.NEVER:
+            if self._can_never_run(request):
                 self._ignore(request)
                 continue
-            # The tokens that it has still to compute need their pages at once, or it would be preempted right away.
-            reserve = max(0, self._pages_now(request) - request.pages_wanted) + self._reserve()
-            if self.running:
-                reserve += len(request.live)
-            if not self._has_place_for(request, reserve) or not self.blocks.swap_in(request.live, reserve=reserve):
+            if not self._may_try(request) or not self._fits_again(request):
                 break
             self.swapped.pop()
+            self.blocks.swap_in(request.live)
             self._run(request)
             self.counts["swap_in"] += 1
             for sequence in request.live:
@@ -472,65 +510,84 @@ class Scheduler:
                     num_scheduled += self._chunk(sequence, budget - num_scheduled)
         return num_scheduled
 
+    def _fits_again(self, request: Request) -> bool:
+        """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""
+        num_pages = self.blocks.num_to_swap_in(request.live)
+        num_pages += max(0, self._pages_now(request) - self.blocks.num_held(request.live))
+        # Beside others, each of its sequences may need its next page before anybody gives one back.
+        request.pages_wanted = num_pages + (len(request.live) if self.running else 0)
+        return request.pages_wanted + self._reserve() <= self.blocks.device.num_free
+
     def _admit(self, budget: int) -> None:
-        """Admit waiting requests, in order. One that does not fit yet may be passed by a few later ones that do."""
+        """Admit waiting requests, in order, but none before a swapped one whose turn is sooner.
+
+        One that does not fit yet may be passed by a few later ones that do, and one that only the gate refuses by
+        any number.
+        """
         passed: list[Request] = []
-        while self.waiting and budget > 0 and self.free_slots and len(passed) < MAX_PASSED:
+        parked: list[Request] = []
+        while self.waiting and budget > 0 and self.free_slots:
             request = self.waiting.first()
-            if not self._has_waited(request):
+            if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request):
                 break
-            if self._status_of(request) is AllocStatus.NEVER:
+            if self._can_never_run(request):
                 self._ignore(request)
                 continue
             self.waiting.pop()
-            num_scheduled = self._try_admit(request, budget)
-            if num_scheduled:
-                budget -= num_scheduled
-                self._has_admitted = True
+            if self.gate is not None and not self.gate.admits(request):
+                parked.append(request)
+            elif self._may_try(request) and self._fits(request, budget):
+                budget -= self._start(request, budget)
                 for other in passed:
                     other.num_bypassed += 1
                     self.counts["bypass"] += 1
-                if any(other.num_bypassed >= MAX_BYPASSES for other in passed):
-                    break
             else:
                 passed.append(request)
-                if request.num_bypassed >= MAX_BYPASSES:
-                    break
-        for request in passed:
+            is_their_turn = any(other.num_bypassed >= MAX_BYPASSES for other in passed)
+            if is_their_turn or len(passed) == MAX_PASSED or len(parked) == MAX_PARKED:
+                break
+        for request in passed + parked:
             self.waiting.push(request)
 
-    def _try_admit(self, request: Request, budget: int) -> int:
-        """Give a waiting request its slots and first pages; returns its tokens in this step, 0 if it has to wait."""
-        reserve = self._reserve()
-        if not self._has_place_for(request, reserve) or not (self.gate is None or self.gate.admits(request)):
-            return 0
+    def _may_try(self, request: Request) -> bool:
+        """Whether a closer look is worth while: slots, results in flight, and what the last look found missing."""
+        if len(request.live) > len(self.free_slots) or any(map(self.is_in_flight, request.live)):
+            return False
+        if not self.running or request.pages_wanted + self._reserve() <= self.blocks.device.num_free:
+            return True
+        return request.next_hash is not None and self.blocks.prefixes.has(request.next_hash)
+
+    def _fits(self, request: Request, budget: int) -> bool:
+        """Whether a waiting request has room now, given what the prefix cache has of it."""
         first = request.live[0]
         match = self.blocks.prefixes.match(first, self._match_limit(first))
-        num_pages = self._pages_now(request)
-        request.pages_wanted = num_pages - self.blocks.prefixes.num_shared(match)
+        request.pages_wanted = self._pages_now(request) - self.blocks.prefixes.num_shared(match)
+        request.next_hash = match.next_hash
+        if self._status_of(request, request.pages_wanted, self._reserve()) is not AllocStatus.OK:
+            return False
         num_pending = first.num_tokens - match.num_pages * self.blocks.block_size
-        is_too_long = not self.enable_chunked_prefill and num_pending > budget
-        if self.blocks.status_of(request.pages_wanted, reserve) is not AllocStatus.OK or is_too_long:
-            return 0
-        num_cached = self.blocks.adopt(first, match)
+        return self.enable_chunked_prefill or num_pending <= budget
+
+    def _start(self, request: Request, budget: int) -> int:
+        """Let a waiting request run that fits; returns its tokens in this step."""
+        first = request.live[0]
+        num_cached = self._adopt_cached(first)
         first.awaits_parent = False
         self._run(request)
+        self._has_admitted = True
         if request.first_scheduled_time is None:
             request.first_scheduled_time = self._last_schedule
             request.num_cached_tokens = num_cached
             self.blocks.prefixes.count_query(first.num_tokens, num_cached)
-        return self._chunk(first, budget)
-
-    def _has_place_for(self, request: Request, reserve: int) -> bool:
-        """Whether a try to let it run is worth while: slots, results in flight, and pages as far as is known."""
-        if len(request.live) > len(self.free_slots) or any(map(self.is_in_flight, request.live)):
-            return False
-        return not self.running or request.pages_wanted + reserve <= self.blocks.device.num_free
+        num_scheduled = self._chunk(first, budget)
+        assert num_scheduled, "its pages were counted"
+        return num_scheduled
 
     def _run(self, request: Request) -> None:
         """Put a request whose first pages are there among the running ones."""
         insort(self.running, request, key=lambda other: other.order)
         request.state = RequestState.RUNNING
+        request.num_bypassed = 0
         for sequence in request.live:
             sequence.state = RequestState.RUNNING
             self._place(sequence)
@@ -576,12 +633,10 @@ class Scheduler:
         self._leave_queue(request)
         if mode is PreemptionMode.SWAP:
             request.num_swaps += 1
-            request.pages_wanted = num_pages
             self._stop(request, RequestState.SWAPPED, self.swapped)
         else:
             for sequence in request.live:
                 self._release(sequence)
-            request.pages_wanted = 0
             self._stop(request, RequestState.WAITING, self.waiting)
         request.num_preemptions += 1
         self.counts[f"preemptions_{mode.value}"] += 1
@@ -593,6 +648,7 @@ class Scheduler:
             sequence.state = state
             if state is RequestState.WAITING:
                 sequence.awaits_parent = sequence.parent is not None
+        request.pages_wanted, request.next_hash = 0, None
         queue.push(request)
         self._has_new_members = True
 
@@ -628,17 +684,30 @@ class Scheduler:
     # What is known of a request
 
     def most_pages(self, request: Request) -> int:
-        """Pages that the request takes when all of its samples have become as long as they may."""
+        """Pages that the request takes beside pinned ones when all of its samples have become as long as they may."""
+        first = request.live[0]
+        num_pinned = (
+            0 if request.needs_prompt_scores else self.blocks.prefixes.num_pinned(first, request.prompt_len - 1)
+        )
         # The last token ends its sequence, so that its keys and values are never computed.
-        return self.blocks.most_pages(common_len(request), [sequence.max_len - 1 for sequence in request.live])
+        lens = [sequence.max_len - 1 for sequence in request.live]
+        return self.blocks.most_pages(common_len(request), lens) - num_pinned
 
     def _pages_now(self, request: Request) -> int:
         """Pages that the request takes for the tokens that it has."""
         return self.blocks.most_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
 
-    def _status_of(self, request: Request) -> AllocStatus:
-        """NEVER if the request would not fit were it alone."""
-        return self.blocks.status_of(self.most_pages(request))
+    def _status_of(self, request: Request, num_pages: int = 0, reserve: int = 0) -> AllocStatus:
+        """NEVER if the request would not fit were it alone, LATER if `num_pages` and `reserve` are not free now."""
+        return self.blocks.status_of(self.most_pages(request), num_pages, reserve)
+
+    def _can_never_run(self, request: Request) -> bool:
+        """Whether a request that was taken cannot run any more. Looked into when pool, pins or samples have changed."""
+        conditions = (self.blocks.num_available, self.blocks.store.num_pinnings, len(request.live))
+        if request.fits_under == conditions:
+            return False
+        request.fits_under = conditions
+        return self._status_of(request) is AllocStatus.NEVER
 
     def _stage_of(self, sequence: Sequence) -> str:
         if sequence.state is not RequestState.RUNNING:
@@ -661,15 +730,3 @@ class Scheduler:
             self._last_admission_s = now - self._last_schedule
         self._has_admitted = False
         self._last_schedule = now
-
-
-def _check_compares(order: tuple[Any, int], other: tuple[Any, int]) -> None:
-    """A key that cannot be sorted among the others would break the queue in the middle of a step."""
-    try:
-        order < other  # noqa: B015
-    except TypeError as error:
-        raise InvalidRequestError(
-            f"scheduling_policy: its key {order[0]!r:.100} does not compare with {other[0]!r:.100} of another request; "
-            "let it return values of one type",
-            param="priority",
-        ) from error

@@ -1,7 +1,7 @@
 """Lives of a host core on a symbolic device, each from one seed; any violation of its promises raises.
 
-    python scripts/simulate.py 4711                          # replay one seed, with its event log
-    python scripts/simulate.py --seeds 0:20000 --jobs 2 --output docs/measurements/simulation.json
+python scripts/simulate.py 4711                          # replay one seed, with its event log
+python scripts/simulate.py --seeds 0:20000 --jobs 2 --output docs/measurements/simulation.json
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ BLOCK = 50
 """Seeds that a process takes at a time."""
 
 
-def run_block(seeds):
+def run_block(seeds: range) -> tuple[int, int, int, Counter[str], list[tuple[int, str]]]:
     """(number of seeds, steps, requests, events, failures) of these seeds; a failure does not end the others."""
     from tests.jpaged.simulation import simulate
 
     steps = requests = 0
-    events, failures = Counter(), []
+    events: Counter[str] = Counter()
+    failures: list[tuple[int, str]] = []
     for seed in seeds:
         try:
             summary = simulate(seed)
@@ -42,7 +43,7 @@ def run_block(seeds):
     return len(seeds), steps, requests, events, failures
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seed", type=int, nargs="?", help="replay this one, with its event log")
     parser.add_argument("--seeds", metavar="FIRST:END", help="all of these, END excluded")
@@ -63,7 +64,8 @@ def main():
     blocks = [seeds[at : at + BLOCK] for at in range(0, len(seeds), BLOCK)]
     started = time.monotonic()
     num_seeds = steps = requests = 0
-    events, failures = Counter(), []
+    events: Counter[str] = Counter()
+    failures: list[int] = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for block in pool.map(run_block, blocks):
             num_seeds += block[0]

@@ -19,7 +19,7 @@ from jpaged.request import RequestState
 from jpaged.request_queue import POLICIES, QueueLimits
 from jpaged.sampling_params import SamplingParams
 
-from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceFault, Host
+from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host
 
 MAX_STEPS = 5000
 """Of one life: more means that it makes no progress."""
@@ -91,7 +91,7 @@ class Life:
             **options,
             gate=self.gate,
             engine_seed=seed,
-            stop_share=rng.choice([40, 150]),
+            stop_share=rng.choice([60, 300]),
             poison_share=rng.choice([0, 0, 300]),
             is_late=lambda: rng.random() < late_share,
             tell=self.tell,
@@ -107,6 +107,7 @@ class Life:
             "resize": rng.choice([0.0, 0.0, 0.05]),
             "fault": rng.choice([0.0, 0.0, 0.01]),
             "jump": rng.choice([0.0, 0.02]),
+            "scores": rng.choice([0.0, 0.1, 0.5]),
         }
         self.keys = [CacheKey()]
         if rng.random() < 0.5 or self.gate:
@@ -138,7 +139,7 @@ class Life:
         self.max_samples = min(max_num_seqs, rng.choice([1, 1, 2, 4]))
         num_alike = rng.choice([1, self.max_samples])
         largest = BlockManager(num_blocks=2, **sizes).most_pages(0, [self.max_len - 1] * num_alike)
-        num_blocks = 1 + int(largest * rng.choice([1, 1, 1.3, 1.7, 2.5, 5]))
+        num_blocks = 1 + int(largest * rng.choice([1, 1.2, 1.5, 1.5, 2, 3]))
         costs = SwapCosts(
             page_bytes=1, swap_bytes_per_s=2 * rng.choice([0.5, 1, 1.5]) / block_size, prefill_s_per_token=1.0
         )
@@ -160,7 +161,8 @@ class Life:
             long_prefill_token_threshold=threshold,
             delay_factor=rng.choice([0.0, 0.0, 0.5, 2.0]),
             preemption=PreemptionPolicy(
-                rng.choice([*PreemptionMode, PreemptionMode.SWAP]), rng.choice([costs, costs, costs, None])
+                rng.choice([*PreemptionMode, PreemptionMode.SWAP, PreemptionMode.SWAP]),
+                rng.choice([costs, costs, costs, None]),
             ),
             limits=rng.choice([None, None, QueueLimits(waiting_requests=4), QueueLimits(waiting_tokens=80)]),
             tokens_ahead=rng.choice([1, 1, 4]),
@@ -183,7 +185,7 @@ class Life:
                 host.runner.fault = rng.choice(FAULTS)
             try:
                 self._advance()
-            except DeviceFault as fault:
+            except DeviceError as fault:
                 self._happen(f"fault: {fault}")
                 host.restart()
             self._interfere()
@@ -241,7 +243,7 @@ class Life:
                 act()
 
     def _arrive(self):
-        rng, host = self.rng, self.host
+        rng, host, shares = self.rng, self.host, self.shares
         params = SamplingParams(
             n=(n := rng.randint(1, self.max_samples)),
             seed=rng.choice([None, None, 5, -1, 2**63 - 1]),
@@ -249,7 +251,7 @@ class Life:
             top_k=rng.choice([-1, 0, 40]),
             top_p=rng.choice([0.1, 1.0]),
             min_p=rng.choice([0.0, 0.05]),
-            ignore_eos=rng.random() < 0.3,
+            ignore_eos=rng.random() < 0.4,
             stop_token_ids=rng.choice([None, (STOP_TOKEN,)]),
             detokenize=False,
         )
@@ -261,7 +263,7 @@ class Life:
                 params=params,
                 priority=rng.randint(0, 2),
                 cache_key=rng.choice(self.keys) if rng.random() < 0.4 else self.keys[0],
-                needs_prompt_scores=rng.random() < 0.1,
+                needs_prompt_scores=rng.random() < shares["scores"],
                 is_watched=rng.random() < 0.2,
             )
         except (InvalidRequestError, QueueFullError) as error:
@@ -317,7 +319,8 @@ class Life:
     def _anybody(self):
         """A sequence that has not ended, of a queue where there is somebody."""
         scheduler = self.host.scheduler
-        queues = [list(queue) for queue in (scheduler.waiting, scheduler.running, scheduler.swapped) if queue]
+        all_queues = (scheduler.waiting, scheduler.running, scheduler.swapped, scheduler.swapped)
+        queues = [list(queue) for queue in all_queues if queue]
         if not queues:
             return None
         return self.rng.choice(self.rng.choice(self.rng.choice(queues)).live)

@@ -11,6 +11,7 @@ Steps run in order but late, as on a real device: what the host does to a buffer
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from jpaged.invariants import check_scheduler
 from jpaged.output_processor import OutputProcessor
 from jpaged.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
-from jpaged.request import RequestState, derived_seed, make_request
-from jpaged.runner import _batches
+from jpaged.prefix_hash import CacheKey
+from jpaged.request import RequestState, make_request
 from jpaged.sampler import SampledRows
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import MAX_BYPASSES, Scheduler
@@ -59,9 +60,7 @@ class Model:
     def append(self, histories, extra, position, token):
         """Add the keys of one more token, which depend on all that it sees; `position` is what the step says."""
         place = len(histories[0])
-        seen = [
-            tuple(keys[max(0, place - span + 1) : place]) for keys, span in zip(histories, self.spans, strict=True)
-        ]
+        seen = [tuple(keys[max(0, place - span + 1) : place]) for keys, span in zip(histories, self.spans, strict=True)]
         if token == POISON_TOKEN or any(NAN in keys for keys in seen):
             for keys in histories:
                 keys.append(NAN)
@@ -72,9 +71,7 @@ class Model:
 
     def draw(self, histories, end, sample_row):
         """The token after the first `end` ones; None for logits that are not finite."""
-        seen = [
-            tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)
-        ]
+        seen = [tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)]
         if any(NAN in keys for keys in seen):
             return None
         number = hash((tuple(seen), sample_row)) % VOCAB
@@ -134,6 +131,12 @@ class Solo:
         params = self.params
         floats = [float(np.float32(value)) for value in (params.temperature, params.top_p, params.min_p)]
         self.row = (sample_index, self.seed % 2**32, self.seed // 2**32, max(params.top_k, 0), *floats)
+
+
+def _seed(own, engine_seed, number):
+    """64 bits: the request's own seed, or what the engine's seed and the request's number give."""
+    text = f"jpaged request seed {engine_seed % 2**64} {number}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") if own is None else own % 2**64
 
 
 class SymbolicDevice:
@@ -239,35 +242,25 @@ class SymbolicDevice:
             self.keys[slot] = keys[-1]
 
     def _move(self, moves):
-        """One after another; and, as a check, in the batches of the real runner, each of which reads all at first."""
-        if not moves:
-            return
-        pools = {"device": self.keys, "host": self.host_keys}
-        batched = {name: list(keys) for name, keys in pools.items()}
+        """One after another."""
+        pools, size = {"device": self.keys, "host": self.host_keys}, self.block_size
         for move in moves:
             assert move.source > 0 < move.destination, "the null page is moved"
             self.counts[move.kind.value] += 1
-            self._copy(pools, [move])
-        for kind, batch in _batches(moves):
-            assert all(move.kind is kind for move in batch)
-            self._copy(batched, batch)
-        assert batched == pools, "what is moved depends on how moves are batched"
-
-    def _copy(self, pools, batch):
-        size = self.block_size
-        source, destination = {
-            MoveKind.COPY: ("device", "device"),
-            MoveKind.SWAP_OUT: ("device", "host"),
-            MoveKind.SWAP_IN: ("host", "device"),
-        }[batch[0].kind]
-        read = [pools[source][move.source * size : move.source * size + size] for move in batch]
-        for move, keys in zip(batch, read, strict=True):
-            assert len(keys) == size, "a page that there is not"
+            source, destination = {
+                MoveKind.COPY: ("device", "device"),
+                MoveKind.SWAP_OUT: ("device", "host"),
+                MoveKind.SWAP_IN: ("host", "device"),
+            }[move.kind]
+            keys = pools[source][move.source * size : move.source * size + size]
             at = move.destination * size
+            assert len(keys) == size, "a page that there is not"
             assert at < len(pools[destination]), "a page that there is not"
             pools[destination][at : at + size] = keys
 
     def _change_tables(self, changes):
+        places = [change[:3] for change in zip(*changes, strict=True) if change[3]]
+        assert len(set(places)) == len(places), "an entry changes twice in one step: a device takes either"
         for group, slot, index, page in zip(*changes, strict=True):
             assert min(group, slot, index, page) >= 0, "a negative index wraps"
             assert (slot == 0) == (page == 0), "the null page and the null slot belong to padding"
@@ -300,7 +293,7 @@ class SymbolicDevice:
             self.keys[slot] = next(self.garbage)
 
 
-class DeviceFault(Exception):
+class DeviceError(Exception):
     """Injected."""
 
 
@@ -346,7 +339,7 @@ class SymbolicRunner:
             self.fault = None
             if fault == "dispatch after":
                 self.drain()
-            raise DeviceFault(fault)
+            raise DeviceError(fault)
 
 
 class _Results:
@@ -484,13 +477,13 @@ class Host:
             max_tokens=max_tokens,
             engine_seed=self.engine_seed,
             num_groups=self.blocks.num_groups,
-            cache_key=cache_key,
+            cache_key=cache_key or CacheKey(),
             **options,
         )
         self.core.add(request)
         self.requests.append(request)
         self.unfinished.append(request)
-        seed = params.seed % 2**64 if params and params.seed is not None else derived_seed(self.engine_seed, request.number)
+        seed = _seed(request.params.seed, self.engine_seed, request.number)
         extra = self.extras.setdefault(request.cache_key, len(self.extras))
         first = Solo(
             self.model,
@@ -549,8 +542,8 @@ class Host:
             self._check_pages(self.core.in_flight[-1].step, work)
         self.most_used = max(self.most_used, blocks.device.num_used)
         self.most_host_used = max(self.most_host_used, blocks.host.num_used)
-        assert self.most_used <= blocks.store.peak_used < blocks.device.num_pages, "the peak was higher"
-        assert self.most_host_used <= blocks.store.peak_host_used < blocks.host.num_pages, "the peak was higher"
+        assert self.most_used <= blocks.device.peak_used < blocks.device.num_pages, "the peak was higher"
+        assert self.most_host_used <= blocks.host.peak_used < blocks.host.num_pages, "the peak was higher"
         return work
 
     def retire(self):
@@ -725,7 +718,7 @@ class Host:
             request = chunk.sequence.request
             if request not in self.first_starts:
                 self.first_starts[request] = chunk.start
-                self.counts["queried"] += request.prompt_len
+                self.counts["queried"] += request.prompt_len * self.blocks.prefixes.is_enabled
                 self.counts["hit"] += chunk.start
                 assert request.num_cached_tokens == chunk.start, "another number of cached tokens"
                 assert chunk.start < request.prompt_len, "a hit covers the whole prompt"
@@ -735,13 +728,17 @@ class Host:
         ), "hit statistics differ"
 
     def _check_bypasses(self, waiting):
-        """S6."""
+        """S6. Whom the gate refuses any number may pass."""
+        gate = self.scheduler.gate
         admitted = [request for request in waiting if request.state is RequestState.RUNNING]
         if not admitted:
             return
+        for request in admitted:
+            self.bypassed[request] = 0
         last = max(request.order for request in admitted)
         for request in waiting:
-            if request.state is RequestState.WAITING and request.order < last:
+            is_refused = gate is not None and not gate.admits(request)
+            if request.state is RequestState.WAITING and request.order < last and not is_refused:
                 self.bypassed[request] += sum(request.order < other.order for other in admitted)
                 assert self.bypassed[request] <= MAX_BYPASSES, "a request is bypassed for ever"
 

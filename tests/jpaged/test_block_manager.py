@@ -1,7 +1,8 @@
-"""Pages: who owns them, what is found in the prefix cache, and which are taken first.
+"""Pages: who owns them, what is found in the prefix cache, which are taken first, and what moves where.
 
-The state machine keeps its own record of what every slot of every page holds, by whole token history, and
-holds the block manager against it after each rule. Invariants by their names in comments: B1 … P5.
+The state machine keeps its own record of what every slot of every page holds, by whole token history, carries out
+the moves that it is told of, and holds the block manager against it after each rule. Invariants by their names in
+comments: B1 … X1.
 """
 
 import hashlib
@@ -22,11 +23,16 @@ from hypothesis.stateful import (
 )
 
 from jpaged.block_manager import BlockManager
-from jpaged.request import make_request
+from jpaged.invariants import check_pages
+from jpaged.page_store import MoveKind
+from jpaged.prefix_hash import CacheKey
+from jpaged.request import RequestState, make_request
 from jpaged.sampling_params import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 """Two token ids: prefixes meet all the time."""
+MOST_TOKENS = 16
+KEY = CacheKey()
 
 
 def sequence_of(token_ids, num_groups=1):
@@ -40,208 +46,431 @@ def sequence_of(token_ids, num_groups=1):
         engine_seed=0,
         num_groups=num_groups,
     )
-    return request.sequences[0]
+    sequence = request.sequences[0]
+    sequence.state = RequestState.RUNNING
+    return sequence
 
 
-def manager(num_blocks=10, block_size=2, *, enable_prefix_caching=True, num_groups=1):
-    return BlockManager(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        enable_prefix_caching=enable_prefix_caching,
-        num_groups=num_groups,
-    )
+def manager(num_blocks=10, block_size=2, **options):
+    return BlockManager(num_blocks=num_blocks, block_size=block_size, **options)
+
+
+def found(blocks, token_ids):
+    """Pages that the whole of a sequence of these tokens would find."""
+    return blocks.prefixes.match(sequence_of(token_ids, blocks.num_groups), len(token_ids)).num_pages
 
 
 def start(blocks, token_ids, *, compute=True):
     """A sequence with pages for all of its tokens, computed and published if asked."""
     sequence = sequence_of(token_ids, blocks.num_groups)
-    blocks.adopt(sequence, blocks.match_prefix(sequence))
-    assert blocks.grow(sequence, len(token_ids))
+    blocks.adopt(sequence, blocks.prefixes.match(sequence, len(token_ids) - 1))
+    assert blocks.prepare(sequence, len(token_ids))
     if compute:
         sequence.num_computed = len(token_ids)
-        blocks.publish(sequence)
+        blocks.prefixes.publish(sequence, len(token_ids))
     return sequence
 
 
 def page_key(group, token_ids, block_size):
-    """P3, spelled out: SHA-256 chained over pages of 32-bit token ids."""
-    digest = hashlib.sha256(b"jpaged prefix v1").digest()
+    """P3, spelled out: SHA-256 chained over pages of 32-bit token ids, from a root that the extras give."""
+    digest = hashlib.sha256(b"jpaged prefix v2\0lora_version\x001\x000\0weights_version\x001\x000").digest()
     for first in range(0, len(token_ids), block_size):
         digest = hashlib.sha256(digest + array("i", token_ids[first : first + block_size]).tobytes()).digest()
     return group, digest
 
 
 def snapshot(blocks):
-    return (
-        list(blocks.ref_counts),
-        list(blocks.free),
-        dict(blocks.page_of_hash),
-        dict(blocks.hash_of_page),
-        blocks.num_queried_tokens,
-        blocks.num_hit_tokens,
-    )
+    """Everything that a refusal may not change."""
+    pools = [
+        (
+            list(pool.ref_counts),
+            list(pool.free),
+            list(pool.cached),
+            list(pool.fenced),
+            dict(pool.page_of),
+            dict(pool.key_of),
+        )
+        for pool in (blocks.device, blocks.host)
+    ]
+    return pools, list(blocks.store.moves), dict(blocks.table_changes), dict(blocks.store.pinned_pages)
+
+
+def tables_of(sequences):
+    return [([list(pages) for pages in s.pages], s.num_computed, s.num_published, s.num_passed) for s in sequences]
 
 
 class Pool(RuleBasedStateMachine):
-    """Sequences start, grow, compute, get tokens and end, in any order."""
+    """Sequences start, grow, compute, fork, swap and end, in any order; prefixes are pinned, pools shrink."""
 
     @initialize(
-        num_blocks=st.integers(2, 10),
+        num_blocks=st.integers(2, 12),
         block_size=st.sampled_from([1, 2, 4]),
-        num_groups=st.integers(1, 2),
+        windows=st.sampled_from([(None,), (None,), (None, None), (None, 3), (2,), (3, 6)]),
+        num_host_blocks=st.sampled_from([0, 2, 5, 30]),
+        max_cached_blocks=st.sampled_from([None, None, 0, 2]),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
     )
-    def create(self, num_blocks, block_size, num_groups, enable_prefix_caching):
-        self.blocks = manager(
-            num_blocks, block_size, num_groups=num_groups, enable_prefix_caching=enable_prefix_caching
-        )
-        self.live = []
-        # Page → the tokens up to and including each of its slots, with the group: what is really there.
-        self.contents = {page: [None] * block_size for page in range(num_blocks)}
-        # Free page → when it was released and, within that, which position goes first.
+    def create(self, **options):
+        self.blocks = blocks = manager(**options)
+        self.running, self.swapped = [], []
+        # Pool and page → the tokens up to and including each of its slots, with the group: what is really there.
+        self.contents = {
+            pool: [[None] * blocks.block_size for _ in range(pool.num_pages)] for pool in (blocks.device, blocks.host)
+        }
+        self.tables = {}
+        """(state slot, group, entry) → page, as the device has been told."""
+        self.free_slots = list(range(20, 0, -1))
+        # Free cached page → when it was given back and, of a sequence, which position goes first.
         self.released = {}
         self.num_releases = 0
+        self.step = 0
+        self.still_written = {}
+        """Page that was given back → the step in flight that may write it."""
+        self.pins = []
+        self.num_withdrawn = {"device": 0, "host": 0}
 
-    def owners(self):
-        return Counter(chain.from_iterable(chain.from_iterable(sequence.pages) for sequence in self.live))
+    # The machine's side: what the device does, and what it knows.
+
+    def settle(self):
+        """Carry out the moves and the table changes, as a step would."""
+        blocks = self.blocks
+        pools = {
+            MoveKind.COPY: (blocks.device, blocks.device),
+            MoveKind.SWAP_OUT: (blocks.device, blocks.host),
+            MoveKind.SWAP_IN: (blocks.host, blocks.device),
+        }
+        for move in blocks.store.moves:
+            source, destination = pools[move.kind]
+            assert move.source > 0 < move.destination  # B5
+            assert move.destination not in self.still_written or destination is blocks.host  # B6
+            self.contents[destination][move.destination] = list(self.contents[source][move.source])
+        for (group, slot, entry), page in blocks.table_changes.items():
+            self.tables[slot, group, entry] = page
+        blocks.store.moves.clear()
+        blocks.table_changes.clear()
+        for sequence in self.running:
+            for group, pages in enumerate(sequence.pages):
+                for entry in range(sequence.num_passed[group], len(pages)):
+                    assert self.tables[sequence.slot, group, entry] == pages[entry]
+
+    def owners(self, sequences):
+        return Counter(page for s in sequences for pages in s.pages for page in pages if page)
+
+    def note_releases(self, before, positions=None):
+        """Pages that lost their last owner are the youngest of the cache now; of one sequence the tail goes first."""
+        self.num_releases += 1
+        for page, count in enumerate(self.blocks.device.ref_counts):
+            if before[page] and not count:
+                self.released[page] = (self.num_releases, -(positions or {}).get(page, 0))
+
+    def drop(self, sequence):
+        if sequence.slot:
+            self.free_slots.append(sequence.slot)
+        (self.swapped if sequence.state is RequestState.SWAPPED else self.running).remove(sequence)
+
+    # Rules
 
     @rule(token_ids=TOKENS, is_served=st.booleans())
     def start(self, token_ids, is_served):
         """A sequence starts with what is cached; `is_served`: and is computed to its end, if it fits, and released."""
         sequence = self._start(token_ids)
-        if is_served:
-            self._grow(sequence, len(token_ids))
+        if sequence and is_served:
+            self._prepare(sequence, len(token_ids))
             self._compute(sequence, len(token_ids))
             self._release(sequence)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), num_tokens=st.integers(1, 16))
-    def grow(self, data, num_tokens):
-        self._grow(data.draw(st.sampled_from(self.live)), num_tokens)
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(1, MOST_TOKENS))
+    def prepare(self, data, num_tokens):
+        self._prepare(data.draw(st.sampled_from(self.running)), num_tokens)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, 12))
     def compute(self, data, num_tokens):
-        self._compute(data.draw(st.sampled_from(self.live)), num_tokens)
+        sequence = data.draw(st.sampled_from(self.running))
+        num_tokens = min(num_tokens, sequence.num_tokens - sequence.num_computed)
+        if num_tokens and self._prepare(sequence, sequence.num_computed + num_tokens):
+            self._compute(sequence, num_tokens)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.running)
     @rule(data=st.data(), token_ids=TOKENS)
     def append(self, data, token_ids):
-        sequence = data.draw(st.sampled_from(self.live))
-        sequence.token_ids.extend(token_ids[: 16 - len(sequence.token_ids)])
+        sequence = data.draw(st.sampled_from(self.running))
+        for token_id in token_ids[: MOST_TOKENS - len(sequence.token_ids)]:
+            sequence.token_ids.append(token_id)
+        sequence.num_tokens = len(sequence.token_ids)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.running or self.swapped)
     @rule(data=st.data(), is_unsound=st.sampled_from([False, False, False, True]))
     def release(self, data, is_unsound):
-        sequence = data.draw(st.sampled_from(self.live))
+        sequence = data.draw(st.sampled_from(self.running + self.swapped))
         if is_unsound:
+            pool = self.blocks.host if sequence.state is RequestState.SWAPPED else self.blocks.device
             pages = list(chain.from_iterable(sequence.pages))
-            self.blocks.discard_unsound(sequence)
-            assert not any(page in self.blocks.hash_of_page for page in pages)
+            keys = [pool.key_of[page] for page in pages if page in pool.key_of]
+            self.blocks.prefixes.discard(sequence)
+            assert not any(key in each.page_of for key in keys for each in (self.blocks.device, self.blocks.host))
         self._release(sequence)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fork(self, data):
+        """B4: a reference more for each distinct page, and no copy before somebody writes."""
+        parent = data.draw(st.sampled_from(self.running))
+        num_shared = min(parent.num_computed, len(parent.token_ids) - 1)
+        size = self.blocks.block_size
+        starts = [max(0, num_shared - window + 1) // size if window else 0 for window in self.windows]
+        has_passed = any(passed > start for passed, start in zip(parent.num_passed, starts, strict=True))
+        if num_shared == 0 or has_passed or len(self.running) > 9:
+            return
+        child = sequence_of(list(parent.token_ids), self.blocks.num_groups)
+        before, num_moves = list(self.blocks.device.ref_counts), len(self.blocks.store.moves)
+        self.blocks.share(parent, child, num_shared)
+        self._place(child)
+        added = Counter(page for pages in child.pages for page in pages if page)
+        assert [new - old for new, old in zip(self.blocks.device.ref_counts, before, strict=True)] == [
+            added[page] for page in range(self.blocks.device.num_pages)
+        ]
+        assert len(self.blocks.store.moves) == num_moves
+        assert child.num_computed == num_shared
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def swap_out(self, data, count):
+        first = data.draw(st.integers(0, len(self.running) - 1))
+        group = self.running[first : first + count]
+        self.settle()
+        blocks = self.blocks
+        before, kept, counts = snapshot(blocks), tables_of(group), list(blocks.device.ref_counts)
+        slots = [sequence.slot for sequence in group]
+        if not blocks.swap_out(group):
+            assert (snapshot(blocks), tables_of(group)) == (before, kept)  # B7, W2
+            tables = [pages[: blocks.pages_for(s.num_computed)] for s in group for pages in s.pages]
+            held = set(chain.from_iterable(tables)) - {0}
+            assert len(held) > blocks.host.num_usable - len(self.owners(self.swapped)) or self.num_withdrawn["host"]
+            return
+        self.free_slots += slots
+        for sequence in group:
+            sequence.state = RequestState.SWAPPED
+            self.running.remove(sequence)
+            self.swapped.append(sequence)
+        self.note_releases(counts)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def swap_in(self, data, count):
+        first = data.draw(st.integers(0, len(self.swapped) - 1))
+        group = self.swapped[first : first + count]
+        self.settle()
+        blocks = self.blocks
+        num_free, num_wanted = blocks.device.num_free, blocks.num_to_swap_in(group)
+        if num_wanted > num_free:
+            return
+        blocks.swap_in(group)
+        assert num_free - blocks.device.num_free == num_wanted, "it took other than it said"
+        for sequence in group:
+            sequence.state = RequestState.RUNNING
+            self.swapped.remove(sequence)
+            self._place(sequence)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def pass_windows(self, data):
+        """X1: what the next query sees stays, which the invariants hold; what none sees is given back."""
+        sequence, blocks = data.draw(st.sampled_from(self.running)), self.blocks
+        before = list(blocks.device.ref_counts)
+        blocks.pass_windows(sequence, sequence.num_computed)
+        for window, pages in zip(self.windows, sequence.pages, strict=True):
+            first_seen = max(0, sequence.num_computed - window + 1) // blocks.block_size if window else 0
+            assert [page == 0 for page in pages] == [index < first_seen for index in range(len(pages))]
+        self.note_releases(before)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release_in_flight(self, data):
+        """B6: pages that a step in flight may write are nobody's before that step has retired."""
+        sequence, blocks = data.draw(st.sampled_from(self.running)), self.blocks
+        self.settle()
+        self.step += 1
+        sequence.last_chunk_step = self.step
+        first = sequence.num_computed // blocks.block_size
+        mine = [page for page in chain.from_iterable(pages[first:] for pages in sequence.pages) if page]
+        blocks.fence(sequence, self.step)
+        self._release(sequence)
+        for page in mine:
+            if not blocks.device.ref_counts[page] and page not in blocks.device.key_of:
+                self.still_written[page] = self.step
+
+    @rule()
+    def retire(self):
+        self.still_written.clear()
+        self.blocks.device.retire(self.step)
+        assert not self.blocks.device.fenced
 
     @rule()
     def reset_prefix_cache(self):
-        self.blocks.reset_prefix_cache()
-        assert not self.blocks.page_of_hash
+        before = list(self.blocks.device.ref_counts)
+        self.blocks.prefixes.reset()
+        assert not self.blocks.device.page_of
+        assert not self.blocks.host.page_of
+        self.note_releases(before)
+
+    @rule(token_ids=TOKENS)
+    def pin(self, token_ids):
+        blocks = self.blocks
+        num_new = blocks.prefixes.num_new_pins(token_ids, KEY)
+        if num_new > blocks.num_available:
+            return
+        available = blocks.num_available
+        num_kept = blocks.prefixes.pin(token_ids, KEY)
+        assert blocks.num_available == available - num_new
+        assert num_kept % blocks.block_size == 0
+        assert num_kept <= len(token_ids)
+        self.pins.append(token_ids)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        token_ids = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        before = list(self.blocks.device.ref_counts)
+        assert self.blocks.prefixes.unpin(token_ids, KEY) == (len(token_ids) >= self.blocks.block_size)
+        self.note_releases(before)
+
+    @rule(name=st.sampled_from(["device", "host"]), change=st.integers(-4, 4))
+    def resize(self, name, change):
+        pool = getattr(self.blocks, name)
+        change = max(-self.num_withdrawn[name], min(change, pool.num_pages - 1 - self.num_withdrawn[name]))
+        pool.withdraw(change)
+        self.num_withdrawn[name] += change
+        assert pool.num_usable == pool.num_pages - 1 - self.num_withdrawn[name]
+
+    # Parts of the rules
+
+    @property
+    def windows(self):
+        return self.blocks.windows
+
+    def _place(self, sequence):
+        self.running.append(sequence)
+        self.blocks.place(sequence, self.free_slots.pop())
 
     def _start(self, token_ids):
         blocks = self.blocks
+        if len(self.running) > 9:
+            return None
+        self.settle()
         sequence = sequence_of(token_ids, blocks.num_groups)
         before = snapshot(blocks)
-        matched = blocks.match_prefix(sequence)
-        assert len(matched) == blocks.num_groups
-        num_found = len(matched[0])
-        assert num_found * blocks.block_size <= len(token_ids) - 1  # P4
-        for group, pages in enumerate(matched):
-            assert len(pages) == num_found
-            for index, page in enumerate(pages):
-                for offset in range(blocks.block_size):
-                    known = token_ids[: index * blocks.block_size + offset + 1]
-                    assert self.contents[page][offset] == (group, tuple(known))  # P1
-        owned = self.owners()
-        all_found = set(chain.from_iterable(matched))
-        expected = blocks.num_usable - len(owned) - len(all_found - set(owned))
-        assert blocks.num_free_without([*matched, *matched]) == expected  # B8
+        match = blocks.prefixes.match(sequence, len(token_ids) - 1)
         assert snapshot(blocks) == before
-        blocks.adopt(sequence, matched)
-        assert sequence.pages == matched
-        assert len(blocks.free) == expected
-        assert sequence.num_computed == num_found * blocks.block_size
-        self.live.append(sequence)
-        return sequence
+        assert match.num_pages * blocks.block_size <= len(token_ids) - 1  # P4
+        taken, num_free = blocks.prefixes.num_taken(match), blocks.device.num_free
+        if taken > num_free:
+            return None
+        blocks.adopt(sequence, match)
+        assert blocks.device.num_free == num_free - taken or self.num_withdrawn["device"]  # B8
+        assert sequence.num_computed == match.num_pages * blocks.block_size
+        self._place(sequence)
+        self.settle()
+        return sequence  # What its pages hold, the invariant compares.
 
-    def _grow(self, sequence, num_tokens):
-        blocks = self.blocks
-        before, pages_before = snapshot(blocks), [list(pages) for pages in sequence.pages]
-        cached = {page: self.released[page] for page in blocks.free if page in blocks.hash_of_page}
-        num_blank = len(blocks.free) - len(cached)
-        wanted = [max(-(-num_tokens // blocks.block_size), len(pages)) for pages in sequence.pages]
-        missing = sum(wanted) - sum(map(len, pages_before))
-        owned = set(self.owners())
-        if not blocks.grow(sequence, num_tokens):
-            assert missing > blocks.num_usable - len(owned)
-            assert snapshot(blocks) == before  # B7
-            assert sequence.pages == pages_before  # B7
-            return
+    def _prepare(self, sequence, num_tokens):
+        blocks, device = self.blocks, self.blocks.device
+        self.settle()
+        num_tokens = min(num_tokens, sequence.num_tokens)
+        before, kept, counts = snapshot(blocks), tables_of([sequence]), list(device.ref_counts)
+        cached = {page: self.released.get(page, (0, 0)) for page in device.cached}
+        num_blank, num_free = len(device.free), device.num_free
+        first = sequence.num_computed // blocks.block_size
+        num_shared = sum(
+            first < len(pages) and (device.ref_counts[pages[first]] > 1 or pages[first] in device.key_of)
+            for pages in sequence.pages
+        )
+        lens = [sequence.num_tokens if window is None else num_tokens for window in self.windows]
+        wanted = [max(-(-n // blocks.block_size), len(p)) for n, p in zip(lens, sequence.pages, strict=True)]
+        missing = sum(wanted) - sum(map(len, sequence.pages)) + num_shared
+        if not blocks.prepare(sequence, num_tokens):
+            assert missing > num_free
+            assert (snapshot(blocks), tables_of([sequence])) == (before, kept)  # B7
+            return False
         assert [len(pages) for pages in sequence.pages] == wanted
-        taken = [page for old, new in zip(pages_before, sequence.pages, strict=True) for page in new[len(old) :]]
-        assert [new[: len(old)] for old, new in zip(pages_before, sequence.pages, strict=True)] == pages_before
-        assert not set(taken) & owned  # P5: nobody's page is evicted.
+        taken = [page for page in range(device.num_pages) if device.ref_counts[page] and not counts[page]]
+        assert len(taken) == missing
+        assert not set(taken) & self.still_written.keys()  # B6
         evicted = [cached.pop(page) for page in taken if page in cached]
         assert len(evicted) == max(0, missing - num_blank)  # Pages without content go first.
         assert not evicted or not cached or max(evicted) <= min(cached.values())  # P5: oldest first, tail first.
-        assert not any(page in blocks.hash_of_page for page in taken)  # P1
+        assert not any(page in device.key_of for page in taken)  # P1
+        self.settle()
+        return True
 
     def _compute(self, sequence, num_tokens):
         blocks = self.blocks
-        size = blocks.block_size
-        first = sequence.num_computed
-        end = min(first + num_tokens, sequence.num_tokens, len(sequence.pages[0]) * size)
-        owners = self.owners()
+        size, first = blocks.block_size, sequence.num_computed
+        end = min(first + num_tokens, sequence.num_tokens, *(len(pages) * size for pages in sequence.pages))
         for group, pages in enumerate(sequence.pages):
             for position in range(first, end):
                 page = pages[position // size]
-                assert owners[page] == 1  # B3: nobody reads it,
-                assert page not in blocks.hash_of_page  # B3: and nobody finds it.
-                self.contents[page][position % size] = (group, tuple(sequence.token_ids[: position + 1]))
+                assert blocks.device.ref_counts[page] == 1  # B3: nobody reads it,
+                assert page not in blocks.device.key_of  # B3: and nobody finds it.
+                assert page not in self.still_written  # B6
+                self.contents[blocks.device][page][position % size] = (group, tuple(sequence.token_ids[: position + 1]))
         sequence.num_computed = end
-        blocks.publish(sequence)
+        blocks.prefixes.publish(sequence, end)
 
     def _release(self, sequence):
-        blocks = self.blocks
-        pages = [list(group) for group in sequence.pages]
-        self.live.remove(sequence)
-        self.num_releases += 1
-        for group in pages:
-            for index, page in enumerate(group):
-                self.released[page] = (self.num_releases, -index)
-        blocks.release(sequence)
+        self.drop(sequence)
+        positions = {page: index for pages in sequence.pages for index, page in enumerate(pages)}
+        before, is_swapped = list(self.blocks.device.ref_counts), sequence.state is RequestState.SWAPPED
+        self.blocks.release(sequence)
+        self.note_releases(before, {} if is_swapped else positions)
         assert not any(sequence.pages)
         assert (sequence.num_computed, sequence.num_published, sequence.slot) == (0, 0, 0)
 
     @invariant()
     def every_page_is_free_or_owned(self):
-        blocks, owners = self.blocks, self.owners()
-        assert list(blocks.ref_counts) == [owners[page] for page in range(blocks.num_blocks)]  # B2
-        assert sorted([*blocks.free, *owners]) == list(range(1, blocks.num_blocks))  # B1, B5
-        assert blocks.num_used == len(owners) <= blocks.peak_used
-        blocks.check(self.live)
+        blocks = self.blocks
+        pinned = Counter(blocks.store.pinned_pages.values())
+        owners_of = {blocks.device: self.owners(self.running) + pinned, blocks.host: self.owners(self.swapped)}
+        for pool, owners in owners_of.items():
+            assert pool.ref_counts == [owners[page] for page in range(pool.num_pages)]  # B2
+            fenced = [page for _, page in pool.fenced]
+            pages = [*pool.free, *pool.cached, *fenced, *pool.withdrawn, *owners]
+            assert sorted(pages) == list(range(1, pool.num_pages))  # B1, B5
+            assert pool.num_used == len(owners)
+        assert all(pool.peak_used >= pool.num_used for pool in owners_of)
+        assert set(self.still_written) <= {page for _, page in blocks.device.fenced}  # B6
+        check_pages(blocks, self.running, self.swapped)
+
+    @invariant()
+    def everybody_has_what_he_computed(self):
+        """B4, W1, X1: after copies, swaps and passed windows too."""
+        self.settle()
+        size = self.blocks.block_size
+        for pool, sequences in ((self.blocks.device, self.running), (self.blocks.host, self.swapped)):
+            for sequence in sequences:
+                next_query = min(sequence.num_computed, len(sequence.token_ids) - 1)
+                for group, (window, pages) in enumerate(zip(self.windows, sequence.pages, strict=True)):
+                    first = max(0, next_query - window + 1) if window else 0
+                    for position in range(max(first, sequence.num_passed[group] * size), sequence.num_computed):
+                        known = (group, tuple(sequence.token_ids[: position + 1]))
+                        assert self.contents[pool][pages[position // size]][position % size] == known
 
     @invariant()
     def published_pages_hold_what_their_hash_says(self):
-        blocks = self.blocks
-        for key, page in blocks.page_of_hash.items():
-            slots = self.contents[page]
-            assert all(slot is not None for slot in slots)  # P2: full and computed.
-            group, tokens = slots[-1]
-            assert len(tokens) % blocks.block_size == 0
-            for back, slot in enumerate(reversed(slots)):
-                assert slot == (group, tokens[: len(tokens) - back])  # P1
-            assert key == page_key(group, tokens, blocks.block_size)  # P1, P3
-            assert blocks.hash_of_page[page] == key
-        assert len(blocks.hash_of_page) == len(blocks.page_of_hash)
-        assert blocks.enable_prefix_caching or not blocks.page_of_hash
+        self.settle()
+        for pool in (self.blocks.device, self.blocks.host):
+            for key, page in pool.page_of.items():
+                slots = self.contents[pool][page]
+                assert all(slot is not None for slot in slots)  # P2: full and computed.
+                group, tokens = slots[-1]
+                assert len(tokens) % self.blocks.block_size == 0
+                for back, slot in enumerate(reversed(slots)):
+                    assert slot == (group, tokens[: len(tokens) - back])  # P1
+                assert key == page_key(group, tokens, self.blocks.block_size)  # P1, P3
+                assert pool.key_of[page] == key
+            assert len(pool.key_of) == len(pool.page_of)
+            assert self.blocks.prefixes.is_enabled or not pool.page_of
 
 
 def run_pool(*, max_examples):
@@ -254,12 +483,12 @@ def run_pool(*, max_examples):
 
 
 def test_pages_under_random_use():
-    run_pool(max_examples=100)
+    run_pool(max_examples=150)
 
 
 @pytest.mark.slow
 def test_pages_under_random_use_at_length():
-    run_pool(max_examples=3000)
+    run_pool(max_examples=5000)
 
 
 def test_one_page_more_than_there_are_changes_nothing():
@@ -267,36 +496,52 @@ def test_one_page_more_than_there_are_changes_nothing():
     blocks = manager(num_blocks=1 + 4)
     start(blocks, [1, 2, 3])
     other = sequence_of([9] * 6)
+    other.num_tokens = 0  # So that only what is asked for is taken.
     before = snapshot(blocks)
-    assert not blocks.grow(other, 5)
+    assert not blocks.prepare(other, 5)
     assert snapshot(blocks) == before
     assert other.pages == [[]]
-    assert blocks.grow(other, 4)
+    assert blocks.prepare(other, 4)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_at_their_boundaries(num_tokens, num_pages):
-    blocks = manager(block_size=4, num_groups=2, num_blocks=20)
+    blocks = manager(block_size=4, windows=(None, None), num_blocks=20)
     sequence = start(blocks, list(range(num_tokens)))
     assert [len(pages) for pages in sequence.pages] == [num_pages] * 2
-    assert blocks.pages_for(num_tokens) == 2 * num_pages
-    assert len(blocks.page_of_hash) == 2 * (num_tokens // 4)
+    assert blocks.pages_for(num_tokens) == num_pages
+    assert blocks.most_pages(0, [num_tokens]) == 2 * num_pages
+    assert len(blocks.device.page_of) == 2 * (num_tokens // 4)
 
 
-def test_a_hit_never_covers_the_whole_sequence():
-    """P4: only a computed token yields logits."""
+@pytest.mark.parametrize(
+    ("fork_len", "lens", "num_pages"),
+    [(0, [9], 3), (0, [9, 9], 6), (9, [9, 9], 4), (8, [9, 9], 5), (7, [9, 9], 5), (4, [9, 9, 9], 9), (9, [9], 3)],
+)
+def test_most_pages_counts_shared_ones_once_and_a_fork_s_last_token_apart(fork_len, lens, num_pages):
+    assert manager(block_size=4).most_pages(fork_len, lens) == num_pages
+
+
+def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
+    blocks = manager(num_blocks=60, block_size=4, windows=(None, 5), max_chunk=8)
+    assert blocks.most_pages(0, [100]) == 25 + 4
+    assert blocks.most_pages(0, [8]) == 2 + 2
+
+
+def test_a_hit_never_covers_what_was_not_asked_for():
+    """P4: only a computed token yields logits, so that all but one are asked for."""
     blocks = manager(block_size=2)
     blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert [len(blocks.match_prefix(sequence_of([1, 2, 3, 4][:n]))[0]) for n in (1, 2, 3, 4)] == [0, 0, 1, 1]
-    assert len(blocks.match_prefix(sequence_of([1, 2, 3, 4, 5]))[0]) == 2
+    sequence = sequence_of([1, 2, 3, 4])
+    assert [blocks.prefixes.match(sequence, limit).num_pages for limit in range(5)] == [0, 0, 1, 1, 2]
 
 
 def test_the_same_tokens_after_another_beginning_are_another_page():
     """P3: a page's keys depend on all that comes before it."""
     blocks = manager(block_size=2)
     blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert blocks.match_prefix(sequence_of([3, 4, 5])) == [[]]
-    assert blocks.match_prefix(sequence_of([5, 5, 3, 4, 5])) == [[]]
+    assert found(blocks, [3, 4, 5]) == 0
+    assert found(blocks, [5, 5, 3, 4, 5]) == 0
 
 
 def test_the_least_recently_used_page_goes_first_and_of_a_sequence_its_tail():
@@ -305,35 +550,52 @@ def test_the_least_recently_used_page_goes_first_and_of_a_sequence_its_tail():
     old, new = [1, 2, 3], [4, 5, 6]
     for token_ids in (old, new, old):  # The second use of `old` makes `new` the older one.
         blocks.release(start(blocks, token_ids))
-    held = sequence_of([7] * 4)
-    found = []
+    held = sequence_of([7])
+    lengths = []
     for num_tokens in (1, 2, 3, 4):
-        assert blocks.grow(held, num_tokens)
-        found.append([len(blocks.match_prefix(sequence_of([*tokens, 0]))[0]) for tokens in (old, new)])
-    assert found == [[3, 2], [3, 1], [3, 0], [2, 0]]
+        assert blocks.prepare(held, num_tokens)
+        lengths.append([found(blocks, tokens) for tokens in (old, new)])
+    assert lengths == [[3, 2], [3, 1], [3, 0], [2, 0]]
 
 
 def test_pages_that_nobody_can_find_go_before_those_in_the_cache():
     blocks = manager(num_blocks=1 + 5, block_size=2)
     blocks.release(start(blocks, [1, 2, 3, 4]))
     blocks.release(start(blocks, [5, 6, 7, 8, 9], compute=False))
-    assert blocks.grow(sequence_of([9] * 6), 6)
-    assert len(blocks.match_prefix(sequence_of([1, 2, 3, 4, 5]))[0]) == 2
+    assert blocks.prepare(sequence_of([9] * 6), 6)
+    assert found(blocks, [1, 2, 3, 4, 5]) == 2
 
 
-def test_the_groups_of_one_position_are_evicted_together():
+def test_at_most_so_many_free_pages_are_cached():
+    blocks = manager(num_blocks=10, block_size=1, max_cached_blocks=2)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    assert len(blocks.device.cached) == 2
+    assert found(blocks, [1, 2, 3, 4]) == 2
+
+
+@pytest.mark.parametrize(("num_taken", "length"), [(1, 3), (2, 3), (3, 2)])
+def test_the_groups_of_one_position_are_evicted_together(num_taken, length):
     """A prefix that one group has lost is of no use to the others: half of the pages leave half of the prefix."""
-    blocks = manager(num_blocks=1 + 8, block_size=1, num_groups=2)
+    blocks = manager(num_blocks=1 + 8, block_size=1, windows=(None, None))
     blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert blocks.grow(sequence_of([9, 9], num_groups=2), 2)
-    assert [len(pages) for pages in blocks.match_prefix(sequence_of([1, 2, 3, 4, 5], num_groups=2))] == [2, 2]
+    for _ in range(num_taken):
+        blocks.store.take()
+    assert found(blocks, [1, 2, 3, 4, 5]) == length
 
 
-def test_a_hit_is_as_long_as_that_of_the_group_that_has_lost_most():
-    blocks = manager(num_blocks=1 + 9, block_size=1, num_groups=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert blocks.grow(sequence_of([9], num_groups=2), 1)  # One page is blank, so one group loses one.
-    assert [len(pages) for pages in blocks.match_prefix(sequence_of([1, 2, 3, 4, 5], num_groups=2))] == [3, 3]
+def test_a_prefix_is_found_while_a_window_has_what_the_next_query_sees():
+    blocks = manager(num_blocks=30, block_size=2, windows=(None, 3))
+    sequence = start(blocks, list(range(9)))
+    blocks.pass_windows(sequence, 9)
+    blocks.release(sequence)
+    match = blocks.prefixes.match(sequence_of(list(range(10)), 2), 9)
+    assert match.num_pages == 4
+    assert match.device_pages[1][:3] == [0, 0, 0]
+    assert match.device_pages[1][3] > 0
+    for page in list(blocks.device.key_of):
+        if blocks.device.key_of[page][0] == 1:
+            blocks.device.forget(page)
+    assert blocks.prefixes.match(sequence_of(list(range(10)), 2), 9).num_pages == 0
 
 
 def test_of_two_pages_with_the_same_content_one_may_go():
@@ -342,34 +604,89 @@ def test_of_two_pages_with_the_same_content_one_may_go():
     first, second = (start(blocks, [1, 2, 3], compute=False) for _ in range(2))
     for sequence in (first, second):
         sequence.num_computed = 3
-        blocks.publish(sequence)
-    found = blocks.match_prefix(sequence_of([1, 2, 9]))
-    assert found == [[first.pages[0][0]]]
+        blocks.prefixes.publish(sequence, 3)
+    assert list(blocks.device.page_of.values()) == [first.pages[0][0]]
     blocks.release(second)
-    blocks.check([first])
-    assert blocks.match_prefix(sequence_of([1, 2, 9])) == found
+    check_pages(blocks, [first], [])
+    assert found(blocks, [1, 2, 9]) == 1
 
 
-def test_nothing_is_found_before_it_is_computed():
+def test_nothing_is_found_before_it_is_sound():
     """P2: not when its page is handed out, and not while its page is partly filled."""
     blocks = manager(block_size=4)
     sequence = start(blocks, [1, 2, 3, 4, 5, 6], compute=False)
-    follower = sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    found = []
+    lengths = []
     for sequence.num_computed in (3, 4, 6):
-        blocks.publish(sequence)
-        found.append(len(blocks.match_prefix(follower)[0]))
-    assert found == [0, 1, 1]
+        blocks.prefixes.publish(sequence, sequence.num_computed)
+        lengths.append(found(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert lengths == [0, 1, 1]
 
 
 def test_a_hit_among_the_free_pages_costs_capacity():
     """B8: five pages are free, two of them are the hit, so three are left."""
     blocks = manager(num_blocks=1 + 5, block_size=2)
     blocks.release(start(blocks, [1, 2, 3, 4]))
-    matched = blocks.match_prefix(sequence_of([1, 2, 3, 4, 5]))
-    assert len(blocks.free) == 5
-    assert blocks.num_free_without(matched) == 3
-    assert blocks.num_free_without([*matched, *matched]) == 3  # Two sequences of a group share their hit.
+    sequence = sequence_of([1, 2, 3, 4, 5])
+    match = blocks.prefixes.match(sequence, 4)
+    assert (blocks.device.num_free, blocks.prefixes.num_taken(match), blocks.prefixes.num_shared(match)) == (5, 2, 0)
+    blocks.adopt(sequence, match)
+    assert blocks.device.num_free == 3
+    assert (blocks.prefixes.num_taken(match), blocks.prefixes.num_shared(match)) == (0, 2)
+
+
+def test_an_evicted_page_lives_on_in_the_host_pool_and_comes_back():
+    blocks = manager(num_blocks=1 + 3, block_size=2, num_host_blocks=1 + 2)
+    blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+    other = start(blocks, [9] * 6, compute=False)
+    assert blocks.store.counts["eviction_kept"] == 2
+    blocks.release(other)
+    blocks.store.moves.clear()
+    sequence = sequence_of([1, 2, 3, 4, 5])
+    match = blocks.prefixes.match(sequence, 4)
+    assert (match.num_pages, len(match.host_pages)) == (2, 2)
+    assert blocks.adopt(sequence, match) == 4
+    assert [move.kind for move in blocks.store.moves] == [MoveKind.SWAP_IN] * 2
+    assert found(blocks, [1, 2, 3, 4]) == 2
+    check_pages(blocks, [sequence], [])
+
+
+def test_a_pinned_prefix_is_never_evicted_and_is_pinned_anew_after_a_reset():
+    blocks = manager(num_blocks=1 + 5, block_size=2)
+    assert blocks.prefixes.pin([1, 2, 3, 4], KEY) == 0
+    assert blocks.num_available == 3
+    blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+    for _ in range(2):
+        others = sequence_of([9] * 6)
+        assert blocks.prepare(others, 6)
+        assert not blocks.prepare(sequence_of([8]), 1)
+        assert found(blocks, [1, 2, 3, 4]) == 2
+        blocks.release(others)
+        blocks.prefixes.reset()
+        assert found(blocks, [1, 2, 3, 4]) == 0
+        blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+    assert blocks.prefixes.unpin([1, 2, 3, 4], KEY)
+    assert not blocks.prefixes.unpin([1, 2, 3, 4], KEY)
+    assert (blocks.num_available, blocks.device.num_used) == (5, 0)
+
+
+def test_a_pin_is_undone_by_its_own_prefix_only():
+    """A shorter prefix of a pinned one is not pinned by itself."""
+    blocks = manager(num_blocks=20, block_size=2)
+    blocks.prefixes.pin([1, 2, 3, 4], KEY)
+    assert not blocks.prefixes.unpin([1, 2], KEY)
+    assert blocks.num_available == 19 - 2
+    assert blocks.prefixes.unpin([1, 2, 3, 4], KEY)
+    assert blocks.num_available == 19
+
+
+def test_pins_are_counted():
+    blocks = manager(block_size=2)
+    blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+    assert [blocks.prefixes.pin(tokens, KEY) for tokens in ([1, 2, 3, 4], [1, 2, 9], [1])] == [4, 2, 0]
+    assert blocks.prefixes.num_new_pins([1, 2, 3, 4, 5, 6], KEY) == 1
+    assert blocks.prefixes.unpin([1, 2, 3, 4], KEY)
+    assert blocks.device.num_used == 1
+    assert not blocks.prefixes.unpin([1], KEY)
 
 
 def test_all_pages_of_an_unsound_sequence_are_distrusted_and_their_owners_keep_them():
@@ -379,49 +696,73 @@ def test_all_pages_of_an_unsound_sequence_are_distrusted_and_their_owners_keep_t
     unsound = start(blocks, [1, 2, 3, 4, 5])
     other = start(blocks, [8, 8, 8])
     assert unsound.pages[0][0] == writer.pages[0][0]
-    blocks.discard_unsound(unsound)
+    blocks.prefixes.discard(unsound)
     blocks.release(unsound)
-    blocks.check([writer, other])
-    assert blocks.match_prefix(sequence_of([1, 2, 3])) == [[]]
-    assert blocks.match_prefix(sequence_of([8, 8, 9])) == [other.pages[0][:1]]
+    check_pages(blocks, [writer, other], [])
+    assert found(blocks, [1, 2, 3]) == 0
+    assert found(blocks, [8, 8, 9]) == 1
     # The writer goes on, and does not offer the page again.
-    writer.token_ids += [4, 5]
-    assert blocks.grow(writer, 5)
+    writer.token_ids.extend([4, 5])
+    writer.num_tokens = 5
+    assert blocks.prepare(writer, 5)
     writer.num_computed = 5
-    blocks.publish(writer)
-    assert blocks.match_prefix(sequence_of([1, 2, 3, 4, 5])) == [[]]
+    blocks.prefixes.publish(writer, 5)
+    assert found(blocks, [1, 2, 3, 4, 5]) == 0
     # Who computes the prefix anew makes it known again.
-    fresh = start(blocks, [1, 2, 7])
-    assert blocks.match_prefix(sequence_of([1, 2, 3])) == [fresh.pages[0][:1]]
-
-
-def test_after_a_reset_nothing_is_found_and_everybody_keeps_his_pages():
-    blocks = manager(block_size=2)
-    sequence = start(blocks, [1, 2, 3, 4, 5])
-    pages = [list(group) for group in sequence.pages]
-    blocks.reset_prefix_cache()
-    assert blocks.match_prefix(sequence_of([1, 2, 3])) == [[]]
-    assert sequence.pages == pages
-    blocks.check([sequence])
+    start(blocks, [1, 2, 7])
+    assert found(blocks, [1, 2, 3]) == 1
 
 
 def test_without_a_prefix_cache_nothing_is_published_or_found():
     blocks = manager(enable_prefix_caching=False)
     blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert blocks.match_prefix(sequence_of([1, 2, 3])) == [[]]
-    assert not blocks.page_of_hash
+    assert found(blocks, [1, 2, 3]) == 0
+    assert not blocks.device.page_of
+
+
+def test_a_swap_copies_shared_pages_once_and_what_is_there_already_not_at_all():
+    blocks = manager(num_blocks=20, num_host_blocks=20, block_size=2)
+    parent = start(blocks, [1, 2, 3, 4, 5])
+    child = sequence_of([1, 2, 3, 4, 5])
+    blocks.share(parent, child, 4)
+    group, num_moves = [parent, child], []
+    for _ in range(2):
+        assert blocks.swap_out(group)
+        for sequence in group:
+            sequence.state = RequestState.SWAPPED
+        num_moves.append(len(blocks.store.moves))
+        assert blocks.device.num_used == 0
+        assert blocks.host.num_used == 3
+        blocks.swap_in(group)
+        for sequence in group:
+            sequence.state = RequestState.RUNNING
+        num_moves.append(len(blocks.store.moves))
+        assert blocks.host.num_used == 0
+    # The full pages are in both caches; the half-filled one travels each time.
+    assert num_moves == [3, 4, 5, 6]
+    assert parent.pages[0][:2] == child.pages[0]
 
 
 BREAKS = {
-    "a count too high": lambda blocks, sequence: blocks.ref_counts.__setitem__(sequence.pages[0][0], 2),
-    "an owned page free": lambda blocks, sequence: blocks.free.update({sequence.pages[0][0]: None}),
-    "a free page lost": lambda blocks, sequence: blocks.free.popitem(),
-    "the null page owned": lambda blocks, sequence: sequence.pages[0].append(0),
-    "the null page free": lambda blocks, sequence: blocks.free.update({0: None}),
-    "a page twice": lambda blocks, sequence: sequence.pages[0].append(sequence.pages[0][0]),
-    "a page missing": lambda blocks, sequence: sequence.pages[0].pop(0),
-    "a partial page published": lambda blocks, sequence: blocks.hash_of_page.update({sequence.pages[0][-1]: (0, b"")}),
-    "a hash without its page": lambda blocks, sequence: blocks.page_of_hash.clear(),
+    "a count too high": lambda pool, sequence: pool.ref_counts.__setitem__(sequence.pages[0][0], 2),
+    "an owned page free": lambda pool, sequence: pool.free.append(sequence.pages[0][0]),
+    "a free page lost": lambda pool, sequence: pool.free.pop(),
+    "a free page twice": lambda pool, sequence: pool.free.append(pool.free[0]),
+    "a page missing": lambda pool, sequence: sequence.pages[0].pop(0),
+    "a page twice in a table": lambda pool, sequence: sequence.pages[0].append(sequence.pages[0][0]),
+    "the null page free": lambda pool, sequence: pool.free.append(0),
+    "the null page published": lambda pool, sequence: pool.publish(0, (0, b"")),
+    "a partial page published": lambda pool, sequence: pool.key_of.update({sequence.pages[0][-1]: (0, b"")}),
+    "a hash without its page": lambda pool, sequence: pool.page_of.clear(),
+    "a page fenced for ever": lambda pool, sequence: pool.fenced.append((0, pool.free.pop())),
+    "published before computed": lambda pool, sequence: setattr(sequence, "num_published", 2),
+    "computed without a page": lambda pool, sequence: setattr(sequence, "num_computed", 5),
+    "may write where it has no page": lambda pool, sequence: setattr(sequence, "granted", 5),
+    "may write a published page": lambda pool, sequence: (
+        setattr(sequence, "granted", 3),
+        setattr(sequence, "num_published", 0),
+        setattr(sequence, "num_computed", 1),
+    ),
 }
 
 
@@ -430,7 +771,7 @@ BREAKS = {
 def test_check_sees(break_it):
     blocks = manager()
     sequence = start(blocks, [1, 2, 3])
-    blocks.check([sequence])
-    break_it(blocks, sequence)
+    check_pages(blocks, [sequence], [])
+    break_it(blocks.device, sequence)
     with pytest.raises(AssertionError):
-        blocks.check([sequence])
+        check_pages(blocks, [sequence], [])

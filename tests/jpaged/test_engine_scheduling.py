@@ -86,16 +86,26 @@ def test_a_callers_own_policy_is_a_key_of_the_request(tiny: str) -> None:
         assert finished_in_order(engine) == ["2", "1", "0"]
 
 
-def test_keys_that_do_not_compare_are_refused_and_the_queue_stays_sound(tiny: str) -> None:
-    key: Callable[[Request], Any] = lambda request: request.request_id if request.prompt_len > 20 else 1  # noqa: E731
+BAD_KEYS: dict[str, tuple[Callable[[Request], Any], str]] = {
+    "another type": (lambda request: "late" if request.prompt_len > 20 else 1, "does not compare"),
+    "another type inside": (lambda request: (1, "x" if request.prompt_len > 20 else 2), "does not compare"),
+    "no number": (lambda request: float("nan") if request.prompt_len > 20 else 1, "ValueError|TypeError"),
+    "no key at all": (lambda request: None if request.prompt_len > 20 else 1, "TypeError"),
+    "an error": (lambda request: 1 // (20 // request.prompt_len), "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize(("key", "message"), BAD_KEYS.values(), ids=BAD_KEYS.keys())
+def test_a_key_that_cannot_be_sorted_is_refused_and_the_queue_stays_sound(
+    tiny: str, key: Callable[[Request], Any], message: str
+) -> None:
     with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy=key) as engine:
-        engine.add_request("a", PROMPTS[0], GREEDY)
-        engine.add_request("b", PROMPTS[0], GREEDY)
-        with pytest.raises(InvalidRequestError, match="does not compare"):
-            engine.add_request("c", PROMPTS[3], GREEDY)
-        engine.step()
-        with pytest.raises(InvalidRequestError, match="does not compare"):
-            engine.add_request("c", PROMPTS[3], GREEDY)
+        for name in ("a", "b"):
+            engine.add_request(name, PROMPTS[0], GREEDY)
+            with pytest.raises(InvalidRequestError, match=f"scheduling_policy: .*({message})") as caught:
+                engine.add_request("c", PROMPTS[3], GREEDY)
+            assert caught.value.param == "priority"
+            engine.step()
         assert finished_in_order(engine) == ["a", "b"]
 
 
@@ -166,3 +176,108 @@ def test_an_abort_gives_back_what_is_swapped_out(tiny: str) -> None:
         assert engine.stats()["host_blocks_used"] == 0
         assert len(list(engine.run_until_done())) == 3
         assert engine.stats()["blocks_used"] == 0
+
+
+def test_a_pinned_prefix_costs_the_requests_that_begin_with_it_nothing(tiny: str) -> None:
+    """16 pages in all: 8 are pinned, and a request of 15 pages has its first 8 among them."""
+    with Engine(tiny, **SIZES, num_blocks=17) as engine:
+        prefix = list(range(30, 94))
+        engine.pin_prefix(prefix)
+        long = replace(GREEDY, max_tokens=50)
+        wanted = [engine.generate([[*prefix, 7]], long, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2)]
+        assert wanted[0] == wanted[1]
+        assert engine.stats()["blocks_used"] == 8
+        with pytest.raises(InvalidRequestError, match="allowed: 8 pages"):
+            engine.generate([[7, *prefix]], long, use_tqdm=False)
+        engine.unpin_prefix(prefix)
+        assert engine.generate([[7, *prefix]], long, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+def test_an_end_that_an_interrupt_kept_from_its_caller_is_told_by_the_next_step(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        params = [replace(GREEDY, max_tokens=3), replace(GREEDY, max_tokens=6)]
+        wanted = samples(engine.generate(PROMPTS[:2], params, use_tqdm=False))
+        for index in range(2):
+            engine.add_request(str(index), PROMPTS[index], params[index])
+        finish = type(engine.scheduler).finish
+
+        def interrupted(*args: Any) -> None:
+            finish(engine.scheduler, *args)
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine.scheduler, "finish", interrupted)
+        final: dict[str, RequestOutput] = {}
+        engine.step()
+        engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        for _ in range(20):
+            final.update({output.request_id: output for output in engine.step()})
+        assert not engine.has_unfinished_requests()
+        assert samples([final[str(index)] for index in range(2)]) == wanted
+
+
+def test_a_fork_waits_for_a_slot_and_its_parent_goes_on_meanwhile(tiny: str) -> None:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 2}) as engine:
+        engine.add_request("other", PROMPTS[0], replace(SAMPLED, max_tokens=30))
+        engine.add_request("forked", PROMPTS[1], replace(SAMPLED, max_tokens=20))
+        engine.step()
+        assert engine.fork("forked") == [1]
+        while engine.has_unfinished_requests():
+            lens = {output.request_id: [len(one.token_ids) for one in output.outputs] for output in engine.step()}
+            if "other" in lens and lens["other"][0] <= 20:
+                assert lens["forked"] == [lens["other"][0], 1]
+        assert engine.stats()["preemptions"] == 0
+
+
+def test_a_fork_takes_the_slot_of_a_later_request(tiny: str) -> None:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 2}) as engine:
+        engine.add_request("forked", PROMPTS[1], replace(SAMPLED, max_tokens=20))
+        engine.add_request("later", PROMPTS[0], replace(SAMPLED, max_tokens=10))
+        engine.step()
+        engine.fork("forked")
+        outputs = {output.request_id: output for output in engine.run_until_done()}
+        assert outputs["later"].metrics.num_preemptions == 1
+        assert outputs["forked"].metrics.num_preemptions == 0
+        assert outputs["forked"].metrics.finished_time < outputs["later"].metrics.finished_time
+
+
+@pytest.mark.parametrize("when", [float("nan"), float("inf"), True, "now", 10**400, 10.0**12], ids=repr)
+def test_an_arrival_that_is_no_past_time_is_refused(tiny: str, when: Any) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        with pytest.raises(InvalidRequestError, match=r"arrival_time: .*time\.monotonic\(\)"):
+            engine.add_request("a", PROMPTS[0], GREEDY, arrival_time=when)
+        engine.add_request("a", PROMPTS[0], GREEDY, arrival_time=0)
+        engine.abort_request("a")
+
+
+def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        engine.add_request("a", PROMPTS[0], SAMPLED)
+        engine.add_request("greedy", PROMPTS[0], GREEDY)
+        for call, param in [
+            (lambda: engine.fork("a", sample_indices=3), "sample_indices"),  # type: ignore[arg-type]
+            (lambda: engine.fork("greedy"), "temperature"),
+            (lambda: engine.fork(7), "request_id"),  # type: ignore[arg-type]
+            (lambda: engine.abort_request([["a"]]), "request_ids"),  # type: ignore[list-item]
+            (lambda: engine.abort_request(5), "request_ids"),  # type: ignore[arg-type]
+        ]:
+            with pytest.raises(InvalidRequestError) as caught:
+                call()
+            assert caught.value.param == param
+        assert engine.get_num_unfinished_requests() == 2
+
+
+def test_statistics_tell_what_there_is_and_count_no_dropped_token(tiny: str) -> None:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 2}, enable_prefix_caching=False) as engine:
+        for index in range(3):
+            engine.add_request(str(index), PROMPTS[index], GREEDY)
+        engine.step()
+        stats = engine.stats()
+        assert [stats[f"requests_{state}"] for state in ("running", "waiting", "swapped")] == [2, 1, 0]
+        list(engine.run_until_done())
+        assert engine.stats()["generation_tokens"] == 60
+        assert engine.stats()["prefix_cache_queries"] == 0

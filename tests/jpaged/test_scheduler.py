@@ -1,68 +1,41 @@
-"""The scheduler's promises: alone or in company, preempted or not, every request draws the same tokens.
-
-Replay one workload with `pytest "tests/jpaged/test_scheduler.py::test_company_changes_no_token[17]"`.
-"""
+"""The scheduler's promises, one by one; `test_simulation` holds random lives against all of them at every step."""
 
 import gc
+from collections import Counter
 
 import pytest
 
+from jpaged.block_manager import AllocStatus
+from jpaged.errors import InvalidRequestError, QueueFullError
+from jpaged.invariants import check_scheduler
+from jpaged.page_store import MoveKind
+from jpaged.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
+from jpaged.prefix_hash import CacheKey
 from jpaged.request import RequestState, Sequence
+from jpaged.request_queue import POLICIES, QueueLimits
 from jpaged.sampling_params import SamplingParams
+from jpaged.scheduler import MAX_BYPASSES
 
-from .symbolic import NAN, Host, Tally, Workload
+from .simulation import AdapterGate
+from .symbolic import NAN, POISON_TOKEN, Host
 
-NUM_WORKLOADS = 240
-TALLY, DONE = Tally(), set()
+SWAP = PreemptionPolicy(PreemptionMode.SWAP)
 
 
 def prompt(length, start=0):
     return [100 + (start + i) % 1000 for i in range(length)]
 
 
-def run_workload(seed):
-    return Workload(seed).run()
+def samples(n, **options):
+    return SamplingParams(n=n, detokenize=False, **options)
 
 
-@pytest.mark.parametrize("seed", range(NUM_WORKLOADS))
-def test_company_changes_no_token(seed):
-    global TALLY
-    TALLY += run_workload(seed)
-    DONE.add(seed)
+def rows(work):
+    return [*work.decodes, *(chunk.sequence for chunk in work.chunks)]
 
 
-def test_the_workloads_made_everything_happen():
-    """Floors at about half of what the seeds give today (27,515 steps, 389 preemptions)."""
-    if len(DONE) < NUM_WORKLOADS:
-        pytest.skip("only some of the workloads ran, or one failed")
-    assert TALLY.steps >= 20_000
-    assert TALLY.requests >= 2_500
-    assert TALLY.preemptions >= 200
-    assert TALLY.hits >= 6_000
-    assert TALLY.chunks >= 2_500
-    assert TALLY.update_batches >= 80
-    assert TALLY.aborts >= 200
-    assert TALLY.errors >= 100
-    assert TALLY.groups >= 250
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hundred", range(3, 103))
-def test_company_changes_no_token_at_length(hundred):
-    for seed in range(100 * hundred, 100 * hundred + 100):
-        try:
-            run_workload(seed)
-        except Exception as error:
-            error.add_note(f"replay: Workload({seed}).run()")
-            raise
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_seed_replays_to_the_same_events(seed):
-    first, second = Workload(seed), Workload(seed)
-    first.run()
-    second.run()
-    assert first.host.log == second.host.log
+def num_preemptions(host):
+    return sum(host.scheduler.counts[f"preemptions_{mode}"] for mode in ("recompute", "swap"))
 
 
 # S1: budget and slots.
@@ -72,14 +45,49 @@ def test_a_step_uses_its_budget_and_its_slots_and_no_more():
     host = Host(max_num_seqs=3, max_num_batched_tokens=8)
     for index in range(10):
         host.add(prompt(5, 10 * index), max_tokens=6)
-    tokens, rows = [], []
+    tokens, num_running = [], []
     while host.scheduler.has_unfinished:
         work = host.step()
         tokens.append(work.num_tokens)
-        rows.append(len(host.scheduler.running))
+        num_running.append(len(host.scheduler.running))
     assert max(tokens) == 8
-    assert max(rows) == 3
-    host.check_results()
+    assert max(num_running) == 3
+    host.check_end()
+
+
+def test_chunks_are_no_longer_than_the_threshold_and_leave_room_for_others():
+    host = Host(long_prefill_token_threshold=5, max_num_batched_tokens=16)
+    for index in range(2):
+        host.add(prompt(11, 100 * index))
+    chunks = [[chunk.num_tokens for chunk in host.step().chunks] for _ in range(3)]
+    assert chunks == [[5, 5], [5, 5], [1, 1]]
+    host.run()
+
+
+def test_without_chunks_a_prompt_is_computed_whole_and_before_anybody_decodes():
+    host = Host(enable_chunked_prefill=False, max_num_batched_tokens=32)
+    host.add(prompt(20), max_tokens=8)
+    host.step()
+    host.add(prompt(30, 100), max_tokens=8)
+    work = host.step()
+    assert (work.decodes, [chunk.num_tokens for chunk in work.chunks]) == ([], [30])
+    assert len(host.step().decodes) == 2
+    host.run()
+
+
+def test_decodes_beyond_the_budget_take_turns_and_the_first_is_always_served():
+    host = Host(max_num_seqs=8, max_num_batched_tokens=8, num_blocks=200)
+    for index in range(7):
+        host.add([100 + index], max_tokens=60)
+    host.step()
+    host.add(prompt(40, 500), max_tokens=2)
+    served = Counter()
+    for _ in range(6):
+        work = host.step()
+        served.update(sequence.request.number for sequence in work.decodes)
+    assert served[0] == 6
+    assert min(served[number] for number in range(7)) >= 2
+    host.run()
 
 
 # S2: one queue, one end.
@@ -114,7 +122,15 @@ def preempted(host):
         request = host.add(prompt(20, 50 * index), max_tokens=60)
     while not request.num_preemptions:
         host.step()
-    assert request.state is RequestState.WAITING
+    assert request.state in (RequestState.WAITING, RequestState.SWAPPED)
+    return request
+
+
+def in_flight(host):
+    request = decoding(host)
+    host.dispatch()
+    host.dispatch()
+    assert host.scheduler.is_in_flight(request.sequences[0])
     return request
 
 
@@ -125,19 +141,21 @@ def finished(host):
     return request
 
 
+@pytest.mark.parametrize("preemption", [PreemptionPolicy(), SWAP], ids=["recompute", "swap"])
 @pytest.mark.parametrize(
-    "reach", [waiting, prefilling, decoding, preempted, finished], ids=lambda reach: reach.__name__
+    "reach", [waiting, prefilling, decoding, preempted, in_flight, finished], ids=lambda reach: reach.__name__
 )
-def test_abort_frees_all_in_any_state_and_a_second_abort_does_nothing(reach):
-    host = Host(num_blocks=32)
+def test_abort_frees_all_in_any_state_and_a_second_abort_does_nothing(reach, preemption):
+    host = Host(num_blocks=32, num_host_blocks=32, preemption=preemption)
     request = reach(host)
     state = request.state
     expected = state if state.is_finished else RequestState.FINISHED_ABORTED
     for _ in range(2):
         host.abort(request)
-        host.scheduler.check()
         assert request.state is request.sequences[0].state is expected
         assert not any(request.sequences[0].pages)
+    while host.core.in_flight:
+        host.retire()
     host.add(prompt(30, 7), max_tokens=10)
     host.run()
 
@@ -145,26 +163,42 @@ def test_abort_frees_all_in_any_state_and_a_second_abort_does_nothing(reach):
 def test_a_request_ends_with_its_first_end():
     host = Host()
     request = decoding(host)
-    host.finish(request.sequences[0], RequestState.FINISHED_STOPPED)
+    host.abort(request)
     ended = request.finished_time
-    host.num_steps += 1
-    host.scheduler.finish(request.sequences[0], RequestState.FINISHED_ABORTED)
-    assert (request.state, request.finished_time) == (RequestState.FINISHED_STOPPED, ended)
+    host.now += 1
+    host.scheduler.finish(request.sequences[0], RequestState.FINISHED_STOPPED)
+    assert (request.state, request.finished_time) == (RequestState.FINISHED_ABORTED, ended)
     assert not host.scheduler.has_unfinished
-    host.scheduler.check()
+    check_scheduler(host.scheduler)
 
 
 def test_a_group_ends_with_its_last_sequence():
     host = Host()
-    request = host.add(prompt(5), max_tokens=50, n=3)
+    request = host.add(prompt(5), max_tokens=50, params=samples(3))
     host.step()
     for left in (2, 1):
-        host.finish(request.live_sequences[0], RequestState.FINISHED_STOPPED)
-        assert (len(request.live_sequences), request.state) == (left, RequestState.RUNNING)
+        host.abort_sequence(request.live[0])
+        assert (len(request.live), request.state) == (left, RequestState.RUNNING)
         host.step()
-    host.finish(request.live_sequences[0], RequestState.FINISHED_STOPPED)
-    assert request.state is RequestState.FINISHED_STOPPED
+    host.abort_sequence(request.live[0])
+    assert request.state is RequestState.FINISHED_ABORTED
     assert not host.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("limits", "allowed"), [({"waiting_requests": 3}, 3), ({"waiting_tokens": 20}, 4), ({}, 20)], ids=str
+)
+def test_a_queue_takes_as_much_as_its_limits_allow(limits, allowed):
+    host = Host(limits=QueueLimits(**limits))
+    for index in range(allowed):
+        host.add(prompt(5, 10 * index))
+    if limits:
+        with pytest.raises(QueueFullError):
+            host.add(prompt(5, 500))
+        host.step()
+        host.add(prompt(5, 500))
+    assert len(host.requests) == allowed + bool(limits)
+    host.run()
 
 
 # S3, S4: progress.
@@ -178,13 +212,27 @@ def test_a_pool_that_holds_one_request_serves_them_one_after_another(enable_pref
     host.run()
 
 
-@pytest.mark.skipif(not __debug__, reason="python -O leaves out what this looks for")
-def test_a_request_that_can_never_fit_is_not_queued():
+def test_a_request_that_can_never_fit_is_refused_and_others_go_on():
     host = Host(num_blocks=1 + 5, block_size=4, max_num_seqs=2)
-    for too_much in ({"max_tokens": 13}, {"max_tokens": 1, "n": 3}):
-        with pytest.raises(AssertionError):
+    host.add(prompt(9), max_tokens=12)
+    for too_much in ({"max_tokens": 13}, {"max_tokens": 12, "params": samples(2)}, {"params": samples(3)}):
+        with pytest.raises(InvalidRequestError):
             host.add(prompt(9), **too_much)
-    assert not host.scheduler.has_unfinished
+    host.run()
+    assert len(host.requests) == 1
+
+
+def test_a_request_that_no_longer_fits_is_ignored_and_others_go_on():
+    host = Host(num_blocks=1 + 10, block_size=4, max_num_seqs=1, max_num_batched_tokens=64)
+    first = host.add(prompt(9), max_tokens=4)
+    large, small = host.add(prompt(30, 100), max_tokens=8), host.add(prompt(9, 200), max_tokens=4)
+    host.step()
+    host.blocks.device.withdraw(5)
+    host.run()
+    assert large.state is RequestState.FINISHED_IGNORED
+    assert large.state.finish_reason == "error"
+    assert "can never be had" in large.error
+    assert {first.state, small.state} == {RequestState.FINISHED_LENGTH}
 
 
 def test_a_lone_request_may_use_what_the_watermark_keeps_from_newcomers():
@@ -197,19 +245,50 @@ def test_a_lone_request_may_use_what_the_watermark_keeps_from_newcomers():
         host.run()
 
 
+def test_newcomers_wait_in_proportion_to_the_last_step_with_newcomers():
+    host = Host(delay_factor=2.0)
+    host.add(prompt(5), max_tokens=60)
+    host.step()
+    host.now = 1.0  # The step with a newcomer took a second.
+    host.step()
+    late = host.add(prompt(5, 100), max_tokens=4)
+    states = []
+    for host.now in (2.0, 3.0, 3.1):
+        host.step()
+        states.append(late.state)
+    assert states == [RequestState.WAITING, RequestState.WAITING, RequestState.RUNNING]
+    host.run()
+
+
+def test_a_gate_keeps_requests_waiting_and_learns_of_all_who_come_and_go():
+    gate = AdapterGate(1)
+    host = Host(gate=gate)
+    keys = [CacheKey(lora_name="a"), CacheKey(lora_name="b"), CacheKey(lora_name="a"), None]
+    requests = [host.add(prompt(5, 10 * i), max_tokens=4, cache_key=key) for i, key in enumerate(keys)]
+    host.step()
+    states = [request.state is RequestState.RUNNING for request in requests]
+    assert states == [True, False, True, True]
+    host.run()
+    assert not gate.running
+
+
 # S5, S6: nobody starves.
 
 
 def test_the_oldest_request_is_in_every_step_however_small_the_pool():
     host = Host(num_blocks=1 + 12, block_size=4, enable_prefix_caching=False)
     requests = [host.add(prompt(4, 20 * index), max_tokens=44) for index in range(6)]
-    host.run()  # `step` holds each step against it.
-    assert host.scheduler.num_preemptions >= 3
+    while host.scheduler.has_unfinished:
+        oldest = next(request for request in requests if not request.state.is_finished)
+        assert oldest.live[0] in rows(host.step())
+    host.check_end()
+    assert num_preemptions(host) >= 3
     assert requests[0].num_preemptions == 0
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted():
-    host = Host(num_blocks=1 + 12, block_size=4)
+@pytest.mark.parametrize("preemption", [PreemptionPolicy(), SWAP], ids=["recompute", "swap"])
+def test_nobody_comes_in_in_a_step_that_preempted(preemption):
+    host = Host(num_blocks=1 + 12, block_size=4, num_host_blocks=50, preemption=preemption)
     for index in range(6):
         host.add(prompt(4, 20 * index), max_tokens=44)
     num_preempting = 0
@@ -218,8 +297,36 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
         work = host.step()
         if work.preempted:
             num_preempting += 1
-            assert {item.sequence.request for item in work.scheduled} <= set(before) - set(work.preempted)
+            preempted = {each.request for each in work.preempted}
+            assert {sequence.request for sequence in rows(work)} <= set(before) - preempted
+            assert preempted <= set(before)
     assert num_preempting
+
+
+def test_the_last_in_order_gives_way_first():
+    """Under `priority` the highest number; among equals the one that came last."""
+    host = Host(num_blocks=1 + 14, block_size=4, policy=POLICIES["priority"], enable_prefix_caching=False)
+    requests = [
+        host.add(prompt(4, 20 * i), max_tokens=30, priority=priority) for i, priority in enumerate([2, 0, 0, 1])
+    ]
+    while not num_preemptions(host):
+        work = host.step()
+    assert work.preempted[0].request is requests[0]
+    ended = []
+    while host.scheduler.has_unfinished:
+        host.step()
+        ended += [request for request in requests if request.state.is_finished and request not in ended]
+    assert ended.index(requests[1]) < ended.index(requests[0])
+    host.check_end()
+
+
+def test_a_key_function_orders_requests():
+    host = Host(max_num_seqs=1, policy=lambda request: -request.prompt_len)
+    requests = [host.add(prompt(length), max_tokens=1) for length in (3, 9, 6)]
+    order = []
+    while host.scheduler.has_unfinished:
+        order += [chunk.sequence.request for chunk in host.step().chunks]
+    assert order == [requests[1], requests[2], requests[0]]
 
 
 def test_a_long_prompt_is_passed_by_no_later_one_and_decoding_goes_on_beside_it():
@@ -230,29 +337,67 @@ def test_a_long_prompt_is_passed_by_no_later_one_and_decoding_goes_on_beside_it(
     for index in range(20):
         host.add(prompt(3, 300 + 10 * index), max_tokens=5)
     for _ in range(7):  # ceil(100 / 15): all of the budget that decoding leaves.
-        scheduled = [item.sequence.request for item in host.step().scheduled]
-        assert scheduled[:2] == [short, long]
+        assert [sequence.request for sequence in rows(host.step())][:2] == [short, long]
     assert long.sequences[0].num_output_tokens == 1
+    host.run()
+
+
+def test_who_does_not_fit_is_passed_a_bounded_number_of_times():
+    host = Host(num_blocks=1 + 12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    host.add(prompt(20), max_tokens=20)
+    large = host.add(prompt(40, 100), max_tokens=2)
+    for index in range(30):
+        host.add(prompt(2, 300 + 10 * index), max_tokens=2)
+    while large.state is RequestState.WAITING:
+        host.step()
+    assert host.scheduler.counts["bypass"] == MAX_BYPASSES
+    assert large.num_bypassed == 0, "it is passed as often again when it waits again"
     host.run()
 
 
 # S7: preemption changes no token.
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 2, 30, 400])
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_preempted_run_draws_what_an_unbroken_one_draws(enable_prefix_caching, n):
+def test_a_preempted_run_draws_what_an_unbroken_one_draws(enable_prefix_caching, n, num_host_blocks):
     outputs, preemptions = [], []
-    for num_blocks in (1 + 60, 1 + 300):
-        host = Host(num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching, max_num_seqs=8, watermark=0.0)
+    for num_blocks in (1 + 60, 1 + 500):
+        host = Host(
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            preemption=SWAP,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_seqs=16,
+        )
         for index in range(8):
-            host.add(prompt(10, 3 * index), max_tokens=60, n=n)
+            host.add(prompt(10, 3 * index), max_tokens=60, params=samples(n))
         host.run()
-        outputs.append([sequence.token_ids for request in host.requests for sequence in request.sequences])
-        preemptions.append(host.scheduler.num_preemptions)
+        outputs.append([list(sequence.token_ids) for request in host.requests for sequence in request.sequences])
+        preemptions.append(num_preemptions(host))
+        if num_blocks == 1 + 60:
+            num_swaps = host.scheduler.counts["preemptions_swap"]
+            assert num_swaps == 0 if num_host_blocks == 0 else num_swaps > 0 or num_host_blocks == 2
+            assert (host.blocks.store.counts["host_pool_full"] > 0) == (num_host_blocks < 400)
     assert outputs[0] == outputs[1]
     assert preemptions[0] >= 2
     assert preemptions[1] == 0
+
+
+def test_swap_or_recompute_is_chosen_by_cost_and_says_why():
+    reasons = {}
+    for swap_bytes_per_s, mode in [(1e9, PreemptionMode.SWAP), (1e-3, PreemptionMode.RECOMPUTE)]:
+        costs = SwapCosts(page_bytes=100, swap_bytes_per_s=swap_bytes_per_s, prefill_s_per_token=1e-3)
+        host = Host(num_blocks=1 + 12, num_host_blocks=50, preemption=PreemptionPolicy(PreemptionMode.AUTO, costs))
+        for index in range(4):
+            host.add(prompt(4, 20 * index), max_tokens=40)
+        while not num_preemptions(host):
+            work = host.step()
+        assert work.preempted[0].mode is mode
+        reasons[mode] = work.preempted[0].reason
+        host.run()
+    assert all("pages out and in take" in reason for reason in reasons.values())
 
 
 def test_finding_its_own_pages_after_a_preemption_is_no_cache_hit():
@@ -263,11 +408,12 @@ def test_finding_its_own_pages_after_a_preemption_is_no_cache_hit():
     found = []
     while host.scheduler.has_unfinished:
         work = host.step()
-        found += [item.start for item in work.scheduled if item.sequence.request.num_preemptions and item.start]
-    host.check_results()
-    assert host.scheduler.num_preemptions >= 1
+        found += [chunk.start for chunk in work.chunks if chunk.sequence.request.num_preemptions and chunk.start]
+    host.check_end()
+    assert num_preemptions(host) >= 1
     assert found
-    assert (host.blocks.num_queried_tokens, host.blocks.num_hit_tokens) == (80, 0)
+    prefixes = host.blocks.prefixes
+    assert (prefixes.num_queried_tokens, prefixes.num_hit_tokens) == (80, 0)
     assert [request.num_cached_tokens for request in host.requests] == [0] * 4
 
 
@@ -277,7 +423,52 @@ def test_a_shared_prefix_is_computed_once_and_counted():
         host.add(prompt(10), max_tokens=2)
         host.run()
     assert [request.num_cached_tokens for request in host.requests] == [0, 8, 8]
-    assert (host.blocks.num_queried_tokens, host.blocks.num_hit_tokens) == (30, 16)
+    assert (host.blocks.prefixes.num_queried_tokens, host.blocks.prefixes.num_hit_tokens) == (30, 16)
+
+
+@pytest.mark.parametrize(
+    "other", [CacheKey(lora_name="a"), CacheKey(cache_salt="a"), CacheKey(weights_version=1)], ids=str
+)
+def test_requests_with_other_extras_share_nothing(other):
+    host = Host()
+    for cache_key in (None, other):
+        host.add(prompt(10), max_tokens=2, cache_key=cache_key)
+        host.run()
+    assert host.requests[1].num_cached_tokens == 0
+
+
+def test_a_request_that_wants_prompt_scores_computes_its_whole_prompt_once():
+    """P7, also when it is preempted on the way: what was scored may then be found."""
+    host = Host(num_blocks=1 + 24)
+    host.add(prompt(20), max_tokens=2)
+    host.run()
+    host.add(prompt(4, 500), max_tokens=90)
+    scored = host.add(prompt(20), max_tokens=60, needs_prompt_scores=True)
+    starts = []
+    while host.scheduler.has_unfinished:
+        starts += [chunk.start for chunk in host.step().chunks if chunk.sequence.request is scored]
+    assert starts[0] == 0
+    assert scored.num_preemptions
+    assert max(starts) >= 20
+    assert scored.num_scored == 20
+
+
+def test_what_was_not_scored_before_a_preemption_is_computed_after_it():
+    """Though the whole prompt is pinned in the cache."""
+    host = Host(num_blocks=1 + 16, max_num_seqs=2, max_num_batched_tokens=2)
+    host.add(prompt(20), max_tokens=2)
+    host.run()
+    assert host.blocks.prefixes.pin(prompt(20), CacheKey()) == 20
+    host.add(prompt(4, 500), max_tokens=40)
+    for _ in range(16):
+        host.step()
+    scored = host.add(prompt(20), max_tokens=4, needs_prompt_scores=True)
+    num_scored = 0
+    while not scored.num_preemptions:
+        num_scored = scored.num_scored
+        host.step()
+    assert 0 < num_scored < 20
+    host.run()
 
 
 # S9, S10.
@@ -291,16 +482,16 @@ def test_no_token_is_drawn_before_the_last_chunk_of_a_prompt():
         host.step()
         drawn.append(request.sequences[0].num_output_tokens)
     assert drawn == [0, 0, 1, 2]
-    assert host.scheduler.num_prefill_chunks == 2
+    assert host.scheduler.counts["prefill_chunks"] == 2
 
 
 def test_a_slot_that_changes_hands_takes_nothing_along():
     """S10: with one slot, each request samples with its own seed, temperature and limits."""
     host = Host(max_num_seqs=1, max_num_batched_tokens=4)
     kinds = [
-        SamplingParams(seed=1, temperature=0.5, top_k=5),
-        SamplingParams(seed=2, top_p=0.3),
-        SamplingParams(min_p=0.2),
+        samples(1, seed=1, temperature=0.5, top_k=5),
+        samples(1, seed=2, top_p=0.3),
+        samples(1, min_p=0.2),
     ]
     for params in kinds:
         host.add(prompt(4), max_tokens=6, params=params)
@@ -309,19 +500,93 @@ def test_a_slot_that_changes_hands_takes_nothing_along():
     aborted = host.add(prompt(12, 50), max_tokens=6, params=kinds[0])
     host.step()
     host.abort(aborted)
-    host.add(prompt(4), max_tokens=6, params=SamplingParams(seed=3))
+    host.add(prompt(4), max_tokens=6, params=samples(1, seed=3))
     host.run()
 
 
 def test_ended_requests_are_let_go():
+    """By the step after their last one."""
     host = Host(max_num_seqs=2)
     for index in range(4):
         host.add(prompt(5, 20 * index), max_tokens=3).request_id = "let go"
     host.run()
-    host.requests.clear()
+    host.add(prompt(5), max_tokens=2)
+    host.run()
+    for memory in (host.requests, host.solos, host.ends, host.first_starts, host.num_claimed, host.scheduler.ended):
+        memory.clear()
     gc.collect()
     kept = [each for each in gc.get_objects() if isinstance(each, Sequence) and each.request.request_id == "let go"]
     assert not kept
+
+
+# Samples and forks.
+
+
+def test_the_samples_of_a_prompt_share_its_pages_and_copy_the_half_filled_one():
+    host = Host(max_num_batched_tokens=64, enable_prefix_caching=False)
+    request = host.add(prompt(10), max_tokens=6, params=samples(4))
+    work = host.step()
+    assert [(chunk.num_tokens, len(chunk.samplers)) for chunk in work.chunks] == [(10, 4)]
+    assert host.blocks.device.num_used == 3
+    work = host.step()
+    assert [move.kind for move in work.moves] == [MoveKind.COPY] * 3
+    assert host.blocks.device.num_used == 2 + 4
+    host.run()
+    outputs = {tuple(sequence.token_ids) for sequence in request.sequences}
+    assert len(outputs) == 4
+
+
+@pytest.mark.parametrize("known", [7, 8, 9], ids=["page − 1", "page", "page + 1"])
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_fork_goes_on_as_alone(known, num_ahead, enable_prefix_caching):
+    host = Host(enable_prefix_caching=enable_prefix_caching)
+    request = host.add(prompt(4), max_tokens=20)
+    parent = request.sequences[0]
+    while len(parent.token_ids) < known:
+        host.step()
+    for _ in range(num_ahead):
+        host.dispatch()
+    [child] = host.fork(parent)
+    for _ in range(num_ahead):
+        host.retire()
+    host.run()
+    assert parent.token_ids[:known] == child.token_ids[:known]
+    assert parent.token_ids[known:] != child.token_ids[known:]
+
+
+@pytest.mark.parametrize(
+    "reach", [waiting, prefilling, decoding, preempted, in_flight], ids=lambda reach: reach.__name__
+)
+def test_a_fork_in_any_state_goes_on_as_alone(reach):
+    host = Host(num_blocks=50, num_host_blocks=50, preemption=SWAP)
+    request = reach(host)
+    assert len(host.fork(request.sequences[0], 2)) == 2
+    while host.core.in_flight:
+        host.retire()
+    host.run()
+    assert host.scheduler.counts["fork"] == 2
+
+
+def test_a_fork_that_could_never_fit_is_refused_and_changes_nothing():
+    host = Host(num_blocks=1 + 12, max_num_seqs=2)
+    request = host.add(prompt(5), max_tokens=30)
+    host.step()
+    for n in (1, 2):
+        with pytest.raises(InvalidRequestError):
+            host.fork(request.sequences[0], n)
+        assert len(request.sequences) == len(request.live) == 1
+    host.run()
+
+
+def test_a_child_outlives_its_parent():
+    host = Host()
+    request = host.add(prompt(6), max_tokens=10, params=samples(3))
+    host.dispatch()
+    host.abort_sequence(request.sequences[0])
+    host.retire()
+    host.run()
+    assert [len(sequence.token_ids) for sequence in request.sequences] == [6, 16, 16]
 
 
 # P8: values that are not finite.
@@ -332,17 +597,56 @@ def test_a_page_gone_bad_fails_those_that_read_it_and_no_later_request():
     host = Host()
     host.add(prompt(8), max_tokens=1)
     host.run()
-    bad_page = host.blocks.page_of_hash[next(key for key in host.blocks.page_of_hash)]
+    host.add(prompt(9), max_tokens=1)
+    host.run()
+    bad_page = next(iter(host.blocks.device.page_of.values()))
     readers = [host.add(prompt(10), max_tokens=5), host.add(prompt(11), max_tokens=5)]
     neighbour = host.add(prompt(4, 500), max_tokens=3)
-    host.device.keys[bad_page * 4 + 1] = NAN
-    host.step()
+    host.runner.device.keys[bad_page * 4 + 1] = NAN
+    host.core.dispatch()
+    host.core.retire()
     assert [request.state for request in readers] == [RequestState.FINISHED_ERROR] * 2
     later = host.add(prompt(10), max_tokens=5)
     while host.scheduler.has_unfinished:
-        host.step()
+        host.core.dispatch()
+        host.core.retire()
+        check_scheduler(host.scheduler)
     for request in (neighbour, later):
-        tokens, state = host.solo(request)
-        assert (request.sequences[0].token_ids[len(request.prompt_token_ids) :], request.state) == (tokens, state)
+        tokens, state = host.solos[request.sequences[0]].run()
+        assert (list(request.sequences[0].token_ids[request.prompt_len :]), request.state) == (tokens, state)
     assert later.num_cached_tokens == 0
-    assert host.blocks.num_used == 0
+    assert host.blocks.device.num_used == 0
+
+
+def test_a_poisoned_prompt_ends_itself_alone():
+    host = Host()
+    poisoned = host.add([*prompt(5), POISON_TOKEN, *prompt(3)], max_tokens=5)
+    other = host.add(prompt(9), max_tokens=5)
+    host.run()
+    assert (poisoned.state, other.state) == (RequestState.FINISHED_ERROR, RequestState.FINISHED_LENGTH)
+
+
+# A device that fails.
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_after_a_restart_everybody_goes_on_as_alone(num_ahead):
+    host = Host(num_blocks=40, num_host_blocks=40, preemption=SWAP)
+    requests = [host.add(prompt(20, 50 * index), max_tokens=40, params=samples(index % 2 + 1)) for index in range(4)]
+    for _ in range(15):
+        host.step()
+    for _ in range(num_ahead):
+        host.dispatch()
+    host.restart()
+    assert {request.state for request in requests} == {RequestState.WAITING}
+    assert host.blocks.device.num_used == host.blocks.host.num_used == 0
+    host.run()
+
+
+def test_status_tells_never_from_later():
+    blocks = Host(num_blocks=1 + 10).blocks
+    assert blocks.status_of(11) is AllocStatus.NEVER
+    assert blocks.status_of(10, 10) is AllocStatus.OK
+    assert blocks.status_of(10, 10, reserve=1) is AllocStatus.LATER
+    blocks.device.withdraw(1)
+    assert blocks.status_of(10) is AllocStatus.NEVER

@@ -3,9 +3,9 @@ sequence draws the same tokens, and nothing is left behind. What is checked is i
 """
 
 import os
+import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,23 +13,57 @@ import pytest
 from .simulation import Summary, simulate
 
 ROOT = Path(__file__).parents[2]
-BLOCKS, BLOCK = 60, 50
+BLOCKS, BLOCK = 36, 50
 TOTAL, DONE = Summary(-1), set()
 
-FLOORS = {}
+FLOORS = {
+    "NaN": 500,
+    "abort decoding": 2000,
+    "abort in flight": 1000,
+    "abort prefilling": 300,
+    "abort swapped": 100,
+    "abort waiting": 2000,
+    "bypass": 4000,
+    "clock jump": 1000,
+    "come-back from host": 600,
+    "copy-on-write": 4000,
+    "eviction": 20000,
+    "eviction kept on host": 20000,
+    "fault: dispatch after": 100,
+    "fault: dispatch before": 100,
+    "fault: read": 100,
+    "fence held": 500,
+    "fork": 3000,
+    "fork in flight": 900,
+    "fork prefilling": 200,
+    "fork swapped": 90,
+    "fork waiting": 1000,
+    "hit": 1000,
+    "host pool full": 600,
+    "ignored": 600,
+    "long prompt in chunks": 10000,
+    "pin": 1000,
+    "preemption by recompute": 1000,
+    "refused: InvalidRequestError": 1000,
+    "refused: QueueFullError": 3000,
+    "reset": 400,
+    "shrink": 900,
+    "swap-in": 500,
+    "swap-out": 600,
+    "table update batch": 800,
+    "unpin": 700,
+}
+"""About half of what the seeds give today (36 × 50 seeds, 131,000 steps)."""
 
 REGRESSIONS = {
-    32: "a request that was swapped in was swapped out in the same step for want of its next pages, for ever",
-    37: "a fork without a state slot drew a token in the null slot",
-    482: "a fenced page was kept fenced behind one that was written longer",
-    641: "a request was bypassed by many more in the step in which it reached its bound",
-    1056: "forks that share all of their tokens took more pages than the pool was said to need",
+    121: "a request was bypassed by many more in the step in which it reached its bound",
+    282: "a fork without a state slot drew a token in the null slot",
+    842: "forks that share all of their tokens took more pages than the pool was said to need",
 }
-"""Seeds that failed when they first ran, and what they found. Their lives have changed with the simulation since."""
+"""Seeds that fail with a bug put back that an earlier form of these lives has found, and what that was."""
 
 
 def run(seeds):
-    global TOTAL
     for seed in seeds:
         summary = simulate(seed)
         TOTAL.steps += summary.steps
@@ -74,8 +108,6 @@ def test_a_seed_has_one_event_log():
 def test_a_failing_seed_says_how_to_replay_it(monkeypatch):
     monkeypatch.setattr("jpaged.page_pool.PagePool.fence", lambda pool, page, step: pool.free.append(page))
     with pytest.raises(AssertionError) as failure:
-        for seed in range(20):
-            simulate(seed)
-    assert any(f"python scripts/simulate.py {seed}" in note for note in failure.value.__notes__ for seed in range(20))
-
-
+        run(range(20))
+    [note] = failure.value.__notes__
+    assert re.search(r"replay: python scripts/simulate.py \d+$", note)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.page_store import MoveKind, PageMove
 from jpaged.buckets import make_buckets
+from jpaged.page_store import MoveKind, PageMove
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.request import derived_seed, make_request
 from jpaged.sampler import SampleMode

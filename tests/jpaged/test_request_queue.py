@@ -1,0 +1,96 @@
+"""Requests in the order of a policy, however they leave."""
+
+import random
+
+import pytest
+
+from jpaged.errors import QueueFullError
+from jpaged.request import make_request
+from jpaged.request_queue import MIN_STALE, POLICIES, QueueLimits, RequestQueue, key_shape
+from jpaged.sampling_params import SamplingParams
+
+
+def request_of(number, *, priority=0, prompt_len=3):
+    request = make_request(
+        request_id=str(number),
+        number=number,
+        prompt_token_ids=range(prompt_len),
+        params=SamplingParams(),
+        arrival_time=0.0,
+        max_tokens=4,
+        engine_seed=0,
+        num_groups=1,
+        priority=priority,
+    )
+    request.order = (priority, number)
+    return request
+
+
+def test_whatever_comes_and_goes_the_first_is_the_one_of_lowest_order():
+    """Against a sorted list; requests that left come back too, as preempted ones do."""
+    rng = random.Random(3)
+    requests = [request_of(number, priority=rng.randrange(4)) for number in range(60)]
+    queue, model = RequestQueue(), []
+    for _ in range(4000):
+        if rng.random() < 0.5 and len(model) < len(requests):
+            request = rng.choice([request for request in requests if request not in model])
+            queue.push(request)
+            model.append(request)
+        elif model:
+            model.sort(key=lambda request: request.order)
+            if rng.random() < 0.5:
+                assert queue.pop() is model.pop(0)
+            else:
+                queue.remove(model.pop(rng.randrange(len(model))))
+        model.sort(key=lambda request: request.order)
+        assert list(queue) == model
+        assert [queue.first()] == model[:1] if model else not queue
+        assert (len(queue), queue.num_tokens) == (len(model), 3 * len(model))
+        assert len(queue._heap) <= 2 * len(queue) + MIN_STALE + 1
+
+
+def test_those_who_come_and_go_behind_one_that_waits_leave_nothing_behind():
+    queue = RequestQueue()
+    queue.push(request_of(0))
+    for number in range(1, 5000):
+        request = request_of(number)
+        queue.push(request)
+        queue.remove(request)
+    assert len(queue._heap) <= 2 + MIN_STALE
+    assert queue.first().number == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "name", "got"),
+    [(QueueLimits(waiting_requests=2), "waiting_requests", 3), (QueueLimits(waiting_tokens=8), "waiting_tokens", 9)],
+)
+def test_limits_hold_for_the_queue_with_the_newcomer_in_it(limits, name, got):
+    queue = RequestQueue(limits)
+    for number in range(2):
+        queue.check_room(request_of(number))
+        queue.push(request_of(number))
+    with pytest.raises(QueueFullError, match=f"{name}: got {got} with this request, allowed: {got - 1}") as caught:
+        queue.check_room(request_of(2))
+    assert caught.value.limit == name
+    queue.pop()
+    queue.check_room(request_of(2))
+
+
+def test_policies():
+    assert POLICIES["fcfs"](request_of(1, priority=5)) == POLICIES["fcfs"](request_of(2, priority=1))
+    assert POLICIES["priority"](request_of(1, priority=5)) > POLICIES["priority"](request_of(2, priority=1))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [(3, "number"), (-0.5, "number"), ("a", "text"), ((1, ("b", 2.0)), ("number", ("text", "number")))],
+    ids=repr,
+)
+def test_keys_of_one_shape_can_be_sorted(key, shape):
+    assert key_shape(key) == shape
+
+
+@pytest.mark.parametrize("key", [None, float("nan"), float("inf"), [1], (1, None), object()], ids=repr)
+def test_keys_without_a_certain_order_have_no_shape(key):
+    with pytest.raises(TypeError, match="got"):
+        key_shape(key)
