@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from .request import Request, RequestState, Sequence
-from .scheduler import Scheduler, SchedulerOutput
+from .schedule import SchedulerOutput
+from .scheduler import Scheduler
 
 if TYPE_CHECKING:
     from .output_processor import OutputProcessor

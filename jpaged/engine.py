@@ -283,7 +283,7 @@ class Engine:
         """
         token_ids, key = self._prefix(prompt, cache_salt)
         num_pages = self.blocks.prefixes.num_new_pins(token_ids, key)
-        needed = max((self.scheduler.most_pages(request) for request in self.requests.values()), default=1)
+        needed = max((self.scheduler.demand.most_pages(request) for request in self.requests.values()), default=1)
         num_available = self.blocks.num_available
         if num_pages + needed > num_available:
             raise InvalidRequestError(
@@ -418,7 +418,7 @@ class Engine:
             number=self._num_requests if number is None else number,
             arrival_time=arrival_time,
         )
-        self.scheduler.check_fits(request)
+        self.scheduler.demand.check(request, self.sizes.max_num_seqs)
         self._num_requests += number is None
         return request
 

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from math import isfinite
 from typing import Any
 
-from .errors import QueueFullError
+from .errors import InvalidRequestError, QueueFullError
 from .request import Request
 
 PolicyKey = Callable[[Request], Any]
@@ -32,6 +32,34 @@ def key_shape(key: object) -> object:
     if isinstance(key, tuple):
         return tuple(map(key_shape, key))
     raise TypeError(f"got {key!r:.100}")
+
+
+class Policy:
+    """A key function whose keys are held to be sortable among each other."""
+
+    def __init__(self, key: PolicyKey):
+        self._key = key
+        self._shape: object = None
+
+    def key_of(self, request: Request) -> Any:
+        """The key of a request. One that cannot be sorted among others would break the queue amid a step."""
+        try:
+            key = self._key(request)
+            shape = key_shape(key)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"scheduling_policy: its key function failed here ({type(error).__name__}: {error!s:.200}); "
+                "it may return a finite number, a string, or a tuple of them",
+                param="priority",
+            ) from error
+        self._shape = self._shape or shape
+        if shape != self._shape:
+            raise InvalidRequestError(
+                f"scheduling_policy: its key {key!r:.100} does not compare with those of other requests, made of "
+                f"{self._shape}; let it return values of one type",
+                param="priority",
+            )
+        return key
 
 
 MIN_STALE = 64

@@ -18,16 +18,15 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from .block_manager import AllocStatus, BlockManager
 from .errors import InvalidRequestError
 from .fork_tree import children_of, common_len, leave_children, samplers_of
-from .page_store import PageMove
+from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
 from .request import Request, RequestState, Sequence
-from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue, key_shape
+from .request_queue import POLICIES, Policy, PolicyKey, QueueLimits, RequestQueue
+from .schedule import AdmissionGate, Chunk, SchedulerOutput
 
 MAX_BYPASSES = 8
 """Later requests that may be admitted before one that does not fit yet. Then it is its turn, whatever fits."""
@@ -35,61 +34,6 @@ MAX_PASSED = 4
 """Requests that do not fit yet among which a step looks for one that does."""
 MAX_PARKED = 32
 """The same for requests that only a gate keeps waiting."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`num_tokens` tokens of a sequence, known to the host, from position `start` on."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samplers: tuple[Sequence, ...]
-    """Who draws its next token from the chunk's last position: nobody if the sequence knows more tokens, mostly
-    the sequence itself, and those samples of the same prompt that share all of its tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """The work of one step."""
-
-    step: int
-    """Counts from 1."""
-    decodes: list[Sequence] = field(default_factory=list)
-    """One token each: the last one drawn in its slot."""
-    chunks: list[Chunk] = field(default_factory=list)
-    placed: list[Sequence] = field(default_factory=list)
-    """Sequences that got their state slot since the last step."""
-    table_changes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(group, slot, entry, page), one for each entry of the page tables that changes."""
-    moves: list[PageMove] = field(default_factory=list)
-    """To be done in this order before anything of the step is written."""
-    preempted: list[Preemption] = field(default_factory=list)
-    ignored: list[Request] = field(default_factory=list)
-    """Requests that ended since they can never fit any more."""
-
-    @property
-    def is_empty(self) -> bool:
-        """There is nothing that the device has to do or to know."""
-        return not (self.decodes or self.chunks or self.moves or self.placed or self.table_changes)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
-
-
-class AdmissionGate(Protocol):
-    """What else may keep a request waiting, such as slots for adapters. `enter` and `leave` come in pairs.
-
-    Whom it refuses any number of later ones may pass, since those may need nothing of it. It is asked in the order
-    of the queue: a gate that must let somebody in at last refuses those behind that would stand in the way.
-    """
-
-    def admits(self, request: Request) -> bool: ...
-
-    def enter(self, request: Request) -> None: ...
-
-    def leave(self, request: Request) -> None: ...
 
 
 class Scheduler:
@@ -119,11 +63,12 @@ class Scheduler:
         """
         assert max_num_seqs <= max_num_batched_tokens, "a step cannot decode all sequences"
         self.blocks = blocks
+        self.demand = PageDemand(blocks)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.watermark = watermark
         self.clock = clock
-        self.policy = policy
+        self.policy = Policy(policy)
         self.enable_chunked_prefill = enable_chunked_prefill
         self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
         self.delay_factor = delay_factor
@@ -145,7 +90,6 @@ class Scheduler:
         """Every request that was added and has not ended, wherever it stands."""
         self.ended: list[Request] = []
         """Requests that have ended; whoever tells their callers clears it."""
-        self._key_shape: object = None
         self._num_arrivals = 0
         self._has_new_members = False
         self._first_decode = 0
@@ -155,53 +99,15 @@ class Scheduler:
 
     # Requests come and go
 
-    def check_fits(self, request: Request) -> None:
-        """InvalidRequestError if the request could not run were it alone."""
-        if len(request.live) > self.max_num_seqs:
-            raise InvalidRequestError(
-                f"n: got {len(request.live)}, allowed: at most max_num_seqs, {self.max_num_seqs}; ask for fewer "
-                "samples or start the engine with a higher max_num_seqs",
-                param="n",
-            )
-        if self._status_of(request) is AllocStatus.NEVER:
-            blocks = self.blocks
-            raise InvalidRequestError(
-                f"prompt: got {request.prompt_len} tokens and up to {request.max_tokens} more for each of "
-                f"{len(request.live)} samples, which take {self.most_pages(request)} pages; allowed: "
-                f"{blocks.num_available} pages of {blocks.block_size} tokens; shorten it, lower max_tokens or n, or "
-                "start the engine with more num_blocks",
-                param="prompt",
-            )
-
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequestError if it can never fit, QueueFullError if too many wait."""
-        self.check_fits(request)
+        self.demand.check(request, self.max_num_seqs)
         self.waiting.check_room(request)
-        key = self._policy_key(request)
+        key = self.policy.key_of(request)
         self._num_arrivals += 1
         request.order = (key, self._num_arrivals)
         self.unfinished[request] = None
         self.waiting.push(request)
-
-    def _policy_key(self, request: Request) -> Any:
-        """The key of a request. One that cannot be sorted among others would break the queue amid a step."""
-        try:
-            key = self.policy(request)
-            shape = key_shape(key)
-        except Exception as error:
-            raise InvalidRequestError(
-                f"scheduling_policy: its key function failed here ({type(error).__name__}: {error!s:.200}); "
-                "it may return a finite number, a string, or a tuple of them",
-                param="priority",
-            ) from error
-        self._key_shape = self._key_shape or shape
-        if shape != self._key_shape:
-            raise InvalidRequestError(
-                f"scheduling_policy: its key {key!r:.100} does not compare with those of other requests, made of "
-                f"{self._key_shape}; let it return values of one type",
-                param="priority",
-            )
-        return key
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the same request, equal so far, with sample indices of their own.
@@ -420,23 +326,10 @@ class Scheduler:
 
     def _adopt_cached(self, sequence: Sequence) -> int:
         """Start a sequence with what the prefix cache has of it, if there is room for that; returns its tokens."""
-        match = self.blocks.prefixes.match(sequence, self._match_limit(sequence))
+        match = self.blocks.prefixes.match(sequence, self.demand.match_limit(sequence))
         if self.blocks.prefixes.num_taken(match) > self.blocks.device.num_free:
             return 0
         return self.blocks.adopt(sequence, match)
-
-    def _match_limit(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that may come from the prefix cache.
-
-        Not the last one it knows, since computing one is what yields logits. Where a prompt's own scores are
-        wanted, none that has not been scored. Where windows pass, none that its children have still to see.
-        """
-        limit = sequence.num_tokens - 1
-        if sequence.request.needs_prompt_scores:
-            limit = min(limit, sequence.request.num_scored)
-        if self.blocks.window_groups:
-            limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence))])
-        return limit
 
     def _prefill_budget(self, num_decodes: int) -> int:
         """Tokens for chunks: what decoding leaves, and half of the step at least, or decoding could starve prompts."""
@@ -496,7 +389,7 @@ class Scheduler:
         num_scheduled = 0
         while self.swapped and not self._work.preempted:
             request = self.swapped.first()
-            if self._can_never_run(request):
+            if self.demand.can_never_run(request):
                 self._ignore(request)
                 continue
             if not self._may_try(request) or not self._fits_again(request):
@@ -513,7 +406,7 @@ class Scheduler:
     def _fits_again(self, request: Request) -> bool:
         """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""
         num_pages = self.blocks.num_to_swap_in(request.live)
-        num_pages += max(0, self._pages_now(request) - self.blocks.num_held(request.live))
+        num_pages += max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
         # Beside others, each of its sequences may need its next page before anybody gives one back.
         request.pages_wanted = num_pages + (len(request.live) if self.running else 0)
         return request.pages_wanted + self._reserve() <= self.blocks.device.num_free
@@ -530,7 +423,7 @@ class Scheduler:
             request = self.waiting.first()
             if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request):
                 break
-            if self._can_never_run(request):
+            if self.demand.can_never_run(request):
                 self._ignore(request)
                 continue
             self.waiting.pop()
@@ -560,10 +453,10 @@ class Scheduler:
     def _fits(self, request: Request, budget: int) -> bool:
         """Whether a waiting request has room now, given what the prefix cache has of it."""
         first = request.live[0]
-        match = self.blocks.prefixes.match(first, self._match_limit(first))
-        request.pages_wanted = self._pages_now(request) - self.blocks.prefixes.num_shared(match)
+        match = self.blocks.prefixes.match(first, self.demand.match_limit(first))
+        request.pages_wanted = self.demand.pages_now(request) - self.blocks.prefixes.num_shared(match)
         request.next_hash = match.next_hash
-        if self._status_of(request, request.pages_wanted, self._reserve()) is not AllocStatus.OK:
+        if self.demand.status_of(request, request.pages_wanted, self._reserve()) is not AllocStatus.OK:
             return False
         num_pending = first.num_tokens - match.num_pages * self.blocks.block_size
         return self.enable_chunked_prefill or num_pending <= budget
@@ -608,7 +501,7 @@ class Scheduler:
         request = self.running[-1]
         if request is asker and self.step > self.retired_step:
             return False  # Results in flight may end somebody, and cost less to wait for.
-        if self._status_of(request) is AllocStatus.NEVER:
+        if self.demand.status_of(request) is AllocStatus.NEVER:
             self._ignore(request)
         else:
             self._preempt(request)
@@ -654,9 +547,8 @@ class Scheduler:
 
     def _ignore(self, request: Request) -> None:
         """End a request that was admitted to the queue and can never fit any more: the pool has become smaller."""
-        request.error = (
-            f"its {self.most_pages(request)} pages can never be had: the pool has {self.blocks.num_available} left"
-        )
+        num_pages, num_available = self.demand.most_pages(request), self.blocks.num_available
+        request.error = f"its {num_pages} pages can never be had: the pool has {num_available} left"
         for sequence in list(request.live):
             self.finish(sequence, RequestState.FINISHED_IGNORED)
         self.counts["ignored"] += 1
@@ -682,32 +574,6 @@ class Scheduler:
             (self.swapped if request.state is RequestState.SWAPPED else self.waiting).remove(request)
 
     # What is known of a request
-
-    def most_pages(self, request: Request) -> int:
-        """Pages that the request takes beside pinned ones when all of its samples have become as long as they may."""
-        first = request.live[0]
-        num_pinned = (
-            0 if request.needs_prompt_scores else self.blocks.prefixes.num_pinned(first, request.prompt_len - 1)
-        )
-        # The last token ends its sequence, so that its keys and values are never computed.
-        lens = [sequence.max_len - 1 for sequence in request.live]
-        return self.blocks.most_pages(common_len(request), lens) - num_pinned
-
-    def _pages_now(self, request: Request) -> int:
-        """Pages that the request takes for the tokens that it has."""
-        return self.blocks.most_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
-
-    def _status_of(self, request: Request, num_pages: int = 0, reserve: int = 0) -> AllocStatus:
-        """NEVER if the request would not fit were it alone, LATER if `num_pages` and `reserve` are not free now."""
-        return self.blocks.status_of(self.most_pages(request), num_pages, reserve)
-
-    def _can_never_run(self, request: Request) -> bool:
-        """Whether a request that was taken cannot run any more. Looked into when pool, pins or samples have changed."""
-        conditions = (self.blocks.num_available, self.blocks.store.num_pinnings, len(request.live))
-        if request.fits_under == conditions:
-            return False
-        request.fits_under = conditions
-        return self._status_of(request) is AllocStatus.NEVER
 
     def _stage_of(self, sequence: Sequence) -> str:
         if sequence.state is not RequestState.RUNNING:

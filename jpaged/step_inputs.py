@@ -28,7 +28,7 @@ from .sampler import SampleMode, sample_mode
 if TYPE_CHECKING:
     from .page_store import PageMove
     from .request import Sequence
-    from .scheduler import Chunk, SchedulerOutput
+    from .schedule import Chunk, SchedulerOutput
 
 SAMPLE_FIELDS = (
     "token", "slot", "output_index", "sample_index", "seed_low", "seed_high", "top_k", "temperature", "top_p", "min_p",

@@ -369,7 +369,7 @@ class Life:
         blocks, scheduler = self.host.blocks, self.host.scheduler
         if self.rng.random() < 0.1:
             return blocks.num_available - 1
-        return blocks.num_available - max(map(scheduler.most_pages, self.host.unfinished), default=1)
+        return blocks.num_available - max(map(scheduler.demand.most_pages, self.host.unfinished), default=1)
 
     def _jump(self):
         self.host.now += self.rng.choice([-3600.0, 3600.0])

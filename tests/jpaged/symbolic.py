@@ -734,7 +734,7 @@ class Host:
         if not admitted:
             return
         for request in admitted:
-            self.bypassed[request] = 0
+            self.bypassed.pop(request, None)
         last = max(request.order for request in admitted)
         for request in waiting:
             is_refused = gate is not None and not gate.admits(request)

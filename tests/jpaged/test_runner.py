@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.block_manager import TableChange
 from jpaged.buckets import make_buckets
 from jpaged.compile_plan import CompilePlan
 from jpaged.models.config import config_from_hf
@@ -20,7 +19,7 @@ from jpaged.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, move_programs, 
 from jpaged.request import make_request
 from jpaged.runner import MAX_STAGED, Runner
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Chunk, SchedulerOutput
+from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.sharding import device_mesh
 from jpaged.step_inputs import StepInputBuilder
 
@@ -203,7 +202,7 @@ def prefill(slot, pages, moves=()):
     )
     sequence = request.sequences[0]
     sequence.slot = slot
-    changes = [TableChange(0, slot, index, page) for index, page in enumerate(pages)]
+    changes = [(0, slot, index, page) for index, page in enumerate(pages)]
     chunk = Chunk(sequence, 0, PAGE * len(pages), (sequence,))
     return work_of(moves, chunks=[chunk], placed=[sequence], changes=changes)
 
@@ -240,7 +239,7 @@ def test_a_step_sees_what_was_copied_and_swapped_in_right_before_it(runner):
 
 def test_a_step_without_rows_changes_tables_too(runner):
     move(runner)
-    changed = new_builder().build(work_of([copy(1, 2)], changes=[TableChange(0, 3, 4, 17)]))
+    changed = new_builder().build(work_of([copy(1, 2)], changes=[(0, 3, 4, 17)]))
     assert changed.layout is None
     assert runner.dispatch(changed).num_samples == 0
     tables = np.asarray(runner.state.page_tables)

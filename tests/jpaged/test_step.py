@@ -15,7 +15,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache,
 from jpaged.request import make_request
 from jpaged.sampler import SampleMode
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Chunk, SchedulerOutput
+from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.step import DeviceState, forward, sample_rows, update_tables
 from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
 

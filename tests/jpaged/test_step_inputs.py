@@ -16,7 +16,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.request import derived_seed, make_request
 from jpaged.sampler import SampleMode
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Chunk, SchedulerOutput
+from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepLayout
 
 UNHURRIED = settings(max_examples=100, deadline=None, derandomize=True, database=None)

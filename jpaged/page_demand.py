@@ -1,0 +1,75 @@
+"""How many pages a request takes, now and at most, and what of them the prefix cache may give.
+
+Knows requests and the block manager; no queue, no slot, no time.
+"""
+
+from __future__ import annotations
+
+from .block_manager import AllocStatus, BlockManager
+from .errors import InvalidRequestError
+from .fork_tree import children_of, common_len
+from .request import Request, Sequence
+
+
+class PageDemand:
+    """Arithmetic over one block manager."""
+
+    def __init__(self, blocks: BlockManager):
+        self.blocks = blocks
+
+    def check(self, request: Request, max_num_seqs: int) -> None:
+        """InvalidRequestError if the request could not run were it alone."""
+        if len(request.live) > max_num_seqs:
+            raise InvalidRequestError(
+                f"n: got {len(request.live)}, allowed: at most max_num_seqs, {max_num_seqs}; ask for fewer "
+                "samples or start the engine with a higher max_num_seqs",
+                param="n",
+            )
+        if self.status_of(request) is AllocStatus.NEVER:
+            blocks = self.blocks
+            raise InvalidRequestError(
+                f"prompt: got {request.prompt_len} tokens and up to {request.max_tokens} more for each of "
+                f"{len(request.live)} samples, which take {self.most_pages(request)} pages; allowed: "
+                f"{blocks.num_available} pages of {blocks.block_size} tokens; shorten it, lower max_tokens or n, or "
+                "start the engine with more num_blocks",
+                param="prompt",
+            )
+
+    def most_pages(self, request: Request) -> int:
+        """Pages that the request takes beside pinned ones when all of its samples have become as long as they may."""
+        first = request.live[0]
+        num_pinned = (
+            0 if request.needs_prompt_scores else self.blocks.prefixes.num_pinned(first, request.prompt_len - 1)
+        )
+        # The last token ends its sequence, so that its keys and values are never computed.
+        lens = [sequence.max_len - 1 for sequence in request.live]
+        return self.blocks.most_pages(common_len(request), lens) - num_pinned
+
+    def pages_now(self, request: Request) -> int:
+        """Pages that the request takes for the tokens that it has."""
+        return self.blocks.most_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
+
+    def status_of(self, request: Request, num_pages: int = 0, reserve: int = 0) -> AllocStatus:
+        """NEVER if the request would not fit were it alone, LATER if `num_pages` and `reserve` are not free now."""
+        return self.blocks.status_of(self.most_pages(request), num_pages, reserve)
+
+    def can_never_run(self, request: Request) -> bool:
+        """Whether a request that was taken cannot run any more. Looked into when pool, pins or samples have changed."""
+        conditions = (self.blocks.num_available, self.blocks.store.num_pinnings, len(request.live))
+        if request.fits_under == conditions:
+            return False
+        request.fits_under = conditions
+        return self.status_of(request) is AllocStatus.NEVER
+
+    def match_limit(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that may come from the prefix cache.
+
+        Not the last one it knows, since computing one is what yields logits. Where a prompt's own scores are
+        wanted, none that has not been scored. Where windows pass, none that its children have still to see.
+        """
+        limit = sequence.num_tokens - 1
+        if sequence.request.needs_prompt_scores:
+            limit = min(limit, sequence.request.num_scored)
+        if self.blocks.window_groups:
+            limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence))])
+        return limit
