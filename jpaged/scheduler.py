@@ -19,21 +19,15 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from .admission import Admission
 from .block_manager import AllocStatus, BlockManager
 from .errors import InvalidRequestError
 from .fork_tree import children_of, common_len, leave_children, samplers_of
 from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
 from .request import Request, RequestState, Sequence
-from .request_queue import POLICIES, Policy, PolicyKey, QueueLimits, RequestQueue
+from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate, Chunk, SchedulerOutput
-
-MAX_BYPASSES = 8
-"""Later requests that may be admitted before one that does not fit yet. Then it is its turn, whatever fits."""
-MAX_PASSED = 4
-"""Requests that do not fit yet among which a step looks for one that does."""
-MAX_PARKED = 32
-"""The same for requests that only a gate keeps waiting."""
 
 
 class Scheduler:
@@ -66,17 +60,20 @@ class Scheduler:
         self.demand = PageDemand(blocks)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.watermark = watermark
         self.clock = clock
-        self.policy = Policy(policy)
         self.enable_chunked_prefill = enable_chunked_prefill
         self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
-        self.delay_factor = delay_factor
         self.preemption = preemption or PreemptionPolicy()
-        self.gate = gate
         self.tokens_ahead = tokens_ahead
-        self.waiting = RequestQueue(limits)
-        self.swapped = RequestQueue()
+        self.admission = Admission(
+            self,
+            policy=policy,
+            limits=limits,
+            watermark=watermark,
+            delay_factor=delay_factor,
+            gate=gate,
+            clock=clock,
+        )
         self.running: list[Request] = []
         """By `Request.order`: the last one gives way first."""
         self.sequences: list[Sequence] = []
@@ -90,11 +87,8 @@ class Scheduler:
         """Every request that was added and has not ended, wherever it stands."""
         self.ended: list[Request] = []
         """Requests that have ended; whoever tells their callers clears it."""
-        self._num_arrivals = 0
         self._has_new_members = False
         self._first_decode = 0
-        self._has_admitted = False
-        self._last_schedule = self._last_admission_s = 0.0
         self._work = SchedulerOutput(0)
 
     # Requests come and go
@@ -102,12 +96,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequestError if it can never fit, QueueFullError if too many wait."""
         self.demand.check(request, self.max_num_seqs)
-        self.waiting.check_room(request)
-        key = self.policy.key_of(request)
-        self._num_arrivals += 1
-        request.order = (key, self._num_arrivals)
+        self.admission.add(request)
         self.unfinished[request] = None
-        self.waiting.push(request)
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the same request, equal so far, with sample indices of their own.
@@ -173,8 +163,21 @@ class Scheduler:
         return sequence.num_tokens > len(sequence.token_ids) or sequence.last_chunk_step > self.retired_step
 
     @property
+    def waiting(self) -> RequestQueue:
+        return self.admission.waiting
+
+    @property
+    def swapped(self) -> RequestQueue:
+        return self.admission.swapped
+
+    @property
+    def has_preempted(self) -> bool:
+        """The step that is being scheduled took the pages of somebody."""
+        return bool(self._work.preempted)
+
+    @property
     def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running or self.swapped)
+        return bool(self.unfinished)
 
     # The step
 
@@ -186,7 +189,7 @@ class Scheduler:
         that preempted somebody: memory is short then, and they would cause the next preemption.
         """
         work = self._work = SchedulerOutput(self.step + 1)
-        self._note_time()
+        self.admission.begin_step()
         self._note_members()
         asking = [s for s in self.sequences if s.num_computed + self.tokens_ahead > s.granted]
         prefilling = [sequence for sequence in asking if self._serve(sequence)]
@@ -194,10 +197,9 @@ class Scheduler:
         budget = self._prefill_budget(len(decodes))
         for sequence in prefilling:
             budget -= self._chunk(sequence, budget)
+        budget -= self.admission.bring_back(budget)
         if not work.preempted:
-            budget -= self._swap_in(budget)
-        if not work.preempted:
-            self._admit(budget)
+            self.admission.admit(budget)
         self._commit(decodes)
         return work
 
@@ -228,12 +230,11 @@ class Scheduler:
 
         Whatever was broken off in the middle is set up again from the requests alone.
         """
-        if self.gate is not None:
+        if self.admission.gate is not None:
             for request in self.running:
-                self.gate.leave(request)
+                self.admission.gate.leave(request)
         self.running.clear()
-        self.swapped = RequestQueue()
-        self.waiting = RequestQueue(self.waiting.limits)
+        self.admission.clear()
         self.free_slots = list(range(self.max_num_seqs, 0, -1))
         self.blocks.clear()
         self.retired_step = self.blocks.device.retired_step = self.step
@@ -382,98 +383,31 @@ class Scheduler:
         self._first_decode = start + room - 1
         return [decodes[0], *(others[start:] + others[:start])[: room - 1]]
 
-    # Swapped and waiting requests
+    # Requests come in
 
-    def _swap_in(self, budget: int) -> int:
-        """Bring back swapped requests, in order, while they fit; returns the tokens scheduled for them."""
-        num_scheduled = 0
-        while self.swapped and not self._work.preempted:
-            request = self.swapped.first()
-            if self.demand.can_never_run(request):
-                self._ignore(request)
-                continue
-            if not self._may_try(request) or not self._fits_again(request):
-                break
-            self.swapped.pop()
-            self.blocks.swap_in(request.live)
-            self._run(request)
-            self.counts["swap_in"] += 1
-            for sequence in request.live:
-                if not sequence.awaits_parent:
-                    num_scheduled += self._chunk(sequence, budget - num_scheduled)
-        return num_scheduled
-
-    def _fits_again(self, request: Request) -> bool:
-        """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""
-        num_pages = self.blocks.num_to_swap_in(request.live)
-        num_pages += max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
-        # Beside others, each of its sequences may need its next page before anybody gives one back.
-        request.pages_wanted = num_pages + (len(request.live) if self.running else 0)
-        return request.pages_wanted + self._reserve() <= self.blocks.device.num_free
-
-    def _admit(self, budget: int) -> None:
-        """Admit waiting requests, in order, but none before a swapped one whose turn is sooner.
-
-        One that does not fit yet may be passed by a few later ones that do, and one that only the gate refuses by
-        any number.
-        """
-        passed: list[Request] = []
-        parked: list[Request] = []
-        while self.waiting and budget > 0 and self.free_slots:
-            request = self.waiting.first()
-            if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request):
-                break
-            if self.demand.can_never_run(request):
-                self._ignore(request)
-                continue
-            self.waiting.pop()
-            if self.gate is not None and not self.gate.admits(request):
-                parked.append(request)
-            elif self._may_try(request) and self._fits(request, budget):
-                budget -= self._start(request, budget)
-                for other in passed:
-                    other.num_bypassed += 1
-                    self.counts["bypass"] += 1
-            else:
-                passed.append(request)
-            is_their_turn = any(other.num_bypassed >= MAX_BYPASSES for other in passed)
-            if is_their_turn or len(passed) == MAX_PASSED or len(parked) == MAX_PARKED:
-                break
-        for request in passed + parked:
-            self.waiting.push(request)
-
-    def _may_try(self, request: Request) -> bool:
-        """Whether a closer look is worth while: slots, results in flight, and what the last look found missing."""
-        if len(request.live) > len(self.free_slots) or any(map(self.is_in_flight, request.live)):
-            return False
-        if not self.running or request.pages_wanted + self._reserve() <= self.blocks.device.num_free:
-            return True
-        return request.next_hash is not None and self.blocks.prefixes.has(request.next_hash)
-
-    def _fits(self, request: Request, budget: int) -> bool:
-        """Whether a waiting request has room now, given what the prefix cache has of it."""
-        first = request.live[0]
-        match = self.blocks.prefixes.match(first, self.demand.match_limit(first))
-        request.pages_wanted = self.demand.pages_now(request) - self.blocks.prefixes.num_shared(match)
-        request.next_hash = match.next_hash
-        if self.demand.status_of(request, request.pages_wanted, self._reserve()) is not AllocStatus.OK:
-            return False
-        num_pending = first.num_tokens - match.num_pages * self.blocks.block_size
-        return self.enable_chunked_prefill or num_pending <= budget
-
-    def _start(self, request: Request, budget: int) -> int:
+    def start(self, request: Request, budget: int) -> int:
         """Let a waiting request run that fits; returns its tokens in this step."""
         first = request.live[0]
         num_cached = self._adopt_cached(first)
         first.awaits_parent = False
         self._run(request)
-        self._has_admitted = True
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = self._last_schedule
+            request.first_scheduled_time = self.admission.step_time
             request.num_cached_tokens = num_cached
             self.blocks.prefixes.count_query(first.num_tokens, num_cached)
         num_scheduled = self._chunk(first, budget)
         assert num_scheduled, "its pages were counted"
+        return num_scheduled
+
+    def resume(self, request: Request, budget: int) -> int:
+        """Let a swapped request run again that fits; returns its tokens in this step."""
+        self.blocks.swap_in(request.live)
+        self._run(request)
+        self.counts["swap_in"] += 1
+        num_scheduled = 0
+        for sequence in request.live:
+            if not sequence.awaits_parent:
+                num_scheduled += self._chunk(sequence, budget - num_scheduled)
         return num_scheduled
 
     def _run(self, request: Request) -> None:
@@ -484,15 +418,9 @@ class Scheduler:
         for sequence in request.live:
             sequence.state = RequestState.RUNNING
             self._place(sequence)
-        if self.gate is not None:
-            self.gate.enter(request)
+        if self.admission.gate is not None:
+            self.admission.gate.enter(request)
         self._has_new_members = True
-
-    def _has_waited(self, request: Request) -> bool:
-        """Whether newcomers may come in now, or wait a little longer for others to come along."""
-        if not self.delay_factor or not self.running:
-            return True
-        return self._last_schedule - request.arrival_time > self.delay_factor * self._last_admission_s
 
     # Preemption
 
@@ -502,7 +430,7 @@ class Scheduler:
         if request is asker and self.step > self.retired_step:
             return False  # Results in flight may end somebody, and cost less to wait for.
         if self.demand.status_of(request) is AllocStatus.NEVER:
-            self._ignore(request)
+            self.ignore(request)
         else:
             self._preempt(request)
         return request is not asker
@@ -545,7 +473,7 @@ class Scheduler:
         queue.push(request)
         self._has_new_members = True
 
-    def _ignore(self, request: Request) -> None:
+    def ignore(self, request: Request) -> None:
         """End a request that was admitted to the queue and can never fit any more: the pool has become smaller."""
         num_pages, num_available = self.demand.most_pages(request), self.blocks.num_available
         request.error = f"its {num_pages} pages can never be had: the pool has {num_available} left"
@@ -568,8 +496,8 @@ class Scheduler:
     def _leave_queue(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
-            if self.gate is not None:
-                self.gate.leave(request)
+            if self.admission.gate is not None:
+                self.admission.gate.leave(request)
         else:
             (self.swapped if request.state is RequestState.SWAPPED else self.waiting).remove(request)
 
@@ -580,19 +508,7 @@ class Scheduler:
             return sequence.state.label
         return "decoding" if sequence.is_last_token_on_device else "prefilling"
 
-    def _reserve(self) -> int:
-        """Pages that newcomers leave free beside running requests."""
-        return int(self.watermark * self.blocks.device.num_usable) if self.running else 0
-
     def _note_members(self) -> None:
         if self._has_new_members:
             self._has_new_members = False
             self.sequences = [sequence for request in self.running for sequence in request.live]
-
-    def _note_time(self) -> None:
-        """How long the last step with newcomers took: the time until the one after it is scheduled."""
-        now = self.clock()
-        if self._has_admitted:
-            self._last_admission_s = now - self._last_schedule
-        self._has_admitted = False
-        self._last_schedule = now

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jpaged.admission import MAX_BYPASSES
 from jpaged.block_manager import BlockManager
 from jpaged.buckets import make_buckets
 from jpaged.core import Core
@@ -29,7 +30,7 @@ from jpaged.prefix_hash import CacheKey
 from jpaged.request import RequestState, make_request
 from jpaged.sampler import SampledRows
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import MAX_BYPASSES, Scheduler
+from jpaged.scheduler import Scheduler
 from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder
 
 VOCAB = 1 << 30
@@ -729,7 +730,7 @@ class Host:
 
     def _check_bypasses(self, waiting):
         """S6. Whom the gate refuses any number may pass."""
-        gate = self.scheduler.gate
+        gate = self.scheduler.admission.gate
         admitted = [request for request in waiting if request.state is RequestState.RUNNING]
         if not admitted:
             return

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from jpaged.admission import MAX_BYPASSES
 from jpaged.bench_scheduler import InstantRunner
 from jpaged.block_manager import BlockManager
 from jpaged.buckets import make_buckets
@@ -15,7 +16,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.request import RequestState, make_request
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import MAX_BYPASSES, Scheduler
+from jpaged.scheduler import Scheduler
 from jpaged.step_inputs import StepInputBuilder
 
 LONG = 1500
@@ -185,7 +186,7 @@ def test_newcomers_wait_for_others_to_come_along():
     """Twice as long as the last step with newcomers took, while somebody runs."""
     now = [0.0]
     service = Service(budget=64, delay_factor=2.0)
-    service.core.scheduler.clock = lambda: now[0]
+    service.core.scheduler.admission.clock = lambda: now[0]
     service.add(10, 100)
     service.step()
     now[0] = 5.0  # The step with the newcomer took 5 s.

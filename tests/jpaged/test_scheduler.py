@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from jpaged.admission import MAX_BYPASSES
 from jpaged.block_manager import AllocStatus
 from jpaged.errors import InvalidRequestError, QueueFullError
 from jpaged.invariants import check_scheduler
@@ -14,7 +15,6 @@ from jpaged.prefix_hash import CacheKey
 from jpaged.request import RequestState, Sequence
 from jpaged.request_queue import POLICIES, QueueLimits
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import MAX_BYPASSES
 
 from .simulation import AdapterGate
 from .symbolic import NAN, POISON_TOKEN, Host

@@ -1,0 +1,165 @@
+"""Who comes in, and when: the queues of requests that do not run, and the rules by which they leave them.
+
+Swapped requests come back before waiting ones that arrived later or are less urgent. Among waiting ones the
+first in order comes first, but one that does not fit yet may be passed by a bounded number of later ones.
+
+Knows queues, slots and numbers of pages; what letting a request run means is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .block_manager import AllocStatus
+from .request import Request
+from .request_queue import Policy, PolicyKey, QueueLimits, RequestQueue
+from .schedule import AdmissionGate
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+MAX_BYPASSES = 8
+"""Later requests that may be admitted before one that does not fit yet. Then it is its turn, whatever fits."""
+MAX_PASSED = 4
+"""Requests that do not fit yet among which a step looks for one that does."""
+MAX_PARKED = 32
+"""The same for requests that only a gate keeps waiting."""
+
+
+class Admission:
+    """The queues `waiting` and `swapped` of one scheduler."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        policy: PolicyKey,
+        limits: QueueLimits | None,
+        watermark: float,
+        delay_factor: float,
+        gate: AdmissionGate | None,
+        clock: Callable[[], float],
+    ):
+        """See `Scheduler` for the options."""
+        self.scheduler = scheduler
+        self.policy = Policy(policy)
+        self.watermark = watermark
+        self.delay_factor = delay_factor
+        self.gate = gate
+        self.clock = clock
+        self.waiting = RequestQueue(limits)
+        self.swapped = RequestQueue()
+        self.step_time = 0.0
+        """When the step that is being scheduled began."""
+        self._num_arrivals = 0
+        self._has_admitted = False
+        self._last_admission_s = 0.0
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. InvalidRequestError for a key that cannot be sorted, QueueFullError if too many wait."""
+        self.waiting.check_room(request)
+        key = self.policy.key_of(request)
+        self._num_arrivals += 1
+        request.order = (key, self._num_arrivals)
+        self.waiting.push(request)
+
+    def clear(self) -> None:
+        """Forget who is queued."""
+        self.waiting = RequestQueue(self.waiting.limits)
+        self.swapped = RequestQueue()
+
+    def begin_step(self) -> None:
+        """Note the time: a step with newcomers takes until the one after it is scheduled."""
+        now = self.clock()
+        if self._has_admitted:
+            self._last_admission_s = now - self.step_time
+        self._has_admitted = False
+        self.step_time = now
+
+    def bring_back(self, budget: int) -> int:
+        """Let swapped requests run again, in order, while they fit; returns the tokens scheduled for them."""
+        num_scheduled = 0
+        while self.swapped and not self.scheduler.has_preempted:
+            request = self.swapped.first()
+            if self.scheduler.demand.can_never_run(request):
+                self.scheduler.ignore(request)
+                continue
+            if not self._may_try(request) or not self._fits_again(request):
+                break
+            self.swapped.pop()
+            num_scheduled += self.scheduler.resume(request, budget - num_scheduled)
+        return num_scheduled
+
+    def admit(self, budget: int) -> None:
+        """Let waiting requests run, in order, but none before a swapped one whose turn is sooner.
+
+        One that does not fit yet may be passed by a few later ones that do, and one that only the gate refuses by
+        any number.
+        """
+        scheduler = self.scheduler
+        passed: list[Request] = []
+        parked: list[Request] = []
+        while self.waiting and budget > 0 and scheduler.free_slots:
+            request = self.waiting.first()
+            if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request):
+                break
+            if scheduler.demand.can_never_run(request):
+                scheduler.ignore(request)
+                continue
+            self.waiting.pop()
+            if self.gate is not None and not self.gate.admits(request):
+                parked.append(request)
+            elif self._may_try(request) and self._fits(request, budget):
+                budget -= scheduler.start(request, budget)
+                self._has_admitted = True
+                for other in passed:
+                    other.num_bypassed += 1
+                    scheduler.counts["bypass"] += 1
+            else:
+                passed.append(request)
+            is_their_turn = any(other.num_bypassed >= MAX_BYPASSES for other in passed)
+            if is_their_turn or len(passed) == MAX_PASSED or len(parked) == MAX_PARKED:
+                break
+        for request in passed + parked:
+            self.waiting.push(request)
+
+    def _may_try(self, request: Request) -> bool:
+        """Whether a closer look is worth while: slots, results in flight, and what the last look found missing."""
+        scheduler = self.scheduler
+        if len(request.live) > len(scheduler.free_slots) or any(map(scheduler.is_in_flight, request.live)):
+            return False
+        if not scheduler.running or request.pages_wanted + self._reserve() <= scheduler.blocks.device.num_free:
+            return True
+        return request.next_hash is not None and scheduler.blocks.prefixes.has(request.next_hash)
+
+    def _fits(self, request: Request, budget: int) -> bool:
+        """Whether a waiting request has room now, given what the prefix cache has of it."""
+        blocks, demand = self.scheduler.blocks, self.scheduler.demand
+        first = request.live[0]
+        match = blocks.prefixes.match(first, demand.match_limit(first))
+        request.pages_wanted = demand.pages_now(request) - blocks.prefixes.num_shared(match)
+        request.next_hash = match.next_hash
+        if demand.status_of(request, request.pages_wanted, self._reserve()) is not AllocStatus.OK:
+            return False
+        num_pending = first.num_tokens - match.num_pages * blocks.block_size
+        return self.scheduler.enable_chunked_prefill or num_pending <= budget
+
+    def _fits_again(self, request: Request) -> bool:
+        """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""
+        blocks = self.scheduler.blocks
+        num_pages = blocks.num_to_swap_in(request.live)
+        num_pages += max(0, self.scheduler.demand.pages_now(request) - blocks.num_held(request.live))
+        # Beside others, each of its sequences may need its next page before anybody gives one back.
+        request.pages_wanted = num_pages + (len(request.live) if self.scheduler.running else 0)
+        return request.pages_wanted + self._reserve() <= blocks.device.num_free
+
+    def _has_waited(self, request: Request) -> bool:
+        """Whether newcomers may come in now, or wait a little longer for others to come along."""
+        if not self.delay_factor or not self.scheduler.running:
+            return True
+        return self.step_time - request.arrival_time > self.delay_factor * self._last_admission_s
+
+    def _reserve(self) -> int:
+        """Pages that newcomers leave free beside running requests."""
+        return int(self.watermark * self.scheduler.blocks.device.num_usable) if self.scheduler.running else 0
