@@ -74,7 +74,8 @@ class BlockManager:
             self.store, block_size=block_size, windows=windows, is_enabled=enable_prefix_caching
         )
         self.table_changes: dict[TableEntry, int] = {}
-        """Pages that the device has still to be told of. An entry that changes twice between two steps is told once."""
+        """What the device has still to be told. An entry that changes twice between two steps is told once; what it
+        is told of a slot that has changed hands, the new owner overrides, or never reads."""
         self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
 
     @property
@@ -104,7 +105,7 @@ class BlockManager:
         """Pages that sequences of these lengths take at most, if they share their first `fork_len` tokens."""
         lens = list(total_lens)
         # A fork computes the last token that it has in common anew, in a page of its own.
-        shared = max(0, fork_len - 1) // self.block_size if len(lens) > 1 else 0
+        shared = max(0, fork_len - 1) // self.block_size
         own = [self.pages_for(length) - shared for length in lens]
         num_pages = self.windows.count(None) * (shared + sum(own))
         for _, window in self.window_groups:
@@ -161,8 +162,6 @@ class BlockManager:
             for pages in sequence.pages:
                 if index < len(pages) and pages[index] != NULL_PAGE:
                     pool.drop_ref(pages[index])
-        if sequence.slot and self.table_changes:  # What the device was to be told this time, it need not know.
-            self.table_changes = {e: page for e, page in self.table_changes.items() if e.slot != sequence.slot}
         sequence.forget_pages()
 
     def pass_windows(self, sequence: Sequence, num_done: int) -> None:
@@ -282,15 +281,13 @@ class BlockManager:
     def clear(self) -> None:
         """The device has lost everything, and the host pool with it: every page is free and holds nothing."""
         self.store.clear()
-        self.table_changes.clear()
 
     # Parts of the above
 
     def _copy_on_write(self, sequence: Sequence, group: int, index: int) -> None:
         shared = sequence.pages[group][index]
         own = sequence.pages[group][index] = self.store.copy(shared)
-        if sequence.slot:
-            self.table_changes[TableEntry(group, sequence.slot, index)] = own
+        self.table_changes[TableEntry(group, sequence.slot, index)] = own
         self.device.drop_ref(shared)
 
     def _append(self, sequence: Sequence, group: int, page: int) -> None:

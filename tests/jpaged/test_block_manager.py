@@ -526,6 +526,92 @@ def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
     blocks = manager(num_blocks=60, block_size=4, windows=(None, 5), max_chunk=8)
     assert blocks.most_pages(0, [100]) == 25 + 4
     assert blocks.most_pages(0, [8]) == 2 + 2
+    assert manager(block_size=4, windows=(6,), max_chunk=8).most_pages(0, [100]) == 5
+    assert manager(block_size=4, windows=(5,), max_chunk=9).most_pages(0, [100]) == 5
+
+
+def test_a_group_that_has_pages_to_spare_lends_none_to_another():
+    """B7: what one group has too many is not there for one that has too few."""
+    blocks = manager(num_blocks=1 + 6, block_size=4, windows=(None, 4))
+    sequence = sequence_of([1, 2, 3, 4], num_groups=2)
+    assert blocks.prepare(sequence, 12)
+    assert [len(pages) for pages in sequence.pages] == [3, 3]
+    assert blocks.device.num_free == 0
+    sequence.num_tokens = 16
+    before = snapshot(blocks)
+    assert not blocks.prepare(sequence, 8)
+    assert snapshot(blocks) == before
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+@pytest.mark.parametrize("window", [2, 3, 4, 5, 8, 20])
+def test_a_window_gives_back_exactly_the_pages_that_no_later_query_sees(window, block_size):
+    """X1. A query sees itself and the window − 1 positions before it."""
+    for num_done in range(1, 21):
+        blocks = manager(num_blocks=60, block_size=block_size, windows=(window,))
+        sequence = start(blocks, list(range(16)))
+        assert blocks.can_share(sequence, num_done)
+        blocks.pass_windows(sequence, num_done)
+        num_pages = 16 // block_size
+        seen = {position // block_size for position in range(max(0, num_done - window + 1), 100)}
+        assert [page != 0 for page in sequence.pages[0]] == [page in seen for page in range(num_pages)]
+        assert sequence.num_passed == [sum(page not in seen for page in range(num_pages))]
+        # A child may begin wherever its next query misses nothing.
+        for num_tokens in range(1, 17):
+            needed = {position // block_size for position in range(max(0, num_tokens - window + 1), num_tokens)}
+            assert blocks.can_share(sequence, num_tokens) or not needed <= seen, (num_done, num_tokens)
+            assert needed <= seen or not blocks.can_share(sequence, num_tokens), (num_done, num_tokens)
+
+
+def test_a_child_takes_over_what_is_known_of_its_parents_pages():
+    blocks = manager(num_blocks=20, block_size=2)
+    parent, child = start(blocks, [1, 2, 3, 4, 5, 6]), sequence_of([1, 2, 3, 4, 5, 6])
+    blocks.share(parent, child, 5)
+    assert (child.num_computed, child.num_published) == (5, 2)
+    assert child.page_hashes == parent.page_hashes[:2]
+    assert child.pages == [parent.pages[0][:3]]
+    other, late = start(blocks, [7, 7, 7, 7], compute=False), sequence_of([7, 7, 7, 7])
+    other.num_computed = 4
+    blocks.share(other, late, 3)
+    assert late.num_published == 0
+
+
+def test_what_was_adopted_is_not_offered_again():
+    blocks = manager(num_blocks=20, block_size=2)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    sequence = sequence_of([1, 2, 3, 4, 5])
+    assert blocks.adopt(sequence, blocks.prefixes.match(sequence, 4)) == 4
+    assert (sequence.num_computed, sequence.num_published) == (4, 2)
+
+
+@pytest.mark.parametrize(("has_chunk_in_flight", "fenced"), [(True, [1, 2, 3]), (False, [2, 3])])
+def test_a_fence_covers_what_steps_in_flight_may_write_and_no_published_page(has_chunk_in_flight, fenced):
+    """B6. Decoding they write from the page of the last known token on; with a chunk, anywhere."""
+    blocks = manager(num_blocks=20, block_size=2)
+    sequence = start(blocks, [1, 2, 3, 4, 5], compute=False)
+    assert blocks.prepare(sequence, 8)
+    blocks.device.retire(6)
+    sequence.num_computed = 2
+    blocks.prefixes.publish(sequence, 2)
+    sequence.last_chunk_step = 7 if has_chunk_in_flight else 6
+    blocks.fence(sequence, 7)
+    assert blocks.device.writers == {sequence.pages[0][index]: 7 for index in fenced}
+
+
+@pytest.mark.parametrize(("num_others", "is_moved"), [(0, True), (1, False)])
+def test_copies_that_lie_free_in_the_host_pool_are_counted_as_room_that_they_take(num_others, is_moved):
+    """B8: of three host pages one holds a page of the sequence already, unreferenced; the others are wanted too."""
+    blocks = manager(num_blocks=20, block_size=2, num_host_blocks=1 + 3)
+    sequence = start(blocks, [1, 2, 3, 4, 5])
+    blocks.host.drop_ref(blocks.store.swap_out(sequence.pages[0][0]))
+    for _ in range(num_others):
+        blocks.host.take()
+    assert blocks.host.num_free == 3 - num_others
+    before = snapshot(blocks)
+    assert blocks.swap_out([sequence]) == is_moved
+    assert blocks.store.counts["host_pool_full"] == num_others
+    if not is_moved:
+        assert snapshot(blocks) == before
 
 
 def test_a_hit_never_covers_what_was_not_asked_for():

@@ -1,0 +1,84 @@
+"""Who shares what with whom, as samples fork and end."""
+
+import pytest
+
+from jpaged.fork_tree import children_of, common_len, leave_children, samplers_of
+from jpaged.request import make_request
+from jpaged.sampling_params import SamplingParams
+
+PROMPT = [1, 2, 3]
+
+
+def family(*forks):
+    """A request and further samples, each (parent, length of what they share)."""
+    request = make_request(
+        request_id="r",
+        number=0,
+        prompt_token_ids=PROMPT,
+        params=SamplingParams(),
+        arrival_time=0.0,
+        max_tokens=20,
+        engine_seed=0,
+        num_groups=1,
+    )
+    for index, (parent, fork_len) in enumerate(forks, 1):
+        child = request.new_sequence(index, request.sequences[0].token_ids, 1)
+        child.parent, child.fork_len = request.sequences[parent], fork_len
+    return request
+
+
+def end(sequence):
+    sequence.request.live.remove(sequence)
+    leave_children(sequence)
+
+
+def tree(request):
+    """Index → (index of the parent, shared tokens) of the live ones, in their order."""
+    return {one.index: (one.parent.index if one.parent else None, one.fork_len) for one in request.live}
+
+
+def test_what_all_share_is_what_the_least_sharing_pair_shares():
+    assert common_len(family()) == 0
+    assert common_len(family((0, 7), (0, 4), (1, 9))) == 4
+
+
+def test_children_are_the_live_ones_that_fork_from_it():
+    request = family((0, 5), (0, 6), (1, 7))
+    first, second, third, fourth = request.sequences
+    assert children_of(first) == [second, third]
+    end(third)
+    assert children_of(first) == [second]
+    assert children_of(fourth) == []
+
+
+@pytest.mark.parametrize(
+    ("forks", "ended", "left"),
+    [
+        ([(0, 5), (0, 6), (0, 4)], 0, {2: (None, 0), 1: (2, 5), 3: (2, 4)}),
+        ([(0, 5), (1, 9), (1, 3)], 1, {0: (None, 0), 2: (0, 5), 3: (0, 3)}),
+        ([(0, 5), (1, 9)], 0, {1: (None, 0), 2: (1, 9)}),
+        ([(0, 5), (1, 9)], 2, {0: (None, 0), 1: (0, 5)}),
+        ([(0, 8), (0, 8)], 0, {1: (None, 0), 2: (1, 8)}),
+    ],
+)
+def test_who_is_left_shares_with_each_other_what_they_shared_with_whom_ended(forks, ended, left):
+    request = family(*forks)
+    end(request.sequences[ended])
+    assert tree(request) == left
+    assert list(tree(request)) == list(left), "the one without a parent comes first"
+
+
+def test_a_row_is_drawn_from_by_all_that_wait_and_know_as_many_tokens():
+    request = family((0, 3), (0, 3), (1, 3), (0, 2))
+    first, waits, late, grandchild, other = request.sequences
+    for child in (waits, late, grandchild, other):
+        child.awaits_parent, child.slot = True, 1
+    late.num_tokens = 5  # It attaches later and goes on by itself.
+    assert samplers_of(first, 3) == [first, waits, grandchild]
+    assert samplers_of(first, 2) == []
+    first.num_tokens = 9
+    assert samplers_of(first, 3) == [waits, grandchild]
+    waits.awaits_parent = False
+    assert samplers_of(first, 3) == []
+    waits.awaits_parent, waits.slot = True, 0
+    assert samplers_of(first, 3) == []
