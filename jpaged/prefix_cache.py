@@ -209,7 +209,9 @@ class PrefixCache:
 
     def _last_missing(self, hashes: list[bytes], length: int) -> int | None:
         """The last page that some window needs for a prefix of `length` pages and that is not cached."""
-        for group in range(len(self.windows)):
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
             for index in reversed(range(self._first_seen(group, length), length)):
                 key = (group, hashes[index])
                 if key not in self.store.device.page_of and key not in self.store.host.page_of:
