@@ -1,0 +1,140 @@
+"""What is found, pinned, counted and forgotten, held exactly."""
+
+import pytest
+
+from jpaged.prefix_hash import CacheKey
+
+from .test_block_manager import KEY, found, manager, sequence_of, start
+
+
+def evicted_to_host(blocks, token_ids):
+    """Publish these tokens, and let the device need their pages for something else."""
+    blocks.release(start(blocks, token_ids))
+    others = [blocks.store.take() for _ in range(blocks.device.num_free)]
+    for page in others:
+        blocks.device.drop_ref(page)
+    blocks.store.take_moves()
+
+
+def test_a_match_takes_the_free_pages_that_it_finds_and_those_that_it_fetches_to():
+    blocks = manager(num_blocks=1 + 6, block_size=2, num_host_blocks=10)
+    evicted_to_host(blocks, [1, 2, 3, 4])
+    used = start(blocks, [1, 2, 9])
+    other = sequence_of([1, 2, 3, 4, 5])
+    match = blocks.prefixes.match(other, 4)
+    assert (match.num_pages, len(match.host_pages)) == (2, 1)
+    assert (blocks.prefixes.num_shared(match), blocks.prefixes.num_taken(match)) == (1, 1)
+    blocks.release(used)
+    assert (blocks.prefixes.num_shared(match), blocks.prefixes.num_taken(match)) == (0, 2)
+    num_free = blocks.device.num_free
+    assert blocks.adopt(other, match) == 4
+    assert num_free - blocks.device.num_free == 2
+    assert blocks.store.counts["come_back"] == 2  # Page one came back for `used`, page two for this one.
+
+
+def test_a_match_names_the_first_page_that_is_missing_until_it_is_there():
+    blocks = manager(num_blocks=20, block_size=2, windows=(None, None), num_host_blocks=20)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 8], num_groups=2)
+    match = blocks.prefixes.match(sequence, 8)
+    assert (match.num_pages, match.next_hash) == (2, sequence.page_hashes[2])
+    assert not blocks.prefixes.has(match.next_hash)
+    blocks.release(start(blocks, [1, 2, 3, 4, 5, 6]))
+    assert blocks.prefixes.has(match.next_hash)
+    assert blocks.prefixes.match(sequence, 6).next_hash is None, "nothing more was asked for"
+    for page in [blocks.store.take() for _ in range(blocks.device.num_free)]:
+        blocks.device.drop_ref(page)
+    assert not blocks.device.page_of
+    assert blocks.prefixes.has(match.next_hash), "the host pool has it"
+
+
+def test_without_prefix_caching_nothing_is_found_counted_or_published():
+    blocks = manager(num_blocks=20, block_size=2, enable_prefix_caching=False)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    blocks.prefixes.count_query(4, 0)
+    assert found(blocks, [1, 2, 3, 4]) == 0
+    assert not blocks.device.page_of
+    assert (blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens) == (0, 0)
+
+
+def test_queries_and_hits_add_up():
+    prefixes = manager().prefixes
+    prefixes.count_query(10, 4)
+    prefixes.count_query(7, 0)
+    assert (prefixes.num_queried_tokens, prefixes.num_hit_tokens) == (17, 4)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pinned"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 2)])
+@pytest.mark.parametrize(("windows", "per_page"), [((None,), 1), ((None, None), 2), ((None, 3), 1)])
+def test_pinned_pages_of_a_sequence_are_counted_in_the_groups_that_keep_them(num_tokens, num_pinned, windows, per_page):
+    blocks = manager(num_blocks=40, block_size=2, windows=windows)
+    sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 8], num_groups=len(windows))
+    assert blocks.prefixes.num_pinned(sequence, num_tokens) == 0
+    blocks.prefixes.pin([1, 2, 3, 4], KEY)
+    assert blocks.prefixes.num_pinned(sequence, num_tokens) == num_pinned * per_page
+    assert blocks.prefixes.num_pinned(sequence_of([1, 2, 9, 9]), 4) == per_page
+    assert blocks.num_available == 39 - 2 * len(windows)
+
+
+def test_whoever_depends_on_pins_sees_that_they_changed():
+    prefixes = manager().prefixes
+    for call, num_pinnings in [
+        (lambda: prefixes.pin([1, 2], KEY), 1),
+        (lambda: prefixes.pin([1], KEY), 1),
+        (lambda: prefixes.unpin([3, 4], KEY), 1),
+        (lambda: prefixes.unpin([1, 2], KEY), 2),
+        (lambda: prefixes.unpin([1, 2], KEY), 2),
+    ]:
+        call()
+        assert prefixes.store.num_pinnings == num_pinnings
+
+
+def test_unpinning_lets_the_pages_of_all_groups_go():
+    blocks = manager(num_blocks=20, block_size=2, windows=(None, None))
+    blocks.prefixes.pin([1, 2], KEY)
+    blocks.release(start(blocks, [1, 2, 3]))
+    assert blocks.device.num_used == 2
+    assert blocks.prefixes.unpin([1, 2], KEY)
+    assert blocks.device.num_used == 0
+
+
+def test_an_unsound_prefix_is_forgotten_in_both_pools_even_if_it_is_pinned():
+    blocks = manager(num_blocks=20, block_size=2, num_host_blocks=20)
+    blocks.prefixes.pin([1, 2], KEY)
+    sequence = start(blocks, [1, 2, 3, 4])
+    blocks.host.drop_ref(blocks.store.swap_out(sequence.pages[0][0]))
+    assert blocks.host.page_of
+    blocks.prefixes.discard(sequence)
+    assert not blocks.store.pinned_pages
+    assert not blocks.device.page_of
+    assert not blocks.host.page_of
+    blocks.release(sequence)
+    assert (blocks.device.num_used, blocks.host.num_used) == (0, 0)
+
+
+def test_a_reset_forgets_everything_and_is_counted():
+    blocks = manager(num_blocks=20, block_size=2, num_host_blocks=20)
+    blocks.prefixes.pin([1, 2], KEY)
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    for count in (1, 2):
+        blocks.prefixes.reset()
+        assert blocks.store.counts["reset"] == count
+        assert (blocks.device.num_used, blocks.device.page_of, blocks.store.pinned_pages) == (0, {}, {})
+    blocks.release(start(blocks, [1, 2, 3, 4]))
+    assert len(blocks.store.pinned_pages) == 1, "the pin holds for what is computed anew"
+
+
+def test_each_extra_makes_other_prefixes():
+    """P3. A salt cannot pass for an adapter's name, nor a name for a name and a version."""
+    keys = [
+        CacheKey(),
+        CacheKey(lora_name="a"),
+        CacheKey(lora_name="b"),
+        CacheKey(lora_name="a", lora_version=1),
+        CacheKey(cache_salt="a"),
+        CacheKey(cache_salt="a\0lora_name\x001\0b"),
+        CacheKey(weights_version=1),
+        CacheKey(lora_name="a1"),
+        CacheKey(lora_name="a", cache_salt="a"),
+    ]
+    assert len({key.root() for key in keys}) == len(keys)
