@@ -51,7 +51,7 @@ def alone(roomy: Engine) -> Any:
                 sample_indices=[index],
             )
             sequence = request.sequences[0]
-            sequence.token_ids += before
+            sequence.token_ids.extend(before)
             sequence.num_tokens = len(sequence.token_ids)
             roomy.reset_prefix_cache()
             (output,) = roomy.run_until_done([request])
