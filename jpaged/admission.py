@@ -85,7 +85,10 @@ class Admission:
             if self.scheduler.demand.can_never_run(request):
                 self.scheduler.ignore(request)
                 continue
-            if not self._may_try(request) or not self._fits_again(request):
+            is_refused = self.gate is not None and not self.gate.admits(request)
+            if is_refused or not self._may_try(request):
+                break
+            if not self._fits_again(request) and not (self._pins_give_way() and self._fits_again(request)):
                 break
             self.swapped.pop()
             num_scheduled += self.scheduler.resume(request, budget - num_scheduled)
@@ -110,7 +113,9 @@ class Admission:
             self.waiting.pop()
             if self.gate is not None and not self.gate.admits(request):
                 parked.append(request)
-            elif self._may_try(request) and self._fits(request, budget):
+            elif self._may_try(request) and (
+                self._fits(request, budget) or (self._pins_give_way() and self._fits(request, budget))
+            ):
                 budget -= scheduler.start(request, budget)
                 self._has_admitted = True
                 for other in passed:
@@ -153,6 +158,18 @@ class Admission:
         # Beside others, each of its sequences may need its next page before anybody gives one back.
         request.pages_wanted = num_pages + (len(request.live) if self.scheduler.running else 0)
         return request.pages_wanted + self._reserve() <= blocks.device.num_free
+
+    def _pins_give_way(self) -> bool:
+        """Let pinned pages be evicted for a request that does not fit even alone; whether there were any.
+
+        It was taken because its prefix is pinned, and holds or finds other pages than those.
+        """
+        store = self.scheduler.blocks.store
+        if self.scheduler.running or store.device.fenced or not store.pinned_pages:
+            return False
+        for key in list(store.pinned_pages):
+            store.unpin(key)
+        return True
 
     def _has_waited(self, request: Request) -> bool:
         """Whether newcomers may come in now, or wait a little longer for others to come along."""

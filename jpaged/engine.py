@@ -278,7 +278,8 @@ class Engine:
         """Keep the full pages of this prompt in the prefix cache, however little it is used; returns tokens kept now.
 
         Pages that are not cached now are kept as soon as a request has computed them; to have them at once, run
-        the prompt with max_tokens=1. Pinned pages are lost to other requests. InvalidRequestError if prefix
+        the prompt with max_tokens=1. Pinned pages are lost to other requests, but give way where one that was
+        taken could otherwise never run. InvalidRequestError if prefix
         caching is off, if the prompt fills no page, or if an unfinished request could then never end.
         """
         token_ids, key = self._prefix(prompt, cache_salt)

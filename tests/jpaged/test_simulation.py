@@ -59,6 +59,8 @@ REGRESSIONS = {
     121: "a request was bypassed by many more in the step in which it reached its bound",
     282: "a fork without a state slot drew a token in the null slot",
     842: "forks that share all of their tokens took more pages than the pool was said to need",
+    5999: "a request that came back from the host was not asked of the gate",
+    15164: "a request whose prefix was pinned held other pages, and could never come back",
 }
 """Seeds that fail with a bug put back that an earlier form of these lives has found, and what that was."""
 
