@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .block_manager import AllocStatus
+from .prefix_cache import PrefixMatch
 from .request import Request
 from .request_queue import Policy, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate
@@ -113,10 +114,8 @@ class Admission:
             self.waiting.pop()
             if self.gate is not None and not self.gate.admits(request):
                 parked.append(request)
-            elif self._may_try(request) and (
-                self._fits(request, budget) or (self._pins_give_way() and self._fits(request, budget))
-            ):
-                budget -= scheduler.start(request, budget)
+            elif match := self._match_that_fits(request, budget):
+                budget -= scheduler.start(request, match, budget)
                 self._has_admitted = True
                 for other in passed:
                     other.num_bypassed += 1
@@ -138,17 +137,24 @@ class Admission:
             return True
         return request.next_hash is not None and scheduler.blocks.prefixes.has(request.next_hash)
 
-    def _fits(self, request: Request, budget: int) -> bool:
-        """Whether a waiting request has room now, given what the prefix cache has of it."""
+    def _match_that_fits(self, request: Request, budget: int) -> PrefixMatch | None:
+        """What the prefix cache has of a waiting request, if there is room for the rest of it now."""
+        if not self._may_try(request):
+            return None
+        match = self._fits(request, budget)
+        return match or (self._fits(request, budget) if self._pins_give_way() else None)
+
+    def _fits(self, request: Request, budget: int) -> PrefixMatch | None:
+        """The same after a closer look, which is noted."""
         blocks, demand = self.scheduler.blocks, self.scheduler.demand
         first = request.live[0]
         match = blocks.prefixes.match(first, demand.match_limit(first))
         request.pages_wanted = demand.pages_now(request) - blocks.prefixes.num_shared(match)
         request.next_hash = match.next_hash
-        if demand.status_of(request, request.pages_wanted, self._reserve()) is not AllocStatus.OK:
-            return False
         num_pending = first.num_tokens - match.num_pages * blocks.block_size
-        return self.scheduler.enable_chunked_prefill or num_pending <= budget
+        is_too_long = not self.scheduler.enable_chunked_prefill and num_pending > budget
+        status = demand.status_of(request, request.pages_wanted, self._reserve())
+        return match if status is AllocStatus.OK and not is_too_long else None
 
     def _fits_again(self, request: Request) -> bool:
         """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""

@@ -166,9 +166,9 @@ class BlockManager:
 
     def pass_windows(self, sequence: Sequence, num_done: int) -> None:
         """Give back what no query from position `num_done` on can see. No step in flight may have an earlier one."""
-        for group, window in self.window_groups:
+        for group, _ in self.window_groups:
             pages = sequence.pages[group]
-            first_seen = max(0, num_done - window + 1) // self.block_size
+            first_seen = self.prefixes.first_seen(group, num_done)
             for index in range(sequence.num_passed[group], min(first_seen, len(pages))):
                 self.device.drop_ref(pages[index])
                 pages[index] = NULL_PAGE
@@ -177,8 +177,7 @@ class BlockManager:
     def can_share(self, parent: Sequence, num_tokens: int) -> bool:
         """Whether the parent still has all that a query behind its first tokens sees: windows may have passed it."""
         return all(
-            parent.num_passed[group] <= max(0, num_tokens - window + 1) // self.block_size
-            for group, window in self.window_groups
+            parent.num_passed[group] <= self.prefixes.first_seen(group, num_tokens) for group, _ in self.window_groups
         )
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -277,10 +276,6 @@ class BlockManager:
                     self.host.drop_ref(page)
         for copy in copies.values():
             self.device.drop_ref(copy)
-
-    def clear(self) -> None:
-        """The device has lost everything, and the host pool with it: every page is free and holds nothing."""
-        self.store.clear()
 
     # Parts of the above
 

@@ -279,8 +279,8 @@ class Engine:
 
         Pages that are not cached now are kept as soon as a request has computed them; to have them at once, run
         the prompt with max_tokens=1. Pinned pages are lost to other requests, but give way where one that was
-        taken could otherwise never run. InvalidRequestError if prefix
-        caching is off, if the prompt fills no page, or if an unfinished request could then never end.
+        taken could otherwise never run. InvalidRequestError if prefix caching is off, if the prompt fills no page,
+        or if an unfinished request could then never end.
         """
         token_ids, key = self._prefix(prompt, cache_salt)
         num_pages = self.blocks.prefixes.num_new_pins(token_ids, key)

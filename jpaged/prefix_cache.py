@@ -64,7 +64,7 @@ class PrefixCache:
         device_pages: list[list[int]] = []
         host_pages: list[tuple[int, int, int]] = []
         for group in range(len(self.windows)):
-            first = self._first_seen(group, length)
+            first = self.first_seen(group, length * self.block_size)
             pages = [NULL_PAGE] * first
             for index in range(first, length):
                 key = (group, hashes[index])
@@ -75,6 +75,11 @@ class PrefixCache:
             device_pages.append(pages)
         next_hash = hashes[length] if length < most else None
         return PrefixMatch(length, device_pages, host_pages, next_hash)
+
+    def first_seen(self, group: int, num_tokens: int) -> int:
+        """First page that the query at position `num_tokens`, or any later one, sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
     def has(self, page_hash: bytes) -> bool:
         """Whether a page of that hash is cached, in the first group at least."""
@@ -212,13 +217,8 @@ class PrefixCache:
         for group, window in enumerate(self.windows):
             if window is None:
                 continue
-            for index in reversed(range(self._first_seen(group, length), length)):
+            for index in reversed(range(self.first_seen(group, length * self.block_size), length)):
                 key = (group, hashes[index])
                 if key not in self.store.device.page_of and key not in self.store.host.page_of:
                     return index
         return None
-
-    def _first_seen(self, group: int, length: int) -> int:
-        """First page that the query behind `length` pages sees."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, length * self.block_size - window + 1) // self.block_size

@@ -98,16 +98,11 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     def forget_pages(self) -> None:
-        """It owns nothing any more, and will compute all of its tokens anew."""
+        """It owns no page and no slot any more: the caller has given them to others."""
         for pages in self.pages:
             pages.clear()
         self.num_passed = [0] * len(self.pages)
-        self.num_computed = self.num_published = self.next_check = 0
-        self.leave_device()
-
-    def leave_device(self) -> None:
-        """It has no slot any more; the caller has given it to others."""
-        self.slot = self.granted = 0
+        self.num_computed = self.num_published = self.next_check = self.slot = self.granted = 0
         self.is_last_token_on_device = False
 
 

@@ -25,6 +25,7 @@ from .errors import InvalidRequestError
 from .fork_tree import children_of, common_len, leave_children, samplers_of
 from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
+from .prefix_cache import PrefixMatch
 from .request import Request, RequestState, Sequence
 from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate, Chunk, SchedulerOutput
@@ -129,8 +130,7 @@ class Scheduler:
             self.blocks.share(parent, child, num_shared)
             # Both must be looked at before they write the page that they share now.
             parent.granted = 0
-            if self.is_in_flight(parent):
-                self.blocks.fence(parent, self.step)
+            self._fence(parent)
         self._has_new_members = True
         self.counts["fork"] += 1
         return child
@@ -236,7 +236,7 @@ class Scheduler:
         self.running.clear()
         self.admission.clear()
         self.free_slots = list(range(self.max_num_seqs, 0, -1))
-        self.blocks.clear()
+        self.blocks.store.clear()
         self.retired_step = self.blocks.device.retired_step = self.step
         for request in self.unfinished:
             request.num_preemptions += request.state is not RequestState.WAITING
@@ -325,12 +325,11 @@ class Scheduler:
         sequence.awaits_parent = False
         return sequence.state is RequestState.RUNNING
 
-    def _adopt_cached(self, sequence: Sequence) -> int:
-        """Start a sequence with what the prefix cache has of it, if there is room for that; returns its tokens."""
+    def _adopt_cached(self, sequence: Sequence) -> None:
+        """Start a sequence with what the prefix cache has of it, if there is room for that."""
         match = self.blocks.prefixes.match(sequence, self.demand.match_limit(sequence))
-        if self.blocks.prefixes.num_taken(match) > self.blocks.device.num_free:
-            return 0
-        return self.blocks.adopt(sequence, match)
+        if self.blocks.prefixes.num_taken(match) <= self.blocks.device.num_free:
+            self.blocks.adopt(sequence, match)
 
     def _prefill_budget(self, num_decodes: int) -> int:
         """Tokens for chunks: what decoding leaves, and half of the step at least, or decoding could starve prompts."""
@@ -385,10 +384,10 @@ class Scheduler:
 
     # Requests come in
 
-    def start(self, request: Request, budget: int) -> int:
-        """Let a waiting request run that fits; returns its tokens in this step."""
+    def start(self, request: Request, match: PrefixMatch, budget: int) -> int:
+        """Let a waiting request run that fits, from what was found of it; returns its tokens in this step."""
         first = request.live[0]
-        num_cached = self._adopt_cached(first)
+        num_cached = self.blocks.adopt(first, match)
         first.awaits_parent = False
         self._run(request)
         if request.first_scheduled_time is None:
@@ -445,8 +444,7 @@ class Scheduler:
         if mode is PreemptionMode.SWAP:
             slots = [sequence.slot for sequence in request.live if sequence.slot]
             for sequence in request.live:
-                if self.is_in_flight(sequence):
-                    self.blocks.fence(sequence, self.step)
+                self._fence(sequence)
             if self.blocks.swap_out(request.live):
                 self.free_slots += slots
             else:
@@ -484,10 +482,13 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Take slot and pages of a sequence; those that steps in flight may write are free once these have retired."""
-        if self.is_in_flight(sequence) and sequence.state is RequestState.RUNNING:
-            self.blocks.fence(sequence, self.step)
+        self._fence(sequence)
         self._free_slot(sequence)
         self.blocks.release(sequence)
+
+    def _fence(self, sequence: Sequence) -> None:
+        if self.is_in_flight(sequence) and sequence.state is RequestState.RUNNING:
+            self.blocks.fence(sequence, self.step)
 
     def _free_slot(self, sequence: Sequence) -> None:
         if sequence.slot:
