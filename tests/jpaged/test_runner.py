@@ -23,19 +23,12 @@ from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.sharding import device_mesh
 from jpaged.step_inputs import StepInputBuilder
 
-from .tiny_model import CONFIG
+from .tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
 MODEL = config_from_hf(CONFIG, Path("config.json"))
 BACKEND = XlaBackend()
-LAYOUT = BACKEND.layout(
-    num_layers=MODEL.num_layers,
-    num_pages=NUM_PAGES,
-    page_size=PAGE,
-    num_kv_heads=MODEL.num_kv_heads,
-    head_size=MODEL.head_size,
-    dtype="float32",
-)
+LAYOUT = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
 BUCKETS = make_buckets(max_num_batched_tokens=64, max_num_seqs=MAX_SEQS, platform="cpu", dtype="float32")
 SHUFFLED = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).tolist()
 

@@ -19,7 +19,7 @@ from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.step import DeviceState, forward, sample_rows, update_tables
 from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
-from .tiny_model import CONFIG
+from .tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 4, 24, 6, 4
 MODEL = config_from_hf(CONFIG, Path("config.json"))
@@ -46,14 +46,7 @@ def builder():
 
 def fresh_state(fill=np.nan):
     """Pages full of NaN, tables that point at the last page, last tokens that are valid and wrong."""
-    layout = BACKEND.layout(
-        num_layers=MODEL.num_layers,
-        num_pages=NUM_PAGES,
-        page_size=PAGE,
-        num_kv_heads=MODEL.num_kv_heads,
-        head_size=MODEL.head_size,
-        dtype="float32",
-    )
+    layout = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
     places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
     pages = tuple(jnp.full(shape, fill, jnp.float32) for shape in layout.shapes)
     tables = jnp.full((1, MAX_SEQS + 1, MAX_PAGES), NUM_PAGES - 1, jnp.int32)

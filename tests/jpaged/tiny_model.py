@@ -8,6 +8,9 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla import XlaLayout
+
 SPECIALS = ["<|end|>", "<|start|>"]
 CHAT_TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}\n{% endfor %}<|start|>assistant: "
 CONFIG: dict[str, Any] = {
@@ -57,3 +60,15 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     save_file(tensors(), str(directory / "model.safetensors"))
     return directory
+
+
+def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
+    """Layout of this model's cache on the XLA path, in float32."""
+    return XlaBackend().layout(
+        num_layers=CONFIG["num_hidden_layers"],
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=CONFIG["num_key_value_heads"],
+        head_size=CONFIG["hidden_size"] // CONFIG["num_attention_heads"],
+        dtype="float32",
+    )
