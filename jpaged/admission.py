@@ -1,9 +1,10 @@
 """Who comes in, and when: the queues of requests that do not run, and the rules by which they leave them.
 
-Swapped requests come back before waiting ones that arrived later or are less urgent. Among waiting ones the
-first in order comes first, but one that does not fit yet may be passed by a bounded number of later ones.
+Swapped requests come back as soon as they fit, and no waiting one runs before a swapped one whose turn is sooner.
+Among waiting ones the first in order comes first, but one that does not fit yet may be passed by a bounded number
+of later ones.
 
-Knows queues, slots and numbers of pages; what letting a request run means is the scheduler's business.
+Knows queues, slots, numbers of pages and pins; what letting a request run means is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_BYPASSES = 8
 MAX_PASSED = 4
 """Requests that do not fit yet among which a step looks for one that does."""
 MAX_PARKED = 32
-"""The same for requests that only a gate keeps waiting."""
+"""The same for requests that only a gate keeps waiting. Any number of later ones may pass them."""
 
 
 class Admission:
@@ -98,8 +99,8 @@ class Admission:
     def admit(self, budget: int) -> None:
         """Let waiting requests run, in order, but none before a swapped one whose turn is sooner.
 
-        One that does not fit yet may be passed by a few later ones that do, and one that only the gate refuses by
-        any number.
+        One that does not fit yet may be passed by a few later ones that do. Whom only the gate refuses stands in
+        nobody's way.
         """
         scheduler = self.scheduler
         passed: list[Request] = []
@@ -119,6 +120,7 @@ class Admission:
                 self._has_admitted = True
                 for other in passed:
                     other.num_bypassed += 1
+                    other.pages_wanted = 0  # The newcomer may share some with it: worth a look in the next step.
                     scheduler.counts["bypass"] += 1
             else:
                 passed.append(request)
@@ -184,5 +186,5 @@ class Admission:
         return self.step_time - request.arrival_time > self.delay_factor * self._last_admission_s
 
     def _reserve(self) -> int:
-        """Pages that newcomers leave free beside running requests."""
+        """Pages that whoever comes in leaves free beside running requests."""
         return int(self.watermark * self.scheduler.blocks.device.num_usable) if self.scheduler.running else 0

@@ -25,7 +25,7 @@ from .request import RequestState, Sequence
 
 
 class AllocStatus(enum.Enum):
-    """Whether pages can be had: now, after others have given some back, or not from a pool of this size."""
+    """Whether pages can be had: now, after others have given some back, or not from this pool beside its pins."""
 
     OK = "ok"
     LATER = "later"
@@ -86,6 +86,11 @@ class BlockManager:
     def host(self) -> PagePool:
         return self.store.host
 
+    def clear(self) -> None:
+        """The device has lost everything: no page holds anything, and nothing is left to tell."""
+        self.store.clear()
+        self.table_changes.clear()
+
     # Room
 
     @property
@@ -114,7 +119,7 @@ class BlockManager:
             num_pages += sum(min(widest, shared + pages) for pages in own)
         return num_pages
 
-    def status_of(self, most_pages: int, num_pages: int = 0, reserve: int = 0) -> AllocStatus:
+    def status_of(self, most_pages: int, num_pages: int, reserve: int) -> AllocStatus:
         """Whether a request of at most `most_pages` fits, and `num_pages` can be taken now with `reserve` left free."""
         if most_pages > self.num_available:
             return AllocStatus.NEVER

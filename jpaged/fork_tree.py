@@ -18,6 +18,11 @@ def common_len(request: Request) -> int:
     return min((sequence.fork_len for sequence in request.live if sequence.parent is not None), default=0)
 
 
+def num_distinct(request: Request) -> int:
+    """Computed tokens of all live samples, each counted once: what computing the request anew would take."""
+    return sum(max(0, sequence.num_computed - sequence.fork_len) for sequence in request.live)
+
+
 def samplers_of(sequence: Sequence, end: int) -> list[Sequence]:
     """Who draws its next token from position `end` − 1 of this sequence.
 

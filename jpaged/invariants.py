@@ -27,6 +27,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
             assert request.live[0].parent is None, "a group without a first sequence"
             for sequence in request.live:
                 _check_sequence(scheduler, sequence, state)
+                is_waiting = state is RequestState.WAITING
+                assert not is_waiting or sequence.parent is None or sequence.awaits_parent, "a prompt computed twice"
     running = [sequence for request in scheduler.running for sequence in request.live]
     swapped = [sequence for request in scheduler.swapped for sequence in request.live]
     orders = [request.order for request in scheduler.running]

@@ -25,7 +25,7 @@ class PageDemand:
                 "samples or start the engine with a higher max_num_seqs",
                 param="n",
             )
-        if self.status_of(request) is AllocStatus.NEVER:
+        if not self.fits_alone(request):
             blocks = self.blocks
             raise InvalidRequestError(
                 f"prompt: got {request.prompt_len} tokens and up to {request.max_tokens} more for each of "
@@ -49,7 +49,11 @@ class PageDemand:
         """Pages that the request takes for the tokens that it has."""
         return self.blocks.most_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
 
-    def status_of(self, request: Request, num_pages: int = 0, reserve: int = 0) -> AllocStatus:
+    def fits_alone(self, request: Request) -> bool:
+        """Whether the request could run to its end if nobody else did."""
+        return self.most_pages(request) <= self.blocks.num_available
+
+    def status_of(self, request: Request, num_pages: int, reserve: int) -> AllocStatus:
         """NEVER if the request would not fit were it alone, LATER if `num_pages` and `reserve` are not free now."""
         return self.blocks.status_of(self.most_pages(request), num_pages, reserve)
 
@@ -59,7 +63,7 @@ class PageDemand:
         if request.fits_under == conditions:
             return False
         request.fits_under = conditions
-        return self.status_of(request) is AllocStatus.NEVER
+        return not self.fits_alone(request)
 
     def match_limit(self, sequence: Sequence) -> int:
         """Tokens of a sequence that may come from the prefix cache.

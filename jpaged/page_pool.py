@@ -1,8 +1,9 @@
 """One pool of pages, on the device or on the host: which are free, who references them, what they hold.
 
 A page is free, or fenced (free as soon as a step in flight that may write it has retired), or referenced. A
-free page may still hold a published prefix; it is found by that until somebody takes it. Page 0 is the null
-page: never owned, never given, never published. Knows numbers and keys; no sequence, no token.
+free page may still hold a published prefix; it is found by that until somebody takes it. Pages that are withdrawn
+make the pool smaller. Page 0 is the null page: never owned, never given, never published. Knows numbers and keys;
+no sequence, no token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PagePool:
         self.clear()
 
     def clear(self) -> None:
-        """As at first: the memory behind the pages is new."""
+        """Every page is free and holds nothing: the memory behind them is new. A smaller pool stays so."""
         self.ref_counts = [0] * self.num_pages
         self.free = list(range(self.num_pages - 1, 0, -1))
         """Free pages without content. The last given is the first taken."""

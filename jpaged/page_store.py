@@ -50,6 +50,7 @@ class PageStore:
         self.pins: Counter[bytes] = Counter()
         """Hashes of pages that are to stay on the device, and how many pinned prefixes they belong to."""
         self.pinned_pages: dict[PageKey, int] = {}
+        """Those of them that are there now. Each is referenced once for its pin."""
         self.num_pinnings = 0
         """Counts pins and unpins: what depends on them is looked at anew when it has changed."""
         self.counts: Counter[str] = Counter()

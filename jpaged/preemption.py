@@ -1,6 +1,6 @@
 """How a running request gives its pages back: by computing its tokens anew later, or by moving to the host pool.
 
-Knows costs, no queue and no page.
+Knows costs and counts; no queue, no table.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class PreemptionPolicy:
     costs: SwapCosts | None = None
 
     def choose(self, *, num_tokens: int, num_pages: int) -> tuple[PreemptionMode, str]:
-        """For a request with so many distinct computed tokens in so many distinct pages: the mode, and why."""
+        """For a request with so many computed tokens in so many pages, shared ones counted once: the mode, and why."""
         if num_tokens == 0:
             return PreemptionMode.RECOMPUTE, "nothing is computed yet"
         if self.mode is not PreemptionMode.AUTO:
             return self.mode, f"preemption_mode={self.mode.value}"
         if self.costs is None:
-            return PreemptionMode.RECOMPUTE, "there is no host pool"
+            return PreemptionMode.RECOMPUTE, "no costs of swapping are known"
         swap_s, recompute_s = self.costs.swap_s(num_pages), self.costs.recompute_s(num_tokens)
         mode = PreemptionMode.SWAP if swap_s < recompute_s else PreemptionMode.RECOMPUTE
         return mode, (

@@ -2,7 +2,8 @@
 
 A page is found by the chained hash of all tokens up to its end (`prefix_hash`), on the device or else in the
 host pool. Only full pages whose content has proved sound are published; free ones are evicted least recently
-used first. Pinned prefixes stay, and are pinned anew when they were lost and somebody computes them again.
+used first. Pinned prefixes stay, unless a request could not run otherwise, and are pinned anew when they were lost
+and somebody computes them again.
 """
 
 from __future__ import annotations

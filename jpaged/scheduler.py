@@ -5,8 +5,8 @@
        └──recompute─────┘    └──swap in── swapped ◀── swap out ── running
 
 A running sequence either decodes, one token a step, or still has tokens that the host knows and the pages do
-not hold: a chunk of them is computed. Nearly all steps are nearly all decoding, so what a sequence may do
-unasked is written down in it (`Sequence.granted`), and only those that have used it up are looked at.
+not hold: a chunk of them is computed. Nearly all steps are nearly all decoding, so how far a sequence may go
+unasked is written down in it (`Sequence.granted`), and only those that have come so far are looked at.
 
 Results may be up to two steps late: `schedule` counts every token as computed once it is scheduled, `retire`
 learns that it is. Knows requests and pages; no array, no device, no text.
@@ -20,9 +20,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from .admission import Admission
-from .block_manager import AllocStatus, BlockManager
+from .block_manager import BlockManager
 from .errors import InvalidRequestError
-from .fork_tree import children_of, common_len, leave_children, samplers_of
+from .fork_tree import children_of, common_len, leave_children, num_distinct, samplers_of
 from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
 from .prefix_cache import PrefixMatch
@@ -51,7 +51,7 @@ class Scheduler:
         gate: AdmissionGate | None = None,
         tokens_ahead: int = 1,
     ):
-        """`watermark` is the share of the pool that admission leaves free, so that it causes no preemption.
+        """`watermark` is the share of the pool that admission leaves free for those that run.
 
         `delay_factor` lets newcomers wait that many times as long as the last step with newcomers took, for
         others to come along. `tokens_ahead` are the tokens that a decoding sequence has pages for, at least.
@@ -110,7 +110,7 @@ class Scheduler:
         lens = [parent.max_len - 1] * len(indices) + [sequence.max_len - 1 for sequence in request.live]
         shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
         num_pages = self.blocks.most_pages(shared_len, lens)
-        if len(lens) > self.max_num_seqs or self.blocks.status_of(num_pages) is AllocStatus.NEVER:
+        if len(lens) > self.max_num_seqs or num_pages > self.blocks.num_available:
             raise InvalidRequestError(
                 f"n: got {len(lens)} samples of one request, which would take {len(lens)} of {self.max_num_seqs} slots "
                 f"and up to {num_pages} of {self.blocks.num_available} pages; fork fewer, or start the engine with a "
@@ -127,10 +127,7 @@ class Scheduler:
         num_shared = child.num_tokens - 1
         child.awaits_parent = parent.num_computed < max(1, num_shared)
         if not child.awaits_parent:
-            self.blocks.share(parent, child, num_shared)
-            # Both must be looked at before they write the page that they share now.
-            parent.granted = 0
-            self._fence(parent)
+            self._share(parent, child, num_shared)
         self._has_new_members = True
         self.counts["fork"] += 1
         return child
@@ -184,9 +181,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens of the next step.
 
-        Running requests come first, in order. Where pages run out, the last running request gives all of its
-        pages back. Then those that were swapped out come back, then newcomers are admitted; neither in a step
-        that preempted somebody: memory is short then, and they would cause the next preemption.
+        Running requests come first, in order. Where pages run out, and no step in flight is about to free some,
+        the last running request gives all of its pages back. Then those that were swapped out come back, then
+        newcomers are admitted; neither in a step that preempted somebody: memory is short then, and they would
+        cause the next preemption.
         """
         work = self._work = SchedulerOutput(self.step + 1)
         self.admission.begin_step()
@@ -204,7 +202,7 @@ class Scheduler:
         return work
 
     def retire(self, work: SchedulerOutput) -> None:
-        """The oldest step in flight is done: what it computed is computed, and pages that it wrote may be reused."""
+        """The oldest step in flight is done: what it computed is computed, and freed pages may be reused."""
         self.retired_step = work.step
         self.blocks.device.retire(work.step)
         for chunk in work.chunks:
@@ -216,7 +214,10 @@ class Scheduler:
                 self.blocks.pass_windows(sequence, end)
 
     def note_token(self, sequence: Sequence) -> None:
-        """A sequence got a token that may fill a page: the ones before are computed, and sound."""
+        """A sequence got a token that may fill a page: the ones before are computed, and sound.
+
+        Only here are pages published. `next_check` says with which token the next call is due.
+        """
         num_known = len(sequence.token_ids)
         if sequence.state is RequestState.RUNNING:
             self.blocks.prefixes.publish(sequence, num_known - 1)
@@ -236,12 +237,13 @@ class Scheduler:
         self.running.clear()
         self.admission.clear()
         self.free_slots = list(range(self.max_num_seqs, 0, -1))
-        self.blocks.store.clear()
+        self.blocks.clear()
         self.retired_step = self.blocks.device.retired_step = self.step
         for request in self.unfinished:
             request.num_preemptions += request.state is not RequestState.WAITING
             for sequence in request.live:
                 sequence.num_tokens = len(sequence.token_ids)
+                sequence.last_chunk_step = 0
                 sequence.forget_pages()
             self._stop(request, RequestState.WAITING, self.waiting)
         self.counts["restart"] += 1
@@ -316,17 +318,25 @@ class Scheduler:
         if parent is not None and parent.num_computed < sequence.fork_len:
             return False
         if parent is None or not self.blocks.can_share(parent, num_shared):
-            self._adopt_cached(sequence)  # Whom it waited for has ended, and left nothing that it could share.
+            self._adopt_cached(sequence)  # Whom it waited for has ended, or a window has passed what it would share.
         else:
-            self.blocks.share(parent, sequence, num_shared)
-            if parent.granted:
-                parent.granted = 0
-                self._grant(parent)
-        sequence.awaits_parent = False
+            was_granted = parent.granted > 0
+            self._share(parent, sequence, num_shared)
+            if was_granted:
+                self._grant(parent)  # Which may take the pages of both, where nobody else has any to give.
         return sequence.state is RequestState.RUNNING
+
+    def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let a sample have its parent's pages. Both are looked at before they write the last one, which a step in
+        flight may still write for the parent, whoever of them gives it back."""
+        self.blocks.share(parent, child, num_tokens)
+        child.awaits_parent = False
+        parent.granted = 0
+        self._fence(parent)
 
     def _adopt_cached(self, sequence: Sequence) -> None:
         """Start a sequence with what the prefix cache has of it, if there is room for that."""
+        sequence.awaits_parent = False
         match = self.blocks.prefixes.match(sequence, self.demand.match_limit(sequence))
         if self.blocks.prefixes.num_taken(match) <= self.blocks.device.num_free:
             self.blocks.adopt(sequence, match)
@@ -424,22 +434,23 @@ class Scheduler:
     # Preemption
 
     def _preempt_last(self, asker: Request) -> bool:
-        """Take the pages and slots of the last running request; False if that is the asker itself."""
+        """Take the pages and slots of the last running request, or end it if it could never run again.
+
+        False if that is the asker itself, which keeps them while steps are in flight.
+        """
         request = self.running[-1]
         if request is asker and self.step > self.retired_step:
             return False  # Results in flight may end somebody, and cost less to wait for.
-        if self.demand.status_of(request) is AllocStatus.NEVER:
-            self.ignore(request)
-        else:
+        if self.demand.fits_alone(request):
             self._preempt(request)
+        else:
+            self.ignore(request)
         return request is not asker
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's pages and slots, of all its samples at once. It goes on before any newcomer."""
-        num_pages = self.blocks.num_held(request.live)
+        """Take a running request's pages and slots, of all its samples at once. It keeps its place in the order."""
         mode, reason = self.preemption.choose(
-            num_tokens=min(num_pages * self.blocks.block_size, sum(s.num_computed for s in request.live)),
-            num_pages=num_pages,
+            num_tokens=num_distinct(request), num_pages=self.blocks.num_held(request.live)
         )
         if mode is PreemptionMode.SWAP:
             slots = [sequence.slot for sequence in request.live if sequence.slot]
@@ -472,7 +483,7 @@ class Scheduler:
         self._has_new_members = True
 
     def ignore(self, request: Request) -> None:
-        """End a request that was admitted to the queue and can never fit any more: the pool has become smaller."""
+        """End a request that was taken and can never fit any more: the pool has become smaller."""
         num_pages, num_available = self.demand.most_pages(request), self.blocks.num_available
         request.error = f"its {num_pages} pages can never be had: the pool has {num_available} left"
         for sequence in list(request.live):
@@ -483,16 +494,14 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Take slot and pages of a sequence; those that steps in flight may write are free once these have retired."""
         self._fence(sequence)
-        self._free_slot(sequence)
+        if sequence.slot:
+            self.free_slots.append(sequence.slot)
         self.blocks.release(sequence)
 
     def _fence(self, sequence: Sequence) -> None:
+        """Keep from reuse what steps in flight may write of a running sequence: copies may run beside them."""
         if self.is_in_flight(sequence) and sequence.state is RequestState.RUNNING:
             self.blocks.fence(sequence, self.step)
-
-    def _free_slot(self, sequence: Sequence) -> None:
-        if sequence.slot:
-            self.free_slots.append(sequence.slot)
 
     def _leave_queue(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:

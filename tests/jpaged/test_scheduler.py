@@ -589,6 +589,27 @@ def test_a_child_outlives_its_parent():
     assert [len(sequence.token_ids) for sequence in request.sequences] == [6, 16, 16]
 
 
+def test_a_sample_that_gives_its_pages_back_as_it_gets_them_waits_for_its_parent_again():
+    """It shares its parent's last page, the parent needs a copy of that, and only their own pages are left to take."""
+    host = Host(num_blocks=1 + 9, block_size=4, max_num_seqs=3, max_num_batched_tokens=7, enable_prefix_caching=False)
+    first = host.add(prompt(17), max_tokens=10)
+    while not first.sequences[0].num_output_tokens:
+        host.step()
+    host.add(prompt(1, 300), max_tokens=3)
+    forked = host.add(prompt(10, 600), max_tokens=6)
+    while not forked.sequences[0].num_computed:
+        host.step()
+    host.fork(forked.sequences[0])
+    while not forked.num_preemptions:
+        host.step()
+    assert forked.sequences[1].awaits_parent
+    starts = []
+    while host.scheduler.has_unfinished:
+        starts += [(chunk.sequence.index, chunk.start) for chunk in host.step().chunks]
+    assert (1, 0) not in starts
+    host.check_end()
+
+
 # P8: values that are not finite.
 
 
@@ -645,8 +666,8 @@ def test_after_a_restart_everybody_goes_on_as_alone(num_ahead):
 
 def test_status_tells_never_from_later():
     blocks = Host(num_blocks=1 + 10).blocks
-    assert blocks.status_of(11) is AllocStatus.NEVER
-    assert blocks.status_of(10, 10) is AllocStatus.OK
-    assert blocks.status_of(10, 10, reserve=1) is AllocStatus.LATER
+    assert blocks.status_of(11, 0, 0) is AllocStatus.NEVER
+    assert blocks.status_of(10, 10, 0) is AllocStatus.OK
+    assert blocks.status_of(10, 10, 1) is AllocStatus.LATER
     blocks.device.withdraw(1)
-    assert blocks.status_of(10) is AllocStatus.NEVER
+    assert blocks.status_of(10, 0, 0) is AllocStatus.NEVER
