@@ -1,0 +1,144 @@
+"""How many pages a request takes, now and at most, and what of them the prefix cache may give."""
+
+import pytest
+
+from jpaged.block_manager import AllocStatus, BlockManager
+from jpaged.errors import InvalidRequestError
+from jpaged.page_demand import PageDemand
+from jpaged.prefix_hash import CacheKey
+from jpaged.request import make_request
+from jpaged.sampling_params import SamplingParams
+
+
+def blocks_of(num_pages=20, **options):
+    return BlockManager(num_blocks=1 + num_pages, block_size=4, **options)
+
+
+def request_of(prompt_len, max_tokens, n=1, **options):
+    return make_request(
+        request_id="r",
+        number=0,
+        prompt_token_ids=range(100, 100 + prompt_len),
+        params=SamplingParams(n=n),
+        arrival_time=0.0,
+        max_tokens=max_tokens,
+        engine_seed=0,
+        num_groups=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "n", "num_pages"),
+    [
+        (10, 7, 1, 4),  # 17 tokens, of which the last one's keys are never computed: 16.
+        (10, 8, 1, 5),
+        (10, 7, 2, 2 + 2 * 2),  # Two full pages of the prompt are shared.
+        (8, 1, 2, 1 + 2 * 1),  # Each computes the prompt's last token anew, in a page of its own.
+        (9, 1, 2, 2 + 2 * 1),
+    ],
+)
+def test_at_most_it_takes_pages_for_all_but_the_last_token_of_each_sample(prompt_len, max_tokens, n, num_pages):
+    assert PageDemand(blocks_of()).most_pages(request_of(prompt_len, max_tokens, n)) == num_pages
+
+
+def test_now_it_takes_pages_for_the_tokens_that_it_has():
+    demand = PageDemand(blocks_of())
+    request = request_of(8, 30)
+    assert demand.pages_now(request) == 2
+    request.live[0].num_tokens += 1
+    assert demand.pages_now(request) == 3
+    assert demand.pages_now(request_of(9, 30, n=2)) == 2 + 2
+
+
+@pytest.mark.parametrize(("prompt_len", "num_found"), [(12, 2), (13, 3), (14, 3)])
+def test_pinned_pages_of_its_prompt_are_there_already(prompt_len, num_found):
+    """All but the one with the prompt's last token, which it computes itself."""
+    blocks = blocks_of()
+    blocks.prefixes.pin(list(range(100, 200)), CacheKey())
+    demand = PageDemand(blocks)
+    unpinned = PageDemand(blocks_of())
+    for needs_prompt_scores, num_pinned in ((False, num_found), (True, 0)):
+        request = request_of(prompt_len, 6, needs_prompt_scores=needs_prompt_scores)
+        assert demand.most_pages(request) == unpinned.most_pages(request) - num_pinned
+
+
+@pytest.mark.parametrize(("num_pages", "fits"), [(4, True), (3, False)])
+def test_a_request_is_taken_if_it_could_run_to_its_end_alone(num_pages, fits):
+    demand = PageDemand(blocks_of(num_pages))
+    request = request_of(10, 7)
+    assert demand.fits_alone(request) is fits
+    if fits:
+        demand.check(request, max_num_seqs=1)
+        return
+    message = (
+        "prompt: got 10 tokens and up to 7 more for each of 1 samples, which take 4 pages; allowed: 3 pages of 4 tokens"
+    )
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        demand.check(request, max_num_seqs=1)
+    assert caught.value.param == "prompt"
+
+
+def test_no_more_samples_than_slots():
+    demand = PageDemand(blocks_of())
+    demand.check(request_of(4, 4, n=2), max_num_seqs=2)
+    with pytest.raises(InvalidRequestError, match="n: got 3, allowed: at most max_num_seqs, 2") as caught:
+        demand.check(request_of(4, 4, n=3), max_num_seqs=2)
+    assert caught.value.param == "n"
+
+
+def test_later_is_what_fits_alone_and_not_beside_what_is_there_and_what_is_kept_free():
+    blocks = blocks_of(6)
+    demand, request = PageDemand(blocks), request_of(10, 7)
+    assert demand.status_of(request, 6, 0) is demand.status_of(request, 4, 2) is AllocStatus.OK
+    assert demand.status_of(request, 6, 1) is demand.status_of(request, 5, 2) is AllocStatus.LATER
+    blocks.device.take()
+    assert demand.status_of(request, 3, 3) is AllocStatus.LATER
+    assert demand.status_of(request_of(10, 16), 0, 0) is AllocStatus.NEVER
+
+
+def shrunk(blocks, request):
+    blocks.device.withdraw(3)
+
+
+def pinned(blocks, request):
+    blocks.prefixes.pin(list(range(500, 512)), CacheKey())
+
+
+def grown(blocks, request):
+    for index in (1, 2):
+        request.new_sequence(index, request.prompt_token_ids, 1)
+
+
+@pytest.mark.parametrize("change", [shrunk, pinned, grown], ids=lambda change: change.__name__)
+def test_whether_it_can_still_run_is_asked_again_when_pool_pins_or_samples_have_changed(change):
+    blocks = blocks_of(6)
+    demand, request = PageDemand(blocks), request_of(10, 7)
+    assert not demand.can_never_run(request)
+    assert not demand.can_never_run(request)
+    change(blocks, request)
+    assert demand.can_never_run(request)
+
+
+def test_the_last_token_it_knows_is_never_found():
+    """Computing one is what yields logits."""
+    demand = PageDemand(blocks_of())
+    first = request_of(10, 7).live[0]
+    assert demand.match_limit(first) == 9
+    first.num_tokens += 3
+    assert demand.match_limit(first) == 12
+
+
+def test_where_scores_are_wanted_only_what_was_scored_may_be_found():
+    demand, request = PageDemand(blocks_of()), request_of(10, 7, needs_prompt_scores=True)
+    for num_scored, limit in ((0, 0), (6, 6), (9, 9), (10, 9)):
+        request.num_scored = num_scored
+        assert demand.match_limit(request.live[0]) == limit
+
+
+@pytest.mark.parametrize(("windows", "limit"), [((None,), 14), ((None, 6), 9)])
+def test_where_windows_pass_nothing_is_found_that_a_child_has_still_to_see(windows, limit):
+    """The child computes the last of ten common tokens itself, and sees from there back."""
+    demand, request = PageDemand(blocks_of(windows=windows)), request_of(10, 7, n=2)
+    request.live[0].num_tokens = 15
+    assert demand.match_limit(request.live[0]) == limit

@@ -1,0 +1,34 @@
+"""Swap or recompute: what either costs, which one is chosen, and what is said of it."""
+
+import pytest
+
+from jpaged.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
+
+COSTS = SwapCosts(page_bytes=50, swap_bytes_per_s=1000.0, prefill_s_per_token=0.25)
+
+
+def test_swapping_moves_each_page_out_and_in_and_recomputing_takes_each_token_once():
+    assert COSTS.swap_s(3) == pytest.approx(2 * 3 * 50 / 1000)
+    assert COSTS.recompute_s(7) == pytest.approx(7 * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("mode", "costs", "num_tokens", "num_pages", "expected", "reason"),
+    [
+        ("swap", None, 0, 0, "recompute", "nothing is computed yet"),
+        ("swap", None, 1, 1, "swap", "preemption_mode=swap"),
+        ("recompute", COSTS, 100, 1, "recompute", "preemption_mode=recompute"),
+        ("auto", None, 100, 1, "recompute", "no costs of swapping are known"),
+        ("auto", COSTS, 0, 0, "recompute", "nothing is computed yet"),
+        ("auto", COSTS, 1, 2, "swap", "2 pages out and in take 200 ms, 1 tokens anew 250 ms"),
+        ("auto", COSTS, 2, 5, "recompute", "5 pages out and in take 500 ms, 2 tokens anew 500 ms"),
+        ("auto", COSTS, 1, 3, "recompute", "3 pages out and in take 300 ms, 1 tokens anew 250 ms"),
+    ],
+)
+def test_the_cheaper_one_is_chosen_where_nothing_was_asked_for(mode, costs, num_tokens, num_pages, expected, reason):
+    policy = PreemptionPolicy(PreemptionMode(mode), costs)
+    assert policy.choose(num_tokens=num_tokens, num_pages=num_pages) == (PreemptionMode(expected), reason)
+
+
+def test_without_a_word_it_is_recompute():
+    assert PreemptionPolicy().choose(num_tokens=5, num_pages=2)[0] is PreemptionMode.RECOMPUTE
