@@ -155,7 +155,7 @@ class Admission:
         request.next_hash = match.next_hash
         num_pending = first.num_tokens - match.num_pages * blocks.block_size
         is_too_long = not self.scheduler.enable_chunked_prefill and num_pending > budget
-        status = demand.status_of(request, request.pages_wanted, self._reserve())
+        status = demand.status_of(request, request.pages_wanted + self._reserve())
         return match if status is AllocStatus.OK and not is_too_long else None
 
     def _fits_again(self, request: Request) -> bool:

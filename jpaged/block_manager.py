@@ -119,11 +119,11 @@ class BlockManager:
             num_pages += sum(min(widest, shared + pages) for pages in own)
         return num_pages
 
-    def status_of(self, most_pages: int, num_pages: int, reserve: int) -> AllocStatus:
-        """Whether a request of at most `most_pages` fits, and `num_pages` can be taken now with `reserve` left free."""
+    def status_of(self, most_pages: int, num_pages: int) -> AllocStatus:
+        """Whether a request of at most `most_pages` fits, and `num_pages` can be taken now."""
         if most_pages > self.num_available:
             return AllocStatus.NEVER
-        return AllocStatus.OK if num_pages + reserve <= self.device.num_free else AllocStatus.LATER
+        return AllocStatus.OK if num_pages <= self.device.num_free else AllocStatus.LATER
 
     # The life of a page table
 

@@ -53,9 +53,9 @@ class PageDemand:
         """Whether the request could run to its end if nobody else did."""
         return self.most_pages(request) <= self.blocks.num_available
 
-    def status_of(self, request: Request, num_pages: int, reserve: int) -> AllocStatus:
-        """NEVER if the request would not fit were it alone, LATER if `num_pages` and `reserve` are not free now."""
-        return self.blocks.status_of(self.most_pages(request), num_pages, reserve)
+    def status_of(self, request: Request, num_pages: int) -> AllocStatus:
+        """NEVER if the request would not fit were it alone, LATER if so many pages are not free now."""
+        return self.blocks.status_of(self.most_pages(request), num_pages)
 
     def can_never_run(self, request: Request) -> bool:
         """Whether a request that was taken cannot run any more. Looked into when pool, pins or samples have changed."""

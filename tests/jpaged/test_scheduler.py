@@ -666,8 +666,8 @@ def test_after_a_restart_everybody_goes_on_as_alone(num_ahead):
 
 def test_status_tells_never_from_later():
     blocks = Host(num_blocks=1 + 10).blocks
-    assert blocks.status_of(11, 0, 0) is AllocStatus.NEVER
-    assert blocks.status_of(10, 10, 0) is AllocStatus.OK
-    assert blocks.status_of(10, 10, 1) is AllocStatus.LATER
+    assert blocks.status_of(11, 0) is AllocStatus.NEVER
+    assert blocks.status_of(10, 10) is AllocStatus.OK
+    assert blocks.status_of(10, 11) is AllocStatus.LATER
     blocks.device.withdraw(1)
-    assert blocks.status_of(10, 0, 0) is AllocStatus.NEVER
+    assert blocks.status_of(10, 0) is AllocStatus.NEVER
