@@ -90,7 +90,7 @@ class Scheduler:
         """Requests that have ended; whoever tells their callers clears it."""
         self._has_new_members = False
         self._first_decode = 0
-        self._work = SchedulerOutput(0)
+        self._work = SchedulerOutput(self.step)
 
     # Requests come and go
 
@@ -143,7 +143,6 @@ class Scheduler:
             self.blocks.prefixes.discard(sequence)
         self._release(sequence)
         sequence.state = state
-        sequence.next_check = 0
         request.live.remove(sequence)
         leave_children(sequence)
         self._has_new_members = True
@@ -218,13 +217,13 @@ class Scheduler:
 
         Only here are pages published. `next_check` says with which token the next call is due.
         """
+        if sequence.state is not RequestState.RUNNING:
+            return  # It has forgotten its pages, and is looked at with every token until it runs again.
         num_known = len(sequence.token_ids)
-        if sequence.state is RequestState.RUNNING:
-            self.blocks.prefixes.publish(sequence, num_known - 1)
-            self.blocks.pass_windows(sequence, num_known - 1)
-        next_page = ((num_known - 1) // self.blocks.block_size + 1) * self.blocks.block_size
-        is_running = sequence.state is RequestState.RUNNING
-        sequence.next_check = min(next_page + 1, sequence.max_len) if is_running else 0
+        self.blocks.prefixes.publish(sequence, num_known - 1)
+        self.blocks.pass_windows(sequence, num_known - 1)
+        next_page = self.blocks.pages_for(num_known) * self.blocks.block_size
+        sequence.next_check = min(next_page + 1, sequence.max_len)
 
     def restart(self) -> None:
         """The device has lost what it held, and all results in flight: everything live is to be computed anew.
@@ -252,8 +251,8 @@ class Scheduler:
 
     def _serve(self, sequence: Sequence) -> bool:
         """Give a running sequence what it needs to go on; True if it then wants a chunk of tokens it knows."""
-        if sequence.state is not RequestState.RUNNING or sequence.num_tokens >= sequence.max_len:
-            return False  # Its group gave way to an earlier one just now; or its last token is in flight.
+        if sequence.state is not RequestState.RUNNING:
+            return False  # Its group gave way to an earlier one just now.
         if not sequence.slot and not self._take_slot(sequence):
             return False
         if sequence.awaits_parent and not self._attach(sequence):
@@ -456,6 +455,8 @@ class Scheduler:
             slots = [sequence.slot for sequence in request.live if sequence.slot]
             for sequence in request.live:
                 self._fence(sequence)
+                # Nobody passes them when its steps in flight retire, and with them it might need more than there is.
+                self.blocks.pass_windows(sequence, min(sequence.num_computed, len(sequence.token_ids) - 1))
             if self.blocks.swap_out(request.live):
                 self.free_slots += slots
             else:

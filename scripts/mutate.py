@@ -55,16 +55,19 @@ def load_arguments(path: Path) -> dict[tuple[Any, ...], str]:
 def run_and_tell(suite: Suite, mutants: list[Any], progress: Path | None, resume: bool) -> dict[str, Result]:
     """Run them all, saying how far it is; `progress` keeps what is done for a run that resumes."""
     results: dict[str, Result] = {}
-    sources = "".join((suite.root / file).read_text() for file in suite.files)
-    about = json.dumps({"sources": hashlib.sha256(sources.encode()).hexdigest(), "stages": suite.stages})
+    sources = {file: hashlib.sha256((suite.root / file).read_bytes()).hexdigest() for file in suite.files}
     if progress and resume and progress.is_file():
         first, *lines = progress.read_text().splitlines()
-        if first != about:
-            raise SystemExit(f"{progress} is about other sources or stages: run without --resume")
-        results = {result.id: result for result in (Result(**json.loads(line)) for line in lines)}
-    elif progress:
+        about = json.loads(first)
+        if about["stages"] != suite.stages:
+            raise SystemExit(f"{progress} is about other stages: run without --resume")
+        unchanged = {file for file in sources if about["sources"].get(file) == sources[file]}
+        kept = [result for line in lines if (result := Result(**json.loads(line))).id.split(":")[0] in unchanged]
+        results = {result.id: result for result in kept}
+    if progress:
         progress.parent.mkdir(parents=True, exist_ok=True)
-        progress.write_text(about + "\n")
+        lines = [json.dumps(vars(result)) for result in results.values()]
+        progress.write_text("\n".join([json.dumps({"sources": sources, "stages": suite.stages}), *lines]) + "\n")
     started = time.monotonic()
     for result in suite.run([mutant for mutant in mutants if mutant.id not in results]):
         results[result.id] = result
@@ -145,7 +148,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="of a stage, at most")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
-    parser.add_argument("--resume", action="store_true", help="go on where a run with the same --output was stopped")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what a stopped run with the same --output found of files that are as they were",
+    )
     parser.add_argument("--only", type=int, metavar="N", help="a sample: N mutants, evenly spread over the files")
     parser.add_argument("--named", action="store_true", help="the named mutants alone")
     parser.add_argument("--show", metavar="ID", help="one mutant, with what the suite prints")

@@ -332,7 +332,12 @@ def test_a_stopped_run_goes_on_where_it_was(checkout):
     assert not progress.is_file()
     progress.write_text(about.replace("seed@0-3", "seed@0-4") + "\n")
     result, _ = mutate(checkout, "--resume", *stages)
-    assert "other sources or stages" in result.stderr
+    assert "other stages" in result.stderr
+    # Of a file that has changed nothing is kept.
+    progress.write_text("\n".join([about, *map(json.dumps, done)]) + "\n")
+    (checkout / "src" / "toy.py").write_text((checkout / "src" / "toy.py").read_text() + "\n")
+    _, summary = mutate(checkout, "--resume", *stages)
+    assert {entry["function"] for entry in summary["survivors"]["unargued"]} == {"is_large"}
 
 
 @pytest.mark.slow

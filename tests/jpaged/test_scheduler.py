@@ -400,6 +400,30 @@ def test_swap_or_recompute_is_chosen_by_cost_and_says_why():
     assert all("pages out and in take" in reason for reason in reasons.values())
 
 
+def test_what_a_swapped_request_no_longer_sees_does_not_keep_it_from_coming_back():
+    """Two chunks of it were computed when it gave way, the second one in flight: 3 + 5 pages, of which it sees one."""
+    host = Host(
+        num_blocks=1 + 8,
+        num_host_blocks=20,
+        windows=(4,),
+        preemption=SWAP,
+        long_prefill_token_threshold=16,
+        max_num_batched_tokens=32,
+    )
+    host.add(prompt(4), max_tokens=8)
+    host.add(prompt(3, 100), max_tokens=8)
+    request = host.add(prompt(60, 500))
+    host.step()
+    host.dispatch()
+    assert [each.request for each in host.dispatch().preempted] == [request]
+    while host.core.in_flight:
+        host.retire()
+    for _ in range(20):
+        host.step()
+    assert request.num_swaps == 1
+    host.check_end()
+
+
 def test_finding_its_own_pages_after_a_preemption_is_no_cache_hit():
     """P9: prompts that share nothing hit nothing, though resumed requests find their pages."""
     host = Host(num_blocks=1 + 24)

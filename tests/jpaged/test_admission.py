@@ -1,0 +1,516 @@
+"""Who comes in, and when: the rules of `Admission` at the very page, slot, token and second where they take hold."""
+
+import pytest
+
+from jpaged.errors import QueueFullError
+from jpaged.preemption import PreemptionMode, PreemptionPolicy
+from jpaged.prefix_hash import CacheKey
+from jpaged.request import RequestState
+from jpaged.request_queue import POLICIES, QueueLimits
+from jpaged.sampling_params import SamplingParams
+
+from .simulation import AdapterGate
+from .symbolic import POISON_TOKEN, Host
+
+RUNNING, SWAPPED, WAITING = RequestState.RUNNING, RequestState.SWAPPED, RequestState.WAITING
+SWAP = PreemptionPolicy(PreemptionMode.SWAP)
+
+
+class Door:
+    """A gate that lets everybody in, or nobody."""
+
+    def __init__(self):
+        self.is_open = True
+
+    def admits(self, request):
+        return self.is_open
+
+    def enter(self, request):
+        assert self.is_open
+
+    def leave(self, request):
+        pass
+
+
+def prompt(length, start=0):
+    return [100 + (start + i) % 1000 for i in range(length)]
+
+
+def samples(n):
+    return SamplingParams(n=n, detokenize=False)
+
+
+def chunks(work):
+    return [(chunk.sequence.request, chunk.num_tokens) for chunk in work.chunks]
+
+
+def leave_free(host, num_pages):
+    """Make the pool so large that this many pages are free."""
+    device = host.blocks.device
+    device.withdraw(device.num_free - num_pages)
+    assert device.num_free == num_pages
+
+
+# Budget and slots.
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((5, 4, 20), [5, 4, 7]), ((10, 5, 3), [10, 5, 1]), ((10, 6, 3), [10, 6])],
+    ids=["seven tokens left", "one token left", "none left"],
+)
+def test_newcomers_share_what_the_step_has_left(lengths, expected):
+    host = Host(max_num_batched_tokens=16)
+    requests = [host.add(prompt(length, 100 * index)) for index, length in enumerate(lengths)]
+    assert chunks(host.step()) == list(zip(requests, expected, strict=False))
+    host.run()
+
+
+@pytest.mark.parametrize(("length", "is_in"), [(10, True), (11, False)])
+@pytest.mark.parametrize("num_cached", [0, 8])
+def test_a_prompt_that_is_computed_whole_comes_in_if_what_is_not_cached_fits_the_step(num_cached, length, is_in):
+    host = Host(enable_chunked_prefill=False, max_num_batched_tokens=16)
+    if num_cached:
+        host.add(prompt(num_cached), max_tokens=1)
+        host.run()
+    other = host.add(prompt(6, 500))
+    request = host.add(prompt(num_cached + length))
+    assert chunks(host.step()) == [(other, 6), (request, 10)][: 1 + is_in]
+    host.abort(request)
+    host.run()
+
+
+@pytest.mark.parametrize(("n", "state"), [(3, RUNNING), (4, WAITING)])
+def test_a_request_comes_in_with_slots_for_all_of_its_samples(n, state):
+    host = Host(max_num_seqs=4)
+    host.add(prompt(3))
+    request = host.add(prompt(3, 100), params=samples(n))
+    host.step()
+    assert request.state is state
+    host.run()
+
+
+# Pages.
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "n", "watermark", "num_pages"),
+    [
+        (500, 6, 1, 0.0, 2),
+        (500, 6, 2, 0.0, 3),  # Each sample writes the half-filled second page for itself.
+        (0, 18, 1, 0.0, 2),  # Three pages of five are shared with the one that runs.
+        (500, 6, 1, 0.25, 3),  # Of 4 + 3 pages one stays free; of 4 + 2 as well.
+        (500, 10, 1, 0.25, 5),  # Of 4 + 5 pages two stay free; of 4 + 4 as well.
+    ],
+    ids=["one sample", "two samples", "a shared prefix", "watermark rounded down", "watermark exact"],
+)
+def test_a_newcomer_comes_in_beside_others_when_its_pages_and_the_reserve_are_free(
+    start, length, n, watermark, num_pages
+):
+    host = Host(num_blocks=1 + 16, max_num_batched_tokens=64, watermark=watermark)
+    host.add(prompt(13), max_tokens=4)  # 4 pages, to the end.
+    host.step()
+    request = host.add(prompt(length, start), params=samples(n), max_tokens=2)
+    leave_free(host, num_pages - 1)
+    host.step()
+    assert request.state is WAITING
+    leave_free(host, num_pages)
+    host.step()
+    assert request.state is RUNNING
+    host.run()
+
+
+def test_the_watermark_keeps_nothing_from_a_request_that_runs_alone():
+    host = Host(num_blocks=1 + 5, max_num_batched_tokens=64, watermark=0.5)
+    request = host.add(prompt(20), max_tokens=1)
+    assert chunks(host.step()) == [(request, 20)]
+    host.check_end()
+
+
+def test_who_lacked_pages_comes_in_once_others_have_computed_its_prefix():
+    """Though no more pages are free than before."""
+    host = Host(num_blocks=1 + 10, long_prefill_token_threshold=8)
+    host.add(prompt(24), max_tokens=4)
+    request = host.add(prompt(22), max_tokens=2)
+    states = []
+    for _ in range(4):  # The first one's prompt takes three steps; 4 pages are free, and the second wants 6.
+        host.step()
+        states.append(request.state)
+    assert states == [WAITING, WAITING, WAITING, RUNNING]
+    assert request.num_cached_tokens == 20
+    host.run()
+
+
+@pytest.mark.parametrize("preemption", [PreemptionPolicy(), SWAP], ids=["recompute", "swap"])
+def test_who_gave_way_comes_back_only_after_all_of_its_results(preemption):
+    host = Host(num_blocks=1 + 14, num_host_blocks=20, max_num_batched_tokens=64, preemption=preemption)
+    host.add(prompt(15), max_tokens=8)  # Asks for a fifth page in its third step.
+    last = host.add(prompt(13, 100), max_tokens=8)
+    host.step()
+    leave_free(host, 0)
+    host.dispatch()
+    assert [each.request for each in host.dispatch().preempted] == [last]
+    leave_free(host, 5)
+    host.dispatch()
+    assert last.state is not RUNNING, "the token that its second step draws is not known yet"
+    host.retire()
+    host.dispatch()
+    assert last.state is RUNNING
+    while host.core.in_flight:
+        host.retire()
+    host.run()
+
+
+# Those who pass and those who are passed.
+
+
+def beside_a_large_one(num_large, num_small):
+    """A pool of 14 pages: 5 are used, each large request wants 10, each small one 1."""
+    host = Host(num_blocks=1 + 14, max_num_seqs=16, max_num_batched_tokens=64)
+    host.add(prompt(17), max_tokens=4)
+    large = [host.add(prompt(37, 100 * index), max_tokens=2) for index in range(1, 1 + num_large)]
+    small = [host.add(prompt(2, 600 + 10 * index), max_tokens=2) for index in range(num_small)]
+    return host, large, small
+
+
+@pytest.mark.parametrize("num_large", [1, 2])
+def test_eight_may_pass_one_that_does_not_fit_and_the_ninth_waits_with_it(num_large):
+    host, large, small = beside_a_large_one(num_large, 9)
+    host.step()
+    assert [request.state for request in small] == 8 * [RUNNING] + [WAITING]
+    assert [request.num_bypassed for request in large] == num_large * [8]
+    assert host.scheduler.counts["bypass"] == num_large * 8
+    host.step()
+    host.step()
+    assert small[-1].state is WAITING, "there has been room for it all the time"
+    host.run()
+
+
+@pytest.mark.parametrize(("num_large", "state"), [(3, RUNNING), (4, WAITING)])
+def test_a_step_looks_past_three_that_do_not_fit_but_not_past_four(num_large, state):
+    host, large, [small] = beside_a_large_one(num_large, 1)
+    host.step()
+    assert small.state is state
+    assert [request.state for request in large] == num_large * [WAITING]
+    assert list(host.scheduler.waiting)[:num_large] == large
+    host.run()
+
+
+@pytest.mark.parametrize(("num_refused", "state"), [(31, RUNNING), (32, WAITING)])
+def test_a_step_looks_past_31_that_the_gate_refuses_but_not_past_32(num_refused, state):
+    host = Host(gate=AdapterGate(1))
+    host.add(prompt(3), cache_key=CacheKey(lora_name="a"))
+    for index in range(num_refused):
+        host.add(prompt(1, index), max_tokens=1, cache_key=CacheKey(lora_name="b"))
+    last = host.add(prompt(3, 500), cache_key=CacheKey(lora_name="a"))
+    host.step()
+    assert last.state is state
+    assert host.scheduler.counts["bypass"] == 0, "only the gate keeps the others"
+    host.run()
+
+
+# Time.
+
+
+def test_nobody_waits_for_company_before_a_step_with_newcomers_has_been_timed():
+    host = Host(delay_factor=2.0)
+    host.now = 4.0
+    requests = [host.add(prompt(3, 10 * index)) for index in range(2)]
+    host.now = 5.0
+    host.step()
+    assert [request.state for request in requests] == [RUNNING, RUNNING]
+    host.run()
+
+
+def test_nobody_waits_for_company_beside_an_idle_engine():
+    host = Host(delay_factor=2.0)
+    host.add(prompt(3), max_tokens=2)
+    for host.now in (0.0, 1.0):
+        host.step()
+    assert not host.scheduler.running
+    request = host.add(prompt(3, 100))
+    host.step()
+    assert request.state is RUNNING
+    host.run()
+
+
+@pytest.mark.parametrize("others", [(), (102.25, 102.5), (110.0,)], ids=["no others", "short ones", "a long one"])
+@pytest.mark.parametrize("before_s", [1.0, 3.0])
+def test_the_wait_follows_the_last_step_with_newcomers_whatever_those_without_take(before_s, others):
+    host = Host(delay_factor=2.0)
+    host.now = 10.0
+    host.add(prompt(3), max_tokens=40)
+    host.step()
+    host.now += before_s
+    host.step()
+    host.add(prompt(3, 100), max_tokens=40)
+    for host.now in (100.0, 102.0, *others):  # The second comes in at 100, and that takes 2 seconds.
+        host.step()
+    late = host.add(prompt(3, 200), max_tokens=2)
+    arrival, states = host.now, []
+    for host.now in (arrival, arrival + 4.0, arrival + 4.25):
+        host.step()
+        states.append(late.state)
+    assert states == [WAITING, WAITING, RUNNING]
+    host.run()
+
+
+# Swapped requests.
+
+
+def beside_a_swapped_one(length=15, n=1, max_tokens=4, **options):
+    """One running request with 5 pages, and one that it made give way to the host pool."""
+    host = Host(
+        num_blocks=1 + 16,
+        num_host_blocks=50,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        preemption=SWAP,
+        **options,
+    )
+    first, between = (host.add(prompt(16, 100 * index), max_tokens=8) for index in range(2))
+    last = host.add(prompt(length, 300), max_tokens=max_tokens, params=samples(n))
+    host.step()
+    leave_free(host, 1)
+    assert [each.request for each in host.step().preempted] == [last]  # Two want a fifth page.
+    host.abort(between)
+    assert (host.blocks.device.num_used, last.state) == (5, SWAPPED)
+    return host, first, last
+
+
+@pytest.mark.parametrize(
+    ("length", "n", "watermark", "num_pages"),
+    [
+        (15, 1, 0.0, 4 + 1),
+        (16, 1, 0.0, 4 + 1 + 1),  # Its last token begins a page.
+        (15, 2, 0.0, 4 + 1 + 2),  # The half-filled page becomes two.
+        (15, 1, 0.25, 4 + 1 + 3),  # A quarter of 5 + 8 stays free, and of 5 + 7.
+    ],
+    ids=["within a page", "at its end", "two samples", "watermark"],
+)
+def test_a_swapped_request_comes_back_with_room_for_its_tokens_and_a_page_more_for_each_sample(
+    length, n, watermark, num_pages
+):
+    host, _, last = beside_a_swapped_one(length, n, watermark=watermark)
+    leave_free(host, num_pages - 1)
+    host.step()
+    assert last.state is SWAPPED
+    leave_free(host, num_pages)
+    host.step()
+    assert last.state is RUNNING
+    host.run()
+
+
+def test_a_swapped_request_that_is_alone_needs_no_page_more_than_it_takes():
+    host, first, last = beside_a_swapped_one(max_tokens=2, watermark=0.25)
+    host.abort(first)
+    leave_free(host, 4)
+    host.step()
+    assert last.state is RequestState.FINISHED_LENGTH
+    host.check_end()
+
+
+def test_a_swapped_request_waits_for_pages_that_a_step_in_flight_may_write():
+    host, first, last = beside_a_swapped_one(max_tokens=2)
+    leave_free(host, 0)  # One page less than the running request is to give back will be missing: 4 are left.
+    host.blocks.device.withdraw(1)
+    host.dispatch()
+    host.abort(first)
+    assert (host.blocks.device.num_free, len(host.blocks.device.fenced)) == (3, 1)
+    host.dispatch()
+    assert last.state is SWAPPED
+    while host.core.in_flight:
+        host.retire()
+    host.step()
+    assert last.state is RequestState.FINISHED_LENGTH
+    host.check_end()
+
+
+def test_a_swapped_request_waits_until_the_gate_admits_it():
+    door = Door()
+    host, _, last = beside_a_swapped_one(gate=door)
+    for door.is_open, state in ((False, SWAPPED), (True, RUNNING)):
+        host.step()
+        assert last.state is state
+    host.run()
+
+
+def test_a_swapped_request_waits_for_a_slot_and_goes_before_less_urgent_ones():
+    host, _, last = beside_a_swapped_one(max_num_seqs=3, policy=POLICIES["priority"])
+    less_urgent = host.add(prompt(2, 700), priority=1)
+    leave_free(host, 4)  # One fewer than it needs.
+    host.step()
+    assert (last.state, less_urgent.state) == (SWAPPED, WAITING)
+    urgent = [host.add(prompt(2, 600 + 10 * index), priority=-1) for index in range(2)]
+    host.step()
+    assert [request.state for request in (*urgent, last, less_urgent)] == [RUNNING, RUNNING, SWAPPED, WAITING]
+    leave_free(host, 8)
+    host.step()
+    assert last.state is SWAPPED, "pages without a slot"
+    host.abort(urgent[0])
+    host.step()
+    assert (last.state, less_urgent.state) == (RUNNING, WAITING)
+    host.run()
+
+
+def two_swapped(lengths, num_usable):
+    """One that decodes, and two that gave way with 8 and 6 tokens of their prompts computed."""
+    host = Host(
+        num_blocks=1 + 40,
+        num_host_blocks=50,
+        max_num_batched_tokens=8,
+        long_prefill_token_threshold=4,
+        enable_prefix_caching=False,
+        preemption=SWAP,
+    )
+    first = host.add(prompt(6), max_tokens=8)
+    host.step()
+    host.step()
+    others = [host.add(prompt(length, 100 * index), max_tokens=2) for index, length in enumerate(lengths, 1)]
+    for _ in range(2):
+        assert chunks(host.step()) == list(zip(others, [4, 3], strict=True))
+    host.blocks.device.withdraw(host.blocks.device.num_usable - num_usable)
+    assert [each.request for each in host.step().preempted] == [others[1], others[0]]  # The first wants a third page.
+    return host, first, others
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [((10, 9), [2, 3, 2]), ((14, 14), [4, 3])],
+    ids=["something is left for newcomers", "nothing is left"],
+)
+def test_swapped_requests_share_the_budget_in_order_and_newcomers_get_the_rest(lengths, expected):
+    host, _, others = two_swapped(lengths, num_usable=4)
+    leave_free(host, 20)
+    newcomer = host.add(prompt(20, 500))
+    # Of 8 tokens one is decoded, and none of a prompt computes more than 4 at once.
+    assert chunks(host.step()) == list(zip([*others, newcomer], expected, strict=False))
+    host.run()
+
+
+def test_a_swapped_request_that_can_never_run_any_more_is_ignored_and_the_next_one_comes_back():
+    host, first, (large, small) = two_swapped((22, 9), num_usable=6)
+    host.abort(first)
+    leave_free(host, 5)
+    work = host.step()
+    assert work.ignored == [large]
+    assert (large.state, small.state) == (RequestState.FINISHED_IGNORED, RUNNING)
+    assert "its 6 pages can never be had: the pool has 5 left" in large.error
+    host.run()
+
+
+def test_nobody_comes_back_in_a_step_that_preempted_somebody_else():
+    host = Host(
+        num_blocks=1 + 20,
+        num_host_blocks=1 + 3,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        preemption=SWAP,
+    )
+    host.add(prompt(15), max_tokens=12)  # Wants a fifth page in the third step,
+    large = host.add(prompt(17, 100), max_tokens=12)  # and this one a sixth in the fifth.
+    small = host.add(prompt(5, 200), max_tokens=5)
+    host.step()
+    host.step()
+    leave_free(host, 0)
+    assert [each.request for each in host.step().preempted] == [small]
+    leave_free(host, 0)
+    host.step()
+    assert [(each.request, each.reason) for each in host.step().preempted] == [(large, "the host pool is full")]
+    assert (small.state, host.blocks.device.num_free) == (SWAPPED, 5), "3 would do"
+    host.step()
+    assert small.state is RUNNING
+    host.run()
+
+
+# Pinned prefixes.
+
+
+def with_half_a_pinned_prefix(num_blocks):
+    """Two pages are pinned, but the first one went bad and was forgotten: nobody finds the second any more."""
+    host = Host(num_blocks=num_blocks, max_num_batched_tokens=64)
+    host.add(prompt(9), max_tokens=1)
+    host.run()
+    assert host.blocks.prefixes.pin(prompt(8), CacheKey()) == 8
+    host.add([*prompt(5), POISON_TOKEN], max_tokens=1)
+    host.run()
+    assert num_pinned(host) == 1
+    return host
+
+
+def num_pinned(host):
+    return len(host.blocks.store.pinned_pages)
+
+
+def test_pinned_pages_give_way_to_a_request_that_does_not_fit_beside_them_but_only_when_it_is_alone():
+    host = with_half_a_pinned_prefix(1 + 6)
+    other = host.add(prompt(3, 500), max_tokens=3)
+    request = host.add(prompt(21), max_tokens=3)  # 6 pages; it was taken because two of them are pinned.
+    while not other.state.is_finished:
+        host.step()
+        assert (request.state, num_pinned(host)) == (WAITING, 1)
+    host.step()
+    assert request.state is RUNNING
+    host.run()
+
+
+def test_pinned_pages_stay_beside_a_request_that_takes_all_others():
+    host = with_half_a_pinned_prefix(1 + 6)
+    [pinned] = host.blocks.store.pinned_pages.values()
+    request = host.add(prompt(20), max_tokens=3)
+    host.dispatch()
+    assert request.state is RUNNING
+    assert [*host.blocks.store.pinned_pages.values()] == [pinned]
+    host.retire()
+    host.run()
+
+
+def test_pinned_pages_stay_where_a_step_in_flight_will_give_back_enough():
+    host = with_half_a_pinned_prefix(1 + 6)
+    other = host.add(prompt(3, 500), max_tokens=3)
+    host.dispatch()
+    host.abort(other)
+    request = host.add(prompt(20), max_tokens=3)
+    host.dispatch()
+    assert (request.state, num_pinned(host)) == (WAITING, 1)
+    host.retire()
+    host.dispatch()
+    assert (request.state, num_pinned(host)) == (RUNNING, 1)
+    host.retire()
+    host.run()
+
+
+def test_pinned_pages_give_way_to_a_swapped_request_that_holds_copies_of_them():
+    host = Host(num_blocks=1 + 8, num_host_blocks=20, max_num_batched_tokens=64, preemption=SWAP)
+    host.blocks.prefixes.pin(prompt(8), CacheKey())
+    first = host.add(prompt(12), max_tokens=2)  # Wants a fourth page in its second and last step.
+    last = host.add([*prompt(8), *prompt(9, 500)], max_tokens=4)  # Computes the pinned pages too: 5 pages in all.
+    host.step()
+    assert [each.request for each in host.step().preempted] == [last]
+    assert first.state.is_finished
+    leave_free(host, 4)
+    assert num_pinned(host) == 2
+    host.step()
+    assert (last.state, num_pinned(host)) == (RUNNING, 0)
+    host.run()
+
+
+# After a fault.
+
+
+def test_after_a_restart_the_queue_has_its_limits_and_counts_everybody_once():
+    host = Host(limits=QueueLimits(waiting_tokens=15))
+    for index in range(2):
+        host.add(prompt(5, 100 * index))
+    host.restart()
+    host.add(prompt(5, 500))
+    with pytest.raises(QueueFullError):
+        host.add(prompt(5, 600))
+    host.run()
+
+
+def test_after_a_restart_swapped_requests_wait_like_all_others():
+    host, first, last = beside_a_swapped_one()
+    host.restart()
+    assert (list(host.scheduler.waiting), list(host.scheduler.swapped)) == ([first, last], [])
+    host.run()
