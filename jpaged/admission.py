@@ -9,6 +9,7 @@ Knows queues, slots, numbers of pages and pins; what letting a request run means
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ class Admission:
         self.swapped = RequestQueue()
         self.step_time = 0.0
         """When the step that is being scheduled began."""
-        self._num_arrivals = 0
+        self._arrivals = itertools.count()
         self._has_admitted = False
         self._last_admission_s = 0.0
 
@@ -62,8 +63,7 @@ class Admission:
         """Queue a new request. InvalidRequestError for a key that cannot be sorted, QueueFullError if too many wait."""
         self.waiting.check_room(request)
         key = self.policy.key_of(request)
-        self._num_arrivals += 1
-        request.order = (key, self._num_arrivals)
+        request.order = (key, next(self._arrivals))
         self.waiting.push(request)
 
     def clear(self) -> None:
@@ -137,7 +137,7 @@ class Admission:
             return False
         if not scheduler.running or request.pages_wanted + self._reserve() <= scheduler.blocks.device.num_free:
             return True
-        return request.next_hash is not None and scheduler.blocks.prefixes.has(request.next_hash)
+        return scheduler.blocks.prefixes.has(request.next_hash)
 
     def _match_that_fits(self, request: Request, budget: int) -> PrefixMatch | None:
         """What the prefix cache has of a waiting request, if there is room for the rest of it now."""
@@ -161,19 +161,19 @@ class Admission:
     def _fits_again(self, request: Request) -> bool:
         """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""
         blocks = self.scheduler.blocks
-        num_pages = blocks.num_to_swap_in(request.live)
-        num_pages += max(0, self.scheduler.demand.pages_now(request) - blocks.num_held(request.live))
+        num_to_ask = self.scheduler.demand.pages_now(request) - blocks.num_held(request.live)
+        num_pages = blocks.num_to_swap_in(request.live) + num_to_ask
         # Beside others, each of its sequences may need its next page before anybody gives one back.
         request.pages_wanted = num_pages + (len(request.live) if self.scheduler.running else 0)
         return request.pages_wanted + self._reserve() <= blocks.device.num_free
 
     def _pins_give_way(self) -> bool:
-        """Let pinned pages be evicted for a request that does not fit even alone; whether there were any.
+        """Let pinned pages be evicted if nobody else has any to give; whether that is so.
 
         It was taken because its prefix is pinned, and holds or finds other pages than those.
         """
         store = self.scheduler.blocks.store
-        if self.scheduler.running or store.device.fenced or not store.pinned_pages:
+        if self.scheduler.running or store.device.fenced:
             return False
         for key in list(store.pinned_pages):
             store.unpin(key)

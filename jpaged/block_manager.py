@@ -162,7 +162,7 @@ class BlockManager:
 
         All groups' pages of one position go together: a prefix is found only while every group has it.
         """
-        pool = self.host if sequence.state is RequestState.SWAPPED else self.device
+        pool = self._pool_of(sequence)
         for index in reversed(range(max(map(len, sequence.pages)))):
             for pages in sequence.pages:
                 if index < len(pages) and pages[index] != NULL_PAGE:
@@ -171,11 +171,12 @@ class BlockManager:
 
     def pass_windows(self, sequence: Sequence, num_done: int) -> None:
         """Give back what no query from position `num_done` on can see. No step in flight may have an earlier one."""
+        pool = self._pool_of(sequence)
         for group, _ in self.window_groups:
             pages = sequence.pages[group]
             first_seen = self.prefixes.first_seen(group, num_done)
             for index in range(sequence.num_passed[group], min(first_seen, len(pages))):
-                self.device.drop_ref(pages[index])
+                pool.drop_ref(pages[index])
                 pages[index] = NULL_PAGE
                 sequence.num_passed[group] = index + 1
 
@@ -189,7 +190,7 @@ class BlockManager:
         """Let the child, which owns no page, have the parent's pages of the first tokens, the last one half filled."""
         assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
         num_pages = self.pages_for(num_tokens)
-        pool = self.host if parent.state is RequestState.SWAPPED else self.device
+        pool = self._pool_of(parent)
         for group, pages in enumerate(parent.pages):
             for page in pages[:num_pages]:
                 if page != NULL_PAGE:
@@ -295,6 +296,9 @@ class BlockManager:
         if sequence.slot and page != NULL_PAGE:
             self.table_changes[TableEntry(group, sequence.slot, len(pages))] = page
         pages.append(page)
+
+    def _pool_of(self, sequence: Sequence) -> PagePool:
+        return self.host if sequence.state is RequestState.SWAPPED else self.device
 
     def _is_shared(self, page: int) -> bool:
         return self.device.ref_counts[page] > 1 or page in self.device.key_of

@@ -82,9 +82,10 @@ class PrefixCache:
         window = self.windows[group]
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
-    def has(self, page_hash: bytes) -> bool:
+    def has(self, page_hash: bytes | None) -> bool:
         """Whether a page of that hash is cached, in the first group at least."""
-        return (0, page_hash) in self.store.device.page_of or (0, page_hash) in self.store.host.page_of
+        pools = self.store.device.page_of, self.store.host.page_of
+        return page_hash is not None and any((0, page_hash) in pages for pages in pools)
 
     def num_shared(self, match: PrefixMatch) -> int:
         """Matched pages that cost nothing, since somebody references them: others lie among the free ones."""

@@ -30,6 +30,9 @@ from .request import Request, RequestState, Sequence
 from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate, Chunk, SchedulerOutput
 
+HOLDING_STATES = (RequestState.RUNNING, RequestState.SWAPPED)
+"""A sequence has pages, of the device or of the host."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, priorities, and preemption by recompute or by swap."""
@@ -208,8 +211,8 @@ class Scheduler:
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
-            # A sequence that lost its pages since then does not run again before all of its steps have retired.
-            if sequence.state is RequestState.RUNNING:
+            # Not if it had to give its pages back: it starts anew when all of its steps have retired.
+            if sequence.state in HOLDING_STATES:
                 self.blocks.pass_windows(sequence, end)
 
     def note_token(self, sequence: Sequence) -> None:
@@ -217,11 +220,12 @@ class Scheduler:
 
         Only here are pages published. `next_check` says with which token the next call is due.
         """
-        if sequence.state is not RequestState.RUNNING:
-            return  # It has forgotten its pages, and is looked at with every token until it runs again.
         num_known = len(sequence.token_ids)
+        if sequence.state in HOLDING_STATES:
+            self.blocks.pass_windows(sequence, num_known - 1)
+        if sequence.state is not RequestState.RUNNING:
+            return  # It is looked at with every token until it runs again.
         self.blocks.prefixes.publish(sequence, num_known - 1)
-        self.blocks.pass_windows(sequence, num_known - 1)
         next_page = self.blocks.pages_for(num_known) * self.blocks.block_size
         sequence.next_check = min(next_page + 1, sequence.max_len)
 
@@ -455,8 +459,6 @@ class Scheduler:
             slots = [sequence.slot for sequence in request.live if sequence.slot]
             for sequence in request.live:
                 self._fence(sequence)
-                # Nobody passes them when its steps in flight retire, and with them it might need more than there is.
-                self.blocks.pass_windows(sequence, min(sequence.num_computed, len(sequence.token_ids) - 1))
             if self.blocks.swap_out(request.live):
                 self.free_slots += slots
             else:
