@@ -271,7 +271,7 @@ class Scheduler:
         # The last token ends it: what would be computed of it nobody wants to know.
         num_tokens = min(sequence.num_computed + self.tokens_ahead, sequence.max_len - 1)
         if num_tokens > sequence.num_computed and self._make_room(sequence, num_tokens):
-            reach = min(map(len, sequence.pages)) * self.blocks.block_size
+            reach = len(sequence.pages[0]) * self.blocks.block_size  # In all groups: it knows no more tokens.
             sequence.granted = min(reach, sequence.max_len - 1)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
@@ -384,7 +384,6 @@ class Scheduler:
             if sampler is not sequence:
                 self.blocks.share(sequence, sampler, end)
                 sampler.awaits_parent = False
-                sampler.last_chunk_step = self._work.step
             sampler.is_last_token_on_device = True
             sampler.num_tokens = end + 1
 
@@ -393,7 +392,7 @@ class Scheduler:
         others = decodes[1:]
         start = self._first_decode % len(others)
         self._first_decode = start + room - 1
-        return [decodes[0], *(others[start:] + others[:start])[: room - 1]]
+        return [decodes[0], *(others[start:] + others)[: room - 1]]
 
     # Requests come in
 
