@@ -563,6 +563,8 @@ class Host:
 
     def restart(self):
         """After a fault: a new device that knows nothing."""
+        for request in self.scheduler.running:  # Admitted by the failed step, maybe.
+            self.bypassed.pop(request, None)
         self.runner.reset()
         self.core.restart()
         self.written.clear()
