@@ -520,6 +520,7 @@ def test_pages_at_their_boundaries(num_tokens, num_pages):
 )
 def test_most_pages_counts_shared_ones_once_and_a_fork_s_last_token_apart(fork_len, lens, num_pages):
     assert manager(block_size=4).most_pages(fork_len, lens) == num_pages
+    assert manager(block_size=1).most_pages(fork_len, lens) == sum(lens) - max(0, fork_len - 1) * (len(lens) - 1)
 
 
 def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
@@ -528,6 +529,7 @@ def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
     assert blocks.most_pages(0, [8]) == 2 + 2
     assert manager(block_size=4, windows=(6,), max_chunk=8).most_pages(0, [100]) == 5
     assert manager(block_size=4, windows=(5,), max_chunk=9).most_pages(0, [100]) == 5
+    assert manager(block_size=1, windows=(3,)).most_pages(0, [100]) == 3 + 1, "one token a step, unless told otherwise"
 
 
 def test_a_group_that_has_pages_to_spare_lends_none_to_another():
@@ -679,9 +681,26 @@ def test_a_prefix_is_found_while_a_window_has_what_the_next_query_sees():
     assert match.device_pages[1][:3] == [0, 0, 0]
     assert match.device_pages[1][3] > 0
     for page in list(blocks.device.key_of):
+        if blocks.device.key_of[page][0] == 1 and page != match.device_pages[1][3]:
+            blocks.device.forget(page)
+    assert blocks.prefixes.match(sequence_of(list(range(10)), 2), 9).num_pages == 4, "what the window has passed"
+    for page in list(blocks.device.key_of):
         if blocks.device.key_of[page][0] == 1:
             blocks.device.forget(page)
     assert blocks.prefixes.match(sequence_of(list(range(10)), 2), 9).num_pages == 0
+
+
+def test_when_the_device_has_lost_everything_every_page_is_free_and_nothing_is_left_to_tell():
+    blocks = manager(num_host_blocks=5)
+    sequence = start(blocks, [1, 2, 3])
+    blocks.place(sequence, 1)
+    blocks.store.swap_out(sequence.pages[0][0])
+    assert blocks.table_changes
+    blocks.clear()
+    assert (blocks.device.num_free, blocks.host.num_free) == (9, 4)
+    assert not blocks.table_changes
+    assert not blocks.store.moves
+    assert found(blocks, [1, 2, 3]) == 0
 
 
 def test_of_two_pages_with_the_same_content_one_may_go():

@@ -76,6 +76,14 @@ def test_pinned_pages_of_a_sequence_are_counted_in_the_groups_that_keep_them(num
     assert blocks.num_available == 39 - 2 * len(windows)
 
 
+def test_only_pinned_pages_among_the_first_tokens_are_counted():
+    blocks = manager(block_size=2)
+    blocks.prefixes.pin([1, 2, 3, 4, 5, 6], KEY)
+    sequence = sequence_of([1, 2, 3, 4, 5, 6, 7])
+    blocks.prefixes.match(sequence, 7)  # Hashes more pages than are asked about.
+    assert [blocks.prefixes.num_pinned(sequence, num_tokens) for num_tokens in (1, 2, 4, 5, 7)] == [0, 1, 2, 2, 3]
+
+
 def test_whoever_depends_on_pins_sees_that_they_changed():
     prefixes = manager().prefixes
     for call, num_pinnings in [
