@@ -108,7 +108,6 @@ class PagePool:
         self.key_of.clear()
         self.free.extend(self.cached)
         self.cached.clear()
-        self._withdraw()
 
     def fence(self, page: int, step: int) -> None:
         """A step in flight may write the page: nobody takes it before that step has retired."""
@@ -118,12 +117,11 @@ class PagePool:
         """Every step up to this one is done: pages that only those could write are free."""
         self.retired_step = step
         done = [page for last, page in self.fenced if last <= step]
-        if done:  # Not always the first ones: a page may be given back later than one that is written longer.
-            self.fenced = [(last, page) for last, page in self.fenced if last > step]
+        # Not always the first ones: a page may be given back later than one that is written longer.
+        self.fenced = [(last, page) for last, page in self.fenced if last > step]
         for page in done:
             self._give(page)
-        if self.writers:
-            self.writers = {page: last for page, last in self.writers.items() if last > step}
+        self.writers = {page: last for page, last in self.writers.items() if last > step}
 
     def withdraw(self, num_pages: int) -> None:
         """Make the pool smaller by so many pages (larger, if negative): free ones at once, others as they come free."""
@@ -152,5 +150,4 @@ class PagePool:
                 self.forget(next(iter(self.cached)))
         else:
             self.free.append(page)
-        if len(self.withdrawn) < self.num_withdrawn:
-            self._withdraw()
+        self._withdraw()

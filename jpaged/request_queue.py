@@ -81,16 +81,15 @@ class RequestQueue:
     def __init__(self, limits: QueueLimits | None = None):
         self.limits = limits or QueueLimits()
         self.num_tokens = 0
-        self._heap: list[tuple[tuple[Any, int], int, Request]] = []
-        self._tickets: dict[Request, int] = {}
-        """Whose entry with that number is the true one."""
-        self._num_pushed = 0
+        self._members: dict[Request, None] = {}
+        self._heap: list[tuple[tuple[Any, int], Request]] = []
+        """Orders differ by arrival at least, and never change: an entry is as good as another of the same request."""
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._tickets, key=lambda request: request.order))
+        return iter(sorted(self._members, key=lambda request: request.order))
 
     def check_room(self, request: Request) -> None:
         """QueueFullError if this request would be one too many."""
@@ -103,16 +102,15 @@ class RequestQueue:
                 raise QueueFullError(name, got=waiting + more, allowed=limit)
 
     def push(self, request: Request) -> None:
-        self._num_pushed += 1
-        self._tickets[request] = self._num_pushed
+        self._members[request] = None
         self.num_tokens += request.prompt_len
-        heappush(self._heap, (request.order, self._num_pushed, request))
+        heappush(self._heap, (request.order, request))
 
     def first(self) -> Request:
         """The request whose turn it is. There must be one."""
-        while not self._is_true(self._heap[0]):
+        while self._heap[0][1] not in self._members:
             heappop(self._heap)
-        return self._heap[0][2]
+        return self._heap[0][1]
 
     def pop(self) -> Request:
         request = self.first()
@@ -122,12 +120,9 @@ class RequestQueue:
 
     def remove(self, request: Request) -> None:
         """Take a request out that is in the queue, wherever it stands."""
-        del self._tickets[request]
+        del self._members[request]
         self.num_tokens -= request.prompt_len
         # Behind a request that waits long, others may come and go for ever.
-        if len(self._heap) > 2 * len(self._tickets) + MIN_STALE:
-            self._heap = [entry for entry in self._heap if self._is_true(entry)]
+        if len(self._heap) > 2 * len(self._members) + MIN_STALE:
+            self._heap = [(member.order, member) for member in self._members]
             heapify(self._heap)
-
-    def _is_true(self, entry: tuple[tuple[Any, int], int, Request]) -> bool:
-        return self._tickets.get(entry[2]) == entry[1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.fork_tree import children_of, common_len, leave_children, samplers_of
+from jpaged.fork_tree import children_of, common_len, leave_children, num_distinct, samplers_of
 from jpaged.request import make_request
 from jpaged.sampling_params import SamplingParams
 
@@ -40,6 +40,13 @@ def tree(request):
 def test_what_all_share_is_what_the_least_sharing_pair_shares():
     assert common_len(family()) == 0
     assert common_len(family((0, 7), (0, 4), (1, 9))) == 4
+
+
+def test_computed_tokens_that_are_shared_count_once():
+    request = family((0, 5), (0, 6), (1, 7))
+    for sequence, num_computed in zip(request.sequences, (9, 8, 0, 10), strict=True):
+        sequence.num_computed = num_computed  # The third one waits for what it shares.
+    assert num_distinct(request) == 9 + (8 - 5) + 0 + (10 - 7)
 
 
 def test_children_are_the_live_ones_that_fork_from_it():

@@ -141,16 +141,18 @@ def test_what_the_device_evicts_lives_on_in_the_host_pool():
 
 
 @pytest.mark.parametrize(
-    ("options", "num_host_taken"), [({"keep_evicted": False}, 0), ({"num_host_blocks": 0}, 0), ({}, 5)], ids=str
+    ("options", "num_host_taken", "is_kept"),
+    [({"keep_evicted": False}, 0, False), ({"num_host_blocks": 0}, 0, False), ({}, 5, False), ({}, 4, True)],
+    ids=str,
 )
-def test_an_eviction_is_not_kept_where_it_cannot_or_shall_not_be(options, num_host_taken):
+def test_an_eviction_is_kept_where_it_can_and_shall_be(options, num_host_taken, is_kept):
     store = store_of(num_blocks=2, **options)
     for _ in range(num_host_taken):
         store.host.take()
     cached(store.device, 1)
     store.take()
-    assert store.moves == []
-    assert store.counts == {"eviction": 1}
+    assert len(store.moves) == is_kept
+    assert store.counts == ({"eviction": 1, "eviction_kept": 1} if is_kept else {"eviction": 1})
 
 
 def test_what_the_host_has_already_is_not_copied_again():
@@ -163,15 +165,16 @@ def test_what_the_host_has_already_is_not_copied_again():
 
 
 def test_a_step_keeps_a_bounded_number_of_evicted_pages():
-    store = store_of(num_blocks=2 * MAX_KEPT + 1, num_host_blocks=100)
-    cached(store.device, *range(2 * MAX_KEPT))
+    store = store_of(num_blocks=3 * MAX_KEPT + 1, num_host_blocks=100)
+    cached(store.device, *range(3 * MAX_KEPT))
     for _ in range(MAX_KEPT + 3):
         store.take()
     assert store.counts == {"eviction": MAX_KEPT + 3, "eviction_kept": MAX_KEPT}
     assert len(store.take_moves()) == MAX_KEPT == 16
     assert store.take_moves() == []
-    store.take()
-    assert store.counts["eviction_kept"] == MAX_KEPT + 1, "the next step keeps some again"
+    for _ in range(MAX_KEPT + 3):
+        store.take()
+    assert store.counts["eviction_kept"] == 2 * MAX_KEPT, "the next step keeps as many again"
 
 
 def test_copies_within_the_device_and_to_and_from_the_host():

@@ -1,5 +1,7 @@
 """What is found, pinned, counted and forgotten, held exactly."""
 
+import hashlib
+
 import pytest
 
 from jpaged.prefix_hash import CacheKey
@@ -46,6 +48,15 @@ def test_a_match_names_the_first_page_that_is_missing_until_it_is_there():
         blocks.device.drop_ref(page)
     assert not blocks.device.page_of
     assert blocks.prefixes.has(match.next_hash), "the host pool has it"
+
+
+def test_a_window_s_page_may_come_back_from_the_host_too():
+    blocks = manager(num_blocks=1 + 8, block_size=2, windows=(None, 3), num_host_blocks=10)
+    evicted_to_host(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert not blocks.device.page_of
+    match = blocks.prefixes.match(sequence_of([1, 2, 3, 4, 5, 6, 7, 8, 9], num_groups=2), 8)
+    assert match.num_pages == 4
+    assert [(group, index) for group, index, _ in match.host_pages] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3)]
 
 
 def test_without_prefix_caching_nothing_is_found_counted_or_published():
@@ -146,3 +157,22 @@ def test_each_extra_makes_other_prefixes():
         CacheKey(lora_name="a", cache_salt="a"),
     ]
     assert len({key.root() for key in keys}) == len(keys)
+
+
+def test_an_item_is_hashed_with_the_page_that_it_begins_in_and_so_is_where_it_begins():
+    """P3, spelled out: after a page's token ids, offset in 4 bytes and digest of each item, in their order."""
+    items = ((1, b"image"), (3, b"sound"), (3, b"more"))
+    key = CacheKey(items=items)
+    blocks = manager(block_size=2)
+    sequence = sequence_of([1, 2, 3, 4, 5])
+    sequence.request.cache_key = key
+    blocks.prefixes.match(sequence, 4)
+    digest = hashlib.sha256(b"jpaged prefix v2\0lora_version\x001\x000\0weights_version\x001\x000").digest()
+    expected = []
+    for page, contents in enumerate(([b"image"], [b"sound", b"more"])):
+        data = b"".join(token.to_bytes(4, "little") for token in (2 * page + 1, 2 * page + 2))
+        for content in contents:
+            data += (1).to_bytes(4, "little") + hashlib.sha256(content).digest()
+        digest = hashlib.sha256(digest + data).digest()
+        expected.append(digest)
+    assert sequence.page_hashes == expected

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from jpaged.errors import QueueFullError
+from jpaged.errors import InvalidRequestError, QueueFullError
 from jpaged.request import make_request
-from jpaged.request_queue import MIN_STALE, POLICIES, QueueLimits, RequestQueue, key_shape
+from jpaged.request_queue import MIN_STALE, POLICIES, Policy, QueueLimits, RequestQueue, key_shape
 from jpaged.sampling_params import SamplingParams
 
 
@@ -50,14 +50,37 @@ def test_whatever_comes_and_goes_the_first_is_the_one_of_lowest_order():
 
 
 def test_those_who_come_and_go_behind_one_that_waits_leave_nothing_behind():
-    queue = RequestQueue()
-    queue.push(request_of(0))
-    for number in range(1, 5000):
+    queue, lengths = RequestQueue(), set()
+    for number in range(10):
+        queue.push(request_of(number))
+    for number in range(10, 1000):
         request = request_of(number)
         queue.push(request)
         queue.remove(request)
-    assert len(queue._heap) <= 2 + MIN_STALE
-    assert queue.first().number == 0
+        lengths.add(len(queue._heap))
+    assert lengths == {*range(10, 2 * 10 + MIN_STALE + 1)}, (
+        "not more often than every so many requests, nor more seldom"
+    )
+    assert [queue.pop().number for _ in range(10)] == [*range(10)]
+    assert not queue
+
+
+@pytest.mark.parametrize("keys", [(1, "late"), ((1, 2), (1, "x")), ((1, 2), (1,))], ids=str)
+def test_a_key_that_does_not_compare_with_the_first_one_is_refused_whenever_it_comes(keys):
+    policy = Policy(lambda request: keys[request.priority])
+    for priority in (0, 0):
+        assert policy.key_of(request_of(1, priority=priority)) == keys[0]
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="does not compare") as caught:
+            policy.key_of(request_of(2, priority=1))
+        assert caught.value.param == "priority"
+
+
+@pytest.mark.parametrize("key", [lambda request: None, lambda request: 1 / 0], ids=["no order", "an error"])
+def test_a_key_function_that_fails_refuses_its_request(key):
+    with pytest.raises(InvalidRequestError, match="its key function failed here") as caught:
+        Policy(key).key_of(request_of(1))
+    assert caught.value.param == "priority"
 
 
 @pytest.mark.parametrize(
