@@ -141,6 +141,22 @@ def test_who_lacked_pages_comes_in_once_others_have_computed_its_prefix():
     host.run()
 
 
+def test_who_was_passed_need_not_find_the_pages_that_it_shares_with_the_one_that_passed_it():
+    host = Host(num_blocks=1 + 14, max_num_batched_tokens=64)
+    host.add(prompt(24), max_tokens=1)
+    host.run()
+    first = host.add(prompt(13, 500), max_tokens=3)
+    host.step()
+    large = host.add([*prompt(24), *prompt(21, 700)], max_tokens=2)  # 12 pages, and 10 are free, 6 of them cached.
+    small = host.add([*prompt(24), *prompt(2, 900)], max_tokens=20)
+    host.step()
+    assert (large.state, small.state) == (WAITING, RUNNING)
+    host.abort(first)
+    host.step()
+    assert large.state is RUNNING, "7 are free, and 6 of its 12 somebody uses"
+    host.run()
+
+
 @pytest.mark.parametrize("preemption", [PreemptionPolicy(), SWAP], ids=["recompute", "swap"])
 def test_who_gave_way_comes_back_only_after_all_of_its_results(preemption):
     host = Host(num_blocks=1 + 14, num_host_blocks=20, max_num_batched_tokens=64, preemption=preemption)
