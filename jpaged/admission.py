@@ -10,7 +10,6 @@ Knows queues, slots, numbers of pages and pins; what letting a request run means
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .block_manager import AllocStatus
@@ -42,7 +41,6 @@ class Admission:
         watermark: float,
         delay_factor: float,
         gate: AdmissionGate | None,
-        clock: Callable[[], float],
     ):
         """See `Scheduler` for the options."""
         self.scheduler = scheduler
@@ -50,34 +48,37 @@ class Admission:
         self.watermark = watermark
         self.delay_factor = delay_factor
         self.gate = gate
-        self.clock = clock
         self.waiting = RequestQueue(limits)
         self.swapped = RequestQueue()
         self.step_time = 0.0
         """When the step that is being scheduled began."""
         self._arrivals = itertools.count()
-        self._has_admitted = False
+        self._admitting: tuple[int, float] | None = None
+        """The last step with newcomers that has not retired, and when it began."""
         self._last_admission_s = 0.0
 
     def add(self, request: Request) -> None:
-        """Queue a new request. InvalidRequestError for a key that cannot be sorted, QueueFullError if too many wait."""
+        """Queue a new request that was checked. QueueFullError if too many wait."""
         self.waiting.check_room(request)
-        key = self.policy.key_of(request)
-        request.order = (key, next(self._arrivals))
+        request.order = (request.policy_key, next(self._arrivals))
         self.waiting.push(request)
+
+    def check(self, request: Request) -> None:
+        """Ask the policy for the request's key, once. InvalidRequestError for one that cannot be sorted."""
+        if request.policy_key is None:
+            request.policy_key = self.policy.key_of(request)
 
     def clear(self) -> None:
         """Forget who is queued."""
         self.waiting = RequestQueue(self.waiting.limits)
         self.swapped = RequestQueue()
+        self._admitting = None
 
-    def begin_step(self) -> None:
-        """Note the time: a step with newcomers takes until the one after it is scheduled."""
-        now = self.clock()
-        if self._has_admitted:
-            self._last_admission_s = now - self.step_time
-        self._has_admitted = False
-        self.step_time = now
+    def retire(self, step: int) -> None:
+        """A step is done: if it is the last one with newcomers, note how long it took."""
+        if self._admitting is not None and step >= self._admitting[0]:
+            self._last_admission_s = self.scheduler.clock() - self._admitting[1]
+            self._admitting = None
 
     def bring_back(self, budget: int) -> int:
         """Let swapped requests run again, in order, while they fit; returns the tokens scheduled for them."""
@@ -117,7 +118,7 @@ class Admission:
                 parked.append(request)
             elif match := self._match_that_fits(request, budget):
                 budget -= scheduler.start(request, match, budget)
-                self._has_admitted = True
+                self._admitting = (scheduler.step + 1, self.step_time)
                 for other in passed:
                     other.num_bypassed += 1
                     other.pages_wanted = 0  # The newcomer may share some with it: worth a look in the next step.

@@ -240,7 +240,7 @@ def _preemption(
 
 
 def _is_keeping_worth_while(costs: SwapCosts | None, sizes: EngineSizes) -> bool:
-    """Whether fetching a page from the host takes less than computing it anew. Where that is not known, yes."""
+    """Whether a page's way to the host and back takes less than computing it anew. Where that is not known, yes."""
     return costs is None or costs.swap_s(1) < costs.recompute_s(sizes.block_size)
 
 

@@ -100,7 +100,12 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Pages that one request could have if it were alone: pinned prefixes stay where they are."""
-        return self.device.num_usable - len(self.store.pins) * self.num_groups
+        return self.device.num_usable - self.num_pinned
+
+    @property
+    def num_pinned(self) -> int:
+        """Pages that pinned prefixes keep, or will once they are computed."""
+        return len(self.store.pins) * self.num_groups
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages of one full-attention group that hold this many tokens."""

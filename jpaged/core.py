@@ -72,9 +72,9 @@ class Core:
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequestError or QueueFullError if it is not taken."""
+        self.scheduler.add(request)
         for sequence in request.live:
             self.outputs.start(sequence)
-        self.scheduler.add(request)
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the parent's request, equal to it so far; InvalidRequestError as `Scheduler.fork`."""
@@ -125,12 +125,25 @@ class Core:
         if not sampled.is_finite.all():
             for row in np.flatnonzero(~sampled.is_finite).tolist():
                 self._fail(samples[row], "the model gave NaN or infinite logits for this request")
-        for row, (sequence, token_id) in enumerate(zip(samples, sampled.token_ids.tolist(), strict=True)):
-            token_ids = sequence.token_ids
-            token_ids.append(token_id)
-            if len(token_ids) >= sequence.next_check or token_id in sequence.stop_ids or sequence.is_watched:
-                self._look_at(sequence, sampled, row)
+        row = 0
+        try:
+            for row, (sequence, token_id) in enumerate(zip(samples, sampled.token_ids.tolist(), strict=True)):
+                token_ids = sequence.token_ids
+                token_ids.append(token_id)
+                if len(token_ids) >= sequence.next_check or token_id in sequence.stop_ids or sequence.is_watched:
+                    self._look_at(sequence, sampled, row)
+        except BaseException:  # An interrupt: the tokens from here on are drawn again.
+            self.num_generated += row
+            self._take_back(samples[row])
+            raise
         self.num_generated += len(samples)
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """Forget what a sequence has of the token amid which the step was broken off, unless that has ended it."""
+        num_to_come = sum(sequence in step.samples for _, step, _ in self.in_flight)
+        if sequence in sequence.request.live:
+            del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
+            self.outputs.restart(sequence)
 
     def _look_at(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
         """A token that may matter has been appended."""

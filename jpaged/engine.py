@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count, islice
 from types import TracebackType
 from typing import Any
 
@@ -166,6 +167,8 @@ class Engine:
 
         `priority` goes before that of the prompt's mapping; lower is sooner. `number` stands in for the count of
         requests so far in the seed of a request without one, so that a resumed job draws as the first did.
+        `arrival_time`, in seconds of time.monotonic(), is where its metrics and `scheduling_delay_factor` count
+        from; equally urgent requests go in the order of their calls.
         """
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
@@ -179,6 +182,8 @@ class Engine:
                 f"{now:.3f}; leave it out to take the present",
                 param="arrival_time",
             )
+        if number is not None and not (is_integer(number) and number >= 0):
+            raise InvalidRequestError(f"number: got {shown(number)}, allowed: an integer ≥ 0", param="number")
         if request_id in self.requests:
             raise InvalidRequestError(
                 f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has",
@@ -197,9 +202,10 @@ class Engine:
     def run_until_done(self, requests: Iterable[Request] = ()) -> Iterator[RequestOutput]:
         """Step until nothing is left, giving each request's output when it ends. Aborts all if that is cut short.
 
-        `requests` are queued in order, as soon as the queue has room for them.
+        `requests`, which have been checked, are queued as soon as the queue has room for them, in the order of the
+        scheduling policy.
         """
-        held = deque(requests)
+        held = deque(sorted(requests, key=lambda request: request.policy_key))
         try:
             while held or self.has_unfinished_requests():
                 self._queue_while_there_is_room(held)
@@ -227,6 +233,7 @@ class Engine:
             request = self.requests.pop(request_id, None)
             if request is not None:
                 self.core.abort(request)
+                del self.scheduler.ended[request]
 
     def fork(
         self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
@@ -234,7 +241,7 @@ class Engine:
         """Let a request go on in `n` more ways from where its sample `sample` stands; returns their sample indices.
 
         The new samples have the tokens so far, share their pages, and draw with their own indices from there on:
-        `sample_indices`, or the next free ones. They come among the request's outputs. InvalidRequestError,
+        `sample_indices`, or the lowest free ones. They come among the request's outputs. InvalidRequestError,
         changing nothing, for a request or a sample that is not running or waiting, or if so many can never fit.
         """
         request = self.requests.get(request_id) if isinstance(request_id, str) else None
@@ -254,11 +261,17 @@ class Engine:
                 "temperature: got a greedy request, whose samples would all be equal; fork one with temperature > 0",
                 param="temperature",
             )
-        if not is_integer(n) or n < 1:
-            raise InvalidRequestError(f"n: got {shown(n)}, allowed: an integer ≥ 1", param="n")
+        room = self.sizes.max_num_seqs - len(request.live)
+        if not is_integer(n) or not 1 <= n <= room:
+            raise InvalidRequestError(
+                f"n: got {shown(n)}, allowed: an integer in [1, {room}], what max_num_seqs, {self.sizes.max_num_seqs}, "
+                f"leaves beside {len(request.live)} samples that go on; fork fewer, or start the engine with a larger "
+                "max_num_seqs",
+                param="n",
+            )
         taken = {one.index for one in request.sequences}
         if sample_indices is None:
-            sample_indices = range(max(taken) + 1, max(taken) + 1 + n)
+            sample_indices = list(islice((index for index in count() if index not in taken), n))
         if isinstance(sample_indices, str) or not isinstance(sample_indices, Sequence):
             raise InvalidRequestError(
                 f"sample_indices: got {shown(sample_indices)}, allowed: a list of integers", param="sample_indices"
@@ -375,9 +388,10 @@ class Engine:
         for request in changed:
             request.last_token_time = now
         # Those that ended in a step that failed later are told of now.
-        ended, self.scheduler.ended = self.scheduler.ended, []
+        ended, self.scheduler.ended = self.scheduler.ended, {}
         for request in ended:
-            if self.requests.pop(request.request_id, None) is not None:
+            if self.requests.get(request.request_id) is request:  # Not one that was aborted, whose id is in use again.
+                del self.requests[request.request_id]
                 changed[request] = None
         return list(changed)
 
@@ -419,7 +433,7 @@ class Engine:
             number=self._num_requests if number is None else number,
             arrival_time=arrival_time,
         )
-        self.scheduler.demand.check(request, self.sizes.max_num_seqs)
+        self.scheduler.check(request)
         self._num_requests += number is None
         return request
 

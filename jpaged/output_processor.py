@@ -66,13 +66,26 @@ class OutputProcessor:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Begin the output of a sequence that has the parent's tokens."""
-        self.start(child)
         assert parent.output is not None, "start comes before fork"
-        assert child.output is not None
-        if child.output.detokenizer is not None:
-            child.output.detokenizer.append(child.token_ids[len(child.request.prompt_token_ids) :])
-        child.output.logprobs = list(parent.output.logprobs)
-        child.output.cumulative_logprob = parent.output.cumulative_logprob
+        self._replay(child, parent.output.logprobs)
+
+    def restart(self, sequence: Sequence) -> None:
+        """Make the output of a sequence that has lost its last tokens what it was before them."""
+        assert sequence.output is not None, "start comes before restart"
+        sequence.stop_reason = None
+        self._replay(sequence, sequence.output.logprobs)
+
+    def _replay(self, sequence: Sequence, logprobs: list[dict[int, Logprob]]) -> None:
+        """Begin anew with the tokens that the sequence has, and the logprobs that these or more had."""
+        self.start(sequence)
+        output = sequence.output
+        assert output is not None
+        token_ids = sequence.token_ids[sequence.request.prompt_len :]
+        if output.detokenizer is not None:
+            output.detokenizer.append(token_ids)
+        output.logprobs = logprobs[: len(token_ids)]
+        for entries, token_id in zip(output.logprobs, token_ids, strict=False):
+            output.cumulative_logprob += entries[token_id].logprob
 
     def judge(self, sequence: Sequence, sampled: SampledRows, row: int) -> RequestState | None:
         """Take in the token that was appended last, which `row` of a step drew; returns the state it ends in, if so.

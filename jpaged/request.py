@@ -134,6 +134,8 @@ class Request:
     live: list[Sequence] = field(default_factory=list)
     """Samples that have not ended. The first one has no parent among them."""
     state: RequestState = RequestState.WAITING
+    policy_key: Any = None
+    """What the policy makes of it; None until it is asked."""
     order: tuple[Any, int] = (0, 0)
     """What the scheduler sorts by: the policy's key, then arrival."""
     pages_wanted: int = 0

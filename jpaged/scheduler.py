@@ -21,8 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 from .admission import Admission
 from .block_manager import BlockManager
-from .errors import InvalidRequestError
-from .fork_tree import children_of, common_len, leave_children, num_distinct, samplers_of
+from .fork_tree import children_of, leave_children, num_distinct, samplers_of
 from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
 from .prefix_cache import PrefixMatch
@@ -32,6 +31,9 @@ from .schedule import AdmissionGate, Chunk, SchedulerOutput
 
 HOLDING_STATES = (RequestState.RUNNING, RequestState.SWAPPED)
 """A sequence has pages, of the device or of the host."""
+
+MAX_WITHHELD = 8
+"""Steps in a row in which prompts that are computed whole keep others from decoding."""
 
 
 class Scheduler:
@@ -76,7 +78,6 @@ class Scheduler:
             watermark=watermark,
             delay_factor=delay_factor,
             gate=gate,
-            clock=clock,
         )
         self.running: list[Request] = []
         """By `Request.order`: the last one gives way first."""
@@ -89,19 +90,25 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
         self.unfinished: dict[Request, None] = {}
         """Every request that was added and has not ended, wherever it stands."""
-        self.ended: list[Request] = []
+        self.ended: dict[Request, None] = {}
         """Requests that have ended; whoever tells their callers clears it."""
         self._has_new_members = False
         self._first_decode = 0
+        self._num_withheld = 0
         self._work = SchedulerOutput(self.step)
 
     # Requests come and go
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequestError if it can never fit, QueueFullError if too many wait."""
-        self.demand.check(request, self.max_num_seqs)
+        self.check(request)
         self.admission.add(request)
         self.unfinished[request] = None
+
+    def check(self, request: Request) -> None:
+        """InvalidRequestError if the request can never fit, or its policy's key cannot be sorted."""
+        self.demand.check(request, self.max_num_seqs)
+        self.admission.check(request)
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the same request, equal so far, with sample indices of their own.
@@ -109,17 +116,7 @@ class Scheduler:
         They share the parent's pages; whoever writes the half-filled last one first gets a copy. Raises
         InvalidRequestError, changing nothing, if the request could not go on with so many samples.
         """
-        request = parent.request
-        lens = [parent.max_len - 1] * len(indices) + [sequence.max_len - 1 for sequence in request.live]
-        shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
-        num_pages = self.blocks.most_pages(shared_len, lens)
-        if len(lens) > self.max_num_seqs or num_pages > self.blocks.num_available:
-            raise InvalidRequestError(
-                f"n: got {len(lens)} samples of one request, which would take {len(lens)} of {self.max_num_seqs} slots "
-                f"and up to {num_pages} of {self.blocks.num_available} pages; fork fewer, or start the engine with a "
-                "larger max_num_seqs or num_blocks",
-                param="n",
-            )
+        self.demand.check_fork(parent, len(indices), self.max_num_seqs)
         return [self._fork(parent, index) for index in indices]
 
     def _fork(self, parent: Sequence, index: int) -> Sequence:
@@ -152,10 +149,12 @@ class Scheduler:
         if request.live:
             return
         self._leave_queue(request)
+        self._end(request, state)
+
+    def _end(self, request: Request, state: RequestState) -> None:
+        request.state, request.finished_time = state, self.clock()
+        self.ended[request] = None
         del self.unfinished[request]
-        self.ended.append(request)
-        request.state = state
-        request.finished_time = self.clock()
 
     def is_in_flight(self, sequence: Sequence) -> bool:
         """A step that was scheduled and has not retired computes tokens of this sequence."""
@@ -189,17 +188,18 @@ class Scheduler:
         cause the next preemption.
         """
         work = self._work = SchedulerOutput(self.step + 1)
-        self.admission.begin_step()
+        self.admission.step_time = self.clock()
         self._note_members()
         asking = [s for s in self.sequences if s.num_computed + self.tokens_ahead > s.granted]
         prefilling = [sequence for sequence in asking if self._serve(sequence)]
         decodes = [s for s in self.sequences if s.num_computed < s.granted]
-        budget = self._prefill_budget(len(decodes))
-        for sequence in prefilling:
-            budget -= self._chunk(sequence, budget)
-        budget -= self.admission.bring_back(budget)
-        if not work.preempted:
-            self.admission.admit(budget)
+        if not decodes or self._num_withheld < MAX_WITHHELD:
+            budget = self._prefill_budget(len(decodes))
+            for sequence in prefilling:
+                budget -= self._chunk(sequence, budget)
+            budget -= self.admission.bring_back(budget)
+            if not work.preempted:
+                self.admission.admit(budget)
         self._commit(decodes)
         return work
 
@@ -207,6 +207,7 @@ class Scheduler:
         """The oldest step in flight is done: what it computed is computed, and freed pages may be reused."""
         self.retired_step = work.step
         self.blocks.device.retire(work.step)
+        self.admission.retire(work.step)
         for chunk in work.chunks:
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
@@ -242,8 +243,14 @@ class Scheduler:
         self.free_slots = list(range(self.max_num_seqs, 0, -1))
         self.blocks.clear()
         self.retired_step = self.blocks.device.retired_step = self.step
-        for request in self.unfinished:
+        for request in list(self.unfinished):
+            if not request.live:
+                self._end(request, request.sequences[-1].state)
+                continue
             request.num_preemptions += request.state is not RequestState.WAITING
+            for sequence in request.sequences:
+                if sequence not in request.live:
+                    leave_children(sequence)
             for sequence in request.live:
                 sequence.num_tokens = len(sequence.token_ids)
                 sequence.last_chunk_step = 0
@@ -357,7 +364,9 @@ class Scheduler:
             work.chunks[:] = [chunk for chunk in work.chunks if chunk.sequence.state is RequestState.RUNNING]
             work.placed[:] = [sequence for sequence in work.placed if sequence.slot]
             decodes = [sequence for sequence in decodes if sequence.num_computed < sequence.granted]
-        if not self.enable_chunked_prefill and work.chunks:
+        is_withheld = not self.enable_chunked_prefill and bool(work.chunks and decodes)
+        self._num_withheld = self._num_withheld + 1 if is_withheld else 0
+        if is_withheld:
             decodes = []
         room = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in work.chunks)
         if len(decodes) > room:
@@ -486,8 +495,9 @@ class Scheduler:
 
     def ignore(self, request: Request) -> None:
         """End a request that was taken and can never fit any more: the pool has become smaller."""
-        num_pages, num_available = self.demand.most_pages(request), self.blocks.num_available
-        request.error = f"its {num_pages} pages can never be had: the pool has {num_available} left"
+        request.error = (
+            f"its {self.demand.most_pages(request)} pages can never be had: the pool has {self.demand.available} left"
+        )
         for sequence in list(request.live):
             self.finish(sequence, RequestState.FINISHED_IGNORED)
         self.counts["ignored"] += 1

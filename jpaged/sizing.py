@@ -36,8 +36,10 @@ class Demand:
 
     def num_pages(self, block_size: int, max_model_len: int) -> int:
         """Pages of all samples at their ends: the full ones of the prompt are shared."""
-        shared = self.prompt_len // block_size
-        return shared + self.num_samples * (-(-min(self.num_tokens, max_model_len) // block_size) - shared)
+        num_tokens = max_model_len if self.max_tokens is None else min(self.num_tokens, max_model_len)
+        # Each computes the prompt's last token anew and never its own last one, as `PageDemand` counts too.
+        shared = (self.prompt_len - 1) // block_size
+        return shared + self.num_samples * (-(-(num_tokens - 1) // block_size) - shared)
 
 
 @dataclass(frozen=True)

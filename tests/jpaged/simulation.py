@@ -19,12 +19,13 @@ from jpaged.request import RequestState
 from jpaged.request_queue import POLICIES, QueueLimits
 from jpaged.sampling_params import SamplingParams
 
-from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host
+from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host, Interrupt
 
 MAX_STEPS = 5000
 """Of one life: more means that it makes no progress."""
 STAGES = ("waiting", "prefilling", "decoding", "swapped")
 FAULTS = ("dispatch before", "dispatch after", "read")
+INTERRUPTS = ("before", "after")
 
 
 @dataclass
@@ -79,6 +80,8 @@ class Life:
     def __init__(self, seed, log=None):
         self.seed, self.log = seed, log
         self.rng = rng = random.Random(seed)
+        self.user = random.Random(f"{seed} user")
+        """Apart from the rest, which came before: seeds that once found something stay what they were."""
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
@@ -183,10 +186,15 @@ class Life:
                 self._arrive()
             if rng.random() < shares["fault"]:
                 host.runner.fault = rng.choice(FAULTS)
+            if self.user.random() < shares["fault"]:
+                host.core.outputs.interrupt = self.user.choice(INTERRUPTS)
             try:
                 self._advance()
             except DeviceError as fault:
                 self._happen(f"fault: {fault}")
+                host.restart()
+            except Interrupt as interrupt:
+                self._happen(f"interrupt {interrupt} a token is judged")
                 host.restart()
             self._interfere()
             if rng.random() < 0.4:

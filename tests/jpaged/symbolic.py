@@ -298,6 +298,28 @@ class DeviceError(Exception):
     """Injected."""
 
 
+class Interrupt(BaseException):
+    """Injected: what a user's Ctrl-C is."""
+
+
+class InterruptedOutputs(OutputProcessor):
+    """Output rules amid which a user may interrupt."""
+
+    interrupt = None
+    """When the next token is looked at: "before" or "after" it is judged."""
+
+    def judge(self, sequence, sampled, row):
+        self._fail("before")
+        end = super().judge(sequence, sampled, row)
+        self._fail("after")
+        return end
+
+    def _fail(self, when):
+        if self.interrupt == when:
+            self.interrupt = None
+            raise Interrupt(when)
+
+
 class SymbolicRunner:
     """Starts steps on a symbolic device, which runs them in order when it likes, at the latest when they are read."""
 
@@ -441,7 +463,7 @@ class Host:
             scheduler=self.scheduler,
             builder=builder,
             runner=self.runner,
-            outputs=OutputProcessor(None, eos_token_ids=[EOS]),
+            outputs=InterruptedOutputs(None, eos_token_ids=[EOS]),
             clock=lambda: self.now,
         )
         self.requests = []
@@ -550,16 +572,27 @@ class Host:
     def retire(self):
         """Take in the oldest step in flight; returns the sequences that it drew for."""
         work = self.core.in_flight[0].work
-        samples = self.core.retire()
+        num_in_flight = len(self.core.in_flight)
+        try:
+            samples = self.core.retire()
+        except Interrupt:
+            if len(self.core.in_flight) < num_in_flight:
+                self._cover(work)  # What the step computed is computed.
+            for request in list(self.unfinished):
+                self._follow(request)
+            raise
         self.written.popleft()
-        for chunk in work.chunks:
-            if chunk.sequence.request in self.covered:
-                self.covered[chunk.sequence.request].update(range(chunk.start, chunk.start + chunk.num_tokens))
+        self._cover(work)
         for request in dict.fromkeys(sequence.request for sequence in samples):
             self._follow(request)
             self._note_ends(request)
         self.check()
         return samples
+
+    def _cover(self, work):
+        for chunk in work.chunks:
+            if chunk.sequence.request in self.covered:
+                self.covered[chunk.sequence.request].update(range(chunk.start, chunk.start + chunk.num_tokens))
 
     def restart(self):
         """After a fault: a new device that knows nothing."""

@@ -250,18 +250,26 @@ def test_nobody_waits_for_company_beside_an_idle_engine():
     host.run()
 
 
-@pytest.mark.parametrize("others", [(), (102.25, 102.5), (110.0,)], ids=["no others", "short ones", "a long one"])
+def step_for(host, seconds):
+    host.dispatch()
+    host.now += seconds
+    host.retire()
+
+
+@pytest.mark.parametrize("others_s", [(), (0.25, 0.5), (8.0,)], ids=["no others", "short ones", "a long one"])
+@pytest.mark.parametrize("pause_s", [0.0, 3600.0])
 @pytest.mark.parametrize("before_s", [1.0, 3.0])
-def test_the_wait_follows_the_last_step_with_newcomers_whatever_those_without_take(before_s, others):
+def test_the_wait_follows_the_last_step_with_newcomers_whatever_others_and_pauses_take(before_s, pause_s, others_s):
     host = Host(delay_factor=2.0)
     host.now = 10.0
     host.add(prompt(3), max_tokens=40)
-    host.step()
-    host.now += before_s
-    host.step()
+    step_for(host, before_s)
     host.add(prompt(3, 100), max_tokens=40)
-    for host.now in (100.0, 102.0, *others):  # The second comes in at 100, and that takes 2 seconds.
-        host.step()
+    host.now = 100.0
+    step_for(host, 2.0)
+    host.now += pause_s
+    for seconds in others_s:
+        step_for(host, seconds)
     late = host.add(prompt(3, 200), max_tokens=2)
     arrival, states = host.now, []
     for host.now in (arrival, arrival + 4.0, arrival + 4.25):
@@ -411,7 +419,7 @@ def test_a_swapped_request_that_can_never_run_any_more_is_ignored_and_the_next_o
     work = host.step()
     assert work.ignored == [large]
     assert (large.state, small.state) == (RequestState.FINISHED_IGNORED, RUNNING)
-    assert "its 6 pages can never be had: the pool has 5 left" in large.error
+    assert "its 6 pages can never be had: the pool has 5 pages of 4 tokens left" in large.error
     host.run()
 
 

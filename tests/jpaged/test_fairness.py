@@ -16,7 +16,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.request import RequestState, make_request
 from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler
+from jpaged.scheduler import MAX_WITHHELD, Scheduler
 from jpaged.step_inputs import StepInputBuilder
 
 LONG = 1500
@@ -175,6 +175,31 @@ def test_with_prefill_first_a_step_is_all_prompts_or_all_decoding():
     assert kinds == {(True, False), (False, True)}
 
 
+def test_with_prefill_first_endless_prompts_keep_nobody_from_decoding_for_ever():
+    service = Service(budget=2048, enable_chunked_prefill=False)
+    first = service.add(10, 50)
+    service.step()
+    num_steps = 0
+    while first.live:
+        service.add(50, 1)
+        service.step()
+        num_steps += 1
+    assert num_steps == 49 * (MAX_WITHHELD + 1)
+
+
+def test_with_prefill_first_a_prompt_comes_in_at_once_where_nobody_decodes_any_more():
+    service = Service(budget=2048, enable_chunked_prefill=False)
+    first = service.add(10, 50)
+    service.step()
+    for _ in range(MAX_WITHHELD):
+        service.add(50, 1)
+        service.step()
+    service.core.abort(first)
+    last = service.add(50, 1)
+    service.step()
+    assert last.state is RequestState.FINISHED_LENGTH
+
+
 def test_a_prompts_share_of_a_step_can_be_bounded():
     service = Service(budget=1024, long_prefill_token_threshold=100)
     long, short = service.add(LONG, 5), service.add(300, 5)
@@ -186,11 +211,11 @@ def test_newcomers_wait_for_others_to_come_along():
     """Twice as long as the last step with newcomers took, while somebody runs."""
     now = [0.0]
     service = Service(budget=64, delay_factor=2.0)
-    service.core.scheduler.admission.clock = lambda: now[0]
+    service.core.scheduler.clock = lambda: now[0]
     service.add(10, 100)
-    service.step()
+    service.core.dispatch()
     now[0] = 5.0  # The step with the newcomer took 5 s.
-    service.step()
+    service.core.retire()
     second = service.add(10, 5)
     second.arrival_time = 5.0
     for now[0] in (6.0, 14.9, 15.0):

@@ -79,6 +79,29 @@ def test_a_request_is_taken_if_it_could_run_to_its_end_alone(num_pages, fits):
     assert caught.value.param == "prompt"
 
 
+def test_who_is_refused_for_pages_is_told_of_pinned_ones():
+    blocks = blocks_of(6)
+    blocks.prefixes.pin(list(range(500, 512)), CacheKey())
+    message = "allowed: 3 pages of 4 tokens beside 3 pinned ones, which unpin_prefix gives back; shorten"
+    with pytest.raises(InvalidRequestError, match=message):
+        PageDemand(blocks).check(request_of(10, 7), max_num_seqs=1)
+
+
+def test_a_fork_counts_pinned_pages_as_samples_do():
+    """Three samples share 2 pages, which are pinned, and take 2 more each, whether they came at once or one by one."""
+    for num_pages, fits in ((2 + 6, True), (2 + 5, False)):
+        blocks = blocks_of(num_pages)
+        blocks.prefixes.pin(list(range(100, 108)), CacheKey())
+        demand = PageDemand(blocks)
+        assert demand.fits_alone(request_of(10, 7, n=3)) is fits
+        parent = request_of(10, 7).live[0]
+        if fits:
+            demand.check_fork(parent, 2, max_num_seqs=3)
+        else:
+            with pytest.raises(InvalidRequestError, match="up to 6 pages; allowed: 5 pages of 4 tokens beside 2"):
+                demand.check_fork(parent, 2, max_num_seqs=3)
+
+
 def test_no_more_samples_than_slots():
     demand = PageDemand(blocks_of())
     demand.check(request_of(4, 4, n=2), max_num_seqs=2)

@@ -248,9 +248,9 @@ def test_a_lone_request_may_use_what_the_watermark_keeps_from_newcomers():
 def test_newcomers_wait_in_proportion_to_the_last_step_with_newcomers():
     host = Host(delay_factor=2.0)
     host.add(prompt(5), max_tokens=60)
-    host.step()
+    host.dispatch()
     host.now = 1.0  # The step with a newcomer took a second.
-    host.step()
+    host.retire()
     late = host.add(prompt(5, 100), max_tokens=4)
     states = []
     for host.now in (2.0, 3.0, 3.1):

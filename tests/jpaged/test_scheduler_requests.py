@@ -117,7 +117,7 @@ def test_a_fork_is_refused_where_the_pool_lacks_one_page_for_both_at_full_length
         request = host.add(prompt(5), max_tokens=max_tokens)
         host.step()
         if num_missing:
-            with pytest.raises(InvalidRequestError, match=f"up to {num_pages} of {num_pages - 1} pages"):
+            with pytest.raises(InvalidRequestError, match=f"up to {num_pages} pages; allowed: {num_pages - 1} pages"):
                 host.fork(request.sequences[0])
         else:
             host.fork(request.sequences[0])
@@ -268,8 +268,27 @@ def test_an_end_is_told_once_and_has_its_time():
     requests = [host.add(prompt(5, 100 * index), max_tokens=1 + index) for index in range(2)]
     for host.now in (3.0, 7.0):
         host.step()
-    assert host.scheduler.ended == requests
+    assert list(host.scheduler.ended) == requests
     assert [request.finished_time for request in requests] == [3.0, 7.0]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_end_that_was_broken_off_is_told_once_all_the_same(n):
+    """By an interrupt, after the last sequence has left its request and before the request has ended."""
+    host = Host()
+    request = host.add(prompt(5), max_tokens=2, params=samples(n))
+    other = host.add(prompt(6, 100), max_tokens=9)
+    host.step()
+    clock, host.scheduler.clock = host.scheduler.clock, None
+    with pytest.raises(TypeError):
+        for sequence in list(request.live):
+            host.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+    assert not request.state.is_finished
+    host.scheduler.clock = clock
+    host.restart()
+    assert (request.state, list(host.scheduler.ended)) == (RequestState.FINISHED_ABORTED, [request])
+    host.run()
+    assert list(host.scheduler.ended) == [request, other]
 
 
 def test_after_an_end_the_next_step_knows_only_live_sequences():

@@ -212,7 +212,7 @@ def test_what_an_ignored_request_would_have_computed_is_left_to_a_newcomer(num_e
     work = host.step()
     assert (work.ignored, work.preempted, large.state) == ([large], [], RequestState.FINISHED_IGNORED)
     assert host.scheduler.counts["ignored"] == 1
-    assert large.error == f"its 8 pages can never be had: the pool has {num_left} left"
+    assert large.error == f"its 8 pages can never be had: the pool has {num_left} pages of 4 tokens left"
     assert chunks(work) == [*[(index, 0, 8, 4, []) for index in range(num_earlier)], (late.number, 0, 0, 3, [])]
     host.run()
 

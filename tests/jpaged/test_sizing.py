@@ -301,13 +301,14 @@ def test_the_most_samples_of_a_prompt_are_known_before_the_sizes():
     ("demand", "pages"),
     [
         (Demand(128, 64), 3),
-        (Demand(128, 65), 4),
-        (Demand(128, 64, 4), 2 + 4),
-        # The page that the prompt ends in is copied on write.
+        (Demand(128, 65), 3),  # The last token ends it: its keys are never computed.
+        (Demand(128, 66), 4),
+        # Each sample computes the prompt's last token anew, in a page of its own.
+        (Demand(128, 65, 4), 1 + 2 * 4),
         (Demand(129, 1, 4), 2 + 4),
-        (Demand(127, 1, 4), 1 + 4),
-        (Demand(127, 2, 4), 1 + 2 * 4),
-        (Demand(10, None, 2), 2),
+        (Demand(127, 2, 4), 1 + 4),
+        (Demand(127, 3, 4), 1 + 2 * 4),
+        (Demand(10, None, 2), 2 * 32),
         (Demand(10, 10**9, 2), 2 * 32),
     ],
 )
