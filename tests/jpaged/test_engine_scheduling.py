@@ -220,6 +220,72 @@ def test_an_end_that_an_interrupt_kept_from_its_caller_is_told_by_the_next_step(
         assert samples([final[str(index)] for index in range(2)]) == wanted
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("max_tokens", [8, 30])
+def test_an_interrupt_amid_a_token_costs_no_token_and_doubles_none(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, when: str, max_tokens: int
+) -> None:
+    """Amid the eighth one: the last, or one among others. Text and logprobs are what they would have been."""
+    params = SamplingParams(temperature=1.5, max_tokens=max_tokens, ignore_eos=True, seed=5, logprobs=2)
+    with Engine(tiny, **SIZES) as engine:
+        (wanted,) = engine.generate([PROMPTS[0]], params, use_tqdm=False)
+        engine.add_request("a", PROMPTS[0], params)
+        judge = engine.core.outputs.judge
+
+        def interrupted(sequence: Any, *args: Any) -> Any:
+            is_eighth = len(sequence.token_ids) - len(PROMPTS[0]) == 8
+            if is_eighth and when == "before":
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            end = judge(sequence, *args)
+            if is_eighth:
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return end
+
+        monkeypatch.setattr(engine.core.outputs, "judge", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(iter(engine.step, None))
+        (output,) = list(engine.run_until_done())
+        (got, solo) = (output.outputs[0], wanted.outputs[0])
+        assert (got.token_ids, got.text, got.finish_reason) == (solo.token_ids, solo.text, "length")
+        assert got.cumulative_logprob == pytest.approx(solo.cumulative_logprob)
+        assert len(got.logprobs or ()) == max_tokens
+        assert engine.stats()["blocks_used"] == 0
+
+
+def test_an_id_may_be_used_again_as_soon_as_its_request_was_aborted(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        wanted = samples(engine.generate([PROMPTS[1]], GREEDY, use_tqdm=False))
+        engine.add_request("a", PROMPTS[0], GREEDY)
+        engine.step()
+        engine.abort_request("a")
+        engine.add_request("a", PROMPTS[1], GREEDY)
+        outputs = engine.step()
+        assert [(output.prompt_token_ids, output.finished) for output in outputs] == [(tuple(PROMPTS[1]), False)]
+        assert samples(list(engine.run_until_done())) == wanted
+        assert not engine.scheduler.has_unfinished
+        assert engine.stats()["blocks_used"] == 0
+
+
+def test_a_key_that_fails_for_a_prompt_of_a_list_is_told_before_any_work(tiny: str) -> None:
+    key, limits = BAD_KEYS["an error"][0], {"waiting_requests": 1}
+    with Engine(tiny, **SIZES, scheduling_policy=key, limits=limits) as engine:
+        with pytest.raises(InvalidRequestError, match=r"prompt 2: scheduling_policy: .*ZeroDivisionError"):
+            engine.generate(PROMPTS[:4], GREEDY, use_tqdm=False)
+        assert engine.stats()["steps"] == 0
+        outputs = engine.generate(PROMPTS[:4], GREEDY, use_tqdm=False, on_error="return")
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 2 + ["error"] * 2
+
+
+def test_who_is_held_back_until_the_queue_has_room_is_held_back_in_the_order_of_the_policy(tiny: str) -> None:
+    options: dict[str, Any] = {"scheduling_policy": "priority", "limits": {"waiting_requests": 1}}
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}, **options) as engine:
+        outputs = engine.generate(PROMPTS[:4], GREEDY, priority=[5, 5, 4, 0], use_tqdm=False)
+        times = [output.metrics.first_token_time for output in outputs]
+        assert sorted(range(4), key=lambda index: times[index] or 0) == [3, 2, 0, 1]
+
+
 def test_a_fork_waits_for_a_slot_and_its_parent_goes_on_meanwhile(tiny: str) -> None:
     with Engine(tiny, **SIZES | {"max_num_seqs": 2}) as engine:
         engine.add_request("other", PROMPTS[0], replace(SAMPLED, max_tokens=30))
@@ -261,6 +327,10 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
         for call, param in [
             (lambda: engine.fork("a", sample_indices=3), "sample_indices"),  # type: ignore[arg-type]
             (lambda: engine.fork("greedy"), "temperature"),
+            (lambda: engine.fork("a", 4), "n"),
+            (lambda: engine.fork("a", 10**30), "n"),
+            (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number="zz"), "number"),  # type: ignore[arg-type]
+            (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number=-1), "number"),
             (lambda: engine.fork(7), "request_id"),  # type: ignore[arg-type]
             (lambda: engine.abort_request([["a"]]), "request_ids"),  # type: ignore[list-item]
             (lambda: engine.abort_request(5), "request_ids"),  # type: ignore[arg-type]

@@ -281,8 +281,7 @@ def test_an_end_that_was_broken_off_is_told_once_all_the_same(n):
     host.step()
     clock, host.scheduler.clock = host.scheduler.clock, None
     with pytest.raises(TypeError):
-        for sequence in list(request.live):
-            host.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
+        host.core.abort(request)
     assert not request.state.is_finished
     host.scheduler.clock = clock
     host.restart()
