@@ -167,13 +167,6 @@ class EngineConfig:
         for name in ("num_host_blocks", "swap_space"):
             if self.preemption_mode == "swap" and getattr(self, name) == 0:
                 self._refuse("preemption_mode", f"auto or recompute while {name} is 0; raise {name} or leave it out")
-        for name in ("num_host_blocks", "swap_space"):
-            if getattr(self, name) and self.preemption_mode == "recompute" and not self.enable_prefix_caching:
-                self._refuse(
-                    name,
-                    "0 or none while preemption_mode is recompute and enable_prefix_caching is false: nothing would "
-                    "ever go to the host; leave one of them out",
-                )
         if self.max_cached_blocks and not self.enable_prefix_caching:
             self._refuse("max_cached_blocks", "0 or none while enable_prefix_caching is false; leave one of them out")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:

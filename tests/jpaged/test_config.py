@@ -126,10 +126,6 @@ PAIRS = {
         "preemption_mode: got 'swap', allowed: auto or recompute while num_host_blocks is 0; raise num_host_blocks or",
     ),
     "swap without swap space": (
-        {"preemption_mode": "recompute", "num_host_blocks": 20, "enable_prefix_caching": False},
-        "num_host_blocks: got 20, allowed: 0 or none while preemption_mode is recompute and enable_prefix_caching is",
-    ),
-    (
         {"preemption_mode": "swap", "swap_space": 0},
         "preemption_mode: got 'swap', allowed: auto or recompute while swap_space is 0; raise swap_space",
     ),
