@@ -72,7 +72,6 @@ class Admission:
         """Forget who is queued."""
         self.waiting = RequestQueue(self.waiting.limits)
         self.swapped = RequestQueue()
-        self._admitting = None
 
     def retire(self, step: int) -> None:
         """A step is done: if it is the last one with newcomers, note how long it took."""

@@ -175,7 +175,8 @@ class BlockManager:
         sequence.forget_pages()
 
     def pass_windows(self, sequence: Sequence, num_done: int) -> None:
-        """Give back what no query from position `num_done` on can see. No step in flight may have an earlier one."""
+        """Give back what no query from position `num_done` on can see, of the device or of the host. No step in flight
+        may have an earlier one. Does nothing for a sequence that has lost its pages."""
         pool = self._pool_of(sequence)
         for group, _ in self.window_groups:
             pages = sequence.pages[group]

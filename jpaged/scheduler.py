@@ -29,9 +29,6 @@ from .request import Request, RequestState, Sequence
 from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate, Chunk, SchedulerOutput
 
-HOLDING_STATES = (RequestState.RUNNING, RequestState.SWAPPED)
-"""A sequence has pages, of the device or of the host."""
-
 MAX_WITHHELD = 8
 """Steps in a row in which prompts that are computed whole keep others from decoding."""
 
@@ -212,9 +209,7 @@ class Scheduler:
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
-            # Not if it had to give its pages back: it starts anew when all of its steps have retired.
-            if sequence.state in HOLDING_STATES:
-                self.blocks.pass_windows(sequence, end)
+            self.blocks.pass_windows(sequence, end)
 
     def note_token(self, sequence: Sequence) -> None:
         """A sequence got a token that may fill a page: the ones before are computed, and sound.
@@ -222,8 +217,7 @@ class Scheduler:
         Only here are pages published. `next_check` says with which token the next call is due.
         """
         num_known = len(sequence.token_ids)
-        if sequence.state in HOLDING_STATES:
-            self.blocks.pass_windows(sequence, num_known - 1)
+        self.blocks.pass_windows(sequence, num_known - 1)
         if sequence.state is not RequestState.RUNNING:
             return  # It is looked at with every token until it runs again.
         self.blocks.prefixes.publish(sequence, num_known - 1)

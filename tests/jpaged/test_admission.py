@@ -279,6 +279,26 @@ def test_the_wait_follows_the_last_step_with_newcomers_whatever_others_and_pause
     host.run()
 
 
+def test_the_wait_follows_the_step_with_newcomers_and_not_one_that_retires_before_it():
+    host = Host(delay_factor=2.0)
+    host.add(prompt(3), max_tokens=40)
+    host.step()
+    host.dispatch()
+    host.add(prompt(3, 100), max_tokens=40)
+    host.now = 10.0
+    assert chunks(host.dispatch())  # Takes 3 seconds; the step before it ends after one of them.
+    host.now = 11.0
+    host.retire()
+    host.now = 13.0
+    host.retire()
+    late, states = host.add(prompt(3, 200), max_tokens=2), []
+    for host.now in (18.75, 19.0, 19.25):
+        host.step()
+        states.append(late.state)
+    assert states == [WAITING, WAITING, RUNNING]
+    host.run()
+
+
 # Swapped requests.
 
 

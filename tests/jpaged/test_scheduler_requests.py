@@ -272,6 +272,41 @@ def test_an_end_is_told_once_and_has_its_time():
     assert [request.finished_time for request in requests] == [3.0, 7.0]
 
 
+def test_a_step_that_was_broken_off_as_it_was_fixed_is_in_nobodys_way():
+    host = Host()
+    host.add(prompt(5), max_tokens=3)
+    host.blocks.store.take_moves = None
+    with pytest.raises(TypeError):
+        host.core.dispatch()
+    del host.blocks.store.take_moves
+    host.restart()
+    host.run()
+
+
+def test_after_a_restart_no_step_is_in_flight():
+    host = Host()
+    request = host.add(prompt(5), max_tokens=9)
+    host.dispatch()
+    host.dispatch()
+    host.restart()
+    scheduler = host.scheduler
+    assert scheduler.retired_step == host.blocks.device.retired_step == scheduler.step == 2
+    assert not scheduler.is_in_flight(request.sequences[0])
+    host.run()
+
+
+def test_samples_whose_parent_ended_as_the_step_was_broken_off_wait_for_nobody():
+    host = Host()
+    request = host.add(prompt(5), max_tokens=9, params=samples(3))
+    host.step()
+    first, second, third = request.sequences
+    first.state = RequestState.FINISHED_ABORTED  # What `finish` had done when it was broken off.
+    request.live.remove(first)
+    host.restart()
+    assert (second.parent, third.parent) == (None, second)
+    host.run()
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_end_that_was_broken_off_is_told_once_all_the_same(n):
     """By an interrupt, after the last sequence has left its request and before the request has ended."""
