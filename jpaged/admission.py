@@ -10,6 +10,7 @@ Knows queues, slots, numbers of pages and pins; what letting a request run means
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING
 
 from .block_manager import AllocStatus
@@ -53,8 +54,8 @@ class Admission:
         self.step_time = 0.0
         """When the step that is being scheduled began."""
         self._arrivals = itertools.count()
-        self._admitting: tuple[int, float] | None = None
-        """The last step with newcomers that has not retired, and when it began."""
+        self._admitting: deque[tuple[int, float]] = deque()
+        """Steps with newcomers that have not retired, and when they began."""
         self._last_admission_s = 0.0
 
     def add(self, request: Request) -> None:
@@ -74,10 +75,9 @@ class Admission:
         self.swapped = RequestQueue()
 
     def retire(self, step: int) -> None:
-        """A step is done: if it is the last one with newcomers, note how long it took."""
-        if self._admitting is not None and step >= self._admitting[0]:
-            self._last_admission_s = self.scheduler.clock() - self._admitting[1]
-            self._admitting = None
+        """A step is done: if it had newcomers, note how long it took."""
+        while self._admitting and self._admitting[0][0] <= step:
+            self._last_admission_s = self.scheduler.clock() - self._admitting.popleft()[1]
 
     def bring_back(self, budget: int) -> int:
         """Let swapped requests run again, in order, while they fit; returns the tokens scheduled for them."""
@@ -105,6 +105,7 @@ class Admission:
         scheduler = self.scheduler
         passed: list[Request] = []
         parked: list[Request] = []
+        has_admitted = False
         while self.waiting and budget > 0 and scheduler.free_slots:
             request = self.waiting.first()
             if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request):
@@ -117,7 +118,7 @@ class Admission:
                 parked.append(request)
             elif match := self._match_that_fits(request, budget):
                 budget -= scheduler.start(request, match, budget)
-                self._admitting = (scheduler.step + 1, self.step_time)
+                has_admitted = True
                 for other in passed:
                     other.num_bypassed += 1
                     other.pages_wanted = 0  # The newcomer may share some with it: worth a look in the next step.
@@ -129,6 +130,8 @@ class Admission:
                 break
         for request in passed + parked:
             self.waiting.push(request)
+        if has_admitted:
+            self._admitting.append((scheduler.step + 1, self.step_time))
 
     def _may_try(self, request: Request) -> bool:
         """Whether a closer look is worth while: slots, results in flight, and what the last look found missing."""
@@ -161,7 +164,8 @@ class Admission:
     def _fits_again(self, request: Request) -> bool:
         """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""
         blocks = self.scheduler.blocks
-        num_to_ask = self.scheduler.demand.pages_now(request) - blocks.num_held(request.live)
+        # It may hold more: a sample that could share nothing has pages of its own.
+        num_to_ask = max(0, self.scheduler.demand.pages_now(request) - blocks.num_held(request.live))
         num_pages = blocks.num_to_swap_in(request.live) + num_to_ask
         # Beside others, each of its sequences may need its next page before anybody gives one back.
         request.pages_wanted = num_pages + (len(request.live) if self.scheduler.running else 0)

@@ -72,9 +72,10 @@ class Core:
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequestError or QueueFullError if it is not taken."""
-        self.scheduler.add(request)
+        self.scheduler.waiting.check_room(request)  # First: where it has to be tried again, starting is not for free.
         for sequence in request.live:
             self.outputs.start(sequence)
+        self.scheduler.add(request)
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
         """Further samples of the parent's request, equal to it so far; InvalidRequestError as `Scheduler.fork`."""
@@ -129,8 +130,14 @@ class Core:
         try:
             for row, (sequence, token_id) in enumerate(zip(samples, sampled.token_ids.tolist(), strict=True)):
                 token_ids = sequence.token_ids
-                token_ids.append(token_id)
-                if len(token_ids) >= sequence.next_check or token_id in sequence.stop_ids or sequence.is_watched:
+                if len(token_ids) + 1 < sequence.next_check and not (
+                    token_id in sequence.stop_ids or sequence.is_watched
+                ):
+                    token_ids.append(token_id)
+                elif sequence.state.is_finished:
+                    self.num_generated -= 1  # It ended while this step was in flight, or by values that are not finite.
+                else:
+                    token_ids.append(token_id)
                     self._look_at(sequence, sampled, row)
         except BaseException:  # An interrupt: the tokens from here on are drawn again.
             self.num_generated += row
@@ -139,7 +146,7 @@ class Core:
         self.num_generated += len(samples)
 
     def _take_back(self, sequence: Sequence) -> None:
-        """Forget what a sequence has of the token amid which the step was broken off, unless that has ended it."""
+        """Forget what a sequence has of the token amid which the step was broken off, if it goes on."""
         num_to_come = sum(sequence in step.samples for _, step, _ in self.in_flight)
         if sequence in sequence.request.live:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
@@ -147,10 +154,6 @@ class Core:
 
     def _look_at(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
         """A token that may matter has been appended."""
-        if sequence.state.is_finished:
-            sequence.token_ids.pop()  # It ended while this step was in flight.
-            self.num_generated -= 1
-            return
         request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = self.clock()

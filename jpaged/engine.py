@@ -233,7 +233,7 @@ class Engine:
             request = self.requests.pop(request_id, None)
             if request is not None:
                 self.core.abort(request)
-                del self.scheduler.ended[request]
+                self.scheduler.ended.pop(request, None)
 
     def fork(
         self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
@@ -264,9 +264,9 @@ class Engine:
         room = self.sizes.max_num_seqs - len(request.live)
         if not is_integer(n) or not 1 <= n <= room:
             raise InvalidRequestError(
-                f"n: got {shown(n)}, allowed: an integer in [1, {room}], what max_num_seqs, {self.sizes.max_num_seqs}, "
-                f"leaves beside {len(request.live)} samples that go on; fork fewer, or start the engine with a larger "
-                "max_num_seqs",
+                f"n: got {shown(n)}, allowed: {f'an integer in [1, {room}]' if room else 'none'}, what max_num_seqs, "
+                f"{self.sizes.max_num_seqs}, leaves beside {len(request.live)} samples that go on; fork fewer, or "
+                "start the engine with a larger max_num_seqs",
                 param="n",
             )
         taken = {one.index for one in request.sequences}
@@ -388,11 +388,11 @@ class Engine:
         for request in changed:
             request.last_token_time = now
         # Those that ended in a step that failed later are told of now.
-        ended, self.scheduler.ended = self.scheduler.ended, {}
-        for request in ended:
-            if self.requests.get(request.request_id) is request:  # Not one that was aborted, whose id is in use again.
-                del self.requests[request.request_id]
+        for request in list(self.scheduler.ended):
+            if self.requests.get(request.request_id) is request:
                 changed[request] = None
+                del self.requests[request.request_id]
+            del self.scheduler.ended[request]
         return list(changed)
 
     def _check_open(self) -> None:

@@ -42,10 +42,12 @@ def leave_children(sequence: Sequence) -> None:
         return
     if parent is None:
         parent = max(children, key=lambda child: child.fork_len)
-        common, parent.parent, parent.fork_len = parent.fork_len, None, 0
-        live = sequence.request.live
-        live.remove(parent)
-        live.insert(0, parent)
+        common = parent.fork_len
     for child in children:
         if child is not parent:
             child.parent, child.fork_len = parent, min(child.fork_len, common)
+    # Last, so that it can be done again if it is broken off.
+    if parent in children:
+        parent.parent, parent.fork_len = None, 0
+        live = sequence.request.live
+        live[:] = [parent, *(one for one in live if one is not parent)]

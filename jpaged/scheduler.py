@@ -322,7 +322,9 @@ class Scheduler:
         if parent is not None and parent.num_computed < sequence.fork_len:
             return False
         if parent is None or not self.blocks.can_share(parent, num_shared):
-            self._adopt_cached(sequence)  # Whom it waited for has ended, or a window has passed what it would share.
+            # Whom it waited for has ended, or a window has passed what it would share: its pages are all its own.
+            sequence.fork_len = 0
+            self._adopt_cached(sequence)
         else:
             was_granted = parent.granted > 0
             self._share(parent, sequence, num_shared)

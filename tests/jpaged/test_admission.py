@@ -299,6 +299,26 @@ def test_the_wait_follows_the_step_with_newcomers_and_not_one_that_retires_befor
     host.run()
 
 
+@pytest.mark.parametrize(("now", "state"), [(6.0, WAITING), (6.25, RUNNING)])
+def test_the_wait_is_measured_though_each_step_has_newcomers(now, state):
+    host = Host(delay_factor=2.0)
+    host.add(prompt(3), max_tokens=40)
+    host.dispatch()
+    host.now = 0.5
+    host.add(prompt(3, 100), max_tokens=40)
+    host.now = 1.0
+    assert chunks(host.dispatch())
+    host.now = 2.0
+    host.retire()  # The first one took 2 seconds, the second one is in flight.
+    late = host.add(prompt(3, 200), max_tokens=2)
+    host.now = now
+    host.dispatch()
+    assert late.state is state
+    while host.core.in_flight:
+        host.retire()
+    host.run()
+
+
 # Swapped requests.
 
 

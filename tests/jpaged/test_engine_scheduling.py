@@ -254,6 +254,17 @@ def test_an_interrupt_amid_a_token_costs_no_token_and_doubles_none(
         assert engine.stats()["blocks_used"] == 0
 
 
+def test_a_request_whose_end_an_interrupt_lost_can_be_aborted(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        for name in ("a", "b"):
+            engine.add_request(name, PROMPTS[0], replace(GREEDY, max_tokens=1 if name == "a" else 20))
+        engine.core.dispatch()
+        engine.core.retire()
+        engine.scheduler.ended.clear()
+        engine.abort_request(["a", "b"])
+        assert engine.get_num_unfinished_requests() == engine.stats()["blocks_used"] == 0
+
+
 def test_an_id_may_be_used_again_as_soon_as_its_request_was_aborted(tiny: str) -> None:
     with Engine(tiny, **SIZES) as engine:
         wanted = samples(engine.generate([PROMPTS[1]], GREEDY, use_tqdm=False))
@@ -329,6 +340,7 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
             (lambda: engine.fork("greedy"), "temperature"),
             (lambda: engine.fork("a", 4), "n"),
             (lambda: engine.fork("a", 10**30), "n"),
+            (lambda: engine.fork("a", 0), "n"),
             (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number="zz"), "number"),  # type: ignore[arg-type]
             (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number=-1), "number"),
             (lambda: engine.fork(7), "request_id"),  # type: ignore[arg-type]

@@ -42,6 +42,19 @@ def test_what_all_share_is_what_the_least_sharing_pair_shares():
     assert common_len(family((0, 7), (0, 4), (1, 9))) == 4
 
 
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_whoever_was_broken_off_amid_leaving_its_children_can_leave_them_again(num_done):
+    request = family((0, 5), (0, 6), (0, 7))
+    first, second, third, fourth = request.sequences
+    for child in (second, third)[:num_done]:
+        child.parent, child.fork_len = fourth, min(child.fork_len, 7)
+    request.live.remove(first)
+    leave_children(first)
+    assert tree(request) == {3: (None, 0), 1: (3, 5), 2: (3, 6)}
+    leave_children(first)
+    assert tree(request) == {3: (None, 0), 1: (3, 5), 2: (3, 6)}
+
+
 def test_computed_tokens_that_are_shared_count_once():
     request = family((0, 5), (0, 6), (1, 7))
     for sequence, num_computed in zip(request.sequences, (9, 8, 0, 10), strict=True):

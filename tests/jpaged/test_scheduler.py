@@ -613,6 +613,32 @@ def test_a_child_outlives_its_parent():
     assert [len(sequence.token_ids) for sequence in request.sequences] == [6, 16, 16]
 
 
+@pytest.mark.parametrize("num_pages", [100, 103, 106, 112, 121, 130])
+def test_a_fork_that_could_share_nothing_is_counted_with_pages_of_its_own(num_pages):
+    """It waited for a slot until a window had passed what it would have shared. Then both are swapped out and in."""
+    host = Host(
+        num_blocks=num_pages,
+        num_host_blocks=200,
+        block_size=2,
+        windows=(None, 4),
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        max_model_len=256,
+        enable_prefix_caching=False,
+        preemption=SWAP,
+    )
+    host.add(prompt(3), max_tokens=20)
+    host.add(prompt(3, 100), max_tokens=90)
+    forked = host.add(prompt(80, 300), max_tokens=30)
+    host.step()
+    host.fork(forked.sequences[0])
+    for _ in range(200):
+        if host.scheduler.has_unfinished:
+            host.step()
+    assert host.scheduler.counts["preemptions_swap"] < 20
+    host.check_end()
+
+
 def test_a_sample_that_gives_its_pages_back_as_it_gets_them_waits_for_its_parent_again():
     """It shares its parent's last page, the parent needs a copy of that, and only their own pages are left to take."""
     host = Host(num_blocks=1 + 9, block_size=4, max_num_seqs=3, max_num_batched_tokens=7, enable_prefix_caching=False)
