@@ -202,7 +202,8 @@ def test_the_default_model_is_fetched_once_and_comes_with_its_cards_sampling():
 
 
 FETCH = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job starts with it ignored.
 from jpaged.builtin_model import BuiltinModel, fetch_builtin
 from jpaged.errors import ModelLoadError
 try:
