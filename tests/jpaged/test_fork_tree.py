@@ -42,6 +42,13 @@ def test_what_all_share_is_what_the_least_sharing_pair_shares():
     assert common_len(family((0, 7), (0, 4), (1, 9))) == 4
 
 
+def test_who_inherits_children_keeps_its_own_parent_and_place():
+    request = family((0, 5), (1, 7), (2, 9), (2, 6))
+    end(request.sequences[2])
+    assert tree(request) == {0: (None, 0), 1: (0, 5), 3: (1, 7), 4: (1, 6)}
+    assert [one.index for one in request.live] == [0, 1, 3, 4]
+
+
 @pytest.mark.parametrize("num_done", [0, 1, 2])
 def test_whoever_was_broken_off_amid_leaving_its_children_can_leave_them_again(num_done):
     request = family((0, 5), (0, 6), (0, 7))
