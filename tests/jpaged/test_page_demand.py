@@ -165,3 +165,5 @@ def test_where_windows_pass_nothing_is_found_that_a_child_has_still_to_see(windo
     demand, request = PageDemand(blocks_of(windows=windows)), request_of(10, 7, n=2)
     request.live[0].num_tokens = 15
     assert demand.match_limit(request.live[0]) == limit
+    request.live[1].fork_len = 0  # It could share nothing, and has pages of its own.
+    assert demand.match_limit(request.live[0]) == 14

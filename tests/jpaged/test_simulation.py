@@ -61,6 +61,7 @@ REGRESSIONS = {
     842: "forks that share all of their tokens took more pages than the pool was said to need",
     5999: "a request that came back from the host was not asked of the gate",
     15164: "a request whose prefix was pinned held other pages, and could never come back",
+    15934: "a sample with pages of its own kept its parent from finding any: less than none",
 }
 """Seeds that fail with a bug put back that an earlier form of these lives has found, and what that was."""
 
