@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .interface import NULL_PAGE, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
+    from .tpu import TpuBackend
     from .xla import XlaBackend
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LayerPlace",
     "Page",
     "PagedCache",
+    "TpuBackend",
     "XlaBackend",
     "copy_pages",
     "put_pages",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "TpuBackend": ".tpu",
     "XlaBackend": ".xla",
     **dict.fromkeys(("MAX_MOVES", "Page", "copy_pages", "put_pages", "take_pages"), ".page_moves"),
 }

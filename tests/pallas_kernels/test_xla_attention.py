@@ -1,8 +1,6 @@
 """The XLA path against the dense oracle: ragged rows, windows, shared pages, NaN wherever nothing may be read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,158 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 
-from ..paged_steps import metadata, nan_cache
-
-ATOL = 1e-5
-"""Outputs are means of unit normals: float32 rounds them by 1e-7, some 1000 terms by 1e-6, and ten times that is
-still a hundredth of what one key more or less moves among 1000."""
-ONE_LAYER = (LayerPlace(0, 0),)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a run. `num_tokens` and `num_rows` are those that every step is padded to."""
-
-    page_size: int = 8
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 64
-    num_tokens: int = 48
-    num_rows: int = 6
-    table_len: int = 8
-    layers: tuple[LayerPlace, ...] = ONE_LAYER
-    num_group_layers: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    backend: XlaBackend = XlaBackend(tile_rows=4, tile_q=16, tile_kv=16)  # noqa: RUF009  (frozen)
-
-
-class World:
-    """Sequences with their whole history on the host, and the same in pages; every step is held against the oracle."""
-
-    def __init__(self, shape: Shape, *, num_pages: int = 64, seed: int = 0):
-        self.shape, self.rng = shape, np.random.default_rng(seed)
-        self.num_groups = 1 + max(place.group for place in shape.layers)
-        self.layout = shape.backend.layout(
-            num_layers=shape.num_group_layers,
-            num_pages=num_pages,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            dtype="float32",
-        )
-        self.cache = nan_cache(self.layout, shape.layers, shape.backend)
-        self.free = [int(page) for page in self.rng.permutation(np.arange(1, num_pages))]
-        self.tables: list[list[list[int]]] = [[] for _ in range(self.num_groups)]
-        self.keys: list[list[np.ndarray]] = []  # [row][layer] → [S, K, H]
-        self.values: list[list[np.ndarray]] = []
-        self.run = jax.jit(partial(attend_layers, options=shape.options), donate_argnums=0)
-
-    def add_row(self, prefix_of: int | None = None, num_shared: int = 0) -> int:
-        """A new sequence; its first `num_shared` pages are those of another, as after a prefix-cache hit."""
-        row, size = len(self.keys), num_shared * self.shape.page_size
-        empty = np.zeros((0, self.shape.num_kv_heads, self.shape.head_size), np.float32)
-        for group in range(self.num_groups):
-            self.tables[group].append([] if prefix_of is None else self.tables[group][prefix_of][:num_shared])
-        for history in (self.keys, self.values):
-            shared = [empty] * len(self.shape.layers) if prefix_of is None else history[prefix_of]
-            history.append([layer[:size] for layer in shared])
-        return row
-
-    def forget(self, row: int, num_pages: int) -> None:
-        """The window has passed: null entries take the place of the row's first pages, whose slots hold NaN."""
-        for group in range(self.num_groups):
-            self.tables[group][row][:num_pages] = [NULL_PAGE] * num_pages
-
-    def step(self, work: dict[int, int], tolerance: float = ATOL, **oracle_options: Any) -> None:
-        """Compute `work[row]` more tokens of each row, in every layer, and compare outputs and pages."""
-        shape = self.shape
-        rows = sorted(work, key=lambda row: work[row] > 1)
-        query_lens = [work[row] for row in rows]
-        total = sum(query_lens)
-        q, k, v = (self._padded(total, heads) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
-        start = 0
-        for row, length in zip(rows, query_lens, strict=True):
-            for layer in range(len(shape.layers)):
-                self.keys[row][layer] = np.concatenate([self.keys[row][layer], k[layer, start : start + length]])
-                self.values[row][layer] = np.concatenate([self.values[row][layer], v[layer, start : start + length]])
-            for table in self.tables:
-                while len(table[row]) * shape.page_size < len(self.keys[row][0]):
-                    table[row].append(self.free.pop())
-            start += length
-        context_lens = [len(self.keys[row][0]) for row in rows]
-        step = metadata(
-            shape.backend,
-            query_lens,
-            context_lens,
-            [[table[row] for row in rows] for table in self.tables],
-            page_size=shape.page_size,
-            num_tokens=shape.num_tokens,
-            num_rows=shape.num_rows,
-            table_len=shape.table_len,
-        )
-        before = [np.array(pages) for pages in self.cache.pages]
-        outs, self.cache = self.run(self.cache, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), step)
-        self._check_pages(before, np.asarray(step.slots))
-        for layer in range(len(shape.layers)):
-            options = {**shape.options, **oracle_options}
-            wanted = dense_attention(
-                q[layer, :total],
-                [self.keys[row][layer] for row in rows],
-                [self.values[row][layer] for row in rows],
-                query_lens,
-                **{name: np.asarray(value) if name == "sinks" else value for name, value in options.items()},
-            )
-            np.testing.assert_allclose(np.asarray(outs[layer])[:total], wanted, rtol=0, atol=tolerance)
-
-    def _padded(self, total: int, heads: int) -> np.ndarray:
-        """[layer, T, heads, H]: normal numbers, and NaN from `total` on."""
-        shape = (len(self.shape.layers), self.shape.num_tokens, heads, self.shape.head_size)
-        values = self.rng.normal(size=shape).astype(np.float32)
-        values[:, total:] = np.nan
-        return values
-
-    def _check_pages(self, before: list[np.ndarray], slots: np.ndarray) -> None:
-        """Every slot that no token of the step was given holds the bits it held before."""
-        page_size, num_pages = self.layout.page_size, self.layout.num_pages
-        is_written = np.zeros((self.layout.num_layers * num_pages, page_size), bool)
-        for place in self.shape.layers:
-            pages = slots[place.group] // page_size + place.index * num_pages
-            is_written[pages, slots[place.group] % page_size] = True
-        for old, new, slot_axis in zip(before, self.cache.pages, (3, 2), strict=True):
-            old_slots, new_slots = (np.moveaxis(x, slot_axis, 1).view(np.int32) for x in (old, np.asarray(new)))
-            assert np.array_equal(old_slots[~is_written], new_slots[~is_written])
-
-
-def attend_layers(
-    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: Any, *, options: dict[str, Any]
-) -> tuple[list[jax.Array], PagedCache]:
-    outs = []
-    for layer in range(len(cache.layers)):
-        out, cache = cache.attend(layer, q[layer], k[layer], v[layer], step, **options)
-        outs.append(out)
-    return outs, cache
-
-
-def shape_of(page_size: int = 8, **changes: Any) -> Shape:
-    """Room for rows of three pages and some in one step; `options` without a scale get 1/√H."""
-    options = {"scale": changes.get("head_size", 64) ** -0.5, **changes.pop("options", {})}
-    return Shape(page_size=page_size, num_tokens=4 * page_size + 16, options=options, **changes)
-
-
-def run_ragged(world: World) -> None:
-    """Rows of 1, page − 1, page, page + 1 and many tokens: chunked prefill, mixed steps, decode over page edges."""
-    page = world.shape.page_size
-    for _ in range(5):
-        world.add_row()
-    world.step({0: 1, 1: page - 1, 2: page, 3: page + 1})
-    world.step({0: 1, 1: 1, 4: 2 * page + 3})
-    world.step({3: 1, 4: page + 2, 1: 2, 2: 1})
-    for _ in range(2):
-        world.step({0: 1, 1: 1, 2: 1, 3: 1, 4: 1})
-    world.step({4: 1})
+from ..paged_steps import metadata
+from .paged_world import ATOL, Shape, World, run_ragged, shape_of
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
