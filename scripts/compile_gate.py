@@ -116,9 +116,8 @@ def all_cells() -> list[Cell]:
     return [*covering_cells(), *models, *chance]
 
 
-def prepare(chip: str) -> None:
-    """Environment of a JAX that compiles for the chip; before JAX is imported."""
-    del chip
+def prepare() -> None:
+    """Environment of a JAX that compiles for TPUs; before JAX is imported."""
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -224,7 +223,7 @@ def main() -> int:
     if args.list:
         print("\n".join(map(str, cells)))
         return 0
-    prepare(args.chip)
+    prepare()
     sys.path.insert(0, str(ROOT))
     gate, found = Gate(args.chip), []
     for cell in cells:

@@ -89,6 +89,15 @@ class KVLayout(ABC):
         return num_values * np.dtype(self.dtype).itemsize // self.num_pages
 
 
+def refuse_one_of(k: Array | None, v: Array | None) -> None:
+    """ValueError for keys without values, or values without keys: for backends that do not take them."""
+    if (k is None) is not (v is None):
+        raise ValueError(
+            "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; "
+            "values that lie in the keys (MLA, v = None) are not available in this version"
+        )
+
+
 class Backend(Protocol):
     """One way to compute ragged paged attention. Frozen and hashable: it is a static part of the cache."""
 

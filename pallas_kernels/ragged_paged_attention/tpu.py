@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache
+from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .tpu_decode import decode_attention
 from .tpu_prefill import ALIGN, QueryTiles, prefill_attention
 from .tpu_tiles import LANES, HeadLanes
@@ -60,7 +60,6 @@ class TpuBackend:
     interpret: Any = False
 
     name = "pallas-tpu"
-    kv_dtypes = DTYPES
 
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
@@ -120,11 +119,7 @@ class TpuBackend:
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
-        if (k is None) is not (v is None):
-            raise ValueError(
-                "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; "
-                "values that lie in the keys (MLA, v = None) are not available in this version"
-            )
+        refuse_one_of(k, v)
         layout, (pages,) = cache.layout, cache.pages
         lanes = HeadLanes(layout.head_size)
         first_page = jnp.int32(place.index * layout.num_pages)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache
+from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 
 LEAST_MAX = -1e30
 """Where the running maximum starts: finite, so that masked scores, −inf, give weight 0 and not NaN."""
@@ -111,11 +111,7 @@ class XlaBackend:
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
-        if (k is None) is not (v is None):
-            raise ValueError(
-                "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; "
-                "values that lie in the keys (MLA, v = None) are not available in this version"
-            )
+        refuse_one_of(k, v)
         # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
         return _attend_layer(
             cache.pages,
