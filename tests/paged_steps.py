@@ -11,6 +11,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
     Backend,
     KVLayout,
+    KVScales,
     LayerPlace,
     PagedCache,
 )
@@ -61,7 +62,11 @@ def metadata(
     )
 
 
-def nan_cache(layout: KVLayout, layers: tuple[LayerPlace, ...], backend: Backend) -> PagedCache:
-    """Pages that were never written: NaN everywhere, the null page included."""
-    pages: tuple[jax.Array, ...] = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
-    return PagedCache(pages, layout, layers, backend)
+def nan_cache(
+    layout: KVLayout, layers: tuple[LayerPlace, ...], backend: Backend, scales: KVScales | None = None
+) -> PagedCache:
+    """Pages that were never written: NaN everywhere, the null page included; the largest number where there is none."""
+    is_whole = jnp.issubdtype(layout.dtype, jnp.integer)
+    dead = jnp.iinfo(layout.dtype).max if is_whole else jnp.nan
+    pages: tuple[jax.Array, ...] = tuple(jnp.full(shape, dead, layout.dtype) for shape in layout.shapes)
+    return PagedCache(pages, layout, layers, backend, scales)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .interface import NULL_PAGE, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
+    from .kv_scales import KVScales, quantize
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
     from .tpu import TpuBackend
     from .xla import XlaBackend
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionMetadata",
     "Backend",
     "KVLayout",
+    "KVScales",
     "LayerPlace",
     "Page",
     "PagedCache",
@@ -27,12 +29,14 @@ __all__ = [
     "XlaBackend",
     "copy_pages",
     "put_pages",
+    "quantize",
     "take_pages",
 ]
 
 _HOMES = {
     "TpuBackend": ".tpu",
     "XlaBackend": ".xla",
+    **dict.fromkeys(("KVScales", "quantize"), ".kv_scales"),
     **dict.fromkeys(("MAX_MOVES", "Page", "copy_pages", "put_pages", "take_pages"), ".page_moves"),
 }
 

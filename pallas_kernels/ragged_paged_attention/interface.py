@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from .kv_scales import KVScales, LayerScales, is_quantized
+
 NULL_PAGE = 0
 """Page that no sequence owns. Padding tokens write its slot 0; what it holds (NaN in the tests) is never used."""
 
@@ -133,6 +135,7 @@ class Backend(Protocol):
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
         *,
+        kv_scales: LayerScales | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,
@@ -151,6 +154,8 @@ class PagedCache:
     layout: KVLayout = field(metadata={"static": True})
     layers: tuple[LayerPlace, ...] = field(metadata={"static": True})
     backend: Backend = field(metadata={"static": True})
+    scales: KVScales | None = None
+    """Of pages of one byte a number; None for all others."""
 
     def attend(
         self,
@@ -177,7 +182,22 @@ class PagedCache:
         Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
         arXiv:1805.02867 (online softmax).
         """
+        if is_quantized(self.layout.dtype) is (self.scales is None):
+            raise ValueError(
+                f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "
+                "scales; PagedCache.scales is given for int8 and float8_e4m3fn, and for no other dtype"
+            )
         out, pages = self.backend.attend(
-            self, self.layers[layer], q, k, v, step, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+            self,
+            self.layers[layer],
+            q,
+            k,
+            v,
+            step,
+            kv_scales=None if self.scales is None else self.scales.of_layer(layer),
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
         return out, dataclasses.replace(self, pages=pages)

@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
+from .kv_scales import LayerScales
 from .tpu_decode import decode_attention
 from .tpu_prefill import ALIGN, QueryTiles, prefill_attention
 from .tpu_tiles import LANES, HeadLanes
@@ -113,6 +114,7 @@ class TpuBackend:
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
         *,
+        kv_scales: LayerScales | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,

@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
+from .kv_scales import LayerScales
 
 LEAST_MAX = -1e30
 """Where the running maximum starts: finite, so that masked scores, −inf, give weight 0 and not NaN."""
@@ -105,12 +106,13 @@ class XlaBackend:
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
         *,
+        kv_scales: LayerScales | None,
         scale: float,
         window: int | None,
         soft_cap: float | None,
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `PagedCache.attend`."""
+        """See `PagedCache.attend`. `kv_scales` is None: `layout` refuses pages that need them."""
         refuse_one_of(k, v)
         # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
         return _attend_layer(

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, Backend, LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import (
+    NULL_PAGE,
+    Backend,
+    KVScales,
+    LayerPlace,
+    PagedCache,
+    XlaBackend,
+    quantize,
+)
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 
 from ..paged_steps import metadata, nan_cache
@@ -39,6 +47,11 @@ class Shape:
     slot_axes: tuple[int, ...] = (3, 2)
     """Of each array of the cache, the axis that counts the tokens of a page."""
     dtype: str = "float32"
+    """Of the pages. Queries, keys and values come in float32 for pages of float32, else in bfloat16."""
+
+    @property
+    def input_dtype(self) -> str:
+        return "float32" if self.dtype == "float32" else "bfloat16"
 
 
 class World:
@@ -55,7 +68,8 @@ class World:
             head_size=shape.head_size,
             dtype=shape.dtype,
         )
-        self.cache = nan_cache(self.layout, shape.layers, shape.backend)
+        self.scales = self._scales() if jnp.dtype(shape.dtype).itemsize == 1 else None
+        self.cache = nan_cache(self.layout, shape.layers, shape.backend, self.scales)
         self.free = [int(page) for page in self.rng.permutation(np.arange(1, num_pages))]
         self.tables: list[list[list[int]]] = [[] for _ in range(self.num_groups)]
         self.keys: list[list[np.ndarray]] = []  # [row][layer] → [S, K, H]
@@ -86,10 +100,13 @@ class World:
         total = sum(query_lens)
         q, k, v = (self._padded(total, heads) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
         start = 0
+        stored_k, stored_v = self._as_stored(k, "k"), self._as_stored(v, "v")
         for row, length in zip(rows, query_lens, strict=True):
             for layer in range(len(shape.layers)):
-                self.keys[row][layer] = np.concatenate([self.keys[row][layer], k[layer, start : start + length]])
-                self.values[row][layer] = np.concatenate([self.values[row][layer], v[layer, start : start + length]])
+                self.keys[row][layer] = np.concatenate([self.keys[row][layer], stored_k[layer, start : start + length]])
+                self.values[row][layer] = np.concatenate(
+                    [self.values[row][layer], stored_v[layer, start : start + length]]
+                )
             for table in self.tables:
                 while len(table[row]) * shape.page_size < len(self.keys[row][0]):
                     table[row].append(self.free.pop())
@@ -106,7 +123,7 @@ class World:
             table_len=shape.table_len,
         )
         before = [np.array(pages) for pages in self.cache.pages]
-        outs, self.cache = self.run(self.cache, *(jnp.asarray(x, shape.dtype) for x in (q, k, v)), step)
+        outs, self.cache = self.run(self.cache, *(jnp.asarray(x, shape.input_dtype) for x in (q, k, v)), step)
         self._check_pages(before, np.asarray(step.slots))
         for layer in range(len(shape.layers)):
             options = {**shape.options, **oracle_options}
@@ -127,9 +144,26 @@ class World:
     def _padded(self, total: int, heads: int) -> np.ndarray:
         """[layer, T, heads, H]: normal numbers, and NaN from `total` on."""
         shape = (len(self.shape.layers), self.shape.num_tokens, heads, self.shape.head_size)
-        values = np.array(jnp.asarray(self.rng.normal(size=shape), self.shape.dtype), np.float32)
+        values = np.array(jnp.asarray(self.rng.normal(size=shape), self.shape.input_dtype), np.float32)
         values[:, total:] = np.nan
         return values
+
+    def _scales(self) -> KVScales:
+        """Scales that let the largest of some thousand normal numbers just fit, different for every head and layer."""
+        shape = (len(self.shape.layers), self.shape.num_kv_heads)
+        is_whole = jnp.issubdtype(self.shape.dtype, jnp.integer)
+        most = jnp.iinfo(self.shape.dtype).max if is_whole else float(jnp.finfo(self.shape.dtype).max)
+        return KVScales(*(jnp.asarray(self.rng.uniform(4, 8, size=shape) / most, jnp.float32) for _ in range(2)))
+
+    def _as_stored(self, x: np.ndarray, which: str) -> np.ndarray:
+        """[layer, T, heads, H] as the pages give it back."""
+        if self.scales is None:
+            return x
+        scales = getattr(self.scales, which)
+        stored = [quantize(layer, scale, self.shape.dtype) for layer, scale in zip(x, scales, strict=True)]
+        return np.stack(
+            [np.asarray(layer, np.float32) * np.asarray(s)[:, None] for layer, s in zip(stored, scales, strict=True)]
+        )
 
     def _check_pages(self, before: list[np.ndarray], slots: np.ndarray) -> None:
         """Every slot that no token of the step was given holds the bits it held before."""
@@ -138,7 +172,7 @@ class World:
         for place in self.shape.layers:
             pages = slots[place.group] // page_size + place.index * num_pages
             is_written[pages, slots[place.group] % page_size] = True
-        bits = {2: np.int16, 4: np.int32}[self.layout.dtype.itemsize]
+        bits = {1: np.int8, 2: np.int16, 4: np.int32}[self.layout.dtype.itemsize]
         for old, new, slot_axis in zip(before, self.cache.pages, self.shape.slot_axes, strict=True):
             old_slots, new_slots = (np.moveaxis(x, slot_axis, 1).view(bits) for x in (old, np.asarray(new)))
             assert np.array_equal(old_slots[~is_written], new_slots[~is_written])
