@@ -22,7 +22,7 @@ from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refu
 from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
 from .tpu_decode import decode_attention
 from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import TpuShape, TpuSizes, sizes_of, write_height
+from .tpu_sizes import TpuShape, TpuSizes, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
 from .tpu_write import write_prefill
 
@@ -65,6 +65,11 @@ class TpuBackend:
 
     name = "pallas-tpu"
 
+    @classmethod
+    def for_heads(cls, chip: str, num_heads: int, head_size: int) -> TpuBackend:
+        """With tiles of queries that fit into the chip's VMEM."""
+        return cls(chip, tile_q=tile_q_of(num_heads, head_size))
+
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
     ) -> TpuLayout:
@@ -97,9 +102,9 @@ class TpuBackend:
         num_tokens: int,
         out: np.ndarray,
     ) -> None:
-        """Cut the prefill rows where their positions are multiples of `tile_q`: (row, first token, its position, length).
+        """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.
 
-        So the diagonal of the mask lies alike in all tiles but a row's first and last.
+        These are positions and not tokens: the mask's diagonal then lies alike in all tiles but a row's first and last.
         """
         rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
         num_tiles, token = 0, num_decode_rows

@@ -25,6 +25,7 @@ FULL_TOKENS = {"v5e": 256, "v6e": 256, "v7x": 512}
 """With these the schedule of a full tile is shortest, at 32/8 heads of 128 (docs/kernels.md)."""
 
 
+QUERY_BYTES = 40 << 20
 MOST_PREFILL_KEYS = 512
 """Of the scores that prefill computes together."""
 
@@ -67,6 +68,13 @@ def ruled_sizes(chip: str, shape: TpuShape) -> TpuSizes:
     decode = DecodeSizes(tile, full, tail, MOST_SCORE_ROWS[chip], write_height(chip, shape.dtype))
     pieces = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MOST_PREFILL_KEYS]
     return TpuSizes(decode, tile, max(pieces, default=tail))
+
+
+def tile_q_of(num_heads: int, head_size: int) -> int:
+    """Queries of a tile: as many as let the accumulators and the queries of all heads take `QUERY_BYTES`."""
+    # Three accumulators in float32, two slots of queries, one of outputs, and queries by head, at most in float32.
+    bytes_of_query = num_heads * (HeadLanes(head_size).width + LANES) * 4 * 4
+    return max(min(1 << (QUERY_BYTES // bytes_of_query).bit_length() - 1, 256), 32)
 
 
 def write_height(chip: str, dtype: Any) -> int:
