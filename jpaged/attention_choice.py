@@ -1,7 +1,7 @@
 """How attention is computed: chosen once, at the start, by the device, the model and what was asked for.
 
-A kernel that serves is first compared with the XLA path on the device itself, on one small ragged batch. Nothing here is
-ever switched later, or silently: what cannot be served as asked is an error that names the way out.
+A kernel that serves is first compared with the XLA path on the device itself, on one small ragged batch. Nothing is
+switched later, or silently: what cannot be served as asked is an error that names the way out.
 """
 
 from __future__ import annotations

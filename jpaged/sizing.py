@@ -89,10 +89,10 @@ def size_engine(
 ) -> EngineSizes:
     """Choose every size that the options leave open.
 
-    `block_size_of(max_num_seqs, max_model_len)` says how many tokens a page has, `page_bytes(block_size, dtype)` and `weights_bytes(dtype)` say what a page and the weights take; `free_bytes`
-    is the memory free before the weights, `host_free_bytes` that of the host, which on a CPU is the same one.
-    `demands` are the requests known beforehand, if all are: a pool need not hold more sequences than there will
-    be. Raises ConfigError.
+    `block_size_of(max_num_seqs, max_model_len)` says how many tokens a page has, `page_bytes(block_size, dtype)` and
+    `weights_bytes(dtype)` what a page and the weights take; `free_bytes` is the memory free before the weights,
+    `host_free_bytes` that of the host, which on a CPU is the same one. `demands` are the requests known beforehand, if
+    all are: a pool need not hold more sequences than there will be. Raises ConfigError.
     """
     is_cpu = platform == "cpu"
     dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)

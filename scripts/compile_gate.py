@@ -7,7 +7,8 @@
 One process a chip: the compiler reads its environment when it is loaded. A cell is a shape: heads, head size, dtype,
 page, feature, step. Every pair of values of two of these is in some cell; besides there are the shapes of public models
 and seeded random ones. Each is a step of two layers over a cache that is given up: it has to compile, to alias the
-whole cache, and to need little memory beside it. Needs the wheels of the extra `aot`.
+whole cache, and to need little memory beside it. What a backend refuses by name is listed with its message: it goes to
+the XLA path. Needs the wheels of the extra `aot`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUM_RANDOM = 200
 VALUES: dict[str, tuple[Any, ...]] = {
     "heads": ((8, 8), (16, 8), (9, 3), (32, 8), (28, 4), (32, 4), (16, 1), (64, 4)),
     "head_size": (64, 80, 96, 128, 192, 256),
-    "dtype": ("bfloat16", "float32"),
+    "dtype": ("bfloat16", "float32", "int8", "float8_e4m3fn"),
     "page_size": (16, 32, 64, 128, 256),
     "feature": ("none", "window", "soft_cap", "sinks", "all"),
     "step": ("decode", "mixed", "one token"),
@@ -136,7 +137,7 @@ class Gate:
         from jpaged.sharding import device_mesh
 
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-        self.mesh = device_mesh(topology.devices[:1])
+        self.chip, self.mesh = chip, device_mesh(topology.devices[:1])
 
     def compile(self, cell: Cell) -> dict[str, Any]:
         """What became of it; `fault` says what is not as it has to be."""
@@ -144,8 +145,12 @@ class Gate:
 
         start = time.monotonic()
         try:
+            layout = self._layout(cell)
+        except ValueError as error:
+            return {**cell._asdict(), "refused": str(error), "fault": None}
+        try:
             with jax.set_mesh(self.mesh):
-                lowered, cache_bytes = self._lower(cell)
+                lowered, cache_bytes = self._lower(cell, layout), layout.page_bytes * layout.num_pages
             memory = lowered.compile().memory_analysis()
         except Exception as error:
             message = str(error).strip().splitlines()
@@ -158,29 +163,41 @@ class Gate:
         seconds = round(time.monotonic() - start, 2)
         return {**cell._asdict(), "temp_bytes": memory.temp_size_in_bytes, "seconds": seconds, "fault": fault}
 
-    def _lower(self, cell: Cell) -> tuple[Any, int]:
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache, TpuBackend
-
-        (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
-        backend, everywhere = TpuBackend(), NamedSharding(self.mesh, PartitionSpec())
-
-        def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
-
-        layout = backend.layout(
+    def _layout(self, cell: Cell) -> Any:
+        (num_heads, num_kv_heads), page_size = cell.heads, cell.page_size
+        return self._backend(num_heads, cell.head_size).layout(
             num_layers=2,
-            num_pages=8192 // cell.page_size,
-            page_size=cell.page_size,
+            num_pages=8192 // page_size,
+            page_size=page_size,
             num_kv_heads=num_kv_heads,
             head_size=cell.head_size,
             dtype=cell.dtype,
         )
+
+    def _backend(self, num_heads: int, head_size: int) -> Any:
+        from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+
+        return TpuBackend.for_heads(self.chip, num_heads, head_size)
+
+    def _lower(self, cell: Cell, layout: Any) -> Any:
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
+
+        (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
+        backend, everywhere = self._backend(num_heads, cell.head_size), NamedSharding(self.mesh, PartitionSpec())
+
+        def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
         pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
-        cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)
+        scales, dtype = None, layout.dtype
+        if dtype.itemsize == 1:
+            scales = KVScales(*(shaped(2, num_kv_heads, dtype=jnp.float32) for _ in range(2)))
+            dtype = jnp.bfloat16
+        cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
         step = AttentionMetadata(
             positions=shaped(num_tokens),
             slots=shaped(1, num_tokens),
@@ -193,9 +210,7 @@ class Gate:
         )
         options = dict(FEATURES[cell.feature])
         sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
-        q, k, v = (
-            shaped(num_tokens, n, cell.head_size, dtype=layout.dtype) for n in (num_heads, num_kv_heads, num_kv_heads)
-        )
+        q, k, v = (shaped(num_tokens, n, cell.head_size, dtype=dtype) for n in (num_heads, num_kv_heads, num_kv_heads))
 
         def two_layers(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
             for layer in range(2):
@@ -203,8 +218,13 @@ class Gate:
                 q, k = q + out, k + out[:, :num_kv_heads]
             return q, cache
 
-        lowered = jax.jit(two_layers, donate_argnums=0).lower(cache, q, k, v, step, sinks)
-        return lowered, layout.page_bytes * layout.num_pages
+        return jax.jit(two_layers, donate_argnums=0).lower(cache, q, k, v, step, sinks)
+
+
+def jax_version() -> str:
+    import jax
+
+    return jax.__version__
 
 
 def main() -> int:
@@ -229,13 +249,17 @@ def main() -> int:
     gate, found = Gate(args.chip), []
     for cell in cells:
         found.append(gate.compile(cell))
-        print(f"{args.chip} {cell}: {found[-1]['fault'] or 'compiles'}", flush=True)
+        refused = found[-1].get("refused")
+        print(f"{args.chip} {cell}: {found[-1]['fault'] or refused or 'compiles'}", flush=True)
     faults = [each for each in found if each["fault"]]
-    report = {"chip": args.chip, "share": args.share, "cells": len(found), "faults": len(faults), "found": found}
+    num_refused = sum("refused" in each for each in found)
+    numbers = {"cells": len(found), "refused": num_refused, "faults": len(faults)}
+    report = {"chip": args.chip, "jax": jax_version(), "share": args.share, **numbers, "found": found}
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{len(found) - len(faults)} of {len(found)} cells compile for {args.chip}")
+    good = len(found) - len(faults) - num_refused
+    print(f"{args.chip}: {good} cells compile, {num_refused} are refused by name, {len(faults)} fail")
     return bool(faults)
 
 

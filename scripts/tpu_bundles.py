@@ -132,7 +132,8 @@ class Bench:
         import jax.numpy as jnp
 
         from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache, TpuBackend
-        from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK, PAIR
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import PAIR
         from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, sizes_of
 
         backend, shaped = TpuBackend(chip=self.chip), self.shaped

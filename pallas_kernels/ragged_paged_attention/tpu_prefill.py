@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from .kv_scales import LayerScales
 from .tpu_heads import give_tokens, heads_of, rows_shape, take_tokens
+from .tpu_pages import PageCopies
 from .tpu_tiles import (
     LANES,
     LEAST_MAX,
@@ -180,11 +181,11 @@ def _kernel(
     tile_q, num_heads, _ = out_tile.shape
     num_kv_heads, tile = kv_tiles.shape[1], kv_tiles.shape[3]
     num_bunches, bunch = queries.shape[0], num_heads // queries.shape[0]
-    pages_per_tile = tile // page_size
     half = sub // 2 if sub // 2 % (32 // kv_tiles.dtype.itemsize) == 0 else sub
     this, first_page, count = pl.program_id(0), scalars[0], scalars[1]
     position, end = tile_positions[this], tile_positions[this] + tile_lens[this]
     q_slot = lax.rem(this, 2)
+    copies = PageCopies(pages, tables, table_len, first_page, page_size, tile)
 
     def first_seen(index: Any) -> Any:
         return jnp.int32(0) if window is None else jnp.maximum(tile_positions[index] - window + 1, 0)
@@ -201,24 +202,16 @@ def _kernel(
         its_tokens = pl.ds(tile_tokens[index], tile_lens[index])
         return pltpu.make_async_copy(out_tile.at[some], out_hbm.at[its_tokens], out_went)
 
-    def tile_pages(index: Any, number: Any) -> tuple[Any, Any]:
-        """First and last + 1 of the pages of a tile of keys that some query of a tile of queries sees."""
-        first, its_end = number * pages_per_tile, tile_positions[index] + tile_lens[index]
-        begin = jnp.maximum(first, divide(first_seen(index), page_size))
-        return begin, jnp.minimum(first + pages_per_tile, divide(its_end + page_size - 1, page_size))
+    def span(index: Any, number: Any) -> tuple[Any, Any]:
+        """Pages of a tile of keys that some query of a tile of queries sees."""
+        return copies.span(number, first_seen(index), tile_positions[index] + tile_lens[index])
 
     def fetch(index: Any, number: Any, slot: Any) -> None:
-        @pl.loop(*tile_pages(index, number))
-        def _(page_index: Any) -> None:
-            page = first_page + tables[tile_rows[index] * table_len + page_index]
-            place = pl.multiple_of((page_index - number * pages_per_tile) * page_size, page_size)
-            target = kv_tiles.at[slot, :, :, pl.ds(place, page_size)]
-            pltpu.make_async_copy(pages.at[page], target, fetched.at[slot]).start()
+        copies.fetch(tile_rows[index], number, span(index, number), kv_tiles.at[slot], fetched.at[slot])
 
     def wait(number: Any, slot: Any) -> None:
-        begin, past = tile_pages(this, number)
-        some = pages.at[pl.ds(0, past - begin)]
-        pltpu.make_async_copy(some, some, fetched.at[slot]).wait()
+        begin, past = span(this, number)
+        copies.wait(past - begin, fetched.at[slot])
 
     # Compute
 

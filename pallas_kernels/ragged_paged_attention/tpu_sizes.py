@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .tpu_decode import DecodeSizes
+from .tpu_decode_kernel import DecodeSizes
 from .tpu_tiles import LANES, HeadLanes
 
 CHIPS = ("v5e", "v6e", "v7x")

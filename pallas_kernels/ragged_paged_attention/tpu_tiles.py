@@ -71,7 +71,7 @@ class HeadLanes:
         return [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
 
     def row_pairs(self, k: jax.Array, v: jax.Array, lane: int) -> list[tuple[int, jax.Array]]:
-        """One tile of lanes of key and value, [T, 128] each, zero behind H → the rows of lanes they are, with numbers."""
+        """One tile of lanes of key and value, [T, 128] each, zero behind H → numbered rows of lanes."""
         if self.is_packed:
             return [(0, jnp.where(iota(k.shape, 1) < self.value_lane, k, pltpu.roll(v, self.value_lane, 1)))]
         return [(lane // LANES, k), (self.num_tiles + lane // LANES, v)]

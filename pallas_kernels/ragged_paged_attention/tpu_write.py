@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from .tpu_prefill import QueryTiles
 from .tpu_heads import heads_of, rows_shape, take_tokens
+from .tpu_prefill import QueryTiles
 from .tpu_tiles import LANES, HeadLanes, divide, iota
 
 MOST_TOKENS = 32

@@ -47,7 +47,9 @@ def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_ref
 
 
 def test_kernels_of_another_platform_are_refused():
-    with pytest.raises(ConfigError, match=r"attention_backend: got pallas-tpu, allowed on this device \(cpu\): auto, xla"):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend: got pallas-tpu, allowed on this device \(cpu\): auto, xla"
+    ):
         choose_attention("pallas-tpu", MODEL, CPU)
 
 
@@ -62,7 +64,9 @@ def test_pages_grow_until_the_page_table_fits():
     assert block_size_of(kernels, None, 64, 8192) == 128
     assert block_size_of(kernels, None, 256, 131072) == 256, "Llama-3.1 as it comes"
     assert block_size_of(kernels, 16, 64, 8192) == 16
-    with pytest.raises(ConfigError, match=r"max_model_len: got 1048576 for 256 sequences.*allowed: 255000.*lower max_num"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len: got 1048576 for 256 sequences.*allowed: 255000.*lower max_num"
+    ):
         block_size_of(kernels, None, 256, 1048576)
     with pytest.raises(ConfigError, match="pages of 16 tokens"):
         block_size_of(kernels, 16, 256, 131072)

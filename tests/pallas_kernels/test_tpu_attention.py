@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
 from ..paged_steps import metadata
