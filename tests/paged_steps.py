@@ -48,7 +48,17 @@ def metadata(
     padded_lens = np.zeros(num_rows, np.int32)
     padded_lens[: len(context_lens)] = context_lens
     plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
-    backend.plan(np.array(query_lens, np.int32), np.array(context_lens, np.int32), num_decode_rows, total, plan)
+    backend.plan(
+        np.array(query_lens, np.int32),
+        np.array(context_lens, np.int32),
+        num_decode_rows,
+        page_tables,
+        np.arange(len(query_lens)),
+        page_size=page_size,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        out=plan,
+    )
     return AttentionMetadata(
         positions=jnp.asarray(positions),
         slots=jnp.asarray(slots),

@@ -89,7 +89,12 @@ class TpuBackend:
         query_lens: np.ndarray,
         context_lens: np.ndarray,
         num_decode_rows: int,
+        page_tables: np.ndarray,
+        table_rows: np.ndarray,
+        *,
+        page_size: int,
         num_tokens: int,
+        num_rows: int,
         out: np.ndarray,
     ) -> None:
         """Cut the prefill rows into tiles, in token order: (row, aligned place, first position, number of queries)."""

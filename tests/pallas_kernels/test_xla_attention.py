@@ -233,7 +233,7 @@ def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int) -> No
 
 
 def test_plan_cuts_prefill_rows_into_tiles_in_token_order() -> None:
-    backend = XlaBackend(tile_q=16)
+    backend = XlaBackend(replace(CPU_TILES, queries=16))
     out = np.full(backend.plan_len(64, 5), -7, np.int32)
     backend.plan(np.array([1, 1, 16, 17, 2]), np.array([9, 1, 16, 40, 50]), 2, 37, out)
     assert out[0] == 4
@@ -252,7 +252,7 @@ def test_plan_of_decode_rows_has_no_tile() -> None:
 
 @given(query_lens=st.lists(st.integers(2, 40), min_size=1, max_size=8), num_decode_rows=st.integers(0, 4))
 def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], num_decode_rows: int) -> None:
-    backend = XlaBackend(tile_q=8)
+    backend = XlaBackend(replace(CPU_TILES, queries=8))
     lens = np.array([1] * num_decode_rows + query_lens)
     out = np.zeros(backend.plan_len(int(lens.sum()), len(lens)), np.int32)
     backend.plan(lens, lens + 3, num_decode_rows, int(lens.sum()), out)
