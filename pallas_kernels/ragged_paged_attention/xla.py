@@ -48,7 +48,7 @@ class Tiles:
     """Rows that take their common pages together."""
 
 
-CPU_TILES = Tiles(rows=16, decode_keys=1024, queries=64, prefill_keys=64)
+CPU_TILES = Tiles(rows=8, decode_keys=1024, queries=64, prefill_keys=64)
 """Keys of 16 pages of 64 tokens, 3 heads of 64: 0.8 MB, which stay in a core's cache until they are used."""
 DEVICE_TILES = Tiles(rows=64, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
 
@@ -247,22 +247,22 @@ def _attend_layer(
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)
     sizes, num_prefill = backend.sizes, backend._num_prefill(num_tokens, num_rows)
-    q_TKGH = (q.astype(jnp.float32) * scale).reshape(num_tokens, *grouped, head_size)
+    q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
     of_layer: dict[str, Any] = dict(
-        k_pages=k_pages, v_pages=v_pages, first_page=first_page, window=window, soft_cap=soft_cap
+        k_pages=k_pages, v_pages=v_pages, first_page=first_page, scale=scale, window=window, soft_cap=soft_cap
     )
     prefill_tiles = PrefillTiles(**of_layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     rows_a_turn = min(sizes.rows, num_rows)
     decode_tiles = DecodeTiles(
         **of_layer,
         pages_a_turn=max(1, sizes.decode_keys // (rows_a_turn * layout.page_size)),
-        is_folded=backend.platform == "cpu",
     )
     state, num_seen = Softmax.start(q_TKGH[:num_rows], sinks_KG), jnp.zeros_like(step.context_lens)
     if backend.share_prefixes and window is None:
         shared, plan = backend._shared(num_rows), step.plan[num_prefill:]
-        state, num_seen = see_shared(prefill_tiles, q_TKGH[:num_rows], tables, shared, plan, state), shared.sections(plan)[3]
+        state = see_shared(prefill_tiles, q_TKGH[:num_rows], tables, shared, plan, state)
+        num_seen = shared.sections(plan).num_seen
     out = backend.decode(decode_tiles, q_TKGH, tables, step, num_seen, state)
     if num_tokens > 1:  # A step of one token has no prefill row.
         out = prefill(

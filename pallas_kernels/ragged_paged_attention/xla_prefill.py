@@ -1,9 +1,9 @@
 """Many queries over the pages of one row, in plain XLA: tiles of prefill rows, and of rows that share their first pages.
 
-                     pages of the row ─▶
-    tile of queries  ■ ■ ■ ■ ◧            one tile of pages a turn: k [K, H, S], v [K, S, H]
-      [K, M, H]      ■ seen by all        M = G × tile_q queries of one KV head in one product
-                     ◧ causal edge        turns from the window's start to the last query's page
+                 pages of the row ─▶
+tile of queries  ■ ■ ■ ■ ◧            one tile of pages a turn: k [K, H, S], v [K, S, H]
+  [K, M, H]      ■ seen by all        M = G × tile_q queries of one KV head in one product
+                 ◧ causal edge        turns from the window's start to the last query's page
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class PrefillTiles:
     v_pages: Float[Array, "C K Z H"]
     first_page: Int[Array, ""]
     pages_a_turn: int
+    scale: float
     window: int | None
     soft_cap: float | None
 
@@ -40,6 +41,7 @@ class PrefillTiles:
         """Attend queries at `positions`, the least of which comes first, to the first `end` tokens of a row."""
         tile_kv = self.pages_a_turn * self.v_pages.shape[2]
         table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.first_page
+        q *= self.scale
         first_key = jnp.int32(0) if self.window is None else jnp.maximum(positions[0] - self.window + 1, 0)
 
         def see_tile(tile: Array, state: Softmax) -> Softmax:

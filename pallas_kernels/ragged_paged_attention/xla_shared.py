@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +31,22 @@ MAX_GROUPS = 8
 """Groups of rows that the host looks at in a step, the largest first: each costs it time."""
 
 
+class Sections(NamedTuple):
+    """Parts of the plan: views of a numpy array, slices of a traced one."""
+
+    count: Any
+    """Tiles in use, [1]."""
+    tiles: Any
+    """[3, tiles]: its first place in `rows`, its rows, its pages."""
+    rows: Any
+    """[R]: the rows of all tiles, one tile after the other."""
+    num_seen: Any
+    """[R]: pages that each row of the step has seen when it goes on by itself."""
+
+
 @dataclass(frozen=True)
 class SharedPlan:
-    """Place of the shared pages in a step's plan: [1 + 3 × tiles + 2 × rows].
-
-    The count of tiles; per tile its first place in the list of rows, its rows and its pages; then that list of rows,
-    and how many pages each row of the step has seen when it goes on by itself.
-    """
+    """How the shared pages of a step with room for that many rows are written into its plan."""
 
     num_rows: int
     tile_rows: int
@@ -49,10 +59,10 @@ class SharedPlan:
     def size(self) -> int:
         return 1 + 3 * self.num_tiles + 2 * self.num_rows
 
-    def sections(self, plan: Array) -> tuple[Array, Array, Array, Array]:
-        """Count of tiles, tiles [3, N], rows [R], pages seen [R]: views of a numpy array, slices of a traced one."""
-        end = 1 + 3 * self.num_tiles
-        return plan[0], plan[1:end].reshape(3, -1), plan[end : end + self.num_rows], plan[end + self.num_rows :]
+    def sections(self, plan: Any) -> Sections:
+        ends = np.cumsum([1, 3 * self.num_tiles, self.num_rows])
+        count, tiles, rows, num_seen = (plan[a:b] for a, b in zip([0, *ends], [*ends, self.size], strict=True))
+        return Sections(count, tiles.reshape(3, -1), rows, num_seen)
 
     def fill(
         self,
@@ -64,21 +74,22 @@ class SharedPlan:
         page_size: int,
         min_saved_tokens: int,
     ) -> None:
-        """Find the rows with one query that begin with the same pages. Arguments hold these rows only."""
-        _, tiles, rows, num_seen = self.sections(out)
-        num_seen[:] = 0
+        """Find the rows with one query that begin with the same pages; the arguments hold these rows only.
+
+        A group is taken if its rows together are spared reading `min_saved_tokens`. `out` is zeros.
+        """
+        sections = self.sections(out)
         num_tiles = place = 0
         for members, num_pages in shared_prefixes(context_lens, page_tables, table_rows, page_size):
             if (len(members) - 1) * num_pages * page_size < min_saved_tokens:
                 continue
-            rows[place : place + len(members)] = members
-            num_seen[members] = num_pages
+            sections.rows[place : place + len(members)] = members
+            sections.num_seen[members] = num_pages
             for start in range(0, len(members), self.tile_rows):
-                count = min(self.tile_rows, len(members) - start)
-                tiles[:, num_tiles] = place + start, count, num_pages
+                sections.tiles[:, num_tiles] = place + start, min(self.tile_rows, len(members) - start), num_pages
                 num_tiles += 1
             place += len(members)
-        out[0] = num_tiles
+        sections.count[:] = num_tiles
 
 
 def shared_prefixes(
@@ -108,9 +119,10 @@ def shared_prefixes(
         num_same = np.minimum(num_same, num_full[members])
         num_pages = np.sort(num_same)[::-1]
         best = num_pages[(np.arange(len(members)) * num_pages).argmax()]
-        yield members[num_same >= best], int(best)
+        if best:
+            yield members[num_same >= best], int(best)
         rest = members[num_same < best]
-        if len(rest) > 1:
+        if best and len(rest) > 1:
             parts.append(rest)
 
 
@@ -123,12 +135,12 @@ def see_shared(
     state: Softmax,
 ) -> Softmax:
     """Let the rows of each tile see the pages that they share."""
-    num_tiles, columns, rows, _ = place.sections(plan)
+    sections = place.sections(plan)
     page_size, group, tile = tiles.v_pages.shape[2], q.shape[2], place.tile_rows
-    rows = jnp.pad(rows, (0, tile))
+    rows = jnp.pad(sections.rows, (0, tile))
 
     def see_tile(index: Array, state: Softmax) -> Softmax:
-        start, count, num_pages = columns[:, index]
+        start, count, num_pages = sections.tiles[:, index]
         members = lax.dynamic_slice_in_dim(rows, start, tile)
         before = jax.tree.map(lambda x: by_head(x[members])[None], state)
         end = num_pages * page_size
@@ -142,4 +154,4 @@ def see_shared(
             after,
         )
 
-    return lax.fori_loop(0, num_tiles, see_tile, state)
+    return lax.fori_loop(0, sections.count[0], see_tile, state)

@@ -20,6 +20,7 @@ from jpaged.models.checkpoint import open_model
 from jpaged.models.config import ModelConfig
 from jpaged.models.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla import Tiles
 from jpaged.sharding import device_mesh
 
 from ..paged_steps import metadata, nan_cache

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 
-from ..paged_steps import metadata
+from ..paged_steps import metadata, plan_of
 from .paged_world import World, run_ragged, shape_of
 
 MODES = ("on_wait", "eager")
@@ -180,8 +180,7 @@ def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
 
 
 def test_plan_cuts_prefill_rows_into_tiles_of_aligned_queries() -> None:
-    out = np.full(TpuBackend(tile_q=16).plan_len(64, 5), -7, np.int32)
-    TpuBackend(tile_q=16).plan(np.array([1, 1, 16, 17, 2]), np.array([9, 1, 16, 40, 50]), 2, 37, out)
+    out = plan_of(TpuBackend(tile_q=16), [1, 1, 16, 17, 2], [9, 1, 16, 40, 50], 64, 5)
     assert out[0] == 4
     rows, places, positions, lens = out[1:].reshape(4, -1)[:, :4].tolist()
     assert (rows, lens) == ([2, 3, 3, 4], [16, 16, 1, 2])
