@@ -55,13 +55,19 @@ DEVICE_TILES = Tiles(rows=64, decode_keys=64 * 256, queries=128, prefill_keys=51
 
 @dataclass(frozen=True)
 class XlaLayout(KVLayout):
-    """Keys [L × C, K, H, Z], values [L × C, K, Z, H]."""
+    """Keys [L × C, K, H, Z], values [L × C, K, Z, H]; keys as values if they are not `are_keys_transposed`.
+
+    A CPU multiplies by transposed keys more quickly. A TPU would copy them all in order to write some.
+    """
+
+    are_keys_transposed: bool = True
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the keys and of the values."""
         pages, heads = self.num_layers * self.num_pages, self.num_kv_heads
-        return (pages, heads, self.head_size, self.page_size), (pages, heads, self.page_size, self.head_size)
+        values = pages, heads, self.page_size, self.head_size
+        return (pages, heads, self.head_size, self.page_size) if self.are_keys_transposed else values, values
 
     @property
     def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
@@ -104,7 +110,8 @@ class XlaBackend:
                 f"kv_cache_dtype: got {np.dtype(dtype).name}, the xla backend on {self.platform} takes "
                 f"{' or '.join(self.kv_dtypes)}; use kv_cache_dtype=auto"
             )
-        return XlaLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        is_cpu = self.platform == "cpu"
+        return XlaLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype), is_cpu)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and three values per query tile; each prefill row may end in a partial tile. Then shared pages."""
@@ -161,6 +168,7 @@ class XlaBackend:
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
         refuse_one_of(k, v)
+        assert isinstance(cache.layout, XlaLayout)
         # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
         return _attend_layer(
             cache.pages,
@@ -231,7 +239,7 @@ def _attend_layer(
     sinks: Float[Array, " N"] | None,
     *,
     backend: XlaBackend,
-    layout: KVLayout,
+    layout: XlaLayout,
     scale: float,
     window: int | None,
     soft_cap: float | None,
@@ -241,8 +249,11 @@ def _attend_layer(
     if k is not None and v is not None:
         page_size = jnp.int32(layout.page_size)
         pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
-        k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
-        v_pages = v_pages.at[pages, :, offsets, :].set(v.astype(v_pages.dtype))
+        if layout.are_keys_transposed:
+            k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
+            v_pages = v_pages.at[pages, :, offsets, :].set(v.astype(v_pages.dtype))
+        else:
+            k_pages, v_pages = _write_rows(k_pages, k, pages, offsets), _write_rows(v_pages, v, pages, offsets)
     num_tokens, num_heads, head_size = q.shape
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)
@@ -250,7 +261,13 @@ def _attend_layer(
     q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
     of_layer: dict[str, Any] = dict(
-        k_pages=k_pages, v_pages=v_pages, first_page=first_page, scale=scale, window=window, soft_cap=soft_cap
+        k_pages=k_pages,
+        v_pages=v_pages,
+        are_keys_transposed=layout.are_keys_transposed,
+        first_page=first_page,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
     )
     prefill_tiles = PrefillTiles(**of_layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     rows_a_turn = min(sizes.rows, num_rows)
@@ -277,3 +294,13 @@ def _attend_layer(
             min(sizes.queries, num_tokens),
         )
     return out[:num_tokens].reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
+
+
+def _write_rows(
+    pages: Float[Array, "C K Z H"], new: Float[Array, "T K H"], at_page: Int[Array, " T"], offsets: Int[Array, " T"]
+) -> Float[Array, "C K Z H"]:
+    """Write tokens one row of H values at a time: any other way a TPU lays the whole cache out anew, in a copy."""
+    _, num_heads, page_size, head_size = pages.shape
+    rows = (at_page[:, None] * num_heads + jnp.arange(num_heads)[None]) * page_size + offsets[:, None]
+    flat = pages.reshape(-1, head_size).at[rows.reshape(-1)].set(new.reshape(-1, head_size).astype(pages.dtype))
+    return flat.reshape(pages.shape)

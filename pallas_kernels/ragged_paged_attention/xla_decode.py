@@ -34,7 +34,9 @@ class DecodeTiles:
     """The pages of one layer, and how those of a tile of rows are taken."""
 
     k_pages: Float[Array, "C K H Z"]
+    """Or [C, K, Z, H], if the keys are not transposed."""
     v_pages: Float[Array, "C K Z H"]
+    are_keys_transposed: bool
     first_page: Int[Array, ""]
     """Where the layer's pages begin."""
     pages_a_turn: int
@@ -81,7 +83,8 @@ class DecodeTiles:
             is_seen &= slots >= (lens - self.window)[:, None, None]
         is_seen = is_seen.reshape(-1, 1, 1, page_size)
         k = self.k_pages.at[pages.reshape(-1)].get(mode="promise_in_bounds").astype(jnp.float32) * self.scale
-        scores = jnp.einsum("bkgh,bkhs->bkgs", q.reshape(-1, *q.shape[2:]), k, preferred_element_type=jnp.float32)
+        spec = "bkgh,bkhs->bkgs" if self.are_keys_transposed else "bkgh,bksh->bkgs"
+        scores = jnp.einsum(spec, q.reshape(-1, *q.shape[2:]), k, preferred_element_type=jnp.float32)
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
         scores = jnp.where(is_seen, scores, -jnp.inf)

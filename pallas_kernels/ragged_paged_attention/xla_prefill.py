@@ -1,4 +1,4 @@
-"""Many queries over the pages of one row, in plain XLA: tiles of prefill rows, and of rows that share their first pages.
+"""Many queries over the pages of one row, in plain XLA: tiles of prefill rows, or of rows that share first pages.
 
                  pages of the row ─▶
 tile of queries  ■ ■ ■ ■ ◧            one tile of pages a turn: k [K, H, S], v [K, S, H]
@@ -23,7 +23,9 @@ class PrefillTiles:
     """The pages of one layer, and how they are taken."""
 
     k_pages: Float[Array, "C K H Z"]
+    """Or [C, K, Z, H], if the keys are not transposed."""
     v_pages: Float[Array, "C K Z H"]
+    are_keys_transposed: bool
     first_page: Int[Array, ""]
     pages_a_turn: int
     scale: float
@@ -46,7 +48,8 @@ class PrefillTiles:
 
         def see_tile(tile: Array, state: Softmax) -> Softmax:
             k, v = self._tile(lax.dynamic_slice_in_dim(table, tile * self.pages_a_turn, self.pages_a_turn))
-            scores = jnp.einsum("kmh,khs->kms", q, k, preferred_element_type=jnp.float32)
+            spec = "kmh,khs->kms" if self.are_keys_transposed else "kmh,ksh->kms"
+            scores = jnp.einsum(spec, q, k, preferred_element_type=jnp.float32)
             if self.soft_cap is not None:
                 scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
             keys = tile * tile_kv + jnp.arange(tile_kv)
@@ -70,9 +73,17 @@ class PrefillTiles:
         if self.pages_a_turn == 1:
             k, v = self.k_pages[pages[0]], self.v_pages[pages[0]]
         else:
-            k, v = jnp.moveaxis(self.k_pages[pages], 0, 2), jnp.moveaxis(self.v_pages[pages], 0, 1)
-            k, v = k.reshape(*k.shape[:2], -1), v.reshape(v.shape[0], -1, v.shape[3])
+            slot_axis = 2 if self.are_keys_transposed else 1
+            k, v = _joined(self.k_pages[pages], slot_axis), _joined(self.v_pages[pages], 1)
         return k.astype(jnp.float32), v.astype(jnp.float32)
+
+
+def _joined(pages: Float[Array, "p K A B"], slot_axis: int) -> Array:
+    """One page after the other along the axis that counts slots, which is 1 or 2 of a page's three."""
+    side_by_side = jnp.moveaxis(pages, 0, slot_axis)
+    shape = list(pages.shape[1:])
+    shape[slot_axis] *= pages.shape[0]
+    return side_by_side.reshape(shape)
 
 
 def prefill(

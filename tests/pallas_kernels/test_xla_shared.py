@@ -1,4 +1,4 @@
-"""Pages that rows have in common, attended to once: who shares what, and that it is what each would have found alone."""
+"""Pages that rows have in common, attended to once: who shares what, and that each finds what it would alone."""
 
 from dataclasses import replace
 from typing import Any
