@@ -1,4 +1,4 @@
-"""Compiles programs that move pages, and attention in plain XLA, for chips that are not there; prints what became of it.
+"""Compiles programs that move pages, and attention in plain XLA, for chips that are not there; prints what came of it.
 
     python compile_for_device.py v6e|h100|cpu NUM_DEVICES NUM_PAGES
 
