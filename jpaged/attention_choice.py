@@ -205,7 +205,17 @@ def _step(
     starts[: num_rows + 1] = np.cumsum([0, *work])
     plan = np.zeros(backend.plan_len(num_tokens, CHECK_ROWS), np.int32)
     query_lens, context_lens = np.array(work, np.int32), np.array(lens, np.int32)
-    backend.plan(query_lens, context_lens, num_decode_rows, total, plan)
+    backend.plan(
+        query_lens,
+        context_lens,
+        num_decode_rows,
+        tables,
+        np.arange(num_rows),
+        page_size=block_size,
+        num_tokens=num_tokens,
+        num_rows=CHECK_ROWS,
+        out=plan,
+    )
 
     def padded(values: np.ndarray, length: int) -> Any:
         return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)

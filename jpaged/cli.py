@@ -11,10 +11,11 @@ from .progress import say
 
 COMMANDS = {
     "generate": "complete prompts from the command line or a file",
-    "bench": "measure: bench scheduler",
+    "bench": "measure: bench scheduler, bench kernels",
 }
 UNBUILT = ("chat", "serve", "batch", "plan", "doctor", "trace", "tune")
-UNBUILT_BENCHES = ("latency", "throughput", "serve", "kernels")
+BENCHES = ("scheduler", "kernels")
+UNBUILT_BENCHES = ("latency", "throughput", "serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,15 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(args: list[str]) -> int:
     name = args[0] if args else ""
     if name in ("-h", "--help"):
-        print("usage: jpaged bench scheduler …\n\njpaged bench scheduler --help tells more.")
+        print(f"usage: jpaged bench {'|'.join(BENCHES)} …\n\njpaged bench scheduler --help tells more, and so on.")
         return 0
-    if name != "scheduler":
+    if name not in BENCHES:
         why = "not available in this version" if name in UNBUILT_BENCHES else "unknown bench"
-        say(f"error: bench: got {name!r}, {why}; allowed: scheduler")
+        say(f"error: bench: got {name!r}, {why}; allowed: {', '.join(BENCHES)}")
         return 1
-    from .bench_scheduler import main as bench_scheduler
-
     try:
+        if name == "kernels":
+            from .bench_kernels import main as bench_kernels
+
+            return bench_kernels(args[1:])
+        from .bench_scheduler import main as bench_scheduler
+
         return bench_scheduler(args[1:])
     except ConfigError as error:
         say(f"error: {error}")

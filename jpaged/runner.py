@@ -190,7 +190,17 @@ class Runner:
         view["query_starts"][:] = np.minimum(np.arange(layout.num_rows + 1), num_rows) * row_len
         view["context_lens"][:num_rows] = row_lens
         view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0
-        self.state.cache.backend.plan(row_lens, row_lens, num_decode_rows, num_tokens, view["plan"])
+        self.state.cache.backend.plan(
+            row_lens,
+            row_lens,
+            num_decode_rows,
+            np.full((layout.num_groups, 1, self.state.page_tables.shape[-1]), NULL_PAGE, np.int32),
+            np.zeros(num_rows, np.intp),
+            page_size=page_size,
+            num_tokens=layout.num_tokens,
+            num_rows=layout.num_rows,
+            out=view["plan"],
+        )
         return StepInputs(packed), num_tokens
 
 

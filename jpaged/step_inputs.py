@@ -203,7 +203,7 @@ class StepInputBuilder:
         updates = self._batches(changes) if changes.shape[1] > layout.num_changes else ()
         if not updates:
             view["changes"][:, : changes.shape[1]] = changes
-        self._fill_rows(view, rows)
+        self._fill_rows(view, rows, layout)
         self._fill_tokens(view, rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
         view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples)
@@ -255,13 +255,23 @@ class StepInputBuilder:
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
         return _Rows(slots[order], starts[order], query_lens[order], places, num_decode_rows)
 
-    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
+    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
         num_rows = len(rows.slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
         view["context_lens"][:num_rows] = rows.context_lens
         view["row_slots"][:num_rows] = rows.slots
-        self.backend.plan(rows.query_lens, rows.context_lens, rows.num_decode_rows, rows.num_tokens, view["plan"])
+        self.backend.plan(
+            rows.query_lens,
+            rows.context_lens,
+            rows.num_decode_rows,
+            self.tables,
+            rows.slots,
+            page_size=self.block_size,
+            num_tokens=layout.num_tokens,
+            num_rows=layout.num_rows,
+            out=view["plan"],
+        )
 
     def _fill_tokens(self, view: dict[str, np.ndarray], rows: _Rows, chunks: list[Chunk]) -> None:
         """Where each token stands and is written; and which it is, by its id or by the slot that drew it."""

@@ -1,4 +1,4 @@
-"""Compiles the programs that move pages for chips that are not there, and prints what XLA made of them.
+"""Compiles programs that move pages, and attention in plain XLA, for chips that are not there; prints what came of it.
 
     python compile_for_device.py v6e|h100|cpu NUM_DEVICES NUM_PAGES
 
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 H100 = """
@@ -73,19 +74,67 @@ def move_reports(target: str, num_devices: int, num_pages: int) -> dict:
         head_size=128,
         dtype="float32" if platform == "cpu" else "bfloat16",
     )
-    programs = {}
-    for (name,), lower in move_programs(layout, mesh, num_host_blocks=1).items():
-        executable = lower().compile()
-        memory = executable.memory_analysis()
-        programs[name] = {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "aliased": memory.alias_size_in_bytes,
-            "temporary": memory.temp_size_in_bytes,
-            "collectives": len(re.findall(r"\b(?:all-|reduce-scatter|collective-)", executable.as_text())),
-        }
+    programs = {name: memory_of(lower()) for (name,), lower in move_programs(layout, mesh, num_host_blocks=1).items()}
+    if num_devices == 1:
+        for pages in (num_pages, 2 * num_pages):
+            for is_sharing in (False, True):
+                name = f"attention, {'shared prefixes, ' * is_sharing}{pages} pages"
+                programs[name] = memory_of(
+                    lower_attention(mesh, replace(layout, num_layers=2, num_pages=pages), is_sharing)
+                )
     kind = mesh.devices.flat[0].device_kind
     return {"kind": kind, "page_bytes": layout.page_bytes // num_devices, "programs": programs}
+
+
+def memory_of(lowered) -> dict:
+    executable = lowered.compile()
+    memory = executable.memory_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "collectives": len(re.findall(r"\b(?:all-|reduce-scatter|collective-)", executable.as_text())),
+    }
+
+
+def lower_attention(mesh, layout, is_sharing: bool):
+    """Two layers of a step of 256 tokens in at most 128 rows, decode rows and others."""
+    import jax
+    import jax.numpy as jnp
+
+    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache, XlaBackend
+    from jpaged.sharding import replicated
+
+    platform = mesh.devices.flat[0].platform
+    backend = XlaBackend(platform="gpu" if platform == "cuda" else platform, share_prefixes=is_sharing)
+    num_tokens, num_rows = 256, 128
+
+    def shaped(*shape: int, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
+
+    pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
+    cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)
+    step = AttentionMetadata(
+        positions=shaped(num_tokens),
+        slots=shaped(1, num_tokens),
+        query_starts=shaped(num_rows + 1),
+        context_lens=shaped(num_rows),
+        page_tables=shaped(1, num_rows, 64),
+        num_rows=shaped(),
+        num_decode_rows=shaped(),
+        plan=shaped(backend.plan_len(num_tokens, num_rows)),
+    )
+
+    def two_layers(cache, q, k, step):
+        for layer in range(2):
+            out, cache = cache.attend(layer, q, k, k, step, scale=0.1)
+            q, k = q + out, k + out[:, : k.shape[1]]
+        return q, cache
+
+    q, k = (shaped(num_tokens, heads, layout.head_size, dtype=layout.dtype) for heads in (32, layout.num_kv_heads))
+    with jax.set_mesh(mesh):
+        return jax.jit(two_layers, donate_argnums=0).lower(cache, q, k, step)
 
 
 if __name__ == "__main__":

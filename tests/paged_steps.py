@@ -48,8 +48,7 @@ def metadata(
     query_starts[: len(query_lens) + 1] = np.cumsum([0, *query_lens])
     padded_lens = np.zeros(num_rows, np.int32)
     padded_lens[: len(context_lens)] = context_lens
-    plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
-    backend.plan(np.array(query_lens, np.int32), np.array(context_lens, np.int32), num_decode_rows, total, plan)
+    plan = plan_of(backend, query_lens, context_lens, num_tokens, num_rows, page_tables, page_size)
     return AttentionMetadata(
         positions=jnp.asarray(positions),
         slots=jnp.asarray(slots),
@@ -60,6 +59,33 @@ def metadata(
         num_decode_rows=jnp.int32(num_decode_rows),
         plan=jnp.asarray(plan),
     )
+
+
+def plan_of(
+    backend: Backend,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    num_tokens: int,
+    num_rows: int,
+    page_tables: np.ndarray | None = None,
+    page_size: int = 8,
+) -> np.ndarray:
+    """The backend's plan of a step with room for that many tokens and rows; without tables, all pages are null."""
+    if page_tables is None:
+        page_tables = np.full((1, num_rows, 1), NULL_PAGE, np.int32)
+    out = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
+    backend.plan(
+        np.array(query_lens, np.int32),
+        np.array(context_lens, np.int32),
+        sum(1 for length in query_lens if length == 1),
+        page_tables,
+        np.arange(len(query_lens)),
+        page_size=page_size,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        out=out,
+    )
+    return out
 
 
 def nan_cache(

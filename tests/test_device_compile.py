@@ -64,3 +64,18 @@ def test_a_swap_out_leaves_one_batch_of_pages_beside_the_cache(compiled):
     assert batch_bytes <= found["outputs"] < batch_bytes + 4096
     assert found["temporary"] < 2**20
     assert found["collectives"] == 0
+
+
+def test_attention_in_plain_xla_writes_and_reads_the_cache_in_place(compiled):
+    """On any chip: all pages are aliased, and what is needed beside them does not grow with them."""
+    temporary = {}
+    for name, found in compiled["programs"].items():
+        if name.startswith("attention"):
+            kind, num_pages = name.rsplit(", ", 1)
+            num_pages = int(num_pages.split()[0])
+            # Two of the model's 32 layers.
+            assert found["aliased"] == num_pages * compiled["page_bytes"] // 16
+            temporary.setdefault(kind, set()).add(found["temporary"])
+    for kind, sizes in temporary.items():
+        assert len(sizes) == 1, kind
+        assert max(sizes) < NUM_PAGES * compiled["page_bytes"] // 16 // 4

@@ -120,10 +120,18 @@ class Backend(Protocol):
         query_lens: np.ndarray,
         context_lens: np.ndarray,
         num_decode_rows: int,
+        page_tables: np.ndarray,
+        table_rows: np.ndarray,
+        *,
+        page_size: int,
         num_tokens: int,
+        num_rows: int,
         out: np.ndarray,
     ) -> None:
-        """Write the order of work for these rows into `out`, int32 of `plan_len`. Pure numpy, on the host."""
+        """Write the order of work for these rows into `out`, int32 of `plan_len(num_tokens, num_rows)`.
+
+        `page_tables` are [groups, tables, P], of which row r has table `table_rows[r]`. Pure numpy, on the host.
+        """
         ...
 
     def attend(

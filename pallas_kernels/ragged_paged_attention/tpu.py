@@ -99,7 +99,12 @@ class TpuBackend:
         query_lens: np.ndarray,
         context_lens: np.ndarray,
         num_decode_rows: int,
+        page_tables: np.ndarray,
+        table_rows: np.ndarray,
+        *,
+        page_size: int,
         num_tokens: int,
+        num_rows: int,
         out: np.ndarray,
     ) -> None:
         """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.

@@ -699,7 +699,17 @@ def packed_row_by_row(work, layout, block_size):
     num_ones = sum(len(ids) == 1 for _, ids, _, _ in rows)
     sections["counts"][:] = token, len(rows), num_ones, len(draws)
     lens = np.diff(sections["query_starts"])[: len(rows)]
-    XlaBackend().plan(lens, sections["context_lens"][: len(rows)], num_ones, token, sections["plan"])
+    XlaBackend().plan(
+        lens,
+        sections["context_lens"][: len(rows)],
+        num_ones,
+        np.zeros((layout.num_groups, 1, 1), np.int32),
+        np.zeros(len(rows), np.intp),
+        page_size=block_size,
+        num_tokens=layout.num_tokens,
+        num_rows=layout.num_rows,
+        out=sections["plan"],
+    )
     if len(work.table_changes) <= layout.num_changes:
         for index, change in enumerate(work.table_changes):
             sections["changes"][:, index] = change

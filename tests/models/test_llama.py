@@ -20,6 +20,7 @@ from jpaged.models.checkpoint import open_model
 from jpaged.models.config import ModelConfig
 from jpaged.models.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla import Tiles
 from jpaged.sharding import device_mesh
 
 from ..paged_steps import metadata, nan_cache
@@ -49,7 +50,7 @@ def forward(graph: Any, weights: Any, cache: PagedCache, ids: jax.Array, step: A
 def chunked_logits(config: ModelConfig, weights: Weights, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits of every position, of two sequences of the same tokens: one in a single prefill, the other in chunks
     that begin beside it and then token by token."""
-    backend = XlaBackend(tile_rows=2, tile_q=16, tile_kv=16)
+    backend = XlaBackend(Tiles(rows=2, decode_keys=32, queries=16, prefill_keys=16))
     layout = backend.layout(
         num_layers=config.num_layers,
         num_pages=2 * TABLE_LEN + 1,

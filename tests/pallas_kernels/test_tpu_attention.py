@@ -21,7 +21,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
-from ..paged_steps import metadata
+from ..paged_steps import metadata, plan_of
 from .paged_world import World, run_ragged, shape_of
 
 MODES = ("on_wait", "eager")
@@ -198,8 +198,7 @@ def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
 
 
 def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> None:
-    out = np.full(TpuBackend(tile_q=16).plan_len(64, 5), -7, np.int32)
-    TpuBackend(tile_q=16).plan(np.array([1, 1, 16, 17, 2]), np.array([9, 1, 16, 40, 50]), 2, 37, out)
+    out = plan_of(TpuBackend(tile_q=16), [1, 1, 16, 17, 2], [9, 1, 16, 40, 50], 64, 5)
     rows, tokens, positions, lens = out[1:].reshape(4, -1)[:, : out[0]].tolist()
     assert (rows, lens) == ([2, 3, 3, 4], [16, 9, 8, 2])
     assert (tokens, positions) == ([2, 18, 27, 35], [0, 23, 32, 48])

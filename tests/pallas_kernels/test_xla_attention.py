@@ -1,6 +1,7 @@
 """The XLA path against the dense oracle: ragged rows, windows, shared pages, NaN wherever nothing may be read."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
+from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES
 
-from ..paged_steps import metadata
+from ..paged_steps import metadata, plan_of
 from .paged_world import ATOL, Shape, World, run_ragged, shape_of
 
 
@@ -233,31 +235,47 @@ def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int) -> No
 
 
 def test_plan_cuts_prefill_rows_into_tiles_in_token_order() -> None:
-    backend = XlaBackend(tile_q=16)
-    out = np.full(backend.plan_len(64, 5), -7, np.int32)
-    backend.plan(np.array([1, 1, 16, 17, 2]), np.array([9, 1, 16, 40, 50]), 2, 37, out)
-    assert out[0] == 4
-    rows, starts, lens = out[1:].reshape(3, -1)[:, :4]
+    plan = plan_of(XlaBackend(replace(CPU_TILES, queries=16)), [1, 1, 16, 17, 2], [9, 1, 16, 40, 50], 64, 5)
+    assert plan[0] == 4
+    rows, starts, lens = plan[1:].reshape(3, -1)[:, :4]
     assert rows.tolist() == [2, 3, 3, 4]
     assert starts.tolist() == [2, 18, 34, 35]
     assert lens.tolist() == [16, 16, 1, 2]
 
 
 def test_plan_of_decode_rows_has_no_tile() -> None:
-    backend = XlaBackend()
-    out = np.full(backend.plan_len(8, 8), -7, np.int32)
-    backend.plan(np.ones(8, np.int32), np.arange(1, 9), 8, 8, out)
-    assert out[0] == 0
+    assert plan_of(XlaBackend(), [1] * 8, range(1, 9), 8, 8)[0] == 0
 
 
 @given(query_lens=st.lists(st.integers(2, 40), min_size=1, max_size=8), num_decode_rows=st.integers(0, 4))
 def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], num_decode_rows: int) -> None:
-    backend = XlaBackend(tile_q=8)
-    lens = np.array([1] * num_decode_rows + query_lens)
-    out = np.zeros(backend.plan_len(int(lens.sum()), len(lens)), np.int32)
-    backend.plan(lens, lens + 3, num_decode_rows, int(lens.sum()), out)
-    rows, starts, counts = out[1:].reshape(3, -1)[:, : out[0]]
+    lens = [1] * num_decode_rows + query_lens
+    backend = XlaBackend(replace(CPU_TILES, queries=8))
+    plan = plan_of(backend, lens, [length + 3 for length in lens], sum(lens), len(lens))
+    rows, starts, counts = plan[1:].reshape(3, -1)[:, : plan[0]]
     owners = np.repeat(np.arange(len(lens)), lens)
     covered = [token for start, count in zip(starts, counts, strict=True) for token in range(start, start + count)]
-    assert covered == list(range(num_decode_rows, int(lens.sum())))
+    assert covered == list(range(num_decode_rows, sum(lens)))
     assert all((owners[s : s + c] == r).all() for r, s, c in zip(rows, starts, counts, strict=True))
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    """Alone, among longer and shorter rows, in another place of another tile: not one bit differs."""
+    world = World(shape_of(num_rows=12, table_len=8))
+    rng = np.random.default_rng(0)
+    world.cache = replace(
+        world.cache, pages=tuple(jnp.asarray(rng.normal(size=page.shape), jnp.float32) for page in world.cache.pages)
+    )
+    q = jnp.asarray(rng.normal(size=(1, 4, 64)), jnp.float32)
+    others = jnp.asarray(rng.normal(size=(48, 4, 64)), jnp.float32)
+    attend = jax.jit(lambda cache, q, step: cache.attend(0, q, None, None, step, scale=0.125)[0])
+    found = []
+    for place, lens in [(0, [29]), (1, [60, 29, 3]), (6, [64, 57, 50, 43, 36, 30, 29, 20, 1]), (10, [40] * 10 + [29])]:
+        tables = [[[1 + (7 * row + page) % 60 for page in range(8)] for row in range(len(lens))]]
+        tables[0][place] = [61, 5, 62, 63, 0, 0, 0, 0]
+        step = metadata(
+            world.shape.backend, [1] * len(lens), lens, tables, page_size=8, num_tokens=48, num_rows=12, table_len=8
+        )
+        out = attend(world.cache, others.at[place].set(q[0]), step)
+        found.append(np.asarray(out[place]).view(np.int32))
+    assert all(np.array_equal(found[0], other) for other in found[1:])

@@ -1,0 +1,357 @@
+"""`jpaged bench kernels`: what attention over pages costs here, beside what the machine could do and what is naive.
+
+The shapes are those of SmolLM2-135M: 9 query and 3 KV heads of 64. Layers are chained, each with pages of its own: what
+one writes depends on what the one before attended to, as in a model. Programs that are compared run in turns.
+
+    decode        rows with one query; bytes of keys and values ÷ time, beside the bandwidth of reading an array
+    full gather   the same result from every page that the page tables have room for, copied together and masked, the
+                  KV heads repeated for each query head; and grouped: without repeating them
+    shared        rows that begin with the same pages: attended to once, beside each by itself
+    prefill       a chunk of one row, beside dense attention over contiguous keys and values
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import ConfigError
+from .flags import FlagParser
+from .pallas_kernels.ragged_paged_attention import (
+    NULL_PAGE,
+    AttentionMetadata,
+    Backend,
+    LayerPlace,
+    PagedCache,
+    TpuBackend,
+    XlaBackend,
+)
+from .progress import say
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64
+SCALE = HEAD_SIZE**-0.5
+READ_BYTES = 256 << 20
+BACKENDS = ("xla", "pallas-tpu", "pallas-gpu")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows of one length in a step."""
+
+    num_rows: int
+    context_len: int
+    """With the step's own tokens."""
+    num_layers: int
+    query_len: int = 1
+    num_shared: int = 0
+    """Tokens that all rows begin with, whose pages are the same."""
+    table_len: int | None = None
+    """Tokens that a page table has room for; None: as many as the context."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values of all rows in one layer, in float32."""
+        return self.num_rows * self.context_len * 2 * NUM_KV_HEADS * HEAD_SIZE * 4
+
+
+DECODES = {"16 × 200": Workload(16, 200, 30), "16 × 1000": Workload(16, 1000, 30)}
+GATHERS = {
+    "16 × 2048": Workload(16, 2048, 4, table_len=2048),
+    "16 × 128 in tables of 2048": Workload(16, 128, 4, table_len=2048),
+}
+SHARED = {
+    "16 × 1000, 896 shared": Workload(16, 1000, 8, num_shared=896),
+    "64 × 600, 512 shared": Workload(64, 600, 8, num_shared=512),
+}
+PREFILLS = {"512 at 0": Workload(1, 512, 4, 512), "512 at 2000": Workload(1, 2512, 4, 512)}
+
+
+@dataclass
+class Program:
+    """A compiled step, its arguments, and the seconds a layer of each run."""
+
+    run: Any
+    state: Any
+    num_layers: int
+    times_s: list[float]
+
+    def time(self) -> None:
+        start = time.perf_counter()
+        self.state = jax.block_until_ready(self.run(self.state))
+        self.times_s.append((time.perf_counter() - start) / self.num_layers)
+
+    @property
+    def ms(self) -> float:
+        return round(1e3 * median(self.times_s), 4)
+
+
+def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, num_copies: int = 1) -> Program:
+    """The workload over pages in no order, in a cache of `num_copies` as many pages as its rows have."""
+    cache, step = _pages(backend, workload, page_size, dtype, num_copies)
+    return _compiled(
+        lambda layer, cache, q, k, v: cache.attend(layer, q, k, v, step, scale=SCALE), cache, workload, dtype
+    )
+
+
+def full_gather(backend: Backend, workload: Workload, page_size: int, *, is_grouped: bool) -> Program:
+    """The same by copying together, for every row, all pages that its table has room for, to [R, P × Z, heads, H].
+
+    Then attention is dense and masked, over heads that are repeated for each query head, or, if `is_grouped`, as they
+    are. Keys and values are written first, as the XLA path writes them; the pages have its layout.
+    """
+    cache, step = _pages(backend, workload, page_size, "float32", 1)
+
+    def attend(layer: int, cache: PagedCache, q: Any, k: Any, v: Any) -> tuple[Any, PagedCache]:
+        first = layer * cache.layout.num_pages
+        pages, offsets = first + step.slots[0] // page_size, step.slots[0] % page_size
+        k_pages, v_pages = cache.pages
+        k_pages, v_pages = k_pages.at[pages, :, :, offsets].set(k), v_pages.at[pages, :, offsets].set(v)
+        tables = first + step.page_tables[0]
+        keys, values = jnp.transpose(k_pages[tables], (0, 1, 4, 2, 3)), jnp.transpose(v_pages[tables], (0, 1, 3, 2, 4))
+        keys, values = (x.reshape(len(q), -1, NUM_KV_HEADS, HEAD_SIZE) for x in (keys, values))
+        is_seen = jnp.arange(keys.shape[1])[None] < step.context_lens[:, None]
+        values = jnp.where(is_seen[:, :, None, None], values, 0.0)
+        group = NUM_HEADS // NUM_KV_HEADS
+        if not is_grouped:
+            keys, values, group = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2), 1
+        scores = jnp.einsum("rkgh,rskh->rkgs", q.reshape(len(q), -1, group, HEAD_SIZE), keys) * SCALE
+        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("rkgs,rskh->rkgh", weights, values)
+        return out.reshape(q.shape), replace(cache, pages=(k_pages, v_pages))
+
+    return _compiled(attend, cache, workload, "float32")
+
+
+def dense(workload: Workload, dtype: str) -> Program:
+    """The queries of one row over contiguous keys and values: all scores at once, masked."""
+    context = jax.random.normal(jax.random.key(3), (2, workload.context_len, NUM_KV_HEADS, HEAD_SIZE), dtype)
+    positions = jnp.arange(workload.context_len - workload.query_len, workload.context_len)
+
+    def attend(layer: int, context: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        start = workload.context_len - workload.query_len
+        context = context.at[0, start:].set(k).at[1, start:].set(v)
+        q_TKGH = q.reshape(len(q), NUM_KV_HEADS, -1, HEAD_SIZE)
+        scores = jnp.einsum("tkgh,skh->kgts", q_TKGH, context[0], preferred_element_type=jnp.float32) * SCALE
+        is_seen = jnp.arange(workload.context_len)[None] <= positions[:, None]
+        weights = jax.nn.softmax(jnp.where(is_seen[None, None], scores, -jnp.inf), axis=-1).astype(dtype)
+        return jnp.einsum("kgts,skh->tkgh", weights, context[1]).reshape(q.shape), context
+
+    return _compiled(attend, context, workload, dtype)
+
+
+def read_bandwidth() -> Program:
+    """The sum of a large array, in rows, so that all cores take part; a "layer" is a run."""
+    array = jnp.ones((256, READ_BYTES // 4 // 256), jnp.float32)
+
+    def run(state: Any) -> Any:
+        return state[0], jnp.sum(state[0], axis=1)
+
+    compiled = jax.jit(run, donate_argnums=0).lower((array, jnp.zeros(256))).compile()
+    return Program(compiled, (array, jnp.zeros(256)), 1, [])
+
+
+def measure(programs: dict[str, Program], num_runs: int) -> None:
+    """Run all in turns, once to warm up and then to be timed."""
+    for program in programs.values():
+        program.time()
+        program.times_s.clear()
+    for _ in range(num_runs):
+        for program in programs.values():
+            program.time()
+
+
+def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: str, num_runs: int) -> dict[str, Any]:
+    """All workloads; ratios first. Without a `sharing` backend, none of shared pages and none of the full gather."""
+    ratios: dict[str, dict[str, float]] = {}
+    times_ms: dict[str, dict[str, float]] = {}
+    bandwidths: list[float] = []
+    size = jnp.dtype(dtype).itemsize / 4
+
+    def compare(kind: str, name: str, programs: dict[str, Program]) -> dict[str, Program]:
+        programs = {"read": read_bandwidth(), **programs}
+        say(f"{kind}: {name}")
+        measure(programs, num_runs)
+        bandwidths.append(READ_BYTES / median(programs["read"].times_s))
+        times_ms[f"{kind}, {name}"] = {key: program.ms for key, program in programs.items() if key != "read"}
+        return programs
+
+    for name, workload in DECODES.items():
+        found = compare("decode", name, {"paged": paged(backend, workload, page_size, dtype)})
+        per_s = workload.kv_bytes * size / median(found["paged"].times_s)
+        temps = [_temp_bytes(paged(backend, workload, page_size, dtype, num_copies=copies)) for copies in (1, 2)]
+        cache_bytes = sum(page.nbytes for page in found["paged"].state[0].pages)
+        ratios[f"decode, {name}"] = {
+            "KV bytes/s ÷ read bandwidth": round(per_s / bandwidths[-1], 3),
+            "temporary memory ÷ pages of these rows": round(temps[0] / cache_bytes, 4),
+            "temporary memory at twice the pages ÷ at once": round(temps[1] / temps[0], 4),
+        }
+    if sharing is not None:
+        for name, workload in GATHERS.items():
+            programs = {
+                "paged": paged(backend, workload, page_size, "float32"),
+                "full gather": full_gather(backend, workload, page_size, is_grouped=False),
+                "grouped": full_gather(backend, workload, page_size, is_grouped=True),
+            }
+            found = compare("full gather", name, programs)
+            ratios[f"full gather, {name}"] = {
+                f"{key} ÷ paged": _ratio(found, key, "paged", 1) for key in ("full gather", "grouped")
+            }
+        for name, workload in SHARED.items():
+            pair = {"off": paged(backend, workload, page_size, dtype), "on": paged(sharing, workload, page_size, dtype)}
+            found = compare("shared", name, pair)
+            ratios[f"shared, {name}"] = {"on ÷ off": _ratio(found, "on", "off", 3)}
+    for name, workload in PREFILLS.items():
+        pair = {"paged": paged(backend, workload, page_size, dtype), "dense": dense(workload, dtype)}
+        found = compare("prefill", name, pair)
+        ratios[f"prefill, {name}"] = {"paged ÷ dense": _ratio(found, "paged", "dense", 3)}
+    return {"ratios": ratios, "ms_per_layer": times_ms, "read_bytes_per_s": round(median(bandwidths))}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
+    parser = FlagParser(prog="jpaged bench kernels", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BACKENDS)}; default xla")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens per page")
+    parser.add_argument("--runs", type=int, default=7, help="interleaved runs of everything; medians are shown")
+    parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
+    args = parser.parse_args(argv)
+    for name in ("runs", "block_size"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    device = jax.devices()[0]
+    backend, sharing = _backends(args.backend, device.platform)
+    dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    try:
+        result = bench(backend, sharing, page_size=args.block_size, dtype=dtype, num_runs=args.runs)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    result = {
+        "what": "attention over pages; medians over interleaved runs; 9 query and 3 KV heads of 64",
+        **result,
+        "backend": args.backend,
+        "block_size": args.block_size,
+        "dtype": dtype,
+        "runs": args.runs,
+        "device": device.device_kind,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "date": date.today().isoformat(),
+    }
+    for name, values in result["ratios"].items():
+        say(f"{name:40} " + "  ".join(f"{key} {value}" for key, value in values.items()))
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    if args.output:
+        args.output.write_text(text + "\n")
+    else:
+        print(text)
+    return 0
+
+
+def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
+    """The backend of that name, and the same with shared prefixes, if it can share them. ConfigError if not here."""
+    if name not in BACKENDS:
+        raise ConfigError(f"--backend: got {name}, allowed: {', '.join(BACKENDS)}")
+    if name == "pallas-gpu":
+        raise ConfigError("--backend: got pallas-gpu, which is not built in this version; use --backend xla")
+    if name == "pallas-tpu":
+        if device != "tpu":
+            raise ConfigError(f"--backend: got pallas-tpu, which runs on a TPU; this is a {device}: use --backend xla")
+        return TpuBackend(), None
+    return XlaBackend(platform=device), XlaBackend(platform=device, share_prefixes=True)
+
+
+def _pages(
+    backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
+) -> tuple[PagedCache, AttentionMetadata]:
+    num_pages = -(-workload.context_len // page_size)
+    num_shared = workload.num_shared // page_size
+    total = workload.num_rows * num_pages
+    tables = np.random.default_rng(0).permutation(np.arange(1, total + 1)).reshape(workload.num_rows, num_pages)
+    tables[:, :num_shared] = tables[0, :num_shared]
+    layout = backend.layout(
+        num_layers=workload.num_layers,
+        num_pages=1 + num_copies * total,
+        page_size=page_size,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype=dtype,
+    )
+    pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
+    places = tuple(LayerPlace(0, layer) for layer in range(workload.num_layers))
+    return PagedCache(pages, layout, places, backend), _step(backend, workload, tables, page_size)
+
+
+def _step(backend: Backend, workload: Workload, tables: np.ndarray, page_size: int) -> AttentionMetadata:
+    num_rows, query_len = workload.num_rows, workload.query_len
+    num_tokens = num_rows * query_len
+    table_len = -(-(workload.table_len or workload.context_len) // page_size)
+    page_tables = np.full((1, num_rows, table_len), NULL_PAGE, np.int32)
+    page_tables[0, :, : tables.shape[1]] = tables
+    positions = np.tile(np.arange(workload.context_len - query_len, workload.context_len), num_rows)
+    slots = tables[np.repeat(np.arange(num_rows), query_len), positions // page_size] * page_size
+    query_lens, context_lens = (np.full(num_rows, value, np.int32) for value in (query_len, workload.context_len))
+    num_decode_rows = num_rows if query_len == 1 else 0
+    plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
+    backend.plan(
+        query_lens,
+        context_lens,
+        num_decode_rows,
+        page_tables,
+        np.arange(num_rows),
+        page_size=page_size,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        out=plan,
+    )
+    return AttentionMetadata(
+        positions=jnp.asarray(positions, jnp.int32),
+        slots=jnp.asarray(slots + positions % page_size, jnp.int32)[None],
+        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32) * query_len,
+        context_lens=jnp.asarray(context_lens),
+        page_tables=jnp.asarray(page_tables),
+        num_rows=jnp.int32(num_rows),
+        num_decode_rows=jnp.int32(num_decode_rows),
+        plan=jnp.asarray(plan),
+    )
+
+
+def _compiled(attend: Callable[..., tuple[Any, Any]], cache: Any, workload: Workload, dtype: str) -> Program:
+    """A chain of layers: the next one's queries, keys and values come from what this one attended to."""
+    num_tokens = workload.num_rows * workload.query_len
+    q, k, v = (
+        jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, HEAD_SIZE), dtype)
+        for index, heads in enumerate((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+    )
+
+    def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        cache, q, k, v = state
+        for layer in range(workload.num_layers):
+            out, cache = attend(layer, cache, q, k, v)
+            mean = out[:, :NUM_KV_HEADS].astype(dtype)
+            q, k, v = 0.9 * q + 0.1 * out.astype(dtype), 0.9 * k + 0.1 * mean, 0.9 * v + 0.1 * mean
+        return cache, q, k, v
+
+    state = (cache, q, k, v)
+    return Program(jax.jit(run, donate_argnums=0).lower(state).compile(), state, workload.num_layers, [])
+
+
+def _temp_bytes(program: Program) -> int:
+    memory = program.run.memory_analysis()
+    return int(memory.temp_size_in_bytes)
+
+
+def _ratio(programs: dict[str, Program], over: str, under: str, digits: int) -> float:
+    return round(median(programs[over].times_s) / median(programs[under].times_s), digits)

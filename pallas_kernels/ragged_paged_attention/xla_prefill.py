@@ -1,0 +1,131 @@
+"""Many queries over the pages of one row, in plain XLA: tiles of prefill rows, or of rows that share first pages.
+
+                 pages of the row ─▶
+tile of queries  ■ ■ ■ ■ ◧            one tile of pages a turn: k [K, H, S], v [K, S, H]
+  [K, M, H]      ■ seen by all        M = G × tile_q queries of one KV head in one product
+                 ◧ causal edge        turns from the window's start to the last query's page
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .interface import AttentionMetadata
+from .xla_softmax import Softmax
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """The pages of one layer, and how they are taken."""
+
+    k_pages: Float[Array, "C K H Z"]
+    """Or [C, K, Z, H], if the keys are not transposed."""
+    v_pages: Float[Array, "C K Z H"]
+    are_keys_transposed: bool
+    first_page: Int[Array, ""]
+    pages_a_turn: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    def attend(
+        self,
+        q: Float[Array, "K M H"],
+        table: Int[Array, " P"],
+        positions: Int[Array, " M"],
+        end: Int[Array, ""],
+        state: Softmax,
+    ) -> Softmax:
+        """Attend queries at `positions`, the least of which comes first, to the first `end` tokens of a row."""
+        tile_kv = self.pages_a_turn * self.v_pages.shape[2]
+        table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.first_page
+        q *= self.scale
+        first_key = jnp.int32(0) if self.window is None else jnp.maximum(positions[0] - self.window + 1, 0)
+
+        def see_tile(tile: Array, state: Softmax) -> Softmax:
+            k, v = self._tile(lax.dynamic_slice_in_dim(table, tile * self.pages_a_turn, self.pages_a_turn))
+            spec = "kmh,khs->kms" if self.are_keys_transposed else "kmh,ksh->kms"
+            scores = jnp.einsum(spec, q, k, preferred_element_type=jnp.float32)
+            if self.soft_cap is not None:
+                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
+            keys = tile * tile_kv + jnp.arange(tile_kv)
+            # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
+            is_alive = (keys < end) & (keys >= first_key)
+            is_seen = (keys[None] <= positions[:, None]) & is_alive[None]
+            if self.window is not None:
+                is_seen &= keys[None] > positions[:, None] - self.window
+            scores = jnp.where(is_seen[None], scores, -jnp.inf)
+            # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
+            v = jnp.where(is_alive[None, :, None], v, 0.0)
+            return state.add(
+                scores[None, None],
+                lambda weights: jnp.einsum("kms,ksh->kmh", weights[0, 0], v, preferred_element_type=jnp.float32)[None],
+            )
+
+        return lax.fori_loop(first_key // tile_kv, (end + tile_kv - 1) // tile_kv, see_tile, state)
+
+    def _tile(self, pages: Int[Array, " p"]) -> tuple[Float[Array, "K H S"], Float[Array, "K S H"]]:
+        """Keys and values of some pages, in order of position."""
+        if self.pages_a_turn == 1:
+            k, v = self.k_pages[pages[0]], self.v_pages[pages[0]]
+        else:
+            slot_axis = 2 if self.are_keys_transposed else 1
+            k, v = _joined(self.k_pages[pages], slot_axis), _joined(self.v_pages[pages], 1)
+        return k.astype(jnp.float32), v.astype(jnp.float32)
+
+
+def _joined(pages: Float[Array, "p K A B"], slot_axis: int) -> Array:
+    """One page after the other along the axis that counts slots, which is 1 or 2 of a page's three."""
+    side_by_side = jnp.moveaxis(pages, 0, slot_axis)
+    shape = list(pages.shape[1:])
+    shape[slot_axis] *= pages.shape[0]
+    return side_by_side.reshape(shape)
+
+
+def prefill(
+    tiles: PrefillTiles,
+    q: Float[Array, "T K G H"],
+    out: Float[Array, "T2 K G H"],
+    tables: Int[Array, "R P"],
+    plan: Int[Array, " plan"],
+    num_tiles: Int[Array, ""],
+    step: AttentionMetadata,
+    sinks: Float[Array, "K G"] | None,
+    tile_q: int,
+) -> Float[Array, "T2 K G H"]:
+    """Rows with many queries, a tile of them at a time, as `plan` cuts them: [3, tiles], row, first token, queries.
+
+    Tiles run in token order, so what a short tile computes past its row's end is overwritten by the next; T2 leaves
+    room for the last one.
+    """
+    group = q.shape[2]
+    q_TKGH = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
+    rows, starts, lens = plan.reshape(3, -1)
+    # The context ends where the row's last query stands.
+    first_positions = step.context_lens[rows] - step.query_starts[rows + 1] + starts
+    ends = first_positions + lens
+    positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], ends[:, None] - 1)
+
+    def attend_tile(index: Array, out: Array) -> Array:
+        queries = lax.dynamic_slice_in_dim(q_TKGH, starts[index], tile_q)
+        state = Softmax.start(by_head(queries)[None], None if sinks is None else jnp.repeat(sinks, tile_q, axis=1))
+        state = tiles.attend(
+            by_head(queries), tables[rows[index]], jnp.tile(positions[index], group), ends[index], state
+        )
+        return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group), starts[index], 0)
+
+    return lax.fori_loop(0, num_tiles, attend_tile, out)
+
+
+def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:
+    """All queries of a KV head together, M = G × t."""
+    return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+def by_row(x: Float[Array, "K M *rest"], group: int) -> Float[Array, "t K G *rest"]:
+    """The way back."""
+    return jnp.moveaxis(x.reshape(x.shape[0], group, -1, *x.shape[2:]), 2, 0)

@@ -1,0 +1,91 @@
+"""`jpaged bench kernels` compares programs that compute the same, and says what it measured."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged import bench_kernels
+from jpaged.bench_kernels import Workload, dense, full_gather, paged
+from jpaged.cli import main
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+
+SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
+
+
+def final(program):
+    """What the chain of layers ends with: its queries, keys and values."""
+    return [np.asarray(x) for x in program.run(program.state)[1:]]
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_the_full_gather_computes_what_paged_attention_does(is_grouped):
+    backend = XlaBackend()
+    gathered = final(full_gather(backend, SMALL, 16, is_grouped=is_grouped))
+    for got, wanted in zip(final(paged(backend, SMALL, 16, "float32")), gathered, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)  # Means of unit normals in another order.
+
+
+def test_shared_prefixes_compute_what_each_row_would_alone_and_are_found():
+    workload = Workload(num_rows=6, context_len=70, num_layers=2, num_shared=48)
+    sharing = XlaBackend(share_prefixes=True, min_saved_tokens=1)
+    _, step = bench_kernels._pages(sharing, workload, 16, "float32", 1)
+    place = sharing._shared(6)
+    assert place.sections(step.plan[-place.size :]).num_seen.tolist() == [3] * 6
+    alone = final(paged(XlaBackend(), workload, 16, "float32"))
+    for got, wanted in zip(final(paged(sharing, workload, 16, "float32")), alone, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_the_dense_prefill_computes_what_paged_attention_does():
+    """A whole prompt in one layer: both then have the same keys and values."""
+    workload = Workload(num_rows=1, context_len=40, num_layers=1, query_len=40)
+    for got, wanted in zip(
+        final(paged(XlaBackend(), workload, 16, "float32")), final(dense(workload, "float32")), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
+    small = {name: {f"small {name}": SMALL} for name in ("DECODES", "GATHERS")}
+    small["SHARED"] = {"small": Workload(4, 70, 1, num_shared=64)}
+    small["PREFILLS"] = {"small": Workload(1, 40, 1, 8)}
+    for name, workloads in small.items():
+        monkeypatch.setattr(bench_kernels, name, workloads)
+    path = tmp_path / "kernels.json"
+    assert main(["bench", "kernels", "--runs", "2", "--block-size", "16", "-o", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert list(result)[:2] == ["what", "ratios"]
+    assert (result["backend"], result["runs"], result["block_size"], result["jax"]) == ("xla", 2, 16, jax.__version__)
+    assert len(result["ratios"]) == 4
+    decode = result["ratios"]["decode, small DECODES"]
+    assert decode["temporary memory at twice the pages ÷ at once"] == 1.0
+    assert all(value > 0 for values in result["ratios"].values() for value in values.values())
+    assert result["read_bytes_per_s"] > 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "KV bytes/s ÷ read bandwidth" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--backend", "pallas-tpu"], "got pallas-tpu, which runs on a TPU; this is a cpu: use --backend xla"),
+        (["--backend", "pallas-gpu"], "got pallas-gpu, which is not built in this version"),
+        (["--backend", "triton"], "got triton, allowed: xla, pallas-tpu, pallas-gpu"),
+        (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
+        (["--block-size", "0"], "--block-size: got 0"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_by_name(argv, message, capsys):
+    assert main(["bench", "kernels", *argv]) == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_workload_counts_keys_and_values_of_its_rows():
+    # 3 rows × 50 tokens × keys and values × 3 heads × 64 × 4 bytes.
+    assert SMALL.kv_bytes == 3 * 50 * 2 * 3 * 64 * jnp.dtype("float32").itemsize
