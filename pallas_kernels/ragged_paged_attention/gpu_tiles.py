@@ -1,0 +1,135 @@
+"""What the GPU kernels share: layouts of shared memory and registers, copies, and the matrix product.
+
+One thread block is one warpgroup of 128 threads, four warps. `mma` gives tiles of 16 rows to warps: with 16 rows the
+four warps divide the columns, with 64 each has rows of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from .gpu_plan import ALIGN
+
+plgpu: Any = mosaic_gpu
+
+LEAST_MAX = -1e30
+"""Where running maxima start, and what masked scores are: finite, so that no difference of them is NaN."""
+LOG2_E = math.log2(math.e)
+COMPUTE_DTYPE = jnp.bfloat16
+"""Of the operands of products; sums are float32."""
+WARPS = 4
+CHUNK = 16
+"""Keys of one product of weights and values."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a kernel has to know of the chip it runs on; nothing asks a device."""
+
+    has_tma: bool = True
+    """Hopper and later copy by TMA, Ampere by cp.async."""
+    interpret: Any = None
+    """`plgpu.InterpretGPUParams`, for tests."""
+
+
+def warps_on_rows(tile_rows: int) -> int:
+    """Of the four warps, those that have rows of their own."""
+    return min(WARPS, tile_rows // 16)
+
+
+def left(tile_rows: int) -> Any:
+    """Layout of the left operand of a product with that many rows."""
+    return plgpu.Layout.MMA_LHS(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
+
+
+def right(tile_rows: int) -> Any:
+    """Layout of the right operand."""
+    return plgpu.Layout.MMA_RHS(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
+
+
+def sums(tile_rows: int) -> Any:
+    """Layout of the result; `.reduce(1)` is that of one number a row."""
+    return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
+
+
+def tile_memory(shape: tuple[int, ...], dtype: Any, lanes: int | None = None) -> Any:
+    """Shared memory for tiles [rows, lanes], laid out so that products read it without bank conflicts."""
+    width = min(128, (lanes or shape[-1]) * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
+
+
+def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, chip: Chip) -> jax.Array:
+    """acc + a · b. The one thing that differs when interpreted: the interpreter knows no `mma`."""
+    if chip.interpret is None:
+        return plgpu.mma(acc, a, b)
+    return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def copy_in(source: Any, target: Any, barrier: Any, chip: Chip) -> None:
+    """Start a copy from global to shared memory."""
+    if chip.has_tma:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def wait_for(barrier: Any, num_later: int, chip: Chip) -> None:
+    """Wait for the copies of one barrier; on Ampere, for all but the `num_later` that were started last."""
+    if chip.has_tma:
+        plgpu.barrier_wait(barrier)
+    else:
+        plgpu.wait_gmem_to_smem(num_later)
+
+
+def release(chip: Chip) -> None:
+    """What was read or written by ordinary instructions before may be overwritten by TMA after."""
+    if chip.has_tma:
+        plgpu.commit_smem()
+
+
+def write_out(target: Any, value: jax.Array) -> None:
+    """Registers to global memory."""
+    if hasattr(plgpu, "store"):  # jax ≥ 0.12
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
+
+
+def write_rows(target: Any, head: Any, place: Any, num_rows: Any, values: jax.Array, staging: Any) -> None:
+    """The first `num_rows` of a tile to target[head, place:], by way of `staging`, ALIGN at a time and sixteen bytes
+    a thread; rows behind them in the last ALIGN are padding and may be written."""
+    staging[...] = values.astype(staging.dtype)
+    for first in range(0, staging.shape[0], ALIGN):
+
+        @pl.when(first < num_rows)
+        def _(first: int = first) -> None:
+            rows = plgpu.load(staging.at[pl.ds(first, ALIGN)], layout=spread(staging.shape[1]))
+            write_out(target.at[head, pl.ds(pl.multiple_of(place + first, ALIGN), ALIGN)], rows)
+
+
+def spread(head_size: int) -> Any:
+    """Layout of ALIGN rows at a time: two rows to each warp, neighbouring lanes side by side."""
+    width = min(head_size, 128)
+    tiling = plgpu.Tiling(((ALIGN, width), (2, width), (width // 16,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def read_in(source: Any, layout: Any) -> jax.Array:
+    """Global memory to registers."""
+    loaded: jax.Array = plgpu.load(source, layout=layout, optimized=False)
+    return loaded
+
+
+def as_operand(stored: jax.Array) -> jax.Array:
+    """Numbers as they lie in a page → as products take them; exact, since one byte fits into eight bits of mantissa."""
+    if stored.dtype == COMPUTE_DTYPE:
+        return stored
+    return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
