@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -150,18 +151,20 @@ class GpuGate:
             message = " ".join(str(error).strip().splitlines())[:400]
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {message}"}
         kernels = [self._kernel(ptx) for ptx in sorted(self.dump.glob("*.ptx"))]
+        # Between the layers lies the result of the first, which is no memory that a call needs beside it.
+        temp_bytes = memory.temp_size_in_bytes - math.prod(arguments[1].shape) * arguments[1].dtype.itemsize
         fault = None
         if memory.alias_size_in_bytes < cache_bytes:
             fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
-        elif memory.temp_size_in_bytes > MOST_TEMP_BYTES:
-            fault = f"{memory.temp_size_in_bytes} bytes of temporary memory"
+        elif temp_bytes > MOST_TEMP_BYTES:
+            fault = f"{temp_bytes} bytes of temporary memory"
         elif not kernels:
             fault = "no kernel was compiled"
         elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
             fault = f"ptxas: {errors[0]}"
         elif spills := sum(kernel["spill_bytes"] for kernel in kernels):
             fault = f"{spills} bytes of spills"
-        found = {"temp_bytes": memory.temp_size_in_bytes, "kernels": kernels, "block_memory": self.block_memory}
+        found = {"temp_bytes": temp_bytes, "kernels": kernels, "block_memory": self.block_memory}
         return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
 
     @contextmanager

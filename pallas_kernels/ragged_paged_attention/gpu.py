@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from .gpu_attention import Options, ragged_attention
 from .gpu_merge import merge
-from .gpu_plan import Order, TileClass, units_of, write_order
+from .gpu_plan import GpuPlanner
 from .gpu_queries import QueryRows
 from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
@@ -33,8 +33,6 @@ from .kv_scales import LayerScales, quantize
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEAD_SIZES = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
-UNFINISHED_BYTES = 7 << 20
-"""Of memory for results of pieces, per class of tiles."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class GpuBackend:
     gets an order of work of its own; a layer with another window does the work of full attention's order and skips
     what it does not see. `num_sms` counts the chip's multiprocessors and `has_tma` says that it is a Hopper or later;
     the defaults are an H100's and an H200's. `is_cut` False computes every row's result in the same order in any
-    company, which costs time where rows are few or of very different length. `interpret` runs the kernels anywhere,
+    company, which costs time where rows are few or of very different length; `least_share` counts 64 keys each that a
+    thread block gets before the next one gets any. `interpret` runs the kernels anywhere,
     step by step: `plgpu.InterpretGPUParams`, for tests.
     """
 
@@ -72,6 +71,7 @@ class GpuBackend:
     num_sms: int = 132
     has_tma: bool = True
     is_cut: bool = True
+    least_share: int = 6
     interpret: Any = None
 
     name = "pallas-gpu"
@@ -84,19 +84,10 @@ class GpuBackend:
             )
 
     @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def large_rows(self) -> int:
-        """Query rows of a large tile: what fits into registers."""
-        return 64 if self.head_size <= 128 else 32
-
-    @property
-    def small_rows(self) -> int:
-        """Query rows of a small tile: as few as one query's heads need."""
-        return min(max(1 << (self.group - 1).bit_length(), 16), self.large_rows)
+    def planner(self) -> GpuPlanner:
+        """Makes the order of work of a step."""
+        names = ("num_heads", "num_kv_heads", "head_size", "windows", "num_sms", "is_cut", "least_share")
+        return GpuPlanner(**{name: getattr(self, name) for name in names})
 
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
@@ -114,8 +105,8 @@ class GpuBackend:
         return GpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """All classes of tiles, all windows."""
-        return self._orders(self._max_units(num_tokens, num_rows))[-1][-1].end
+        """Room for all classes of tiles and all windows."""
+        return self.planner.plan_len(num_tokens, num_rows)
 
     def plan(
         self,
@@ -126,52 +117,20 @@ class GpuBackend:
         out: np.ndarray,
     ) -> None:
         """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""
-        fixed = self._orders(0)[-1][-1].end
-        max_units = (len(out) - fixed) // (self._orders(1)[-1][-1].end - fixed)
-        largest = 0
-        for orders in self._orders(max_units):
-            tile_rows = orders[0].tiles.tile_rows
-            is_last = tile_rows == self.large_rows
-            query_rows = query_lens * self.group
-            rows = np.flatnonzero((query_rows > largest) & (is_last | (query_rows <= tile_rows)))
-            largest = tile_rows
-            units = units_of(rows, query_lens, context_lens, self.group, tile_rows)
-            for order, window in zip(orders, self._windows, strict=True):
-                write_order(order, units, window, self.is_cut, out)
-
-    @property
-    def _windows(self) -> tuple[int | None, ...]:
-        """Those that have an order of work; full attention's is the first."""
-        return (None, *sorted({window for window in self.windows if window is not None}))
-
-    def _max_units(self, num_tokens: int, num_rows: int) -> int:
-        """Of the tiles of one class; every row may end in a partial one."""
-        return num_tokens * self.group // self.large_rows + min(num_tokens, num_rows)
-
-    def _orders(self, max_units: int) -> list[list[Order]]:
-        """Of small and of large tiles, for each window; of one class only if one query's heads fill a large tile."""
-        orders, end = [], 0
-        for tile_rows in sorted({self.small_rows, self.large_rows}):
-            blocks_per_sm = 3 if tile_rows < self.large_rows else 2
-            num_lists = max(self.num_sms * blocks_per_sm // self.num_kv_heads, 1)
-            slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
-            tiles = TileClass(tile_rows, num_lists, min(num_lists - 1, UNFINISHED_BYTES // slot_bytes // 2), max_units)
-            orders.append([])
-            for _ in self._windows:
-                orders[-1].append(Order(tiles, end))
-                end = orders[-1][-1].end
-        return orders
+        self.planner.plan(query_lens, context_lens, out)
 
     def launches(
         self, num_tokens: int, num_rows: int, *, scale: float, window: int | None, soft_cap: float | None
     ) -> list[Options]:
         """Of the classes of tiles that a step of that size may have."""
-        index = self._windows.index(window) if window in self._windows else 0
-        has_small_only = num_tokens * self.group <= self.small_rows
+        planner = self.planner
+        windows, orders = planner.planned_windows, planner.orders(planner.max_units(num_tokens, num_rows))
+        if num_tokens * planner.group <= planner.small_rows:
+            del orders[1:]
         return [
             Options(
-                order=orders[index],
-                group=self.group,
+                order=its_orders[windows.index(window) if window in windows else 0],
+                group=planner.group,
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
@@ -179,7 +138,7 @@ class GpuBackend:
                 num_stages=2,
                 chip=Chip(has_tma=self.has_tma, interpret=self.interpret),
             )
-            for orders in self._orders(self._max_units(num_tokens, num_rows))[: 1 if has_small_only else None]
+            for its_orders in orders
         ]
 
     def attend(
@@ -249,7 +208,7 @@ def _attend_layer(
         if kv_scales is not None:
             k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
         k_pages, v_pages = (_scatter(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
-    rows = QueryRows(step, backend.num_kv_heads, backend.group)
+    rows = QueryRows(step, backend.num_kv_heads, backend.num_heads // backend.num_kv_heads)
     results = jax.new_ref(rows.align(q.astype(COMPUTE_DTYPE)))
     for options in backend.launches(
         q.shape[0], step.context_lens.shape[0], scale=scale, window=window, soft_cap=soft_cap

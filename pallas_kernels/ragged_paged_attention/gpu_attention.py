@@ -76,15 +76,15 @@ def ragged_attention(
     """
     num_kv_heads, _, head_size = queries.shape
     tiles, tile_kv, dtype, chip = options.order.tiles, options.tile_kv, k_pages.dtype, options.chip
-    kv_tiles = gpu_tiles.tile_memory((options.num_stages, tile_kv, head_size), dtype)
+    kv_tiles = gpu_tiles.tile_memory((options.num_stages, tile_kv, head_size), dtype, chip)
     scratch = {
-        "q_tile": gpu_tiles.tile_memory((tiles.tile_rows, head_size), COMPUTE_DTYPE),
+        "q_tile": gpu_tiles.tile_memory((tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         "k_tiles": kv_tiles,
         "v_tiles": kv_tiles,
-        "weights": gpu_tiles.tile_memory((tiles.tile_rows, tile_kv), COMPUTE_DTYPE, lanes=CHUNK),
+        "weights": gpu_tiles.tile_memory((tiles.tile_rows, tile_kv), COMPUTE_DTYPE, chip, lanes=CHUNK),
     }
     if dtype != COMPUTE_DTYPE:
-        scratch |= dict.fromkeys(("k_wide", "v_wide"), gpu_tiles.tile_memory((tile_kv, head_size), COMPUTE_DTYPE))
+        scratch |= dict.fromkeys(("k_wide", "v_wide"), gpu_tiles.tile_memory((tile_kv, head_size), COMPUTE_DTYPE, chip))
     if chip.has_tma:
         copies = 2 * max(tile_kv // k_pages.shape[2], 1)
         scratch["q_here"] = plgpu.Barrier()
@@ -154,7 +154,6 @@ def _do_piece(
     first_position = start + lax.div(first, jnp.int32(group))
     newest = jnp.minimum(start + lax.div(first + (tile_rows - 1), jnp.int32(group)), context - 1)
     oldest = jnp.int32(0) if options.window is None else jnp.maximum(first_position - options.window + 1, 0)
-    has_first_key = begin == 0
     first_tile = lax.div(jnp.maximum(begin, oldest), jnp.int32(tile_kv))
     end_tile = lax.div(jnp.minimum(end, newest + 1) + (tile_kv - 1), jnp.int32(tile_kv))
     num_tiles = jnp.maximum(end_tile - first_tile, 0)
@@ -221,8 +220,9 @@ def _do_piece(
 
         @pl.when((keys_from < oldest) | (keys_from + (tile_kv - 1) > newest))
         def _() -> None:
-            values = v_tile[...]
-            key = keys_from + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+            layout = gpu_tiles.spread(head_size, chip)
+            values = plgpu.load(v_tile, layout=layout)
+            key = keys_from + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
             v_tile[...] = jnp.where((key >= oldest) & (key <= newest), values, jnp.zeros_like(values))
 
     def attend(index: Any, carry: Any) -> Any:
@@ -234,8 +234,10 @@ def _do_piece(
         gpu_tiles.wait_for(refs["kv_here"].at[stage] if chip.has_tma else None, 2 * per_tile * (stages - 1), chip)
         k_tile, v_tile = refs["k_tiles"].at[stage], refs["v_tiles"].at[stage]
         if is_quantized:
-            refs["k_wide"][...] = gpu_tiles.as_operand(k_tile[...])
-            refs["v_wide"][...] = gpu_tiles.as_operand(v_tile[...])
+            for narrow, wide in ((k_tile, refs["k_wide"]), (v_tile, refs["v_wide"])):
+                # On Ampere a row of 128 bytes lies in two blocks, which are read one after the other.
+                stored = plgpu.load(narrow, layout=gpu_tiles.spread(head_size, chip), optimized=chip.has_tma)
+                wide[...] = gpu_tiles.as_operand(stored, chip)
             k_tile, v_tile = refs["k_wide"], refs["v_wide"]
         scores = scores_of(k_tile, index)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -261,8 +263,8 @@ def _do_piece(
     if "sinks" in refs:
         sink_row = refs["sinks"].at[head, pl.ds(lax.rem(first, jnp.int32(group)), tile_rows)]
         sinks = gpu_tiles.read_in(sink_row, row_sums) * LOG2_E
-        top = jnp.where(has_first_key, sinks, top)
-        total = jnp.where(has_first_key, jnp.ones_like(total), total)
+        with_sinks = sinks, plgpu.layout_cast(jnp.ones((tile_rows,), jnp.float32), row_sums)
+        top, total = lax.cond(begin == 0, lambda: with_sinks, lambda: (top, total))
     gpu_tiles.wait_for(refs.get("q_here"), 2 * per_tile * (stages - 1), chip)
     acc, top, total, _ = lax.fori_loop(0, num_tiles, attend, (acc, top, total, pages_of(jnp.int32(stages - 1))))
     if not chip.has_tma:
@@ -273,7 +275,7 @@ def _do_piece(
     @pl.when(slot < 0)
     def _() -> None:
         results = acc / lax.broadcast_in_dim(total, acc.shape, [0])
-        gpu_tiles.write_rows(refs["queries"], head, place, num_queries * group - first, results, refs["q_tile"])
+        gpu_tiles.write_rows(refs["queries"], head, place, num_queries * group - first, results, refs["q_tile"], chip)
 
     @pl.when(slot >= 0)
     def _() -> None:

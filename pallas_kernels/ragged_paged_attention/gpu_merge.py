@@ -36,11 +36,11 @@ def merge(queries: Any, unfinished: Partial, plan: Int[Array, " plan"], order: O
             fields = [plan[order.merges + field * tiles.max_cuts + index] for field in range(MERGE_FIELDS)]
             place, num_rows, first, count = fields
             results = _merged((sums, maxima, totals), head, first, count)
-            gpu_tiles.write_rows(queries, head, pl.multiple_of(place, ALIGN), num_rows, results, staging)
+            gpu_tiles.write_rows(queries, head, pl.multiple_of(place, ALIGN), num_rows, results, staging, chip)
 
     plgpu.kernel(
         body,
-        scratch_types=[gpu_tiles.tile_memory((tiles.tile_rows, head_size), queries.dtype)],
+        scratch_types=[gpu_tiles.tile_memory((tiles.tile_rows, head_size), queries.dtype, chip)],
         grid=(tiles.max_cuts, num_kv_heads),
         grid_names=("merge", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -20,16 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .gpu_deal import deal
+
 ALIGN = 8
 """Query rows: each row's begin at a multiple of it, since tiles of shared memory have eight rows."""
 GRANULE = 64
 """Keys: units are cut at multiples of it."""
-UNIT_COST = 2
-"""Granules of keys that beginning and ending a piece is taken to cost."""
-LEAST_SHARE = 6
-"""Granules of keys, with UNIT_COST, that a thread block gets before the next one gets any."""
-BALANCED = 1.1
-"""Units are not cut if the longest list is within this of the mean."""
+UNFINISHED_BYTES = 7 << 20
+"""Of memory for results of pieces, per class of tiles."""
 NO_END = 1 << 30
 PIECE_FIELDS = 6
 """(row, first query row in it, the same among the aligned ones, first key, end of keys, slot if it is cut or −1)."""
@@ -89,6 +87,82 @@ class Order:
         return self.merges + MERGE_FIELDS * self.tiles.max_cuts
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuPlanner:
+    """Makes the plans of a backend. `num_heads` and `num_kv_heads` are those on one chip.
+
+    `windows` are those of layers that get an order of work of their own beside that of full attention. `is_cut` False
+    leaves every unit whole, so that a row's result does not depend on its company. `least_share` counts granules of
+    keys that a thread block gets before the next one gets any.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    windows: tuple[int | None, ...]
+    num_sms: int
+    is_cut: bool
+    least_share: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def large_rows(self) -> int:
+        """Query rows of a large tile: what fits into registers."""
+        return 64 if self.head_size <= 128 else 32
+
+    @property
+    def small_rows(self) -> int:
+        """Query rows of a small tile: as few as one query's heads need."""
+        return min(max(1 << (self.group - 1).bit_length(), 16), self.large_rows)
+
+    @property
+    def planned_windows(self) -> tuple[int | None, ...]:
+        """Those that have an order of work; full attention's is the first."""
+        return (None, *sorted({window for window in self.windows if window is not None}))
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """All classes of tiles, all windows."""
+        return self.orders(self.max_units(num_tokens, num_rows))[-1][-1].end
+
+    def plan(self, query_lens: np.ndarray, context_lens: np.ndarray, out: np.ndarray) -> None:
+        """Cut the rows into tiles and these into pieces, and deal them out."""
+        fixed = self.orders(0)[-1][-1].end
+        max_units = (len(out) - fixed) // (self.orders(1)[-1][-1].end - fixed)
+        query_rows, fewest = query_lens * self.group, 1
+        for orders in self.orders(max_units):
+            tile_rows = orders[0].tiles.tile_rows
+            is_its = query_rows >= fewest
+            if tile_rows < self.large_rows:
+                is_its &= query_rows <= tile_rows
+                fewest = tile_rows + 1
+            units = _units_of(np.flatnonzero(is_its), query_lens, context_lens, self.group, tile_rows)
+            for order, window in zip(orders, self.planned_windows, strict=True):
+                _write_order(order, units, window, is_cut=self.is_cut, least_share=self.least_share, out=out)
+
+    def max_units(self, num_tokens: int, num_rows: int) -> int:
+        """Of the tiles of one class in a step of that size; every row may end in a partial one."""
+        return num_tokens * self.group // self.large_rows + min(num_tokens, num_rows)
+
+    def orders(self, max_units: int) -> list[list[Order]]:
+        """Of small and of large tiles, for each window; only of large ones if one query's heads fill them."""
+        orders: list[list[Order]] = []
+        end = 0
+        for tile_rows in sorted({self.small_rows, self.large_rows}):
+            blocks_per_sm = 3 if tile_rows < self.large_rows else 2
+            num_lists = max(self.num_sms * blocks_per_sm // self.num_kv_heads, 1)
+            slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
+            tiles = TileClass(tile_rows, num_lists, min(num_lists - 1, UNFINISHED_BYTES // slot_bytes // 2), max_units)
+            orders.append([])
+            for _ in self.planned_windows:
+                orders[-1].append(Order(tiles, end))
+                end = orders[-1][-1].end
+        return orders
+
+
 @dataclass(frozen=True)
 class Units:
     """Tiles of query rows, in order of rows."""
@@ -104,7 +178,7 @@ class Units:
     """Behind the last key that any of its queries sees."""
 
 
-def units_of(rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group: int, tile_rows: int) -> Units:
+def _units_of(rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group: int, tile_rows: int) -> Units:
     """Cut the queries of `rows` into tiles. Lengths are of all rows of the step."""
     query_rows = query_lens * group
     aligned = -(-query_rows // ALIGN) * ALIGN
@@ -123,13 +197,19 @@ def units_of(rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray,
     )
 
 
-def write_order(order: Order, units: Units, window: int | None, is_cut: bool, out: np.ndarray) -> None:
-    """Deal the units out to the lists of `order`, and write who does what into `out`.
-
-    `is_cut` False leaves every unit whole, so that a row's result does not depend on its company.
-    """
+def _write_order(
+    order: Order, units: Units, window: int | None, *, is_cut: bool, least_share: int, out: np.ndarray
+) -> None:
+    """Deal the units out to the lists of `order`, and write who does what into `out`."""
+    tiles = order.tiles
     begin = np.zeros_like(units.end) if window is None else np.maximum(units.first_position - window + 1, 0) // GRANULE
-    cut_units, cut_granules, starts = _deal(begin, -(-units.end // GRANULE), order.tiles, is_cut)
+    cut_units, cut_granules, starts = deal(
+        begin,
+        -(-units.end // GRANULE),
+        num_lists=tiles.num_lists,
+        max_cuts=tiles.max_cuts if is_cut else 0,
+        least_share=least_share,
+    )
     num_units, num_cuts = len(units.row), len(cut_units)
     cuts_of_unit = np.bincount(cut_units, minlength=num_units)[:num_units]
     first_piece = np.arange(num_units) + np.cumsum(cuts_of_unit) - cuts_of_unit
@@ -156,40 +236,3 @@ def write_order(order: Order, units: Units, window: int | None, is_cut: bool, ou
 def _fill(fields: np.ndarray, *columns: np.ndarray) -> None:
     for field, values in zip(fields, columns, strict=True):
         field[: len(values)] = values
-
-
-def _deal(
-    begin: np.ndarray, end: np.ndarray, tiles: TileClass, is_cut: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Deal out units [begin, end) of granules: (units that are cut, at which granule, begin of each list but the first).
-
-    A list begins at a unit; the number of units stands for the end of all, and what lies behind it for the cuts.
-    """
-    num_units = len(begin)
-    cost = end - begin + UNIT_COST
-    ends = np.cumsum(cost)
-    total = int(ends[-1]) if num_units else 0
-    whole = np.empty(0, np.int64)
-
-    def borders_of(num_lists: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(where the borders lie, the unit each lies in, and the unit before whose begin it lies most nearly)."""
-        share = max(-(-total // num_lists), LEAST_SHARE)
-        borders = np.minimum(np.arange(1, num_lists) * share, total)
-        unit = np.searchsorted(ends, borders, side="right")
-        middle = np.append(ends - cost / 2, total)[unit]
-        return borders, unit, np.minimum(unit + (borders > middle), num_units)
-
-    borders, _, nearest = borders_of(tiles.num_lists)
-    edges = np.concatenate([[0], np.append(ends, total)[nearest - 1] * (nearest > 0), [total]])
-    loads = np.diff(edges)
-    if not is_cut or not tiles.max_cuts or loads.max() <= BALANCED * max(total / tiles.num_lists, LEAST_SHARE):
-        return whole, whole, nearest
-    borders, unit, nearest = borders_of(min(tiles.num_lists, tiles.max_cuts + 1))
-    inner = np.minimum(unit, num_units - 1)
-    granule = begin[inner] + borders - (ends - cost)[inner] - UNIT_COST
-    # A cut so near to an end of the unit that it spares nobody anything moves to that end.
-    is_inside = (unit < num_units) & (granule >= begin[inner] + UNIT_COST) & (granule <= end[inner] - UNIT_COST)
-    starts = np.full(tiles.num_lists - 1, num_units)
-    starts[: len(nearest)] = nearest
-    starts[: len(nearest)][is_inside] = num_units + 1 + np.arange(np.count_nonzero(is_inside))
-    return inner[is_inside], granule[is_inside], starts

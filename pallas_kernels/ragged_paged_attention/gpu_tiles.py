@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
@@ -59,9 +60,11 @@ def sums(tile_rows: int) -> Any:
     return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
 
 
-def tile_memory(shape: tuple[int, ...], dtype: Any, lanes: int | None = None) -> Any:
+def tile_memory(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None = None) -> Any:
     """Shared memory for tiles [rows, lanes], laid out so that products read it without bank conflicts."""
-    width = min(128, (lanes or shape[-1]) * jnp.dtype(dtype).itemsize)
+    row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
+    # The four warps that copy on Ampere want two blocks of lanes to share 16 rows.
+    width = min(128, row_bytes if chip.has_tma or lanes else row_bytes // 2)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 
@@ -103,7 +106,7 @@ def write_out(target: Any, value: jax.Array) -> None:
         target[...] = value
 
 
-def write_rows(target: Any, head: Any, place: Any, num_rows: Any, values: jax.Array, staging: Any) -> None:
+def write_rows(target: Any, head: Any, place: Any, num_rows: Any, values: jax.Array, staging: Any, chip: Chip) -> None:
     """The first `num_rows` of a tile to target[head, place:], by way of `staging`, ALIGN at a time and sixteen bytes
     a thread; rows behind them in the last ALIGN are padding and may be written."""
     staging[...] = values.astype(staging.dtype)
@@ -111,13 +114,17 @@ def write_rows(target: Any, head: Any, place: Any, num_rows: Any, values: jax.Ar
 
         @pl.when(first < num_rows)
         def _(first: int = first) -> None:
-            rows = plgpu.load(staging.at[pl.ds(first, ALIGN)], layout=spread(staging.shape[1]))
+            rows = plgpu.load(staging.at[pl.ds(first, ALIGN)], layout=spread(staging.shape[1], chip))
             write_out(target.at[head, pl.ds(pl.multiple_of(place + first, ALIGN), ALIGN)], rows)
 
 
-def spread(head_size: int) -> Any:
-    """Layout of ALIGN rows at a time: two rows to each warp, neighbouring lanes side by side."""
+def spread(head_size: int, chip: Chip) -> Any:
+    """Layout of ALIGN rows at a time: neighbouring lanes side by side, two rows to a warp; four halves of a row on
+    Ampere, where a row of 64 lies in two blocks."""
     width = min(head_size, 128)
+    if width == 64 and not chip.has_tma:
+        halves = plgpu.Tiling(((ALIGN, 64), (4, 32), (4,)))
+        return plgpu.Layout.TILED(halves, warp_dims=(-5, -4), lane_dims=(-3, -2), vector_dim=-1)
     tiling = plgpu.Tiling(((ALIGN, width), (2, width), (width // 16,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -128,8 +135,22 @@ def read_in(source: Any, layout: Any) -> jax.Array:
     return loaded
 
 
-def as_operand(stored: jax.Array) -> jax.Array:
+def as_operand(stored: jax.Array, chip: Chip) -> jax.Array:
     """Numbers as they lie in a page → as products take them; exact, since one byte fits into eight bits of mantissa."""
-    if stored.dtype == COMPUTE_DTYPE:
-        return stored
-    return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
+    if chip.has_tma:
+        return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
+    if stored.dtype == jnp.int8:
+        return _float_of_int8(stored).astype(COMPUTE_DTYPE)
+    return _float_of_e4m3(lax.bitcast_convert_type(stored, jnp.int8)).astype(COMPUTE_DTYPE)
+
+
+def _float_of_int8(stored: jax.Array) -> jax.Array:
+    """Added to the bits of 1.5 · 2²³, whose last place counts ones: the compiler's own way needs a Hopper."""
+    return lax.bitcast_convert_type(stored.astype(jnp.int32) + 0x4B400000, jnp.float32) - 1.5 * 2.0**23
+
+
+def _float_of_e4m3(bits: jax.Array) -> jax.Array:
+    """float8_e4m3fn by its bits: seven places further left they are those of a float16, but for 8 in the exponent."""
+    bits = bits.astype(jnp.int32)
+    half = lax.bitcast_convert_type((((bits << 7) & 0x3F80) | (bits & -0x8000)).astype(jnp.int16), jnp.float16)
+    return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * 256.0)
