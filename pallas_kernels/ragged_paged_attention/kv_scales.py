@@ -39,7 +39,7 @@ def is_quantized(dtype: Any) -> bool:
 
 def quantize(x: Float[Array, "T K H"], scale: Float[Array, " K"], dtype: Any) -> Array:
     """The nearest storable numbers to x / scale; beyond the largest, the largest. NaN stays NaN where there is one."""
-    scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[:, None]
+    scaled = x.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
     if jnp.issubdtype(dtype, jnp.integer):
         most = jnp.iinfo(dtype).max
         return jnp.clip(jnp.round(scaled), -most, most).astype(dtype)
