@@ -273,11 +273,12 @@ def main() -> int:
     parser.add_argument("page_size", type=int)
     parser.add_argument("feature", choices=FEATURES)
     parser.add_argument("step", choices=STEPS)
+    parser.add_argument("--prefill", default="mma", help="mma, or Hopper's wgmma: the candidate")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     heads = args.num_heads, args.num_kv_heads
     cell = GpuCell(heads, args.head_size, args.dtype, args.page_size, args.feature, args.step, "asked for")
-    found = GpuGate(args.chip).compile(cell)
+    found = GpuGate(args.chip, prefill=args.prefill).compile(cell)
     print(json.dumps(found))
     return bool(found["fault"])
 

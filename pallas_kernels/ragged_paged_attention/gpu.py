@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from . import gpu_mma, gpu_wgmma
 from .gpu_attention import Options, ragged_attention
 from .gpu_merge import merge
 from .gpu_plan import GpuPlanner
@@ -33,6 +34,7 @@ from .kv_scales import LayerScales, quantize
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEAD_SIZES = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
+PREFILL = ("mma", "wgmma")
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class GpuBackend:
     what it does not see. `num_sms` counts the chip's multiprocessors and `has_tma` says that it is a Hopper or later;
     the defaults are an H100's and an H200's. `is_cut` False computes every row's result in the same order in any
     company, which costs time where rows are few or of very different length; `least_share` counts 64 keys each that a
-    thread block gets before the next one gets any. `interpret` runs the kernels anywhere,
-    step by step: `plgpu.InterpretGPUParams`, for tests.
+    thread block gets before the next one gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper
+    and for heads of 64 and 128, wgmma. `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`,
+    for tests.
     """
 
     num_heads: int
@@ -72,6 +75,7 @@ class GpuBackend:
     has_tma: bool = True
     is_cut: bool = True
     least_share: int = 6
+    prefill: str = "mma"
     interpret: Any = None
 
     name = "pallas-gpu"
@@ -81,6 +85,11 @@ class GpuBackend:
             raise ValueError(
                 f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
                 "(Python 3.12 or later); update jax or use --attention-backend xla"
+            )
+        if self.prefill not in PREFILL or (self.prefill == "wgmma" and self.head_size > gpu_wgmma.MOST_LANES):
+            raise ValueError(
+                f"prefill: got {self.prefill} with head size {self.head_size}, the pallas-gpu backend takes "
+                f"{' or '.join(PREFILL)}, wgmma up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
             )
 
     @property
@@ -125,8 +134,7 @@ class GpuBackend:
         """Of the classes of tiles that a step of that size may have."""
         planner = self.planner
         windows, orders = planner.planned_windows, planner.orders(planner.max_units(num_tokens, num_rows))
-        if num_tokens * planner.group <= planner.small_rows:
-            del orders[1:]
+        used = orders[:1] if num_tokens * planner.group <= planner.small_rows else orders
         return [
             Options(
                 order=its_orders[windows.index(window) if window in windows else 0],
@@ -136,9 +144,10 @@ class GpuBackend:
                 soft_cap=soft_cap,
                 tile_kv=64 if self.head_size <= 128 else 32,
                 num_stages=2,
+                products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
                 chip=Chip(has_tma=self.has_tma, interpret=self.interpret),
             )
-            for its_orders in orders
+            for its_orders in used
         ]
 
     def attend(

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from . import gpu_tiles
 from .gpu_plan import ALIGN, PIECE_FIELDS, Order
-from .gpu_tiles import CHUNK, COMPUTE_DTYPE, LEAST_MAX, LOG2_E, Chip, plgpu
+from .gpu_tiles import COMPUTE_DTYPE, LEAST_MAX, LOG2_E, Chip, plgpu
 from .kv_scales import LayerScales
 
 Partial = tuple[Array, Array, Array]
@@ -53,6 +53,8 @@ class Options:
     soft_cap: float | None
     tile_kv: int
     num_stages: int
+    products: Any
+    """`gpu_mma` or `gpu_wgmma`."""
     chip: Chip
 
 
@@ -81,7 +83,7 @@ def ragged_attention(
         "q_tile": gpu_tiles.tile_memory((tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         "k_tiles": kv_tiles,
         "v_tiles": kv_tiles,
-        "weights": gpu_tiles.tile_memory((tiles.tile_rows, tile_kv), COMPUTE_DTYPE, chip, lanes=CHUNK),
+        "weights": options.products.weights_memory(tiles.tile_rows, tile_kv, chip),
     }
     if dtype != COMPUTE_DTYPE:
         scratch |= dict.fromkeys(("k_wide", "v_wide"), gpu_tiles.tile_memory((tile_kv, head_size), COMPUTE_DTYPE, chip))
@@ -144,7 +146,8 @@ def _do_piece(
     tile_rows, head_size = refs["q_tile"].shape
     num_pages, _, page_size, _ = refs["k_pages"].shape
     per_tile = max(tile_kv // page_size, 1)
-    sums, row_sums = gpu_tiles.sums(tile_rows), gpu_tiles.sums(tile_rows).reduce(1)
+    products = options.products
+    sums, row_sums = products.sums(tile_rows), products.sums(tile_rows).reduce(1)
     is_quantized = "k_scales" in refs
 
     # Positions: the unit sees [oldest, newest + 1), this piece does [begin, end) of them.
@@ -191,12 +194,7 @@ def _do_piece(
 
     def scores_of(k_tile: Any, index: Any) -> Array:
         """[M, T], times log₂ e, masked."""
-        scores = plgpu.layout_cast(jnp.zeros((tile_rows, tile_kv), jnp.float32), sums)
-        for lane in range(0, head_size, 64):
-            q = plgpu.load(refs["q_tile"].at[:, pl.ds(lane, 64)], layout=gpu_tiles.left(tile_rows))
-            k = plgpu.load(k_tile.at[:, pl.ds(lane, 64)].T, layout=gpu_tiles.right(tile_rows))
-            scores = gpu_tiles.multiply(scores, q, k, chip)
-        scores = scores * factor
+        scores = products.scores(refs["q_tile"], k_tile, chip) * factor
         if options.soft_cap is not None:
             scores = jnp.tanh(scores) * (options.soft_cap * LOG2_E)
         keys_from = (first_tile + index) * tile_kv
@@ -247,10 +245,7 @@ def _do_piece(
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
         refs["weights"][...] = weights.astype(COMPUTE_DTYPE)
         zero_dead(v_tile, index)
-        for key in range(0, tile_kv, CHUNK):
-            p = plgpu.load(refs["weights"].at[:, pl.ds(key, CHUNK)], layout=gpu_tiles.left(tile_rows))
-            v = plgpu.load(v_tile.at[pl.ds(key, CHUNK)], layout=gpu_tiles.right(tile_rows))
-            acc = gpu_tiles.multiply(acc, p, v, chip)
+        acc = products.add_values(acc, refs["weights"], v_tile, chip)
         return acc, new_top, total, pages
 
     gpu_tiles.release(chip)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from . import gpu_tiles
+from . import gpu_mma, gpu_tiles
 from .gpu_attention import Partial
 from .gpu_plan import ALIGN, MERGE_FIELDS, Order
 from .gpu_tiles import LEAST_MAX, Chip, plgpu
@@ -52,7 +52,7 @@ def merge(queries: Any, unfinished: Partial, plan: Int[Array, " plan"], order: O
 def _merged(unfinished: tuple[Any, Any, Any], head: Any, first: Any, count: Any) -> Float[Array, "M H"]:
     sums, maxima, totals = unfinished
     tile_rows, head_size = sums.shape[2:]
-    layout = gpu_tiles.sums(tile_rows)
+    layout = gpu_mma.sums(tile_rows)
     row_layout = layout.reduce(1)
 
     def add(index: Any, carry: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What the GPU kernels share: layouts of shared memory and registers, copies, and the matrix product.
+"""What the GPU kernels share: memory for tiles, copies, and numbers of one byte.
 
-One thread block is one warpgroup of 128 threads, four warps. `mma` gives tiles of 16 rows to warps: with 16 rows the
-four warps divide the columns, with 64 each has rows of its own.
+One thread block is one warpgroup of 128 threads, four warps, that all do the same. Rows of a tile lie in shared memory
+in blocks of eight, their bytes shuffled (swizzled) so that the reads of a warp hit different banks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ LEAST_MAX = -1e30
 LOG2_E = math.log2(math.e)
 COMPUTE_DTYPE = jnp.bfloat16
 """Of the operands of products; sums are float32."""
-WARPS = 4
-CHUNK = 16
-"""Keys of one product of weights and values."""
 
 
 @dataclass(frozen=True)
@@ -40,26 +37,6 @@ class Chip:
     """`plgpu.InterpretGPUParams`, for tests."""
 
 
-def warps_on_rows(tile_rows: int) -> int:
-    """Of the four warps, those that have rows of their own."""
-    return min(WARPS, tile_rows // 16)
-
-
-def left(tile_rows: int) -> Any:
-    """Layout of the left operand of a product with that many rows."""
-    return plgpu.Layout.MMA_LHS(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
-
-
-def right(tile_rows: int) -> Any:
-    """Layout of the right operand."""
-    return plgpu.Layout.MMA_RHS(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
-
-
-def sums(tile_rows: int) -> Any:
-    """Layout of the result; `.reduce(1)` is that of one number a row."""
-    return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=warps_on_rows(tile_rows))
-
-
 def tile_memory(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None = None) -> Any:
     """Shared memory for tiles [rows, lanes], laid out so that products read it without bank conflicts."""
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
@@ -67,13 +44,6 @@ def tile_memory(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | Non
     width = min(128, row_bytes if chip.has_tma or lanes else row_bytes // 2)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
-
-
-def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, chip: Chip) -> jax.Array:
-    """acc + a · b. The one thing that differs when interpreted: the interpreter knows no `mma`."""
-    if chip.interpret is None:
-        return plgpu.mma(acc, a, b)
-    return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def copy_in(source: Any, target: Any, barrier: Any, chip: Chip) -> None:

@@ -110,6 +110,16 @@ def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
     run_some(world(options=options))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_candidate_for_prefill_on_hopper_matches_the_oracle(dtype: str) -> None:
+    """By `wgmma`, which the interpreter knows, from shared memory."""
+    run_some(world(dtype=dtype, made_with={"prefill": "wgmma"}))
+
+
+def test_keys_in_tiles_of_half_a_page() -> None:
+    run_some(world(64, head_size=256, num_heads=1, num_kv_heads=1))
+
+
 def test_a_window_with_an_order_of_its_own() -> None:
     run_some(world(options={"window": 17}, made_with={"windows": (None, 17, 40)}))
 
