@@ -196,7 +196,8 @@ def _do_piece(
         """[M, T], times log₂ e, masked."""
         scores = products.scores(refs["q_tile"], k_tile, chip) * factor
         if options.soft_cap is not None:
-            scores = jnp.tanh(scores) * (options.soft_cap * LOG2_E)
+            # tanh, but not by its instruction: 11 bits of a score of 50 are a hundredth of its weight.
+            scores = (1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E)))) * (options.soft_cap * LOG2_E)
         keys_from = (first_tile + index) * tile_kv
         is_whole = keys_from + (tile_kv - 1) <= first_position
         if options.window is not None:
@@ -268,12 +269,12 @@ def _do_piece(
         acc = acc * refs["v_scales"][head]
 
     @pl.when(slot < 0)
-    def _() -> None:
+    def finish() -> None:
         results = acc / lax.broadcast_in_dim(total, acc.shape, [0])
         gpu_tiles.write_rows(refs["queries"], head, place, num_queries * group - first, results, refs["q_tile"], chip)
 
     @pl.when(slot >= 0)
-    def _() -> None:
+    def put_aside() -> None:
         for name, value in (("sums", acc), ("maxima", top), ("totals", total)):
             if name in refs:
                 gpu_tiles.write_out(refs[name].at[slot, head], value)

@@ -43,7 +43,7 @@ class QueryRows:
         (num_rows,) = self.step.context_lens.shape
         room = num_tokens * self.group + (ALIGN - 1) * min(num_rows, num_tokens) + MOST_TILE_ROWS
         query_row = jnp.arange(-(-room // ALIGN) * ALIGN)
-        row = jnp.searchsorted(self.begins, query_row, side="right") - 1
+        row = _row_of(query_row, self.begins)
         within = query_row - self.begins[row]
         token = jnp.minimum(self.step.query_starts[row] + within // self.group, num_tokens - 1)
         head_KA = jnp.arange(self.num_kv_heads)[:, None] * self.group + (within % self.group)[None]
@@ -54,9 +54,14 @@ class QueryRows:
         """Results in the order of tokens."""
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
-        row = jnp.minimum(jnp.searchsorted(starts, token, side="right") - 1, starts.shape[0] - 2)
+        row = jnp.minimum(_row_of(token, starts), starts.shape[0] - 2)
         place_TG = ((token - starts[row]) * self.group + self.begins[row])[:, None] + jnp.arange(self.group)[None]
         num_kv_heads, room, head_size = aligned.shape
         head_K = jnp.arange(num_kv_heads) * room
         found = aligned.reshape(-1, head_size)[head_K[None, :, None] + jnp.minimum(place_TG, room - 1)[:, None]]
         return found.reshape(len(token), num_kv_heads * self.group, head_size)
+
+
+def _row_of(index: Int[Array, " I"], starts: Int[Array, " R"]) -> Int[Array, " I"]:
+    """The last row that begins at or before each index; by comparing with all of them, since a search is a loop."""
+    return jnp.searchsorted(starts, index, side="right", method="compare_all").astype(jnp.int32) - 1
