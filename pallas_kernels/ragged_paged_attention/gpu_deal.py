@@ -19,7 +19,9 @@ BALANCED = 1.1
 def deal(
     begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_cuts: int, least_share: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Deal out units [begin, end) of granules: (units that are cut, at which granule, begins of lists but the first).
+    """Deal out units [begin, end) of granules, one of them at least.
+
+    Returns the units that are cut, at which granule, and where all lists but the first begin.
 
     A list begins at a unit; the number of units stands for the end of all, and what lies behind it for the cuts. With
     fewer cuts allowed than there are borders, the last lists are empty when units are cut. `least_share` is what a list
@@ -28,7 +30,7 @@ def deal(
     num_units = len(begin)
     cost = end - begin + UNIT_COST
     ends = np.cumsum(cost)
-    total = int(ends[-1]) if num_units else 0
+    total = int(ends[-1])
     whole = np.empty(0, np.int64)
 
     def borders_of(num_lists: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -202,6 +202,9 @@ def _write_order(
 ) -> None:
     """Deal the units out to the lists of `order`, and write who does what into `out`."""
     tiles = order.tiles
+    if not len(units.row):
+        out[order.list_starts : order.num_merges + 1] = 0
+        return
     begin = np.zeros_like(units.end) if window is None else np.maximum(units.first_position - window + 1, 0) // GRANULE
     cut_units, cut_granules, starts = deal(
         begin,

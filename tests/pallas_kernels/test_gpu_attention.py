@@ -136,6 +136,15 @@ def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
         some.step({0: 1, 1: 9, 2: 3})
 
 
+def test_a_row_that_fills_its_page_table_reads_nothing_behind_it() -> None:
+    """A tile of four pages where there are three: the interpreter refuses an index beyond the table."""
+    some = world(table_len=3)
+    some.shape = dataclasses.replace(some.shape, num_tokens=48, num_rows=1)
+    some.add_row()
+    some.step({0: 47})
+    some.step({0: 1})
+
+
 def test_rows_that_share_their_first_pages() -> None:
     some = world()
     first = some.add_row()
