@@ -261,3 +261,16 @@ def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], 
     sizes = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_size": 64}
     with pytest.raises(ValueError, match=message):
         backend().layout(**{**sizes, "dtype": "bfloat16", **options})
+
+
+@pytest.mark.parametrize("options", [{"prefill": "tcgen05"}, {"prefill": "wgmma", "head_size": 256}], ids=str)
+def test_an_instruction_for_prefill_that_is_not_there_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"prefill: got {options['prefill']} with head size .* mma or wgmma"):
+        backend(**options)
+
+
+def test_heads_that_the_backend_was_not_made_for_are_refused_by_number() -> None:
+    some = World(shape_of(16, backend=backend(8, 2), slot_axes=(2, 2), dtype="bfloat16"))
+    some.add_row()
+    with pytest.raises(ValueError, match=r"got 4 query heads, 2 KV heads and head size 64, .* made for 8, 2 and 64"):
+        some.step({0: 1})

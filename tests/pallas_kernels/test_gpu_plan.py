@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu
 
+from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import ALIGN, MERGE_FIELDS, NO_END, PIECE_FIELDS, GpuPlanner
 
 
@@ -143,3 +145,12 @@ def test_plans_of_equal_lengths_are_equal() -> None:
     some = planner()
     assert np.array_equal(made(some, [1, 40], [500, 70]), made(some, [1, 40], [500, 70]))
     assert dataclasses.replace(some) == some
+
+
+def test_the_backend_is_made_where_pallas_has_its_instructions_and_names_the_jax_it_needs_elsewhere() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}
+    if hasattr(mosaic_gpu, "mma"):
+        assert GpuBackend(**sizes).plan_len(16, 4) == GpuBackend(**sizes).planner.plan_len(16, 4)
+    else:
+        with pytest.raises(ValueError, match=r"got pallas-gpu with jax .*, its kernels need jax 0\.11 or later"):
+            GpuBackend(**sizes)
