@@ -45,6 +45,7 @@ MOST_ERROR = 1e-2
 """Of one head's output, relative to its norm: a weight and a value rounded to 8 bits each, and the sum."""
 LAST_START_S = 7 * 60
 ROUNDS = 7
+TRIAL_CALLS = 10
 ROUND_S = 0.02
 """What one round of one measurement takes, about."""
 
@@ -268,7 +269,9 @@ def times(candidates: dict[str, Callable[[int], Any]]) -> dict[str, float]:
     counts = {}
     for name, run in candidates.items():
         seconds(run, 1)
-        counts[name] = max(2, min(2000, int(ROUND_S / max((seconds(run, 11) - seconds(run, 1)) / 10, 1e-6))))
+        counts[name] = max(
+            2, min(2000, int(ROUND_S / max((seconds(run, 1 + TRIAL_CALLS) - seconds(run, 1)) / TRIAL_CALLS, 1e-6)))
+        )
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(ROUNDS):
         for name, run in candidates.items():
@@ -287,64 +290,78 @@ def causal_flops(case: Case, lens: list[int]) -> float:
 LLAMA = Case("llama", num_heads=32, num_kv_heads=8, head_size=128)
 
 
-def copy_loop(num_bytes: int) -> Callable[[int], Any]:
-    return repeated(lambda x: -x, jnp.ones(num_bytes // 2, jnp.bfloat16))
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    decode: tuple[tuple[int, ...], ...] = ((8192,) * 64, (4096,) * 128, (1024,) * 256)
+    """Contexts of rows of one query; the first also with pages of one byte a number."""
+    skewed: tuple[int, ...] = (512,) * 58 + (32768,) * 6
+    prefill: int = 8192
+    ragged: tuple[int, ...] = (4096, 2500, 1000, 333, 200, 63)
+    window: int = 1024
+    windowed_rows: int = 16
+    copied_bytes: int = 1 << 30
+    matmul: int = 8192
 
 
-def measure_decode(bench: Bench) -> dict[str, Any]:
+def measure_decode(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
     """K1 and K2: bytes of keys and values a second, against those that a copy reads and writes."""
-    shapes = {"64 × 8192": [8192] * 64, "128 × 4096": [4096] * 128, "256 × 1024": [1024] * 256}
-    shapes["skewed"] = [512] * 58 + [32768] * 6
-    candidates = {name: loop_of(bench.batch(LLAMA, [1] * len(lens), lens)) for name, lens in shapes.items()}
-    taken = times({"copy": copy_loop(1 << 30), **candidates})
-    copied = 2 * (1 << 30) / taken["copy"]
-    rates = {name: kv_bytes(LLAMA, lens) / taken[name] / copied for name, lens in shapes.items()}
-    uniform = min(rates[name] for name in shapes if name != "skewed")
-    shares = {"K1": uniform, "K2": rates["skewed"] / rates["64 × 8192"]}
+    shapes = {f"{len(lens)} × {lens[0]}": list(lens) for lens in sizes.decode}
+    first = next(iter(shapes))
+    shapes["skewed"] = list(sizes.skewed)
+    candidates = {name: loop_of(bench.batch(case, [1] * len(lens), lens)) for name, lens in shapes.items()}
+    copy = repeated(lambda x: -x, jnp.ones(sizes.copied_bytes // 2, jnp.bfloat16))
+    taken = times({"copy": copy, **candidates})
+    copied = 2 * sizes.copied_bytes / taken["copy"]
+    rates = {name: kv_bytes(case, lens) / taken[name] / copied for name, lens in shapes.items()}
+    least = min(rate for name, rate in rates.items() if name != "skewed")
+    shares = {"K1": least, "K2": rates["skewed"] / rates[first]}
     return {**shares, "copy_bytes_per_s": copied, "seconds": taken, "of_copy": rates}
 
 
-def measure_prefill(bench: Bench, prefill: str) -> dict[str, Any]:
-    """K3 and K4: 8k causal tokens against a matrix product, and rows of different length against cuDNN's dense."""
-    case = dataclasses.replace(LLAMA, backend={"prefill": prefill})
-    ragged = [4096, 2500, 1000, 333, 200, 63]
+def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
+    """K3 and K4: one long prompt against a matrix product, and rows of different length against cuDNN's dense."""
+    one, ragged, side = [sizes.prefill], list(sizes.ragged), sizes.matmul
     candidates: dict[str, Callable[[int], Any]] = {
-        "8k": loop_of(bench.batch(case, [8192], [8192])),
+        "one": loop_of(bench.batch(case, one, one)),
         "ragged": loop_of(bench.batch(case, ragged, ragged)),
     }
-    square = _normal(jax.random.key(0), (8192, 8192), jnp.bfloat16) * jnp.bfloat16(1 / 90)
+    square = _normal(jax.random.key(0), (side, side), jnp.bfloat16) * jnp.bfloat16(side**-0.5)
     candidates["matmul"] = repeated(lambda x, y: x @ y, square, square)
-    q, k = (_normal(jax.random.key(n), (1, 4096, n, 128), jnp.bfloat16) for n in (32, 8))
+    longest, heads = max(ragged), (case.num_heads, case.num_kv_heads)
+    q, k = (_normal(jax.random.key(n), (1, longest, n, case.head_size), jnp.bfloat16) for n in heads)
     dense = repeated(lambda q, k: jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn"), q, k)
     refusal = None
     try:
         jax.block_until_ready(dense(1))
         candidates["cudnn"] = dense
     except Exception as error:
-        refusal = str(error).splitlines()[0]
+        refusal = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     taken = times(candidates)
-    rates = {"8k": causal_flops(case, [8192]) / taken["8k"], "ragged": causal_flops(case, ragged) / taken["ragged"]}
-    rates["matmul"] = 2 * 8192**3 / taken["matmul"]
-    found: dict[str, Any] = {"K3": rates["8k"] / rates["matmul"], "seconds": taken, "flops_per_s": rates}
-    if refusal is None:
-        rates["cudnn"] = causal_flops(case, [4096]) / taken["cudnn"]
-        return {"K4": rates["cudnn"] / rates["ragged"], **found}
-    return {"K4": None, "cudnn_refused": refusal, **found}
+    rates = {"one": causal_flops(case, one) / taken["one"], "ragged": causal_flops(case, ragged) / taken["ragged"]}
+    rates["matmul"] = 2 * side**3 / taken["matmul"]
+    found: dict[str, Any] = {"K3": rates["one"] / rates["matmul"], "K4": None, "seconds": taken, "flops_per_s": rates}
+    if refusal is not None:
+        return {**found, "cudnn_refused": refusal}
+    rates["cudnn"] = causal_flops(case, [longest]) / taken["cudnn"]
+    return {**found, "K4": rates["cudnn"] / rates["ragged"]}
 
 
-def measure_window(bench: Bench) -> dict[str, Any]:
+def measure_window(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
     """K5: one layer with a window to one without, at 32 windows of context."""
-    lens = [32 * 1024] * 16
-    windowed = dataclasses.replace(LLAMA, window=1024, backend={"windows": (1024,)})
-    batches = {"full": LLAMA, "windowed": windowed}
-    taken = times({name: loop_of(bench.batch(case, [1] * 16, lens)) for name, case in batches.items()})
+    rows = sizes.windowed_rows
+    lens = [32 * sizes.window] * rows
+    windowed = dataclasses.replace(case, window=sizes.window, backend={"windows": (sizes.window,)})
+    kinds = {"full": case, "windowed": windowed}
+    taken = times({name: loop_of(bench.batch(kind, [1] * rows, lens)) for name, kind in kinds.items()})
     return {"K5": taken["windowed"] / taken["full"], "seconds": taken}
 
 
-def measure_bytes(bench: Bench) -> dict[str, Any]:
+def measure_bytes(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
     """K6: pages of one byte a number to those of two."""
-    dtypes = ("bfloat16", "int8", "float8_e4m3fn")
-    batches = {dtype: bench.batch(dataclasses.replace(LLAMA, dtype=dtype), [1] * 64, [8192] * 64) for dtype in dtypes}
+    dtypes, lens = ("bfloat16", "int8", "float8_e4m3fn"), list(sizes.decode[0])
+    batches = {d: bench.batch(dataclasses.replace(case, dtype=d), [1] * len(lens), lens) for d in dtypes}
     taken = times({dtype: loop_of(batch) for dtype, batch in batches.items()})
     ratios = {dtype: taken[dtype] / taken["bfloat16"] for dtype in dtypes[1:]}
     return {"K6": max(ratios.values()), "seconds": taken, "of_bfloat16": ratios}
@@ -388,7 +405,7 @@ def main() -> int:
         try:
             report[into][name] = do()
         except Exception as error:
-            report[into][name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            report[into][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         print(f"{name}: {report[into][name]}", flush=True)
 
     rows = (
@@ -400,12 +417,13 @@ def main() -> int:
     for case in chosen:
         attempt("checks", case.name, lambda case=case: bench.error(case, *rows))
     if not args.interpret:
-        attempt("measured", "decode", lambda: measure_decode(bench))
-        attempt("measured", "prefill", lambda: measure_prefill(bench, "mma"))
+        attempt("measured", "decode", lambda: measure_decode(bench, LLAMA, Sizes()))
+        attempt("measured", "prefill", lambda: measure_prefill(bench, LLAMA, Sizes()))
         if is_hopper:
-            attempt("measured", "prefill by wgmma", lambda: measure_prefill(bench, "wgmma"))
-        attempt("measured", "window", lambda: measure_window(bench))
-        attempt("measured", "bytes", lambda: measure_bytes(bench))
+            candidate = dataclasses.replace(LLAMA, backend={"prefill": "wgmma"})
+            attempt("measured", "prefill by wgmma", lambda: measure_prefill(bench, candidate, Sizes()))
+        attempt("measured", "window", lambda: measure_window(bench, LLAMA, Sizes()))
+        attempt("measured", "bytes", lambda: measure_bytes(bench, LLAMA, Sizes()))
     wrong = [name for name, found in report["checks"].items() if isinstance(found, str) or not found <= MOST_ERROR]
     broken = [name for name, found in report["measured"].items() if isinstance(found, str)]
     report["passed"] = not (wrong or broken or report["not_done"])
@@ -415,8 +433,9 @@ def main() -> int:
         args.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     for name, found in report["measured"].items():
         for key, (relation, goal) in GOALS.items():
-            if isinstance(found, dict) and found.get(key) is not None:
-                print(f"{key}  {found[key]:7.3f}  goal {relation} {goal:<5}  {name}")
+            if isinstance(found, dict) and key in found:
+                value = "not measured" if found[key] is None else f"{found[key]:.3f}"
+                print(f"{key}  {value:>12}  goal {relation} {goal:<5}  {name}")
     print(f"{len(report['checks']) - len(wrong)} of {len(report['checks'])} cases right in {report['seconds']} s")
     for title, names in (("wrong", wrong), ("broken", broken), ("not done", report["not_done"])):
         if names:

@@ -72,3 +72,29 @@ def test_every_value_of_every_feature_is_in_some_case(script: ModuleType) -> Non
     assert {case.page_size for case in cases} == {16, 32, 64}
     assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
     assert {"windows", "is_cut", "least_share"} <= {name for case in cases for name in case.backend}
+
+
+def test_every_measurement_runs_and_gives_its_ratios(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, on tiny shapes: what the ratios are means nothing, and cuDNN is not there."""
+    monkeypatch.setattr(script, "ROUNDS", 1)
+    monkeypatch.setattr(script, "ROUND_S", 0.0)
+    monkeypatch.setattr(script, "TRIAL_CALLS", 1)
+    sizes = script.Sizes(
+        decode=((40, 40),),
+        skewed=(10, 70),
+        prefill=20,
+        ragged=(17, 3),
+        window=2,
+        windowed_rows=1,
+        copied_bytes=64,
+        matmul=8,
+    )
+    bench, case = script.Bench(interpret=True, seed=1), script.Case("tiny", num_heads=2, num_kv_heads=1, head_size=64)
+    measures = {"measure_decode": "K1 K2", "measure_prefill": "K3 K4", "measure_window": "K5", "measure_bytes": "K6"}
+    for name, ratios in measures.items():
+        found = getattr(script, name)(bench, case, sizes)
+        assert {key for key in found if key in script.GOALS} == set(ratios.split())
+        assert all(isinstance(found[key], float) for key in ratios.split() if key != "K4")
+        if name == "measure_prefill":
+            assert found["K4"] is None
+            assert found["cudnn_refused"]
