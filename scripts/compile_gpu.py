@@ -158,6 +158,8 @@ class GpuGate:
             fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
         elif temp_bytes > MOST_TEMP_BYTES:
             fault = f"{temp_bytes} bytes of temporary memory"
+        elif self.num_blocks * (self.block_memory + 1024) > self.chip.sm_memory:
+            fault = f"{self.num_blocks} blocks of {self.block_memory} bytes of shared memory on a multiprocessor"
         elif not kernels:
             fault = "no kernel was compiled"
         elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
@@ -220,9 +222,11 @@ class GpuGate:
             head_size=cell.head_size,
             windows=(options.get("window"),),
             num_sms=self.chip.num_sms,
+            block_memory=self.chip.block_memory,
             has_tma=self.chip.capability >= (9, 0),
             **self.backend_options,
         )
+        self.num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
 
         def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:

@@ -137,7 +137,11 @@ class Bench:
             device = jax.devices()[0]
             if device.platform != "gpu":
                 raise SystemExit(f"gpu_check: the first device is a {device.platform}, not a GPU; try --interpret")
-            self.chip = {"num_sms": device.core_count, "has_tma": self.capability(device) >= (9, 0)}
+            self.chip = {
+                "num_sms": device.core_count,
+                "block_memory": device.shared_memory_per_block_optin,
+                "has_tma": self.capability(device) >= (9, 0),
+            }
 
     @staticmethod
     def capability(device: Any) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from . import gpu_mma, gpu_wgmma
 from .gpu_attention import Options, ragged_attention
 from .gpu_merge import merge
-from .gpu_plan import GpuPlanner
+from .gpu_plan import NUM_STAGES, GpuPlanner
 from .gpu_queries import QueryRows
 from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
@@ -59,8 +59,9 @@ class GpuBackend:
 
     `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
     gets an order of work of its own; a layer with another window does the work of full attention's order and skips
-    what it does not see. `num_sms` counts the chip's multiprocessors and `has_tma` says that it is a Hopper or later;
-    the defaults are an H100's and an H200's. `is_cut` False computes every row's result in the same order in any
+    what it does not see. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory that one
+    thread block may have, in bytes, and `has_tma` says that the chip is a Hopper or later; the defaults are an H100's
+    and an H200's. `is_cut` False computes every row's result in the same order in any
     company, which costs time where rows are few or of very different length; `least_share` counts 64 keys each that a
     thread block gets before the next one gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper
     and for heads of 64 and 128, wgmma. `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`,
@@ -72,6 +73,7 @@ class GpuBackend:
     head_size: int
     windows: tuple[int | None, ...] = ()
     num_sms: int = 132
+    block_memory: int = 232448
     has_tma: bool = True
     is_cut: bool = True
     least_share: int = 6
@@ -95,7 +97,16 @@ class GpuBackend:
     @property
     def planner(self) -> GpuPlanner:
         """Makes the order of work of a step."""
-        names = ("num_heads", "num_kv_heads", "head_size", "windows", "num_sms", "is_cut", "least_share")
+        names = (
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "windows",
+            "num_sms",
+            "block_memory",
+            "is_cut",
+            "least_share",
+        )
         return GpuPlanner(**{name: getattr(self, name) for name in names})
 
     def layout(
@@ -142,8 +153,8 @@ class GpuBackend:
                 scale=scale,
                 window=window,
                 soft_cap=soft_cap,
-                tile_kv=64 if self.head_size <= 128 else 32,
-                num_stages=2,
+                tile_kv=planner.tile_kv,
+                num_stages=NUM_STAGES,
                 products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
                 chip=Chip(has_tma=self.has_tma, interpret=self.interpret),
             )

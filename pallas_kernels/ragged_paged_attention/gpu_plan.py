@@ -26,6 +26,12 @@ ALIGN = 8
 """Query rows: each row's begin at a multiple of it, since tiles of shared memory have eight rows."""
 GRANULE = 64
 """Keys: units are cut at multiples of it."""
+NUM_STAGES = 2
+"""Tiles of keys and values in shared memory: one is computed, the others are on their way."""
+RESERVED_BYTES = 1 << 10
+"""Of shared memory, which the hardware takes for itself, per thread block."""
+SCRATCH_BYTES = 3 << 10
+"""Of shared memory beside the tiles, no more: barriers, and what sums over warps need."""
 UNFINISHED_BYTES = 7 << 20
 """Of memory for results of pieces, per class of tiles."""
 NO_END = 1 << 30
@@ -93,7 +99,8 @@ class GpuPlanner:
 
     `windows` are those of layers that get an order of work of their own beside that of full attention. `is_cut` False
     leaves every unit whole, so that a row's result does not depend on its company. `least_share` counts granules of
-    keys that a thread block gets before the next one gets any.
+    keys that a thread block gets before the next one gets any. Of the chip: `num_sms` multiprocessors, and
+    `block_memory` bytes of shared memory that one thread block may have.
     """
 
     num_heads: int
@@ -101,6 +108,7 @@ class GpuPlanner:
     head_size: int
     windows: tuple[int | None, ...]
     num_sms: int
+    block_memory: int
     is_cut: bool
     least_share: int
 
@@ -118,6 +126,18 @@ class GpuPlanner:
     def small_rows(self) -> int:
         """Query rows of a small tile: as few as one query's heads need."""
         return min(max(1 << (self.group - 1).bit_length(), 16), self.large_rows)
+
+    @property
+    def tile_kv(self) -> int:
+        """Keys of a tile."""
+        return 64 if self.head_size <= 128 else 32
+
+    def blocks_per_sm(self, tile_rows: int) -> int:
+        """Thread blocks that a multiprocessor holds at once: what registers allow, and shared memory."""
+        kv_bytes = NUM_STAGES * 2 * self.tile_kv * self.head_size * 2  # In one byte a number: half, and a tile in two.
+        tile_bytes = tile_rows * (self.head_size + self.tile_kv) * 2
+        by_memory = (self.block_memory + RESERVED_BYTES) // (kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES)
+        return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
 
     @property
     def planned_windows(self) -> tuple[int | None, ...]:
@@ -152,8 +172,7 @@ class GpuPlanner:
         orders: list[list[Order]] = []
         end = 0
         for tile_rows in sorted({self.small_rows, self.large_rows}):
-            blocks_per_sm = 3 if tile_rows < self.large_rows else 2
-            num_lists = max(self.num_sms * blocks_per_sm // self.num_kv_heads, 1)
+            num_lists = max(self.num_sms * self.blocks_per_sm(tile_rows) // self.num_kv_heads, 1)
             slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
             tiles = TileClass(tile_rows, num_lists, min(num_lists - 1, UNFINISHED_BYTES // slot_bytes // 2), max_units)
             orders.append([])

@@ -124,6 +124,15 @@ def test_a_window_with_an_order_of_its_own() -> None:
     run_some(world(options={"window": 17}, made_with={"windows": (None, 17, 40)}))
 
 
+@pytest.mark.parametrize(("window", "index"), [(None, 0), (17, 1), (40, 2), (30, 0)])
+def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window: int | None, index: int) -> None:
+    some = backend(windows=(40, None, 17))
+    launches = some.launches(64, 4, scale=1.0, window=window, soft_cap=None)
+    orders = some.planner.orders(some.planner.max_units(64, 4))
+    assert [launch.order for launch in launches] == [of_class[index] for of_class in orders]
+    assert some.planner.planned_windows == (None, 17, 40)
+
+
 @pytest.mark.parametrize("window", [1, 17])
 def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
     some = world(options={"window": window}, made_with={"windows": (window,)})

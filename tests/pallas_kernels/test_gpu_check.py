@@ -74,6 +74,7 @@ def test_every_value_of_every_feature_is_in_some_case(script: ModuleType) -> Non
     assert {"windows", "is_cut", "least_share"} <= {name for case in cases for name in case.backend}
 
 
+@pytest.mark.slow
 def test_every_measurement_runs_and_gives_its_ratios(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted, on tiny shapes: what the ratios are means nothing, and cuDNN is not there."""
     monkeypatch.setattr(script, "ROUNDS", 1)

@@ -15,7 +15,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import ALIGN, MERGE_F
 
 
 def planner(num_heads: int = 8, num_kv_heads: int = 2, **options: Any) -> GpuPlanner:
-    defaults = {"head_size": 64, "windows": (), "num_sms": 6, "is_cut": True, "least_share": 2}
+    defaults = {"head_size": 64, "windows": (), "num_sms": 6, "block_memory": 232448, "is_cut": True, "least_share": 2}
     return GpuPlanner(num_heads=num_heads, num_kv_heads=num_kv_heads, **{**defaults, **options})
 
 
@@ -139,6 +139,17 @@ def test_a_window_has_an_order_of_its_own_of_which_every_list_gets_its_share() -
         return max(work[a:b].sum() for a, b in itertools.pairwise(lists))
 
     assert longest(windowed) <= 0.06 * longest(full)
+
+
+@pytest.mark.parametrize(
+    ("block_memory", "head_size", "blocks"),
+    [(232448, 128, (3, 2)), (166912, 128, (2, 1)), (232448, 64, (3, 2)), (166912, 64, (3, 2)), (166912, 256, (2, 1))],
+)
+def test_as_many_blocks_are_planned_as_fit_on_a_multiprocessor(
+    block_memory: int, head_size: int, blocks: tuple[int, int]
+) -> None:
+    some = planner(head_size=head_size, block_memory=block_memory)
+    assert (some.blocks_per_sm(16), some.blocks_per_sm(some.large_rows)) == blocks
 
 
 def test_plans_of_equal_lengths_are_equal() -> None:
