@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 from jax.sharding import Mesh
 
+from .attention_choice import block_size_of, check_kernels, choose_attention
 from .block_manager import BlockManager
 from .buckets import Buckets, make_buckets
 from .compile_plan import CompilePlan, Key
@@ -23,7 +24,7 @@ from .models.config import ModelConfig
 from .models.loading import abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel
 from .output_processor import OutputProcessor
-from .pallas_kernels.ragged_paged_attention import KVLayout, LayerPlace, PagedCache, XlaBackend
+from .pallas_kernels.ragged_paged_attention import Backend, KVLayout, LayerPlace, PagedCache
 from .preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from .programs import ALLOCATE_KEY, Programs, forward_key, sample_key, step_programs
 from .request_queue import POLICIES, QueueLimits
@@ -57,7 +58,7 @@ class EngineParts:
     opened: OpenedModel
     sizes: EngineSizes
     device: jax.Device
-    backend: XlaBackend
+    backend: Backend
     core: Core
     runner: Runner
     load_seconds: float
@@ -77,12 +78,16 @@ def assemble(
         device = select_devices(config.device)[0]
     except RuntimeError as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    mesh, backend, model = device_mesh([device]), XlaBackend(platform=device.platform), opened.config
+    mesh, model = device_mesh([device]), opened.config
+    attention = choose_attention(config.attention_backend, model, device)
+    backend = attention.backend
+    logger.info("attention: %s, %s", backend.name, attention.reason)
     sizes = size_engine(
         config,
         model,
         platform=device.platform,
         free_bytes=_free_bytes(device),
+        block_size_of=lambda num_seqs, max_len: block_size_of(backend, config.block_size, num_seqs, max_len),
         page_bytes=lambda block_size, dtype: _layout(backend, model, 1, block_size, dtype).page_bytes,
         weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
         host_free_bytes=free_host_bytes(),
@@ -104,6 +109,7 @@ def assemble(
         max_num_seqs=sizes.max_num_seqs,
         max_pages=-(-sizes.max_model_len // sizes.block_size),
     )
+    check_kernels(backend, model, sizes.kv_cache_dtype, sizes.block_size, device)
     programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
     # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
     plan = CompilePlan(programs.lower)
@@ -153,7 +159,7 @@ def use_compilation_cache(directory: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _layout(backend: XlaBackend, model: ModelConfig, num_pages: int, block_size: int, dtype: str) -> KVLayout:
+def _layout(backend: Backend, model: ModelConfig, num_pages: int, block_size: int, dtype: str) -> KVLayout:
     try:
         return backend.layout(
             num_layers=model.num_layers,
@@ -172,7 +178,7 @@ def _programs(
     opened: OpenedModel,
     sizes: EngineSizes,
     mesh: Mesh,
-    backend: XlaBackend,
+    backend: Backend,
     buckets: Buckets,
     builder: StepInputBuilder,
 ) -> Programs:

@@ -65,7 +65,7 @@ class EngineConfig:
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}")
     max_model_len: int | None = _option(None, "longest sequence in tokens, prompt and output; default: the model's")
     max_logprobs: int = _option(20, "most logprobs a request may ask for per token")
-    block_size: int | None = _option(None, f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64")
+    block_size: int | None = _option(None, f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64, with pallas-tpu 128")
     num_blocks: int | None = _option(None, "pages in the pool, the null page among them; default: from memory")
     kv_cache_memory_bytes: int | None = _option(None, "memory of the page pool in bytes; default: from free memory")
     device_memory_utilization: float = _option(0.92, "share of a device's free memory to use, in (0, 1]")

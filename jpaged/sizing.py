@@ -14,7 +14,6 @@ from .models.config import ModelConfig
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
 HOST_POOL_BYTES = 4 * GIB
-DEFAULT_BLOCK_SIZE = 64
 DEFAULT_SEQS = {"cpu": 64}
 DEFAULT_TOKENS = {"cpu": 1024}
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
@@ -83,13 +82,14 @@ def size_engine(
     platform: str,
     free_bytes: int,
     host_free_bytes: int,
+    block_size_of: Callable[[int, int], int],
     page_bytes: Callable[[int, str], int],
     weights_bytes: Callable[[str], int],
     demands: Sequence[Demand] = (),
 ) -> EngineSizes:
     """Choose every size that the options leave open.
 
-    `page_bytes(block_size, dtype)` and `weights_bytes(dtype)` say what a page and the weights take; `free_bytes`
+    `block_size_of(max_num_seqs, max_model_len)` says how many tokens a page has, `page_bytes(block_size, dtype)` and `weights_bytes(dtype)` say what a page and the weights take; `free_bytes`
     is the memory free before the weights, `host_free_bytes` that of the host, which on a CPU is the same one.
     `demands` are the requests known beforehand, if all are: a pool need not hold more sequences than there will
     be. Raises ConfigError.
@@ -97,9 +97,9 @@ def size_engine(
     is_cpu = platform == "cpu"
     dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)
     kv_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if is_cpu else dtype
-    block_size = config.block_size or DEFAULT_BLOCK_SIZE
     max_model_len = requested_max_len(config, model)
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, demands, max_model_len)
+    block_size = block_size_of(max_num_seqs, max_model_len)
     bytes_per_page = page_bytes(block_size, kv_dtype)
     pages_per_sequence = -(-max_model_len // block_size)
     weights = weights_bytes(dtype)

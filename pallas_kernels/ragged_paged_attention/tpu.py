@@ -1,11 +1,12 @@
-"""Ragged paged attention on TPU: the layout of the pages, and the way of a step through the two kernels.
+"""Ragged paged attention on TPU: the layout of the pages, and the way of a step through the kernels.
 
     tokens of a step:  │ decode rows, one token each │ prefill rows │ padding │
-    keys and values:     the decode kernel puts them    scattered by XLA into the donated pages
+    keys and values:     tpu_decode puts them            tpu_write, by tiles of tokens
                          into the page itself
-    attention:           tpu_decode, row by row         tpu_prefill, tile by tile of aligned queries
+    attention:           tpu_decode, by blocks of rows   tpu_prefill, by tiles of queries
 
-Pages are [L × C, K, S, Z, 128]: see tpu_tiles. Nothing here asks which chip there is.
+Pages are [L × C, K, S, Z, 128]: see tpu_tiles. Queries, keys and values are taken as the model made them, and outputs
+take the place of the queries. Nothing here asks which chip there is.
 """
 
 from __future__ import annotations
@@ -15,22 +16,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
-from .kv_scales import LayerScales
+from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
 from .tpu_decode import decode_attention
-from .tpu_prefill import ALIGN, QueryTiles, prefill_attention
+from .tpu_prefill import QueryTiles, prefill_attention
+from .tpu_sizes import TpuShape, TpuSizes, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
+from .tpu_write import write_prefill
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", *QUANTIZED_DTYPES)
+ALIGN = 16
+"""Page sizes are multiples of it."""
 PLAN_HEADER = 1
-NOWHERE = 1 << 30
-"""The place of a query that is not computed in tiles."""
-TILE_BYTES = 2 << 20
-"""Of keys and values of all heads in one tile: enough to hide the latency of a copy, and two fit beside the rest."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,24 @@ class TpuLayout(KVLayout):
 
 @dataclass(frozen=True)
 class TpuBackend:
-    """Attention by Pallas kernels for TPU. `tile_q` counts queries, `tile_kv` keys; None: what fits the shape.
+    """Attention by Pallas kernels for TPU.
 
-    `interpret` runs the kernels anywhere, step by step: `pltpu.InterpretParams`, for tests.
+    `chip` is what sizes are looked up for; `sizes` are taken instead if they are given. `tile_q` is the most queries of
+    a tile, a power of two. `interpret` runs the kernels
+    anywhere, step by step: `pltpu.InterpretParams`, for tests.
     """
 
-    tile_q: int = 128
-    tile_kv: int | None = None
+    chip: str = "v6e"
+    sizes: TpuSizes | None = None
+    tile_q: int = 256
     interpret: Any = False
 
     name = "pallas-tpu"
+
+    @classmethod
+    def for_heads(cls, chip: str, num_heads: int, head_size: int) -> TpuBackend:
+        """With tiles of queries that fit into the chip's VMEM."""
+        return cls(chip, tile_q=tile_q_of(num_heads, head_size))
 
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
@@ -74,16 +82,17 @@ class TpuBackend:
                 raise ValueError(
                     f"{name}: got {got}, the pallas-tpu backend takes {', '.join(map(str, allowed))}; {way_out}"
                 )
-        if page_size % ALIGN:
+        align = max(ALIGN, write_height(self.chip, dtype))
+        if page_size % align:
             raise ValueError(
-                f"block_size: got {page_size}, the pallas-tpu backend takes multiples of {ALIGN}; leave it out or "
+                f"block_size: got {page_size}, the pallas-tpu backend takes multiples of {align}; leave it out or "
                 "use --attention-backend xla"
             )
         return TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """One count and four values per tile of queries; each prefill row may end in a partial tile."""
-        return PLAN_HEADER + 4 * (num_tokens // self.tile_q + num_rows)
+        """One count and four values per tile of queries; each prefill row may begin and end with a short one."""
+        return PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
     def plan(
         self,
@@ -93,16 +102,19 @@ class TpuBackend:
         num_tokens: int,
         out: np.ndarray,
     ) -> None:
-        """Cut the prefill rows into tiles, in token order: (row, aligned place, first position, number of queries)."""
-        rows, places, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
-        num_tiles = place = 0
+        """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.
+
+        These are positions and not tokens: the mask's diagonal then lies alike in all tiles but a row's first and last.
+        """
+        rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
+        num_tiles, token = 0, num_decode_rows
         for row in range(num_decode_rows, len(query_lens)):
-            num_queries, start = int(query_lens[row]), int(context_lens[row] - query_lens[row])
-            for offset in range(0, num_queries, self.tile_q):
-                rows[num_tiles], places[num_tiles], positions[num_tiles] = row, place + offset, start + offset
-                lens[num_tiles] = min(self.tile_q, num_queries - offset)
-                num_tiles += 1
-            place += _aligned(num_queries)
+            position, end = int(context_lens[row] - query_lens[row]), int(context_lens[row])
+            while position < end:
+                length = min(self.tile_q - position % self.tile_q, end - position)
+                rows[num_tiles], tokens[num_tiles] = row, token
+                positions[num_tiles], lens[num_tiles] = position, length
+                num_tiles, token, position = num_tiles + 1, token + length, position + length
         out[0] = num_tiles
 
     def attend(
@@ -123,103 +135,50 @@ class TpuBackend:
         """See `PagedCache.attend`."""
         refuse_one_of(k, v)
         layout, (pages,) = cache.layout, cache.pages
-        lanes = HeadLanes(layout.head_size)
-        first_page = jnp.int32(place.index * layout.num_pages)
-        tables, num_tokens, num_rows = step.page_tables[place.group], q.shape[0], step.context_lens.shape[0]
-        token = jnp.arange(num_tokens)
-        is_decode = token < step.num_decode_rows
-        new = None
-        if k is not None and v is not None:
-            new = lanes.pack(k, v).astype(pages.dtype)
-            # The decode kernel writes its own; here those go to the null page.
-            slots = jnp.where(is_decode, 0, step.slots[place.group])
-            if num_tokens > 1:
-                pages = _scatter(
-                    pages, new, first_page + lax.div(slots, layout.page_size), lax.rem(slots, layout.page_size)
-                )
-            new = _first(new, num_rows)
-        options: dict[str, Any] = dict(
-            scale=scale, window=window, soft_cap=soft_cap, tile=self._tile(layout), interpret=self.interpret
+        num_tokens, num_heads, _ = q.shape
+        sizes = self.sizes or sizes_of(
+            self.chip,
+            TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size),
         )
-        decoded, pages = decode_attention(
-            _first(q, num_rows),
-            new,
+        first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
+        tiles = QueryTiles(*step.plan[PLAN_HEADER:].reshape(4, -1), step.plan[0])
+        if k is not None and v is not None:
+            if kv_scales is None:
+                k, v = k.astype(pages.dtype), v.astype(pages.dtype)
+            else:  # In q's dtype, which holds them exactly: kernels sort heads of two or four bytes a number.
+                k, v = (quantize(x, s, pages.dtype).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+            if num_tokens > 1:  # A step of one token has no prefill row.
+                pages = write_prefill(
+                    k, v, pages, tables, tiles, first_page, tile_q=self.tile_q, interpret=self.interpret
+                )
+        options: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap, interpret=self.interpret)
+        lens = step.context_lens[:num_tokens]
+        out, pages = decode_attention(
+            q,
+            k,
+            v,
             pages,
             tables,
-            step.context_lens,
+            lens,
             step.num_decode_rows,
             first_page,
             sinks,
+            kv_scales,
+            sizes=sizes.decode,
             **options,
         )
-        out = jnp.where(is_decode[:, None, None], _first(decoded, num_tokens), 0)
-        if num_tokens > 1:  # A step of one token has no prefill row.
-            places = _places(step, num_tokens)
-            tile_q = min(self.tile_q, _aligned(num_tokens))
-            aligned = _align(q, places, layout.num_kv_heads, lanes.width, num_rows, tile_q)
-            rows, begins, positions, lens = step.plan[PLAN_HEADER:].reshape(4, -1)
-            tiles = QueryTiles(rows, begins, positions, lens, step.plan[0])
-            prefilled = prefill_attention(
-                aligned, pages, tables, tiles, first_page, sinks, head_size=layout.head_size, tile_q=tile_q, **options
+        if num_tokens > 1:
+            out = prefill_attention(
+                out,
+                pages,
+                tables,
+                tiles,
+                first_page,
+                sinks,
+                kv_scales,
+                tile_q=self.tile_q,
+                tile=sizes.tile_kv,
+                sub=sizes.sub_kv,
+                **options,
             )
-            prefilled = jnp.moveaxis(prefilled.at[:, :, places].get(mode="clip"), 2, 0)
-            prefilled = prefilled.reshape(num_tokens, q.shape[1], lanes.width)
-            prefilled = prefilled[:, :, lanes.value_lane : lanes.value_lane + layout.head_size]
-            out = jnp.where((places < NOWHERE)[:, None, None], prefilled, out)
         return out, (pages,)
-
-    def _tile(self, layout: KVLayout) -> int:
-        """Keys of a tile, a multiple of the page size."""
-        tile = self.tile_kv
-        if tile is None:
-            token_bytes = layout.num_kv_heads * HeadLanes(layout.head_size).num_rows * LANES * layout.dtype.itemsize
-            tile = min(max(1 << (TILE_BYTES // token_bytes).bit_length() - 1, 128), 2048)
-        return max(tile // layout.page_size, 1) * layout.page_size
-
-
-def _aligned(length: int) -> int:
-    return -(-length // ALIGN) * ALIGN
-
-
-def _first(x: Array, length: int) -> Array:
-    """The first `length` entries; zeros where there are fewer."""
-    return x[:length] if x.shape[0] >= length else jnp.pad(x, [(0, length - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
-
-
-def _places(step: AttentionMetadata, num_tokens: int) -> Int[Array, " T"]:
-    """Where each token's query stands among the aligned ones, as in `TpuBackend.plan`; NOWHERE if in no prefill row."""
-    num_rows = step.context_lens.shape[0]
-    row = jnp.arange(num_rows)
-    lens = jnp.diff(step.query_starts)
-    is_prefill = (row >= step.num_decode_rows) & (row < step.num_rows)
-    aligned_lens = jnp.where(is_prefill, -(-lens // ALIGN) * ALIGN, 0)
-    begins = jnp.cumsum(aligned_lens) - aligned_lens
-    token = jnp.arange(num_tokens)
-    row_of_token = jnp.minimum(jnp.searchsorted(step.query_starts, token, side="right") - 1, num_rows - 1)
-    places = begins[row_of_token] + token - step.query_starts[row_of_token]
-    is_prefill_token = (token >= step.num_decode_rows) & (token < step.query_starts[-1])
-    return jnp.where(is_prefill_token, places, NOWHERE)
-
-
-def _align(
-    q: Float[Array, "T N H"], places: Int[Array, " T"], num_kv_heads: int, width: int, num_rows: int, tile_q: int
-) -> Float[Array, "K G A W"]:
-    """Queries by KV head, each row from a multiple of ALIGN on, with room for the last tile's end."""
-    num_tokens, num_heads, head_size = q.shape
-    room = _aligned(num_tokens + (ALIGN - 1) * min(num_rows, num_tokens) + tile_q)
-    by_head = jnp.pad(q, ((0, 0), (0, 0), (0, width - head_size)))
-    by_head = jnp.moveaxis(by_head.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width), 0, 2)
-    return jnp.zeros((*by_head.shape[:2], room, width), q.dtype).at[:, :, places].set(by_head, mode="drop")
-
-
-def _scatter(
-    pages: Float[Array, "C K S Z L"],
-    new: Float[Array, "T K S L"],
-    at_page: Int[Array, " T"],
-    offsets: Int[Array, " T"],
-) -> Float[Array, "C K S Z L"]:
-    """Write tokens one row of lanes at a time: any other way XLA lays the whole cache out anew, in a copy."""
-    _, num_kv_heads, num_rows, page_size, _ = pages.shape
-    rows = num_kv_heads * num_rows
-    places = (at_page[:, None] * rows + jnp.arange(rows)[None]) * page_size + offsets[:, None]
-    return pages.reshape(-1, LANES).at[places.reshape(-1)].set(new.reshape(-1, LANES)).reshape(pages.shape)

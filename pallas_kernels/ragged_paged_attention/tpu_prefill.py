@@ -1,17 +1,17 @@
 """Prefill on TPU: tiles of queries of one row, over tiles of that row's keys.
 
-    queries [K, G, A, width], rows one after another, each from a multiple of ALIGN on
-             ├─ row 0 ──────┤├─ row 1 ─┤        a tile of queries may reach into the next row;
-             [tile][tile][til|e   ]              of its outputs only its own blocks of ALIGN are written
+    queries [T, N, H], as the model made them
+      ├─ row 0 ──────────────┤├─ row 1 ──┤             a tile has at most tile_q queries of one row
+      [tile  ][tile  ][tile  ][tile  ][ti]
 
     grid: one tile of queries after another            VMEM: two slots of one tile of keys [K, S, T, 128]
       keys:  tile │ tile │ … │ tile on the diagonal      slot a ◀─ DMA ── the next tile, or the next grid
-             full: no mask    masked                     slot b ── compute     step's first one
-      for each KV head:  Q [G·tile_q, width] · Kᵀ → scores [G·tile_q, T]
-                         P · V → added to acc [K, G·tile_q, width] in VMEM
+      in pieces:  whole     masked    masked, half       slot b ── compute     step's first one
+      for each bunch of b query heads of one KV head:
+        Q [b·tile_q, W] · Kᵀ → scores [b·tile_q, T],  P · V → added to acc [N/b, b·tile_q, W] in VMEM
 
-All keys and values are in the pages already. Queries and outputs come and go by DMA: the next tile's queries under the
-compute, a tile's outputs under the next tile's. Outputs take the place of the queries that they belong to.
+All keys and values are in the pages already. A tile's queries come by DMA, the next tile's under the compute, and are
+laid out by query head; its outputs go back by DMA under the next tile's compute, to the place of its queries.
 
 Source: Dao 2023, arXiv:2307.08691 (tiles of queries outside, of keys inside).
 """
@@ -28,81 +28,112 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from .tpu_tiles import LANES, LEAST_MAX, LOG2_E, HeadLanes, base2_scores, dot_nn, dot_nt, iota
+from .kv_scales import LayerScales
+from .tpu_heads import give_tokens, heads_of, rows_shape, take_tokens
+from .tpu_tiles import (
+    LANES,
+    LEAST_MAX,
+    LOG2_E,
+    HeadLanes,
+    base2_scores,
+    compute_dtype,
+    divide,
+    dot_nn,
+    dot_nt,
+    iota,
+    keep,
+    row_bits,
+    wide,
+)
 
-ALIGN = 16
-"""Rows of queries begin at multiples of it, which the hardware can address in every dtype."""
+MOST_ROWS = 1024
+"""Of the scores that are computed together: query heads of a bunch × queries of a tile."""
 SPARE_VMEM = 12 << 20
-"""Beside tiles and accumulators: scores and what the compiler spills."""
+"""Beside tiles and accumulators: what the compiler spills."""
 
 
 class QueryTiles(NamedTuple):
     """Tiles of queries, in order; `num_tiles` of them are real."""
 
     rows: Int[Array, " M"]
-    places: Int[Array, " M"]
-    """Where in the aligned queries each begins."""
+    tokens: Int[Array, " M"]
+    """Where among the step's tokens each begins."""
     positions: Int[Array, " M"]
     """Of its first query, in its sequence."""
     lens: Int[Array, " M"]
     num_tiles: Int[Array, ""]
 
 
+class _Options(NamedTuple):
+    """What is known when the kernel is traced."""
+
+    lanes: HeadLanes
+    sub: int
+    page_size: int
+    table_len: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    has_scales: bool
+
+
 def prefill_attention(
-    q: Float[Array, "K G A W"],
+    q: Float[Array, "T N H"],
     pages: Float[Array, "C K S Z L"],
     tables: Int[Array, "R P"],
     query_tiles: QueryTiles,
     first_page: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
+    kv_scales: LayerScales | None,
     *,
-    head_size: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     tile: int,
+    sub: int,
     tile_q: int,
     interpret: Any = False,
     check_bounds: bool = False,
-) -> Float[Array, "K G A W"]:
-    """Attend aligned queries, W lanes each, to the first tokens of their rows, causally.
+) -> Float[Array, "T N H"]:
+    """Attend the queries of `query_tiles` to the first tokens of their rows, causally; all others stay as they are.
 
-    A ≥ the last tile's place + `tile_q`. `tile` counts keys, a multiple of the page size. The result overwrites `q`,
-    which is given up; what lies between the rows is arbitrary.
+    `tile` counts keys, a multiple of the page size and of `sub`; `tile_q` is the most queries of a tile. Outputs take
+    the place of their queries in `q`, which is given up.
     """
-    num_kv_heads, group, _, width = q.shape
-    num_lane_rows, page_size = pages.shape[2:4]
-    rows = group * tile_q
+    _, num_heads, head_size = q.shape
+    _, num_kv_heads, num_lane_rows, page_size, _ = pages.shape
+    lanes, group = HeadLanes(head_size), num_heads // num_kv_heads
+    bunch = max(size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MOST_ROWS))
+    num_bunches, rows = num_heads // bunch, bunch * tile_q
     inputs: list[Array] = []
     specs = []
     if sinks is not None:
-        by_row = sinks.astype(jnp.float32).reshape(num_kv_heads, group, 1, 1)
-        inputs.append(jnp.broadcast_to(by_row, (num_kv_heads, group, tile_q, LANES)).reshape(num_kv_heads, rows, LANES))
-        specs.append(pl.BlockSpec((num_kv_heads, rows, LANES), lambda *_: (0, 0, 0)))
+        by_head = (sinks.astype(jnp.float32) * LOG2_E).reshape(num_bunches, bunch, 1, 1)
+        inputs.append(jnp.broadcast_to(by_head, (num_bunches, bunch, tile_q, LANES)).reshape(num_bunches, rows, LANES))
+        specs.append(pl.BlockSpec((num_bunches, rows, LANES), lambda *_: (0, 0, 0)))
+    if kv_scales is not None:
+        inputs.append(jnp.stack(kv_scales).astype(jnp.float32))
+        specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     inputs += [q, pages]
     specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
     scratch = [
-        ((2, num_kv_heads, group, tile_q, width), q.dtype),
-        ((num_kv_heads, group, tile_q, width), q.dtype),
+        ((2, tile_q, num_heads, head_size), q.dtype),
+        ((tile_q, num_heads, head_size), q.dtype),
+        ((num_bunches, rows, lanes.width), compute_dtype(q, pages)),
         ((2, num_kv_heads, num_lane_rows, tile, LANES), pages.dtype),
-        ((num_kv_heads, rows, LANES), jnp.float32),
-        ((num_kv_heads, rows, LANES), jnp.float32),
-        ((num_kv_heads, rows, width), jnp.float32),
+        ((num_bunches, rows, LANES), jnp.float32),
+        ((num_bunches, rows, LANES), jnp.float32),
+        ((num_bunches, rows, lanes.width), jnp.float32),
+        (rows_shape(tile_q, num_heads, q.dtype), jnp.int32),
     ]
-    num_bytes = sum(jnp.dtype(dtype).itemsize * _size(shape) for shape, dtype in scratch)
-    kernel = partial(
-        _kernel,
-        lanes=HeadLanes(head_size),
-        page_size=page_size,
-        table_len=tables.shape[1],
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        has_sinks=sinks is not None,
+    num_bytes = sum(jnp.dtype(dtype).itemsize * _padded_size(shape) for shape, dtype in scratch)
+    options = _Options(
+        lanes, sub, page_size, tables.shape[1], scale, window, soft_cap, sinks is not None, kv_scales is not None
     )
     scalars = jnp.stack([first_page, query_tiles.num_tiles])
     out: Array = pl.pallas_call(
-        kernel,
+        partial(_kernel, options=options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(query_tiles.num_tiles,),
@@ -121,7 +152,7 @@ def prefill_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=SPARE_VMEM + num_bytes + 6 * 4 * rows * tile,
+            vmem_limit_bytes=SPARE_VMEM + num_bytes + 3 * 4 * rows * sub,
         ),
         interpret=interpret,
         name="ragged_paged_prefill",
@@ -132,31 +163,28 @@ def prefill_attention(
 def _kernel(
     tables: Any,
     tile_rows: Any,
-    tile_places: Any,
+    tile_tokens: Any,
     tile_positions: Any,
     tile_lens: Any,
     scalars: Any,
     *refs: Any,
-    lanes: HeadLanes,
-    page_size: int,
-    table_len: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    has_sinks: bool,
+    options: _Options,
 ) -> None:
-    """One tile of queries. `refs`: sinks if there are any, queries, pages, out, then VMEM, semaphores and SMEM."""
-    sinks_ref = refs[0] if has_sinks else None
-    q_hbm, pages, out_hbm, q_tiles, out_tile, kv_tiles, tops, totals, acc, q_came, out_went, fetched, next_slot = refs[
-        -13:
-    ]
-    num_kv_heads, group, tile_q, width = out_tile.shape
-    tile = kv_tiles.shape[3]
-    rows = group * tile_q
-    this = pl.program_id(0)
-    first_page, count = scalars[0], scalars[1]
+    """One tile of queries. `refs`: sinks and scales if there are any, queries, pages, out, VMEM, semaphores, SMEM."""
+    lanes, sub, page_size, table_len, scale, window, soft_cap, has_sinks, has_scales = options
+    optional, (q_hbm, pages, out_hbm) = refs[:-15], refs[-15:-12]
+    q_tiles, out_tile, queries, kv_tiles, tops, totals, acc, heads_rows = refs[-12:-4]
+    q_came, out_went, fetched, next_slot = refs[-4:]
+    sinks_ref = optional[0] if has_sinks else None
+    scales_ref = optional[-1] if has_scales else None
+    tile_q, num_heads, _ = out_tile.shape
+    num_kv_heads, tile = kv_tiles.shape[1], kv_tiles.shape[3]
+    num_bunches, bunch = queries.shape[0], num_heads // queries.shape[0]
+    pages_per_tile = tile // page_size
+    half = sub // 2 if sub // 2 % (32 // kv_tiles.dtype.itemsize) == 0 else sub
+    this, first_page, count = pl.program_id(0), scalars[0], scalars[1]
     position, end = tile_positions[this], tile_positions[this] + tile_lens[this]
-    q_slot = this % 2
+    q_slot = lax.rem(this, 2)
 
     def first_seen(index: Any) -> Any:
         return jnp.int32(0) if window is None else jnp.maximum(tile_positions[index] - window + 1, 0)
@@ -164,130 +192,151 @@ def _kernel(
     # Copies
 
     def q_copy(index: Any, slot: Any) -> Any:
-        place = pl.multiple_of(tile_places[index], ALIGN)
-        return pltpu.make_async_copy(q_hbm.at[:, :, pl.ds(place, tile_q)], q_tiles.at[slot], q_came.at[slot])
+        some = pl.ds(0, tile_lens[index])
+        its_tokens = pl.ds(tile_tokens[index], tile_lens[index])
+        return pltpu.make_async_copy(q_hbm.at[its_tokens], q_tiles.at[slot, some], q_came.at[slot])
 
-    def each_out(index: Any, do: Any) -> None:
-        """The blocks of a tile's outputs that are its own."""
+    def out_copy(index: Any) -> Any:
+        some = pl.ds(0, tile_lens[index])
+        its_tokens = pl.ds(tile_tokens[index], tile_lens[index])
+        return pltpu.make_async_copy(out_tile.at[some], out_hbm.at[its_tokens], out_went)
 
-        @pl.loop(0, (tile_lens[index] + ALIGN - 1) // ALIGN)
-        def _(block: Any) -> None:
-            source = pl.ds(pl.multiple_of(block * ALIGN, ALIGN), ALIGN)
-            target = pl.ds(pl.multiple_of(tile_places[index] + block * ALIGN, ALIGN), ALIGN)
-            do(pltpu.make_async_copy(out_tile.at[:, :, source], out_hbm.at[:, :, target], out_went))
-
-    def each_page(index: Any, number: Any, slot: Any, do: Any) -> None:
-        """The pages of a tile of keys that some query of a tile of queries sees."""
-        first = number * (tile // page_size)
-        its_end = tile_positions[index] + tile_lens[index]
-        begin = jnp.maximum(first, first_seen(index) // page_size)
-        past = jnp.minimum(first + tile // page_size, (its_end + page_size - 1) // page_size)
-
-        @pl.loop(begin, past)
-        def _(page_index: Any) -> None:
-            page = first_page + tables[tile_rows[index] * table_len + page_index]
-            place = pl.multiple_of((page_index - first) * page_size, page_size)
-            do(
-                pltpu.make_async_copy(
-                    pages.at[page], kv_tiles.at[slot, :, :, pl.ds(place, page_size)], fetched.at[slot]
-                )
-            )
+    def tile_pages(index: Any, number: Any) -> tuple[Any, Any]:
+        """First and last + 1 of the pages of a tile of keys that some query of a tile of queries sees."""
+        first, its_end = number * pages_per_tile, tile_positions[index] + tile_lens[index]
+        begin = jnp.maximum(first, divide(first_seen(index), page_size))
+        return begin, jnp.minimum(first + pages_per_tile, divide(its_end + page_size - 1, page_size))
 
     def fetch(index: Any, number: Any, slot: Any) -> None:
-        each_page(index, number, slot, lambda copy: copy.start())
+        @pl.loop(*tile_pages(index, number))
+        def _(page_index: Any) -> None:
+            page = first_page + tables[tile_rows[index] * table_len + page_index]
+            place = pl.multiple_of((page_index - number * pages_per_tile) * page_size, page_size)
+            target = kv_tiles.at[slot, :, :, pl.ds(place, page_size)]
+            pltpu.make_async_copy(pages.at[page], target, fetched.at[slot]).start()
+
+    def wait(number: Any, slot: Any) -> None:
+        begin, past = tile_pages(this, number)
+        some = pages.at[pl.ds(0, past - begin)]
+        pltpu.make_async_copy(some, some, fetched.at[slot]).wait()
 
     # Compute
 
-    def attend(number: Any, slot: Any, *, is_masked: bool) -> None:
-        def attend_head(head: Any, _: Any) -> Any:
-            queries = q_tiles[q_slot, head].reshape(rows, width)
-            keys, values = lanes.keys(kv_tiles.at[slot], head), lanes.values(kv_tiles.at[slot], head)
-            scores = base2_scores(dot_nt(queries, keys), scale, soft_cap)
+    def attend(begin: Any, some: Any, *, is_masked: bool) -> None:
+        """Add the tokens from `begin` on, which lie in `some` [K, S, n, 128], to every bunch of heads."""
+
+        def attend_bunch(number: Any, _: Any) -> Any:
+            dtype, head = queries.dtype, divide(number, num_bunches // num_kv_heads)
+            keys, values = lanes.keys(some, head), lanes.values(some, head)
+            factor = scale if scales_ref is None else scale * scales_ref[0, head]
+            scores = base2_scores(dot_nt(queries[number], keys.astype(dtype)), factor, soft_cap)
             if is_masked:
-                at = number * tile + iota(scores.shape, 1)
-                own = position + iota((group, tile_q, tile), 1).reshape(scores.shape)
+                at = begin + iota(scores.shape, 1)
+                own = position + iota((bunch, tile_q, scores.shape[1]), 1).reshape(scores.shape)
                 is_seen = at <= jnp.minimum(own, end - 1)
-                of_values = number * tile + iota(values.shape, 0)
-                is_alive = of_values < end
                 if window is not None:
                     is_seen &= at > own - window
-                    is_alive &= of_values >= first_seen(this)
                 scores = jnp.where(is_seen, scores, LEAST_MAX)
-                values = jnp.where(is_alive, values, jnp.zeros_like(values))
-            top = tops[head, :, :1]
+                values = keep(values, row_bits(is_alive, values))
+            top = tops[number]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-            weights, decay = jnp.exp2(scores - new_top), jnp.exp2(top - new_top)
-            tops[head] = jnp.broadcast_to(new_top, (rows, LANES))
-            totals[head] = totals[head] * decay + jnp.sum(weights, axis=1, keepdims=True)
-            acc[head] = acc[head] * decay + dot_nn(weights.astype(values.dtype), values)
+            weights, decay = jnp.exp2(scores - wide(new_top, scores.shape[1])), jnp.exp2(top - new_top)
+            tops[number] = new_top
+            totals[number] = totals[number] * decay + jnp.sum(weights, axis=1, keepdims=True)
+            acc[number] = acc[number] * wide(decay, lanes.width) + dot_nn(weights.astype(dtype), values.astype(dtype))
             return 0
 
-        lax.fori_loop(0, num_kv_heads, attend_head, 0)
+        def is_alive(token: Array) -> Array:
+            """Seen by some query: slots behind the row's end may hold NaN, as may pages that the window has left."""
+            alive = token < end - begin
+            return alive if window is None else alive & (token >= first_seen(this) - begin)
+
+        lax.fori_loop(0, num_bunches, attend_bunch, 0)
+
+    # The tile of queries
 
     @pl.when(this == 0)
     def _() -> None:
         next_slot[0] = 0
         q_copy(0, 0).start()
-        fetch(0, first_seen(0) // tile, 0)
+        fetch(0, divide(first_seen(0), tile), 0)
 
     @pl.when(this + 1 < count)
     def _() -> None:
         q_copy(this + 1, 1 - q_slot).start()
 
+    acc[...] = jnp.zeros(acc.shape, jnp.float32)
     if sinks_ref is None:
         tops[...] = jnp.full(tops.shape, LEAST_MAX, jnp.float32)
         totals[...] = jnp.zeros(totals.shape, jnp.float32)
     else:
-        tops[...] = sinks_ref[...] * LOG2_E
+        tops[...] = sinks_ref[...]
         totals[...] = jnp.ones(totals.shape, jnp.float32)
-    acc[...] = jnp.zeros(acc.shape, jnp.float32)
     q_copy(this, q_slot).wait()
-    num_tiles = (end + tile - 1) // tile
 
-    def kv_tile(number: Any, slot: Any) -> Any:
+    for lane in range(0, lanes.width, LANES):
+        take_tokens(q_tiles.at[q_slot], lane, heads_rows)
+        for head, some in enumerate(heads_of(heads_rows, 0, tile_q, num_heads, q_tiles.dtype)):
+            its_rows = pl.ds(head % bunch * tile_q, tile_q)
+            queries[head // bunch, its_rows, pl.ds(lane, LANES)] = some.astype(queries.dtype)
+    num_tiles = divide(end + tile - 1, tile)
+
+    @pl.loop(divide(first_seen(this), tile), num_tiles)
+    def _(number: Any) -> None:
+        slot = next_slot[0]
+        next_slot[0] = 1 - slot
+
         @pl.when(number + 1 < num_tiles)
         def _() -> None:
             fetch(this, number + 1, 1 - slot)
 
         @pl.when((number + 1 == num_tiles) & (this + 1 < count))
         def _() -> None:
-            fetch(this + 1, first_seen(this + 1) // tile, 1 - slot)
+            fetch(this + 1, divide(first_seen(this + 1), tile), 1 - slot)
 
-        each_page(this, number, slot, lambda copy: copy.wait())
-        is_whole = (number + 1) * tile - 1 <= position  # Every query sees every key.
-        if window is not None:
-            is_whole &= number * tile > end - 1 - window
+        wait(number, slot)
+        begin = number * tile
+        visible = jnp.minimum(end - begin, tile)
+        first = divide(jnp.maximum(first_seen(this) - begin, 0), sub)
 
-        @pl.when(is_whole)
-        def _() -> None:
-            attend(number, slot, is_masked=False)
-
-        @pl.when(~is_whole)
-        def _() -> None:
-            attend(number, slot, is_masked=True)
-
-        return 1 - slot
-
-    next_slot[0] = lax.fori_loop(first_seen(this) // tile, num_tiles, kv_tile, next_slot[0])
+        @pl.loop(first, divide(visible + sub - 1, sub))
+        def _(piece: Any) -> None:
+            at = pl.multiple_of(piece * sub, sub)
+            some = partial(attend, begin + at)
+            is_whole = begin + at + sub - 1 <= position  # Every query sees every key.
+            if window is not None:
+                is_whole &= begin + at > end - 1 - window
+            is_long = visible - at > half
+            keys_of = lambda length: kv_tiles.at[slot, :, :, pl.ds(at, length)]  # noqa: E731
+            pl.when(is_whole)(lambda: some(keys_of(sub), is_masked=False))
+            pl.when(~is_whole & is_long)(lambda: some(keys_of(sub), is_masked=True))
+            pl.when(~is_whole & ~is_long)(lambda: some(keys_of(half), is_masked=True))
 
     @pl.when(this > 0)
     def _() -> None:
-        each_out(this - 1, lambda copy: copy.wait())
+        out_copy(this - 1).wait()
 
-    def write_head(head: Any, _: Any) -> Any:
-        out_tile[head] = (acc[head] / totals[head, :, :1]).astype(out_tile.dtype).reshape(group, tile_q, width)
-        return 0
+    def output(head: int, lane: int) -> Array:
+        number, its_rows = head // bunch, pl.ds(head % bunch * tile_q, tile_q)
+        out = acc[number, its_rows, pl.ds(lane, LANES)] / totals[number, its_rows]
+        if scales_ref is not None:
+            out = out * scales_ref[1, head // (num_heads // num_kv_heads)]
+        if lanes.is_packed:
+            out = pltpu.roll(out, LANES - lanes.value_lane, 1)
+        return out.astype(out_tile.dtype)
 
-    lax.fori_loop(0, num_kv_heads, write_head, 0)
-    each_out(this, lambda copy: copy.start())
+    for lane in range(0, lanes.width, LANES):
+        give_tokens(partial(output, lane=lane), lane, heads_rows, out_tile)
+    out_copy(this).start()
 
     @pl.when(this + 1 == count)
     def _() -> None:
-        each_out(this, lambda copy: copy.wait())
+        out_copy(this).wait()
 
 
-def _size(shape: tuple[int, ...]) -> int:
+def _padded_size(shape: tuple[int, ...]) -> int:
+    """Numbers that an array takes in VMEM, whose tiles are 128 lanes wide and at most 32 rows high."""
     size = 1
-    for length in shape:
+    for length in (*shape[:-2], -(-shape[-2] // 32) * 32, -(-shape[-1] // LANES) * LANES):
         size *= length
     return size

@@ -11,13 +11,16 @@ copies; the KV head is an axis of its own, so that it can be spread over chips.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 LEAST_MAX = -1e30
@@ -56,14 +59,26 @@ class HeadLanes:
         """Where in its rows of lanes an output begins."""
         return LANES // 2 if self.is_packed else 0
 
-    def pack(self, k: jax.Array, v: jax.Array) -> jax.Array:
-        """[T, K, H] each → [T, K, S, 128], as pages hold them."""
+    def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+        """Key and value of one head, [T, H] each → its S rows of lanes, [T, 128] each, as pages hold them."""
+        lanes = range(0, self.width, LANES)
+        k, v = self.padded(k), self.padded(v)
+        pairs = [
+            pair
+            for lane in lanes
+            for pair in self.row_pairs(k[:, lane : lane + LANES], v[:, lane : lane + LANES], lane)
+        ]
+        return [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
+
+    def row_pairs(self, k: jax.Array, v: jax.Array, lane: int) -> list[tuple[int, jax.Array]]:
+        """One tile of lanes of key and value, [T, 128] each, zero behind H → the rows of lanes they are, with numbers."""
         if self.is_packed:
-            half = [(0, 0)] * (k.ndim - 1) + [(0, LANES // 2 - self.head_size)]
-            return jnp.concatenate([jnp.pad(k, half), jnp.pad(v, half)], axis=-1)[..., None, :]
-        padding = [(0, 0)] * (k.ndim - 1) + [(0, self.width - self.head_size)]
-        rows = [jnp.pad(x, padding).reshape(*x.shape[:-1], self.num_tiles, LANES) for x in (k, v)]
-        return jnp.concatenate(rows, axis=-2)
+            return [(0, jnp.where(iota(k.shape, 1) < self.value_lane, k, pltpu.roll(v, self.value_lane, 1)))]
+        return [(lane // LANES, k), (self.num_tiles + lane // LANES, v)]
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """[T, H] → [T, width], zero behind H."""
+        return x if self.head_size == self.width else jnp.pad(x, [(0, 0), (0, self.width - self.head_size)])
 
     def keys(self, tile: Any, head: Any) -> jax.Array:
         """[T, width] of one head from a tile [K, S, T, 128] in VMEM."""
@@ -74,11 +89,10 @@ class HeadLanes:
         return self._rows(tile, head, 0 if self.is_packed else self.num_tiles)
 
     def _rows(self, tile: Any, head: Any, first: int) -> jax.Array:
-        rows = [tile[head, first + index] for index in range(self.num_tiles)]
-        return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+        return side_by_side([tile[head, first + index] for index in range(self.num_tiles)])
 
 
-def base2_scores(products: jax.Array, scale: float, soft_cap: float | None) -> jax.Array:
+def base2_scores(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Array:
     """Scores times log₂ e, so that weights are powers of two: exp2 is what the hardware has."""
     if soft_cap is None:
         return products * (scale * LOG2_E)
@@ -97,6 +111,51 @@ def dot_nn(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _precision(a: jax.Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+
+
+def wide(x: jax.Array, width: int) -> jax.Array:
+    """[rows, 128], the same in all lanes → [rows, width]."""
+    return x[:, :width] if width < LANES else side_by_side([x] * (width // LANES))
+
+
+def side_by_side(parts: list[jax.Array]) -> jax.Array:
+    """Along the lanes."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def compute_dtype(q: jax.Array, pages: jax.Array) -> Any:
+    """What products are computed in: pages of one byte a number are widened to the queries' dtype."""
+    return q.dtype if pages.dtype.itemsize == 1 else jnp.promote_types(q.dtype, pages.dtype)
+
+
+def row_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:
+    """For `keep`: all bits of the rows of [rows, 128] that are kept. Narrow numbers lie in 32 bits row by row."""
+    bits = 8 * like.dtype.itemsize
+    packing = 32 // bits
+    first = iota((-(-like.shape[0] // packing), like.shape[1]), 0) * packing
+    of_one = -1 if packing == 1 else (1 << bits) - 1
+    parts = [jnp.where(is_kept(first + index), jnp.int32(of_one) << (bits * index), 0) for index in range(packing)]
+    return functools.reduce(jnp.bitwise_or, parts)
+
+
+def keep(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rows of x as they are, or zero, NaN or not: one operation on 32 bits, where a selection would unpack them."""
+    return from_int32(to_int32(x) & bits, x.dtype)
+
+
+def to_int32(x: jax.Array) -> jax.Array:
+    """The same bits; narrow numbers share a row with those of the rows behind theirs."""
+    return lax.bitcast_convert_type(x, jnp.int32) if x.dtype.itemsize == 4 else pltpu.bitcast(x, jnp.int32)
+
+
+def from_int32(bits: jax.Array, dtype: Any) -> jax.Array:
+    """What `to_int32` was made of."""
+    return lax.bitcast_convert_type(bits, dtype) if dtype.itemsize == 4 else pltpu.bitcast(bits, dtype)
+
+
+def divide(x: Any, by: int) -> Any:
+    """x // by of a scalar that is not negative; a shift where it can be one."""
+    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
 
 
 def iota(shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -98,8 +98,8 @@ def test_a_value_beyond_its_limit_is_refused_by_name_value_and_range(name, value
 
 
 def test_a_backend_that_is_not_built_is_refused_as_such():
-    with pytest.raises(ConfigError, match="attention_backend: pallas-tpu is not available in this version; allowed"):
-        EngineConfig(attention_backend="pallas-tpu")
+    with pytest.raises(ConfigError, match="attention_backend: pallas-gpu is not available in this version; allowed"):
+        EngineConfig(attention_backend="pallas-gpu")
 
 
 def test_fewer_tokens_than_sequences_are_refused():

@@ -29,12 +29,14 @@ def sized(
     **options,
 ):
     """On a CPU the host's free memory is the memory of the pool."""
+    config = EngineConfig(**options)
     return size_engine(
-        EngineConfig(**options),
+        config,
         config_from_hf({**CONFIG, "max_position_embeddings": context, **(model or {})}, Path("config.json")),
         platform=platform,
         free_bytes=free_bytes,
         host_free_bytes=free_bytes if host_free_bytes is None else host_free_bytes,
+        block_size_of=lambda num_seqs, max_len: config.block_size or 64,
         page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),
         weights_bytes=lambda dtype: weights // (1 if dtype == "float32" else 2),
         demands=demands,

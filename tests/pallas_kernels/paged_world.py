@@ -69,8 +69,8 @@ class World:
             dtype=shape.dtype,
         )
         self.scales = self._scales() if jnp.dtype(shape.dtype).itemsize == 1 else None
-        # Copied, since the cache is donated with all that it holds.
-        self.cache = nan_cache(self.layout, shape.layers, shape.backend, jax.tree.map(jnp.copy, self.scales))
+        # A copy: the cache is given up at each step.
+        self.cache = nan_cache(self.layout, shape.layers, shape.backend, jax.tree.map(jnp.array, self.scales))
         self.free = [int(page) for page in self.rng.permutation(np.arange(1, num_pages))]
         self.tables: list[list[list[int]]] = [[] for _ in range(self.num_groups)]
         self.keys: list[list[np.ndarray]] = []  # [row][layer] → [S, K, H]

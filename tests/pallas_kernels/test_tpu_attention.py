@@ -18,6 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
 from ..paged_steps import metadata
 from .paged_world import World, run_ragged, shape_of
@@ -25,13 +27,16 @@ from .paged_world import World, run_ragged, shape_of
 MODES = ("on_wait", "eager")
 
 
-def backend(mode: str = "eager", **options: Any) -> TpuBackend:
+def backend(mode: str = "eager", *, tile: int = 32, piece: int = 16, dtype: str = "float32") -> TpuBackend:
+    """Tiles of a few tokens, so that rows of a few dozen have many."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
-    return TpuBackend(**{"tile_q": 16, "tile_kv": 32, **options}, interpret=params)
+    decode = DecodeSizes(tile=tile, full=tile, tail=piece, most_rows=8, height=write_height("v6e", dtype))
+    return TpuBackend(sizes=TpuSizes(decode, tile_kv=tile, sub_kv=piece), tile_q=16, interpret=params)
 
 
-def world(page_size: int = 16, *, mode: str = "eager", tiles: dict[str, int] | None = None, **changes: Any) -> World:
-    return World(shape_of(page_size, backend=backend(mode, **(tiles or {})), slot_axes=(3,), **changes))
+def world(page_size: int = 16, *, mode: str = "eager", tile: int = 32, **changes: Any) -> World:
+    some = backend(mode, tile=tile, piece=page_size, dtype=changes.get("dtype", "float32"))
+    return World(shape_of(page_size, backend=some, slot_axes=(3,), **changes))
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +54,7 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_tiles_of_many_pages_and_rows_of_many_tiles(mode: str) -> None:
     """Rows at and beside the edges of a tile of 64 keys, while others decode."""
-    some = world(16, mode=mode, tiles={"tile_kv": 64}, num_heads=2, num_kv_heads=2, table_len=16)
+    some = world(16, mode=mode, tile=64, num_heads=2, num_kv_heads=2, table_len=16)
     for _ in range(4):
         some.add_row()
     for length in (63, 64, 65):
@@ -69,6 +74,19 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
 @pytest.mark.parametrize("head_size", [80, 128, 192, 256])
 def test_every_head_size(head_size: int, dtype: str) -> None:
     run_ragged(world(head_size=head_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_pages_of_one_byte_a_number(head_size: int, dtype: str) -> None:
+    """Every head and layer has scales of its own; dead slots hold the largest number, or NaN."""
+    layers = (LayerPlace(0, 0), LayerPlace(0, 1))
+    run_ragged(world(32, dtype=dtype, head_size=head_size, layers=layers, num_group_layers=2))
+
+
+def test_pages_of_one_byte_with_all_features() -> None:
+    options = {"window": 21, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])}
+    run_ragged(world(32, dtype="int8", options=options))
 
 
 FEATURES = {
@@ -179,13 +197,12 @@ def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
     check()
 
 
-def test_plan_cuts_prefill_rows_into_tiles_of_aligned_queries() -> None:
+def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> None:
     out = np.full(TpuBackend(tile_q=16).plan_len(64, 5), -7, np.int32)
     TpuBackend(tile_q=16).plan(np.array([1, 1, 16, 17, 2]), np.array([9, 1, 16, 40, 50]), 2, 37, out)
-    assert out[0] == 4
-    rows, places, positions, lens = out[1:].reshape(4, -1)[:, :4].tolist()
-    assert (rows, lens) == ([2, 3, 3, 4], [16, 16, 1, 2])
-    assert (places, positions) == ([0, 16, 32, 48], [0, 23, 39, 48])
+    rows, tokens, positions, lens = out[1:].reshape(4, -1)[:, : out[0]].tolist()
+    assert (rows, lens) == ([2, 3, 3, 4], [16, 9, 8, 2])
+    assert (tokens, positions) == ([2, 18, 27, 35], [0, 23, 32, 48])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,233 @@
+"""How attention is computed: chosen once, at the start, by the device, the model and what was asked for.
+
+A kernel that serves is first compared with the XLA path on the device itself, on one small ragged batch. Nothing here is
+ever switched later, or silently: what cannot be served as asked is an error that names the way out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import __version__
+from .errors import ConfigError
+from .models.config import ModelConfig
+from .pallas_kernels.ragged_paged_attention import (
+    AttentionMetadata,
+    Backend,
+    LayerPlace,
+    PagedCache,
+    TpuBackend,
+    XlaBackend,
+)
+from .user_cache import make_private, user_cache
+
+logger = logging.getLogger("jpaged")
+
+TPU_CHIPS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "TPU v7x": "v7x",
+}
+"""What devices call themselves → the chips that the kernels have sizes for."""
+DEVICE_OF_KERNELS = {"pallas-tpu": "tpu", "pallas-gpu": "gpu"}
+XLA_BLOCK_SIZE = 64
+TPU_BLOCK_SIZES = (128, 256)
+MAX_TABLE_ENTRIES = 255_000
+"""Page numbers that fit into a TPU core's scalar memory, 1 MiB, beside the rest of a step's plan."""
+LARGEST_ERROR = 2e-2
+"""Of an output row's norm, between a kernel and the XLA path: both round to bfloat16 in different places."""
+CHECK_PAGES, CHECK_TOKENS, CHECK_ROWS, CHECK_TABLE = 24, 64, 8, 4
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """A backend, and why it was chosen."""
+
+    backend: Backend
+    reason: str
+
+
+def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> AttentionChoice:
+    """The backend for `attention_backend` = `asked`, on this device. ConfigError if it cannot be had."""
+    xla = XlaBackend(platform=device.platform)
+    if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
+        return AttentionChoice(xla, "asked for" if asked == "xla" else f"the default on {device.platform}")
+    name = "pallas-tpu" if asked == "auto" else asked
+    if device.platform != DEVICE_OF_KERNELS[name]:
+        raise ConfigError(
+            f"attention_backend: got {name}, allowed on this device ({device.device_kind}): auto, xla; leave it out"
+        )
+    try:
+        backend = kernel_backend(name, model, device.device_kind)
+    except ValueError as error:
+        if asked == "auto":
+            return AttentionChoice(xla, f"pallas-tpu does not take this: {error}")
+        raise ConfigError(str(error)) from error
+    return AttentionChoice(backend, "asked for" if asked == name else "the default on tpu")
+
+
+def kernel_backend(name: str, model: ModelConfig, device_kind: str) -> Backend:
+    """The kernels of that name, made for this model and chip. ValueError names what they do not take."""
+    chip = TPU_CHIPS.get(device_kind)
+    if chip is None:
+        raise ValueError(
+            f"attention_backend: got {name}, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
+            f"{device_kind}; use --attention-backend xla"
+        )
+    backend = TpuBackend.for_heads(chip, model.num_heads, model.head_size)
+    _check_layout(backend, model, TPU_BLOCK_SIZES[0], "bfloat16")
+    return backend
+
+
+def block_size_of(backend: Backend, asked: int | None, max_num_seqs: int, max_model_len: int) -> int:
+    """Tokens per page. ConfigError if the page table of so many sequences would not fit the device."""
+    if backend.name != "pallas-tpu":
+        return asked or XLA_BLOCK_SIZE
+    sizes = TPU_BLOCK_SIZES if asked is None else (asked,)
+    tables = {size: max_num_seqs * -(-max_model_len // size) for size in sizes}
+    # Half of the memory, where a larger page gives it: a page table is fetched anew by every layer.
+    size = next((size for size in sizes if 2 * tables[size] <= MAX_TABLE_ENTRIES), sizes[-1])
+    if tables[size] > MAX_TABLE_ENTRIES:
+        raise ConfigError(
+            f"max_model_len: got {max_model_len} for {max_num_seqs} sequences and pages of {size} tokens, "
+            f"{tables[size]} page numbers, allowed: {MAX_TABLE_ENTRIES} with pallas-tpu; lower max_num_seqs or "
+            "max_model_len, raise block_size, or use --attention-backend xla"
+        )
+    return size
+
+
+def check_kernels(backend: Backend, model: ModelConfig, dtype: str, block_size: int, device: jax.Device) -> None:
+    """Compare a kernel with the XLA path on this device, unless that was done before with the same versions.
+
+    ConfigError if they differ, or if the kernel cannot be run.
+    """
+    if isinstance(backend, XlaBackend):
+        return
+    shape = (model.num_heads, model.num_kv_heads, model.head_size)
+    key = [repr(backend), *shape, dtype, block_size, device.device_kind, jax.__version__, __version__]
+    folder = user_cache("checked")
+    mark = folder / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+    if mark.exists():
+        return
+    try:
+        error = kernel_error(backend, *shape, dtype, block_size, device)
+    except Exception as failure:
+        raise ConfigError(
+            f"attention_backend: {backend.name} failed its check on {device.device_kind}: "
+            f"{' '.join(str(failure).split())[:500]}; use --attention-backend xla"
+        ) from failure
+    if not error <= LARGEST_ERROR:
+        raise ConfigError(
+            f"attention_backend: {backend.name} differs from the XLA path on {device.device_kind} by {error:.3g} of an "
+            f"output's norm, allowed: {LARGEST_ERROR}; use --attention-backend xla"
+        )
+    logger.info("%s agrees with the XLA path on %s to %.2g", backend.name, device.device_kind, error)
+    try:
+        make_private(folder)
+        mark.write_text(json.dumps({"checked": key, "error": error}))
+    except OSError as problem:
+        logger.warning("the check of %s is made at each start: %s", backend.name, problem)
+
+
+def kernel_error(
+    backend: Backend,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: str,
+    block_size: int,
+    device: jax.Device,
+) -> float:
+    """The largest difference from the XLA path, as a share of an output row's norm, over prefill and decode steps."""
+    rng = np.random.default_rng(0)
+    prefills, decodes = [1, 17, block_size - 1, block_size + 1], [1] * 4
+    tables = np.zeros((1, CHECK_ROWS, CHECK_TABLE), np.int32)
+    tables[0, :4] = 1 + rng.permutation(CHECK_PAGES - 1)[:16].reshape(4, CHECK_TABLE)
+    num_tokens = -(-sum(prefills) // CHECK_TOKENS) * CHECK_TOKENS
+    worst = 0.0
+    caches = [_empty_cache(each, num_kv_heads, head_size, dtype, block_size) for each in (backend, _xla(device))]
+    lens = [0] * 4
+    for work in (prefills, decodes, decodes):
+        lens = [before + new for before, new in zip(lens, work, strict=True)]
+        inputs = [rng.normal(size=(num_tokens, n, head_size)) for n in (num_heads, num_kv_heads, num_kv_heads)]
+        outs = []
+        for index, cache in enumerate(caches):
+            step = _step(cache.backend, work, lens, tables, block_size, num_tokens)
+            q, k, v = (jnp.asarray(x, dtype) for x in inputs)
+            with jax.default_device(device):
+                out, caches[index] = jax.jit(PagedCache.attend, static_argnames=("layer", "scale"))(
+                    cache, layer=0, q=q, k=k, v=v, step=step, scale=head_size**-0.5
+                )
+            outs.append(np.asarray(out[: sum(work)], np.float32))
+        errors = np.linalg.norm(outs[0] - outs[1], axis=-1) / np.linalg.norm(outs[1], axis=-1)
+        worst = max(worst, float(errors.max()) if np.isfinite(errors).all() else np.inf)
+    return worst
+
+
+def _xla(device: jax.Device) -> XlaBackend:
+    return XlaBackend(platform=device.platform)
+
+
+def _empty_cache(backend: Backend, num_kv_heads: int, head_size: int, dtype: str, block_size: int) -> PagedCache:
+    layout = backend.layout(
+        num_layers=1,
+        num_pages=CHECK_PAGES,
+        page_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+    )
+    pages = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
+    return PagedCache(pages, layout, (LayerPlace(0, 0),), backend)
+
+
+def _step(
+    backend: Backend, work: list[int], lens: list[int], tables: np.ndarray, block_size: int, num_tokens: int
+) -> AttentionMetadata:
+    """Rows with one query first, as the contract has it: the lengths given are in that order."""
+    total, num_rows = sum(work), len(work)
+    positions = np.concatenate([np.arange(end - new, end) for new, end in zip(work, lens, strict=True)])
+    row_of = np.repeat(np.arange(num_rows), work)
+    slots = tables[0, row_of, positions // block_size] * block_size + positions % block_size
+    num_decode_rows = sum(1 for new in work if new == 1)
+    starts = np.full(CHECK_ROWS + 1, total, np.int32)
+    starts[: num_rows + 1] = np.cumsum([0, *work])
+    plan = np.zeros(backend.plan_len(num_tokens, CHECK_ROWS), np.int32)
+    query_lens, context_lens = np.array(work, np.int32), np.array(lens, np.int32)
+    backend.plan(query_lens, context_lens, num_decode_rows, total, plan)
+
+    def padded(values: np.ndarray, length: int) -> Any:
+        return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)
+
+    return AttentionMetadata(
+        positions=padded(positions, num_tokens),
+        slots=padded(slots, num_tokens)[None],
+        query_starts=jnp.asarray(starts),
+        context_lens=padded(context_lens, CHECK_ROWS),
+        page_tables=jnp.asarray(tables),
+        num_rows=jnp.int32(num_rows),
+        num_decode_rows=jnp.int32(num_decode_rows),
+        plan=jnp.asarray(plan),
+    )
+
+
+def _check_layout(backend: Backend, model: ModelConfig, block_size: int, dtype: str) -> None:
+    backend.layout(
+        num_layers=1,
+        num_pages=1,
+        page_size=block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        dtype=dtype,
+    )

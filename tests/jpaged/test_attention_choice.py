@@ -1,0 +1,107 @@
+"""Which attention serves, what its pages are, and that a kernel which computes something else does not start."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jpaged.attention_choice import block_size_of, check_kernels, choose_attention, kernel_error
+from jpaged.errors import ConfigError
+from jpaged.models.config import config_from_hf
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
+
+from .tiny_model import CONFIG
+
+MODEL = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
+CPU = jax.devices("cpu")[0]
+
+
+def model_with(**changes):
+    return dataclasses.replace(MODEL, **changes)
+
+
+def tpu(kind="TPU v6 lite"):
+    return SimpleNamespace(platform="tpu", device_kind=kind)
+
+
+def test_each_platform_has_its_default():
+    assert choose_attention("auto", MODEL, CPU).backend == XlaBackend(platform="cpu")
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    assert choose_attention("auto", MODEL, gpu).backend == XlaBackend(platform="gpu")
+    for kind, chip in (("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("TPU7x", "v7x")):
+        backend = choose_attention("auto", model_with(head_size=128), tpu(kind)).backend
+        assert (backend.name, backend.chip) == ("pallas-tpu", chip)
+
+
+def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_refused():
+    chosen = choose_attention("auto", model_with(head_size=48), tpu())
+    assert chosen.backend.name == "xla"
+    assert "head_size: got 48, the pallas-tpu backend takes 64, 80, 96" in chosen.reason
+    with pytest.raises(ConfigError, match=r"head_size: got 48.*use --attention-backend xla"):
+        choose_attention("pallas-tpu", model_with(head_size=48), tpu())
+    assert "this device is TPU v4" in choose_attention("auto", model_with(head_size=128), tpu("TPU v4")).reason
+
+
+def test_kernels_of_another_platform_are_refused():
+    with pytest.raises(ConfigError, match=r"attention_backend: got pallas-tpu, allowed on this device \(cpu\): auto, xla"):
+        choose_attention("pallas-tpu", MODEL, CPU)
+
+
+def test_what_is_asked_for_is_taken():
+    assert choose_attention("xla", model_with(head_size=128), tpu()).backend.name == "xla"
+    assert choose_attention("pallas-tpu", model_with(head_size=128), tpu()).reason == "asked for"
+
+
+def test_pages_grow_until_the_page_table_fits():
+    kernels = TpuBackend()
+    assert block_size_of(XlaBackend(), None, 256, 131072) == 64
+    assert block_size_of(kernels, None, 64, 8192) == 128
+    assert block_size_of(kernels, None, 256, 131072) == 256, "Llama-3.1 as it comes"
+    assert block_size_of(kernels, 16, 64, 8192) == 16
+    with pytest.raises(ConfigError, match=r"max_model_len: got 1048576 for 256 sequences.*allowed: 255000.*lower max_num"):
+        block_size_of(kernels, None, 256, 1048576)
+    with pytest.raises(ConfigError, match="pages of 16 tokens"):
+        block_size_of(kernels, 16, 256, 131072)
+
+
+class WrongHeads(TpuBackend):
+    """Attends with the query heads of the neighbour."""
+
+    def attend(self, cache, place, q, *args, **options):
+        return super().attend(cache, place, jnp.roll(q, 1, axis=1), *args, **options)
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 32}
+
+
+def test_a_kernel_that_agrees_is_checked_once(interpreted, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    backend = TpuBackend(**interpreted)
+    check_kernels(backend, model_with(head_size=64), "float32", 16, CPU)
+    (mark,) = (tmp_path / "jpaged" / "checked").iterdir()
+    written = mark.stat().st_mtime_ns
+    check_kernels(backend, model_with(head_size=64), "float32", 16, CPU)
+    assert mark.stat().st_mtime_ns == written
+
+
+def test_a_kernel_that_computes_something_else_does_not_start(interpreted, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"pallas-tpu differs from the XLA path on cpu by .*--attention-backend xla"):
+        check_kernels(WrongHeads(**interpreted), model_with(head_size=64), "float32", 16, CPU)
+    assert not (tmp_path / "jpaged" / "checked").exists()
+
+
+def test_a_kernel_that_cannot_run_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"pallas-tpu failed its check on cpu: .*use --attention-backend xla"):
+        check_kernels(TpuBackend(), model_with(head_size=64), "float32", 16, CPU)
+
+
+def test_the_error_is_that_of_rounding(interpreted):
+    assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", 16, CPU) < 1e-5
