@@ -121,6 +121,7 @@ class GpuGate:
 
     def __init__(self, chip: str, **backend_options: Any):
         self.chip, self.dump, self.backend_options = CHIPS[chip], prepare(), backend_options
+        self.num_kernels = 0
         import jax
         from jax.experimental import topologies
 
@@ -150,7 +151,9 @@ class GpuGate:
         except Exception as error:
             message = " ".join(str(error).strip().splitlines())[:400]
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {message}"}
+        # A kernel that is the same as an earlier cell's is not compiled again: what was said of it then stands there.
         kernels = [self._kernel(ptx) for ptx in sorted(self.dump.glob("*.ptx"))]
+        self.num_kernels += len(kernels)
         # Between the layers lies the result of the first, which is no memory that a call needs beside it.
         temp_bytes = memory.temp_size_in_bytes - math.prod(arguments[1].shape) * arguments[1].dtype.itemsize
         fault = None
@@ -160,7 +163,7 @@ class GpuGate:
             fault = f"{temp_bytes} bytes of temporary memory"
         elif self.num_blocks * (self.block_memory + 1024) > self.chip.sm_memory:
             fault = f"{self.num_blocks} blocks of {self.block_memory} bytes of shared memory on a multiprocessor"
-        elif not kernels:
+        elif not self.num_kernels:
             fault = "no kernel was compiled"
         elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
             fault = f"ptxas: {errors[0]}"
