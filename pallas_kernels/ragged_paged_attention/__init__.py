@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .gpu import GpuBackend
     from .interface import NULL_PAGE, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
     from .kv_scales import KVScales, quantize
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
@@ -20,6 +21,7 @@ __all__ = [
     "NULL_PAGE",
     "AttentionMetadata",
     "Backend",
+    "GpuBackend",
     "KVLayout",
     "KVScales",
     "LayerPlace",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "GpuBackend": ".gpu",
     "TpuBackend": ".tpu",
     "XlaBackend": ".xla",
     **dict.fromkeys(("KVScales", "quantize"), ".kv_scales"),

@@ -1,0 +1,270 @@
+"""Ragged paged attention on NVIDIA GPUs: the layout of the pages, and the way of a step through the kernels.
+
+    keys and values     scattered by XLA into the donated pages
+    queries [T, N, H]   ─ gather ─▶ aligned by KV head [K, A, H]
+    attention           in their place; one launch over small tiles, of rows with few queries (decode), one over large
+                        tiles, of all others (prefill), each followed by one that merges what was cut
+    out [T, N, H]       ◀─ gather ─
+
+Pages are [L × C, K, Z, H], one array of keys and one of values, so that the slots of one page and KV head lie side by
+side. Nothing here asks which chip there is: what has to be known of it is said to the constructor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from . import gpu_mma, gpu_wgmma
+from .gpu_attention import Options, ragged_attention
+from .gpu_merge import merge
+from .gpu_plan import NUM_STAGES, GpuPlanner
+from .gpu_queries import QueryRows
+from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu
+from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
+from .kv_scales import LayerScales, quantize
+
+DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+HEAD_SIZES = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64)
+PREFILL = ("mma", "wgmma")
+
+
+@dataclass(frozen=True)
+class GpuLayout(KVLayout):
+    """Keys and values, [L × C, K, Z, H] each."""
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the keys and of the values."""
+        shape = (self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size)
+        return shape, shape
+
+    @property
+    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
+        """KV heads are the only axis that may be spread."""
+        return (None, "kv_heads", None, None), (None, "kv_heads", None, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuBackend:
+    """Attention by Pallas kernels for NVIDIA GPUs, Ampere and later.
+
+    `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
+    gets an order of work of its own; a layer with another window does the work of full attention's order and skips
+    what it does not see. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory that one
+    thread block may have, in bytes, and `has_tma` says that the chip is a Hopper or later; the defaults are an H100's
+    and an H200's. `is_cut` False computes every row's result in the same order in any
+    company, which costs time where rows are few or of very different length; `least_share` counts 64 keys each that a
+    thread block gets before the next one gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper
+    and for heads of 64 and 128, wgmma. `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`,
+    for tests.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    windows: tuple[int | None, ...] = ()
+    num_sms: int = 132
+    block_memory: int = 232448
+    has_tma: bool = True
+    is_cut: bool = True
+    least_share: int = 6
+    prefill: str = "mma"
+    interpret: Any = None
+
+    name = "pallas-gpu"
+
+    def __post_init__(self) -> None:
+        if not hasattr(plgpu, "mma"):
+            raise ValueError(
+                f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
+                "(Python 3.12 or later); update jax or use --attention-backend xla"
+            )
+        if self.prefill not in PREFILL or (self.prefill == "wgmma" and self.head_size > gpu_wgmma.MOST_LANES):
+            raise ValueError(
+                f"prefill: got {self.prefill} with head size {self.head_size}, the pallas-gpu backend takes "
+                f"{' or '.join(PREFILL)}, wgmma up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
+            )
+
+    @property
+    def planner(self) -> GpuPlanner:
+        """Makes the order of work of a step."""
+        names = (
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "windows",
+            "num_sms",
+            "block_memory",
+            "is_cut",
+            "least_share",
+        )
+        return GpuPlanner(**{name: getattr(self, name) for name in names})
+
+    def layout(
+        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
+    ) -> GpuLayout:
+        """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        for name, got, allowed, way_out in (
+            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, "use kv_cache_dtype=auto or --attention-backend xla"),
+            ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
+            ("block_size", page_size, PAGE_SIZES, "leave it out or use --attention-backend xla"),
+        ):
+            if got not in allowed:
+                raise ValueError(
+                    f"{name}: got {got}, the pallas-gpu backend takes {', '.join(map(str, allowed))}; {way_out}"
+                )
+        return GpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """Room for all classes of tiles and all windows."""
+        return self.planner.plan_len(num_tokens, num_rows)
+
+    def plan(
+        self,
+        query_lens: np.ndarray,
+        context_lens: np.ndarray,
+        num_decode_rows: int,
+        num_tokens: int,
+        out: np.ndarray,
+    ) -> None:
+        """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""
+        self.planner.plan(query_lens, context_lens, out)
+
+    def launches(
+        self, num_tokens: int, num_rows: int, *, scale: float, window: int | None, soft_cap: float | None
+    ) -> list[Options]:
+        """Of the classes of tiles that a step of that size may have."""
+        planner = self.planner
+        windows, orders = planner.planned_windows, planner.orders(planner.max_units(num_tokens, num_rows))
+        used = orders[:1] if num_tokens * planner.group <= planner.small_rows else orders
+        return [
+            Options(
+                order=its_orders[windows.index(window) if window in windows else 0],
+                group=planner.group,
+                scale=scale,
+                window=window,
+                soft_cap=soft_cap,
+                tile_kv=planner.tile_kv,
+                num_stages=NUM_STAGES,
+                products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
+                chip=Chip(has_tma=self.has_tma, interpret=self.interpret),
+            )
+            for its_orders in used
+        ]
+
+    def attend(
+        self,
+        cache: PagedCache,
+        place: LayerPlace,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        kv_scales: LayerScales | None,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Float[Array, " N"] | None,
+    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+        """See `PagedCache.attend`."""
+        refuse_one_of(k, v)
+        got = q.shape[1], cache.pages[0].shape[1], q.shape[2]
+        if got != (self.num_heads, self.num_kv_heads, self.head_size):
+            raise ValueError(
+                f"attend: got {got[0]} query heads, {got[1]} KV heads and head size {got[2]}, this pallas-gpu backend "
+                f"was made for {self.num_heads}, {self.num_kv_heads} and {self.head_size}; make it with what lies on "
+                "one chip"
+            )
+        # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
+        return _attend_layer(
+            cache.pages,
+            jnp.int32(place.index * cache.layout.num_pages),
+            q,
+            k,
+            v,
+            step.slots[place.group],
+            step.page_tables[place.group],
+            step,
+            kv_scales,
+            sinks,
+            backend=self,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
+
+
+@partial(jax.jit, static_argnames=("backend", "scale", "window", "soft_cap"))
+def _attend_layer(
+    kv_pages: tuple[Array, ...],
+    first_page: Int[Array, ""],
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"] | None,
+    v: Float[Array, "T K H"] | None,
+    slots: Int[Array, " T"],
+    tables: Int[Array, "R P"],
+    step: AttentionMetadata,
+    kv_scales: LayerScales | None,
+    sinks: Float[Array, " N"] | None,
+    *,
+    backend: GpuBackend,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    """Write and attend in the layer whose pages begin at `first_page`."""
+    k_pages, v_pages = kv_pages
+    if k is not None and v is not None:
+        if kv_scales is not None:
+            k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+        k_pages, v_pages = (_scatter(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
+    rows = QueryRows(step, backend.num_kv_heads, backend.num_heads // backend.num_kv_heads)
+    results = jax.new_ref(rows.align(q.astype(COMPUTE_DTYPE)))
+    for options in backend.launches(
+        q.shape[0], step.context_lens.shape[0], scale=scale, window=window, soft_cap=soft_cap
+    ):
+        tiles = options.order.tiles
+        unfinished = ragged_attention(
+            results,
+            k_pages,
+            v_pages,
+            tables,
+            step.context_lens,
+            step.query_starts,
+            step.plan,
+            first_page[None],
+            kv_scales,
+            None if sinks is None else _repeated(sinks, backend.num_kv_heads, tiles.tile_rows),
+            options,
+        )
+        if unfinished is not None:
+            merge(results, unfinished, step.plan, options.order, options.chip)
+    return rows.take(results[...]).astype(q.dtype), (k_pages, v_pages)
+
+
+def _repeated(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:
+    """The sinks of each KV head's query heads, over and over: from any of them on there are `tile_rows`."""
+    by_head = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
+    group = by_head.shape[1]
+    return jnp.tile(by_head, (1, -(-tile_rows // group) + 1))[:, : group + tile_rows]
+
+
+def _scatter(
+    pages: Float[Array, "C K Z H"], new: Float[Array, "T K H"], first_page: Int[Array, ""], slots: Int[Array, " T"]
+) -> Float[Array, "C K Z H"]:
+    """Write tokens, a row of H values each."""
+    _, num_kv_heads, page_size, head_size = pages.shape
+    page, offset = first_page + lax.div(slots, jnp.int32(page_size)), lax.rem(slots, jnp.int32(page_size))
+    places = (page[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None]) * page_size + offset[:, None]
+    rows = new.astype(pages.dtype).reshape(-1, head_size)
+    return pages.reshape(-1, head_size).at[places.reshape(-1)].set(rows).reshape(pages.shape)

@@ -1,0 +1,294 @@
+"""Do the GPU attention kernels compile for chips that are not there, without spilling a register?
+
+    python scripts/compile_gpu.py a100 32 8 128 bfloat16 64 none decode     # one cell
+
+`GpuGate` is the GPU's part of the compile gate. XLA compiles a step of two layers for the chip; the kernels' PTX is
+dumped on the way and given to ptxas, which says what it needs of registers. Needs the wheels of the extra `aot`, and
+jax ≥ 0.11; one process a chip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MOST_TEMP_BYTES = 16 << 20
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"window": 1000},
+    "soft_cap": {"soft_cap": 50.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 128, "soft_cap": 30.0, "sinks": True},
+}
+STEPS = {"decode": (64, 64), "mixed": (256, 16), "one token": (1, 1)}
+"""Tokens and rows of a step."""
+
+
+class GpuChip(NamedTuple):
+    """What the compilers are told of a chip, from NVIDIA's data sheets."""
+
+    name: str
+    capability: tuple[int, int]
+    ptxas: str
+    num_sms: int
+    block_memory: int
+    """Bytes of shared memory that one thread block may have."""
+    sm_memory: int
+    memory: int
+    bandwidth: int
+    l2: int
+    clock_ghz: float
+
+
+CHIPS = {
+    "a100": GpuChip(
+        "NVIDIA A100-SXM4-80GB", (8, 0), "sm_80", 108, 166912, 167936, 80 << 30, 2_000_000_000_000, 40 << 20, 1.41
+    ),
+    "h100": GpuChip(
+        "NVIDIA H100 80GB HBM3", (9, 0), "sm_90a", 132, 232448, 233472, 80 << 30, 3_350_000_000_000, 50 << 20, 1.98
+    ),
+    "h200": GpuChip("NVIDIA H200", (9, 0), "sm_90a", 132, 232448, 233472, 141 << 30, 4_800_000_000_000, 50 << 20, 1.98),
+    "b200": GpuChip(
+        "NVIDIA B200", (10, 0), "sm_100a", 148, 232448, 233472, 178 << 30, 8_000_000_000_000, 126 << 20, 1.965
+    ),
+}
+
+
+class GpuCell(NamedTuple):
+    """One shape to be compiled: what compile_gate's cells have, by the same names."""
+
+    heads: tuple[int, int]
+    head_size: int
+    dtype: str
+    page_size: int
+    feature: str
+    step: str
+    why: str
+
+
+def target_config(chip: GpuChip) -> str:
+    """The chip as XLA wants it described."""
+    extension = "feature_extension: ACCELERATED_FEATURES" if chip.capability >= (9, 0) else ""
+    return f"""
+    gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {chip.num_sms}
+      fpus_per_core: {128 if chip.capability >= (9, 0) else 64} shared_memory_per_block: 49152
+      shared_memory_per_core: {chip.sm_memory} shared_memory_per_block_optin: {chip.block_memory}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      memory_bandwidth: {chip.bandwidth} l2_cache_size: {chip.l2} clock_rate_ghz: {chip.clock_ghz}
+      device_memory_size: {chip.memory}
+      cuda_compute_capability {{ major: {chip.capability[0]} minor: {chip.capability[1]} {extension} }}
+      device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{chip.name}"
+      driver_version: "12.8.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+    }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{chip.name}"
+    """
+
+
+def prepare() -> Path:
+    """Environment of a JAX that compiles for GPUs; before JAX is imported. Returns where PTX is dumped."""
+    import nvidia.cuda_nvcc
+
+    cuda = Path(next(iter(nvidia.cuda_nvcc.__path__)))
+    dump = Path(tempfile.mkdtemp(prefix="ptx-"))
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "PATH": f"{cuda / 'bin'}:{os.environ['PATH']}",
+        "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={cuda}",
+        "MOSAIC_GPU_DUMP_TO": str(dump),
+        "MOSAIC_GPU_DUMP_PTX": "1",
+    }
+    return dump
+
+
+class GpuGate:
+    """Compiles cells for one chip. Made before JAX is imported, since JAX reads its environment when it is."""
+
+    def __init__(self, chip: str, **backend_options: Any):
+        self.chip, self.dump, self.backend_options = CHIPS[chip], prepare(), backend_options
+        self.num_kernels = 0
+        import jax
+        from jax.experimental import topologies
+
+        from jpaged.sharding import device_mesh
+
+        jax.devices()  # Finds the plugins.
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology="1x1x1", target_config=target_config(self.chip)
+        )
+        self.mesh = device_mesh(topology.devices[:1])
+
+    def compile(self, cell: Any) -> dict[str, Any]:
+        """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""
+        import jax
+
+        start = time.monotonic()
+        for old in self.dump.iterdir():
+            old.unlink()
+        try:
+            program, arguments, cache_bytes = self._program(cell)
+        except ValueError as error:
+            return {**cell._asdict(), "refused": str(error), "fault": None}
+        try:
+            with self._told(), jax.set_mesh(self.mesh):
+                lowered = jax.jit(program, donate_argnums=(0, 1)).lower(*arguments)
+            memory = lowered.compile().memory_analysis()
+        except Exception as error:
+            message = " ".join(str(error).strip().splitlines())[:400]
+            return {**cell._asdict(), "fault": f"{type(error).__name__}: {message}"}
+        # A kernel that is the same as an earlier cell's is not compiled again: what was said of it then stands there.
+        kernels = [self._kernel(ptx) for ptx in sorted(self.dump.glob("*.ptx"))]
+        self.num_kernels += len(kernels)
+        # Between the layers lies the result of the first, which is no memory that a call needs beside it.
+        temp_bytes = memory.temp_size_in_bytes - math.prod(arguments[1].shape) * arguments[1].dtype.itemsize
+        fault = None
+        if memory.alias_size_in_bytes < cache_bytes:
+            fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
+        elif temp_bytes > MOST_TEMP_BYTES:
+            fault = f"{temp_bytes} bytes of temporary memory"
+        elif self.num_blocks * (self.block_memory + 1024) > self.chip.sm_memory:
+            fault = f"{self.num_blocks} blocks of {self.block_memory} bytes of shared memory on a multiprocessor"
+        elif not self.num_kernels:
+            fault = "no kernel was compiled"
+        elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
+            fault = f"ptxas: {errors[0]}"
+        elif spills := sum(kernel["spill_bytes"] for kernel in kernels):
+            fault = f"{spills} bytes of spills"
+        found = {"temp_bytes": temp_bytes, "kernels": kernels, "block_memory": self.block_memory}
+        return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Mosaic asks the first device for its architecture and memory, which here is a CPU: it is told the chip's."""
+        from jax.experimental.mosaic.gpu import core, utils
+
+        sizes: list[int] = []
+        infer, bound, tree_size = utils._infer_arch, core._SMEM_SIZE_BOUND, core._smem_tree_size
+
+        def noted(*args: Any) -> int:
+            sizes.append(tree_size(*args))
+            return sizes[-1]
+
+        utils._infer_arch, core._smem_tree_size = lambda: self.chip.capability, noted
+        core._SMEM_SIZE_BOUND = self.chip.block_memory
+        try:
+            yield
+        finally:
+            utils._infer_arch, core._SMEM_SIZE_BOUND, core._smem_tree_size = infer, bound, tree_size
+            self.block_memory = max(sizes, default=0)
+
+    def _kernel(self, ptx: Path) -> dict[str, Any]:
+        """Registers and spills of one kernel."""
+        command = ["ptxas", "-v", f"-arch={self.chip.ptxas}", str(ptx), "-o", os.devnull]
+        result = subprocess.run(command, capture_output=True, text=True)
+        said = result.stdout + result.stderr
+        if result.returncode:
+            return {"error": said.strip()[:400], "spill_bytes": 0}
+        registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+        spills = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
+        return {"registers": max(registers), "spill_bytes": sum(spills)}
+
+    def _program(self, cell: Any) -> tuple[Any, tuple[Any, ...], int]:
+        """A step of two layers, its arguments' shapes, and the bytes of its cache."""
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from jpaged.pallas_kernels.ragged_paged_attention import (
+            AttentionMetadata,
+            GpuBackend,
+            KVScales,
+            LayerPlace,
+            PagedCache,
+        )
+
+        (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
+        options = dict(FEATURES[cell.feature])
+        backend = GpuBackend(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=cell.head_size,
+            windows=(options.get("window"),),
+            num_sms=self.chip.num_sms,
+            block_memory=self.chip.block_memory,
+            has_tma=self.chip.capability >= (9, 0),
+            **self.backend_options,
+        )
+        self.num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+
+        def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+        layout = backend.layout(
+            num_layers=2,
+            num_pages=8192 // cell.page_size,
+            page_size=cell.page_size,
+            num_kv_heads=num_kv_heads,
+            head_size=cell.head_size,
+            dtype=cell.dtype,
+        )
+        pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
+        scales = KVScales(*[shaped(2, num_kv_heads, dtype=jnp.float32)] * 2) if layout.dtype.itemsize == 1 else None
+        cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
+        step = AttentionMetadata(
+            positions=shaped(num_tokens),
+            slots=shaped(1, num_tokens),
+            query_starts=shaped(num_rows + 1),
+            context_lens=shaped(num_rows),
+            page_tables=shaped(1, num_rows, 8192 // cell.page_size),
+            num_rows=shaped(),
+            num_decode_rows=shaped(),
+            plan=shaped(backend.plan_len(num_tokens, num_rows)),
+        )
+        sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
+        q, k, v = (
+            shaped(num_tokens, n, cell.head_size, dtype=jnp.bfloat16) for n in (num_heads, num_kv_heads, num_kv_heads)
+        )
+
+        def two_layers(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+            for layer in range(2):
+                out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
+                q, k = q + out, k + out[:, :num_kv_heads]
+            return q, cache
+
+        return two_layers, (cache, q, k, v, step, sinks), layout.page_bytes * layout.num_pages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("num_heads", type=int)
+    parser.add_argument("num_kv_heads", type=int)
+    parser.add_argument("head_size", type=int)
+    parser.add_argument("dtype")
+    parser.add_argument("page_size", type=int)
+    parser.add_argument("feature", choices=FEATURES)
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("--prefill", default="mma", help="mma, or Hopper's wgmma: the candidate")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    heads = args.num_heads, args.num_kv_heads
+    cell = GpuCell(heads, args.head_size, args.dtype, args.page_size, args.feature, args.step, "asked for")
+    found = GpuGate(args.chip, prefill=args.prefill).compile(cell)
+    print(json.dumps(found))
+    return bool(found["fault"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,285 @@
+"""The GPU kernels against the dense oracle, in an interpreter that knows the GPU's memories, copies and barriers.
+
+Memory that was never written is NaN, and so is every slot that no token was given; races between copies and accesses
+raise. Interpreted, products are `jnp.dot` and not `mma`; everything else is what a GPU gets.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.gpu_tiles import Chip, as_operand
+
+from ..paged_steps import metadata
+from .paged_world import World, run_ragged, shape_of
+
+CUT = {"num_sms": 4, "least_share": 1}
+"""Options under which rows of more than 64 keys are cut into pieces."""
+
+
+def backend(num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64, **options: Any) -> GpuBackend:
+    options = {"num_sms": 1, "interpret": plgpu.InterpretGPUParams(detect_races=True), **options}
+    return GpuBackend(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **options)
+
+
+def world(page_size: int = 16, *, made_with: dict[str, Any] | None = None, **changes: Any) -> World:
+    sizes = {name: changes[name] for name in ("num_heads", "num_kv_heads", "head_size") if name in changes}
+    some = backend(**sizes, **(made_with or {}))
+    return World(shape_of(page_size, backend=some, slot_axes=(2, 2), **{"dtype": "bfloat16", **changes}))
+
+
+def run_some(some: World) -> None:
+    """A step of prefill, one mixed and one of decode, over rows that begin, cross and end at edges of pages."""
+    page = some.shape.page_size
+    for _ in range(3):
+        some.add_row()
+    some.step({0: 2 * page + 1, 1: page, 2: 1})
+    some.step({0: 1, 1: 2, 2: page - 1})
+    some.step({0: 1, 1: 1, 2: 1})
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_ragged_rows_match_the_oracle(page_size: int) -> None:
+    run_ragged(world(page_size))
+
+
+def test_rows_of_several_tiles_in_one_piece_each() -> None:
+    """Rows at and beside the edges of a tile of 64 keys, while others decode."""
+    some = world(16, table_len=16)
+    for _ in range(3):
+        some.add_row()
+    some.step({0: 63})
+    some.step({0: 1, 1: 64})
+    some.step({0: 1, 1: 1, 2: 65})
+    some.step({0: 1, 1: 63, 2: 1})
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])}], ids=str)
+def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> None:
+    """The rows are long enough for pieces, as the plan says: `count_merges` sees them."""
+    some = world(64, made_with=CUT, table_len=8, options=options)
+    for _ in range(3):
+        some.add_row()
+    some.step({0: 200, 1: 65})
+    some.step({0: 1, 1: 60})
+    assert count_merges(some, [1, 1], [202, 126]) > 0
+    some.step({0: 1, 1: 1})
+    some.step({0: 1, 1: 30, 2: 3})
+
+
+def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:
+    planner = some.shape.backend.planner
+    plan = np.zeros(planner.plan_len(some.shape.num_tokens, some.shape.num_rows), np.int32)
+    planner.plan(np.array(query_lens), np.array(context_lens), plan)
+    orders = planner.orders(planner.max_units(some.shape.num_tokens, some.shape.num_rows))
+    return sum(int(plan[of_class[0].num_merges]) for of_class in orders)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (71, 1)])
+def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
+    run_some(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_every_head_size_and_dtype_of_pages(head_size: int, dtype: str) -> None:
+    run_some(world(head_size=head_size, dtype=dtype, num_heads=2, num_kv_heads=2))
+
+
+FEATURES = {
+    "window 1": {"window": 1},
+    "window of a page less one": {"window": 15},
+    "window of a page and one": {"window": 17},
+    "window beyond the context": {"window": 1000},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": jnp.array([-1.0, 0.0, 2.0, 30.0])},
+    "all of them": {"window": 21, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])},
+}
+
+
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
+def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
+    run_some(world(options=options))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_candidate_for_prefill_on_hopper_matches_the_oracle(dtype: str) -> None:
+    """By `wgmma`, which the interpreter knows, from shared memory."""
+    run_some(world(dtype=dtype, made_with={"prefill": "wgmma"}))
+
+
+def test_keys_in_tiles_of_half_a_page() -> None:
+    run_some(world(64, head_size=256, num_heads=1, num_kv_heads=1))
+
+
+def test_a_window_with_an_order_of_its_own() -> None:
+    run_some(world(options={"window": 17}, made_with={"windows": (None, 17, 40)}))
+
+
+@pytest.mark.parametrize(("window", "index"), [(None, 0), (17, 1), (40, 2), (30, 0)])
+def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window: int | None, index: int) -> None:
+    some = backend(windows=(40, None, 17))
+    launches = some.launches(64, 4, scale=1.0, window=window, soft_cap=None)
+    orders = some.planner.orders(some.planner.max_units(64, 4))
+    assert [launch.order for launch in launches] == [of_class[index] for of_class in orders]
+    assert some.planner.planned_windows == (None, 17, 40)
+
+
+@pytest.mark.parametrize("window", [1, 17])
+def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
+    some = world(options={"window": window}, made_with={"windows": (window,)})
+    for _ in range(3):
+        some.add_row()
+    some.step({0: 30, 1: 17})
+    for _ in range(3):
+        for row in (0, 1):
+            some.forget(row, max(0, len(some.keys[row][0]) - window + 1) // 16)
+        some.step({0: 1, 1: 9, 2: 3})
+
+
+def test_a_row_that_fills_its_page_table_reads_nothing_behind_it() -> None:
+    """A tile of four pages where there are three: the interpreter refuses an index beyond the table."""
+    some = world(table_len=3)
+    some.shape = dataclasses.replace(some.shape, num_tokens=48, num_rows=1)
+    some.add_row()
+    some.step({0: 47})
+    some.step({0: 1})
+
+
+def test_rows_that_share_their_first_pages() -> None:
+    some = world()
+    first = some.add_row()
+    some.step({first: 41})
+    second = some.add_row(prefix_of=first, num_shared=2)
+    some.step({first: 1, second: 3})
+    some.step({first: 1, second: 1})
+
+
+def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
+    layers = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
+    run_some(world(layers=layers, num_group_layers=2))
+
+
+def test_a_single_token_step() -> None:
+    """The smallest bucket: one token, one row, no large tiles at all."""
+    some = world()
+    some.shape = dataclasses.replace(some.shape, num_tokens=1, num_rows=1)
+    some.add_row()
+    for _ in range(18):
+        some.step({0: 1})
+
+
+def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
+    some = world()
+    some.add_row()
+    some.add_row()
+    some.step({0: 5})
+    tables = [[some.tables[0][0], [some.free.pop()]]]
+    step = metadata(some.shape.backend, [1, 9], [6, 9], tables, page_size=16, num_tokens=16, num_rows=4, table_len=8)
+    q, k, v = (jnp.asarray(some._padded(10, heads)[0, :16], jnp.bfloat16) for heads in (4, 2, 2))
+    attend = jax.jit(lambda cache, k, v: cache.attend(0, q, k, v, step, scale=0.125))
+    first, written = attend(some.cache, k, v)
+    second, shared = attend(written, None, None)
+    np.testing.assert_array_equal(np.asarray(first)[:10], np.asarray(second)[:10])
+    for pages in zip(written.pages, shared.pages, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.int16) for x in pages))
+
+
+def test_a_plan_for_longer_contexts_does_for_the_steps_before() -> None:
+    """Several steps on the device share the plan of the last: pieces end where the lengths say."""
+    some = world(64, made_with=CUT, table_len=8)
+    some.add_row()
+    some.step({0: 150})
+    plan = np.zeros(some.shape.backend.plan_len(some.shape.num_tokens, some.shape.num_rows), np.int32)
+    some.shape.backend.plan(np.array([1]), np.array([300]), 1, 1, plan)
+    run = some.run
+    some.run = lambda cache, q, k, v, step: run(cache, q, k, v, dataclasses.replace(step, plan=jnp.asarray(plan)))
+    some.step({0: 1})
+    some.step({0: 1})
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
+    some = world(options={"window": 12})
+    some.add_row()
+    with pytest.raises(AssertionError):
+        some.step({0: 40}, window=12 + error)
+
+
+@st.composite
+def ragged_steps(draw: st.DrawFn) -> list[dict[int, int]]:
+    """Up to three steps over up to five rows; a step has 1 to 80 tokens and a row at most 128."""
+    lens, steps = [0] * 5, []
+    for _ in range(draw(st.integers(1, 3))):
+        work: dict[int, int] = {}
+        for row in draw(st.lists(st.integers(0, 4), min_size=1, unique=True)):
+            most = min(80 - sum(work.values()), 128 - lens[row])
+            if most > 0:
+                work[row] = draw(st.sampled_from([1, most, *(length for length in (15, 16, 17, 33) if length < most)]))
+                lens[row] += work[row]
+        if work:
+            steps.append(work)
+    return steps
+
+
+@pytest.mark.parametrize("options", [{}, FEATURES["all of them"]], ids=["plain", "all"])
+def test_drawn_raggedness_matches_the_oracle(options: dict[str, Any]) -> None:
+    some = world(made_with=CUT, options=options)
+
+    @settings(max_examples=12, deadline=None)
+    @given(ragged_steps())
+    def run(steps: list[dict[int, int]]) -> None:
+        again = world(made_with=CUT, options=options)
+        again.run = some.run
+        for _ in range(5):
+            again.add_row()
+        for work in steps:
+            again.step(work)
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any) -> None:
+    stored = jnp.arange(256, dtype=jnp.uint8).view(dtype)
+    ampere, others = (np.asarray(as_operand(stored, Chip(has_tma=tma)), np.float32) for tma in (False, True))
+    np.testing.assert_array_equal(ampere, others)
+    np.testing.assert_array_equal(others, np.asarray(stored, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dtype": "float32"},
+            "kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, int8, float8_e4m3fn",
+        ),
+        ({"head_size": 80}, "head_size: got 80, the pallas-gpu backend takes 64, 128, 256"),
+        ({"page_size": 128}, "block_size: got 128, the pallas-gpu backend takes 16, 32, 64"),
+    ],
+)
+def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    sizes = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_size": 64}
+    with pytest.raises(ValueError, match=message):
+        backend().layout(**{**sizes, "dtype": "bfloat16", **options})
+
+
+@pytest.mark.parametrize("options", [{"prefill": "tcgen05"}, {"prefill": "wgmma", "head_size": 256}], ids=str)
+def test_an_instruction_for_prefill_that_is_not_there_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"prefill: got {options['prefill']} with head size .* mma or wgmma"):
+        backend(**options)
+
+
+def test_heads_that_the_backend_was_not_made_for_are_refused_by_number() -> None:
+    some = World(shape_of(16, backend=backend(8, 2), slot_axes=(2, 2), dtype="bfloat16"))
+    some.add_row()
+    with pytest.raises(ValueError, match=r"got 4 query heads, 2 KV heads and head size 64, .* made for 8, 2 and 64"):
+        some.step({0: 1})

@@ -1,0 +1,167 @@
+"""The order of work of the GPU kernels, read by a plain interpreter that counts who does what."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu
+
+from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import ALIGN, MERGE_FIELDS, NO_END, PIECE_FIELDS, GpuPlanner
+
+
+def planner(num_heads: int = 8, num_kv_heads: int = 2, **options: Any) -> GpuPlanner:
+    defaults = {"head_size": 64, "windows": (), "num_sms": 6, "block_memory": 232448, "is_cut": True, "least_share": 2}
+    return GpuPlanner(num_heads=num_heads, num_kv_heads=num_kv_heads, **{**defaults, **options})
+
+
+def made(some: GpuPlanner, query_lens: list[int], context_lens: list[int], *, spare: int = 0) -> np.ndarray:
+    """The plan of these rows in a step with room for `spare` more tokens and rows, over what another step has left."""
+    out = np.full(some.plan_len(sum(query_lens) + spare, len(query_lens) + spare), -7, np.int32)
+    some.plan(np.array(query_lens, np.int32), np.array(context_lens, np.int32), out)
+    return out
+
+
+def counts(
+    some: GpuPlanner,
+    plan: np.ndarray,
+    window: int | None,
+    query_lens: list[int],
+    context_lens: list[int],
+    max_units: int,
+) -> list[np.ndarray]:
+    """Per row [query rows, keys]: how often each pair that the mask allows is computed; lengths as on the device."""
+    starts = np.cumsum([0, *(-(-length * some.group // ALIGN) * ALIGN for length in query_lens)])
+    found = [np.zeros((n * some.group, s), int) for n, s in zip(query_lens, context_lens, strict=True)]
+    for orders in some.orders(max_units):
+        order = orders[some.planned_windows.index(window)]
+        tiles = order.tiles
+        lists = plan[order.list_starts : order.num_merges]
+        assert lists[0] == 0
+        assert (np.diff(lists) >= 0).all()
+        pieces = plan[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)[:, : lists[-1]].T
+        slots: dict[int, tuple[int, int]] = {}
+        whole = set()
+        for row, first, place, begin, end, slot in pieces.tolist():
+            assert place == starts[row] + first
+            num_rows = min(tiles.tile_rows, query_lens[row] * some.group - first)
+            position = context_lens[row] - query_lens[row] + np.arange(first, first + num_rows)[:, None] // some.group
+            key = np.arange(context_lens[row])[None, :]
+            is_seen = (key <= position) & (key > position - (window or NO_END))
+            found[row][first : first + num_rows] += is_seen & (key >= begin) & (key < end)
+            if slot < 0:
+                assert (begin, end) == (0, NO_END)
+                assert place not in whole
+                whole.add(place)
+            else:
+                assert slot not in slots
+                slots[slot] = place, num_rows
+        assert all(slot < tiles.num_slots for slot in slots)
+        merges = plan[order.merges : order.end].reshape(MERGE_FIELDS, -1)[:, : plan[order.num_merges]].T
+        merged = [
+            (slot, (place, n)) for place, n, first, count in merges.tolist() for slot in range(first, first + count)
+        ]
+        assert sorted(merged) == sorted(slots.items())
+        assert not whole & {place for place, _ in slots.values()}
+    return found
+
+
+def assert_each_pair_once(some: GpuPlanner, query_lens: list[int], context_lens: list[int], *, spare: int, later: int):
+    """`later`: the plan is made for contexts that many tokens longer, of rows with one query."""
+    planned = [s + later if n == 1 else s for n, s in zip(query_lens, context_lens, strict=True)]
+    plan = made(some, query_lens, planned, spare=spare)
+    max_units = some.max_units(sum(query_lens) + spare, len(query_lens) + spare)
+    for window in some.planned_windows:
+        for row, got in enumerate(counts(some, plan, window, query_lens, context_lens, max_units)):
+            position = context_lens[row] - query_lens[row] + np.arange(len(got))[:, None] // some.group
+            key = np.arange(context_lens[row])[None, :]
+            is_seen = (key <= position) & (key > position - (window or NO_END))
+            assert np.array_equal(got, is_seen)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    num_rows = draw(st.integers(0, 7))
+    query_lens = sorted(
+        (draw(st.sampled_from([1, 1, 1, 2, 5, 16, 17, 40, 130])) for _ in range(num_rows)), key=lambda n: n > 1
+    )
+    return query_lens, [n + draw(st.sampled_from([0, 1, 62, 63, 64, 65, 300, 1000])) for n in query_lens]
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3), (9, 3), (71, 1), (40, 1)], ids=str)
+@settings(max_examples=40, deadline=None)
+@given(step=steps(), spare=st.integers(0, 3), later=st.integers(0, 70), is_cut=st.booleans(), num_sms=st.integers(1, 9))
+def test_every_pair_of_query_and_key_is_computed_once(
+    heads: tuple[int, int], step: Any, spare: int, later: int, is_cut: bool, num_sms: int
+) -> None:
+    some = planner(*heads, windows=(None, 100), is_cut=is_cut, num_sms=num_sms)
+    assert_each_pair_once(some, *step, spare=spare, later=later)
+
+
+def test_an_uncut_plan_has_no_pieces() -> None:
+    some = planner(is_cut=False, num_sms=50)
+    plan = made(some, [1, 1], [5000, 100])
+    assert all(plan[orders[0].num_merges] == 0 for orders in some.orders(some.max_units(2, 2)))
+
+
+@pytest.mark.parametrize(
+    "context_lens", [[32768] * 6 + [500] * 58, [4096] * 64, [1000 + 50 * row for row in range(64)], [100_000]], ids=str
+)
+def test_no_list_is_much_longer_than_the_mean(context_lens: list[int]) -> None:
+    """Work is what takes time, so a step is as long as its longest list: rows of one query, 32/8 heads, 132 SMs."""
+    some = planner(32, 8, head_size=128, num_sms=132, least_share=6)
+    rows = len(context_lens)
+    plan = made(some, [1] * rows, context_lens)
+    order = some.orders(some.max_units(rows, rows))[0][0]
+    lists = plan[order.list_starts : order.num_merges]
+    row, _, _, begin, end, _ = plan[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)[:, : lists[-1]]
+    work = np.minimum(end, np.array(context_lens)[row]) - begin
+    loads = np.array([work[a:b].sum() for a, b in itertools.pairwise(lists)])
+    assert len(loads) == 49
+    assert loads.max() <= 1.15 * loads.mean()
+
+
+def test_a_window_has_an_order_of_its_own_of_which_every_list_gets_its_share() -> None:
+    some = planner(32, 8, head_size=128, num_sms=132, windows=(1024,), least_share=6)
+    context_lens = [32768] * 16
+    plan = made(some, [1] * 16, context_lens)
+    full, windowed = some.orders(some.max_units(16, 16))[0]
+
+    def longest(order: Any) -> int:
+        lists = plan[order.list_starts : order.num_merges]
+        begin, end = plan[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)[3:5, : lists[-1]]
+        oldest = 0 if order is full else 32768 - 1024
+        work = np.maximum(np.minimum(end, 32768) - np.maximum(begin, oldest), 0)
+        return max(work[a:b].sum() for a, b in itertools.pairwise(lists))
+
+    assert longest(windowed) <= 0.06 * longest(full)
+
+
+@pytest.mark.parametrize(
+    ("block_memory", "head_size", "blocks"),
+    [(232448, 128, (3, 2)), (166912, 128, (2, 1)), (232448, 64, (3, 2)), (166912, 64, (3, 2)), (166912, 256, (2, 1))],
+)
+def test_as_many_blocks_are_planned_as_fit_on_a_multiprocessor(
+    block_memory: int, head_size: int, blocks: tuple[int, int]
+) -> None:
+    some = planner(head_size=head_size, block_memory=block_memory)
+    assert (some.blocks_per_sm(16), some.blocks_per_sm(some.large_rows)) == blocks
+
+
+def test_plans_of_equal_lengths_are_equal() -> None:
+    some = planner()
+    assert np.array_equal(made(some, [1, 40], [500, 70]), made(some, [1, 40], [500, 70]))
+    assert dataclasses.replace(some) == some
+
+
+def test_the_backend_is_made_where_pallas_has_its_instructions_and_names_the_jax_it_needs_elsewhere() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}
+    if hasattr(mosaic_gpu, "mma"):
+        assert GpuBackend(**sizes).plan_len(16, 4) == GpuBackend(**sizes).planner.plan_len(16, 4)
+    else:
+        with pytest.raises(ValueError, match=r"got pallas-gpu with jax .*, its kernels need jax 0\.11 or later"):
+            GpuBackend(**sizes)
