@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from .models.config import ModelConfig
 from .pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
     Backend,
+    GpuBackend,
     LayerPlace,
     PagedCache,
     TpuBackend,
@@ -41,6 +43,7 @@ TPU_CHIPS = {
 }
 """What devices call themselves → the chips that the kernels have sizes for."""
 DEVICE_OF_KERNELS = {"pallas-tpu": "tpu", "pallas-gpu": "gpu"}
+LEAST_GPU_CAPABILITY, HOPPER = (8, 0), (9, 0)
 XLA_BLOCK_SIZE = 64
 TPU_BLOCK_SIZES = (128, 256)
 MAX_TABLE_ENTRIES = 255_000
@@ -69,7 +72,7 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
             f"attention_backend: got {name}, allowed on this device ({device.device_kind}): auto, xla; leave it out"
         )
     try:
-        backend = kernel_backend(name, model, device.device_kind)
+        backend = kernel_backend(name, device, model.num_heads, model.num_kv_heads, model.head_size, model.windows)
     except ValueError as error:
         if asked == "auto":
             return AttentionChoice(xla, f"pallas-tpu does not take this: {error}")
@@ -77,17 +80,58 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
     return AttentionChoice(backend, "asked for" if asked == name else "the default on tpu")
 
 
-def kernel_backend(name: str, model: ModelConfig, device_kind: str) -> Backend:
-    """The kernels of that name, made for this model and chip. ValueError names what they do not take."""
+def kernel_backend(
+    name: str,
+    device: jax.Device,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    windows: Sequence[int | None] = (),
+) -> Backend:
+    """The kernels of that name, for that many heads on this chip. ValueError names what they do not take."""
+    if name == "pallas-tpu":
+        backend: Backend = _tpu_backend(device.device_kind, num_heads, head_size)
+    else:
+        backend = _gpu_backend(device, num_heads, num_kv_heads, head_size, windows)
+    backend.layout(
+        num_layers=1,
+        num_pages=1,
+        page_size=XLA_BLOCK_SIZE,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype="bfloat16",
+    )
+    return backend
+
+
+def _tpu_backend(device_kind: str, num_heads: int, head_size: int) -> TpuBackend:
     chip = TPU_CHIPS.get(device_kind)
     if chip is None:
         raise ValueError(
-            f"attention_backend: got {name}, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
+            f"attention_backend: got pallas-tpu, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
             f"{device_kind}; use --attention-backend xla"
         )
-    backend = TpuBackend.for_heads(chip, model.num_heads, model.head_size)
-    _check_layout(backend, model, TPU_BLOCK_SIZES[0], "bfloat16")
-    return backend
+    return TpuBackend.for_heads(chip, num_heads, head_size)
+
+
+def _gpu_backend(
+    device: Any, num_heads: int, num_kv_heads: int, head_size: int, windows: Sequence[int | None]
+) -> GpuBackend:
+    capability = tuple(int(number) for number in device.compute_capability.split("."))
+    if capability < LEAST_GPU_CAPABILITY:
+        raise ValueError(
+            f"attention_backend: got pallas-gpu, its kernels run from Ampere (8.0) on, {device.device_kind} is of "
+            f"compute capability {device.compute_capability}; use --attention-backend xla"
+        )
+    return GpuBackend(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        windows=tuple(sorted({window for window in windows if window is not None})),
+        num_sms=device.core_count,
+        block_memory=device.shared_memory_per_block_optin,
+        has_tma=capability >= HOPPER,
+    )
 
 
 def block_size_of(backend: Backend, asked: int | None, max_num_seqs: int, max_model_len: int) -> int:
@@ -229,15 +273,4 @@ def _step(
         num_rows=jnp.int32(num_rows),
         num_decode_rows=jnp.int32(num_decode_rows),
         plan=jnp.asarray(plan),
-    )
-
-
-def _check_layout(backend: Backend, model: ModelConfig, block_size: int, dtype: str) -> None:
-    backend.layout(
-        num_layers=1,
-        num_pages=1,
-        page_size=block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_size=model.head_size,
-        dtype=dtype,
     )

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .attention_choice import DEVICE_OF_KERNELS, kernel_backend
 from .errors import ConfigError
 from .flags import FlagParser
 from .pallas_kernels.ragged_paged_attention import (
@@ -35,7 +36,6 @@ from .pallas_kernels.ragged_paged_attention import (
     Backend,
     LayerPlace,
     PagedCache,
-    TpuBackend,
     XlaBackend,
 )
 from .progress import say
@@ -264,12 +264,16 @@ def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
     """The backend of that name, and the same with shared prefixes, if it can share them. ConfigError if not here."""
     if name not in BACKENDS:
         raise ConfigError(f"--backend: got {name}, allowed: {', '.join(BACKENDS)}")
-    if name == "pallas-gpu":
-        raise ConfigError("--backend: got pallas-gpu, which is not built in this version; use --backend xla")
-    if name == "pallas-tpu":
-        if device != "tpu":
-            raise ConfigError(f"--backend: got pallas-tpu, which runs on a TPU; this is a {device}: use --backend xla")
-        return TpuBackend(), None
+    if name != "xla":
+        if device != DEVICE_OF_KERNELS[name]:
+            raise ConfigError(
+                f"--backend: got {name}, which runs on a {DEVICE_OF_KERNELS[name]}, this is a {device}; "
+                "use --backend xla"
+            )
+        try:
+            return kernel_backend(name, jax.devices()[0], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), None
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return XlaBackend(platform=device), XlaBackend(platform=device, share_prefixes=True)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
 from .model_source import DEFAULT_MODEL
-from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, UNBUILT_BACKENDS
+from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES
 from .sampling_params import is_integer, shown
 
 if TYPE_CHECKING:
@@ -124,11 +124,6 @@ class EngineConfig:
         self._choice("dtype", DTYPES)
         self._choice("kv_cache_dtype", DTYPES)
         self._choice("device", DEVICES)
-        if isinstance(self.attention_backend, str) and self.attention_backend in UNBUILT_BACKENDS:
-            raise ConfigError(
-                f"attention_backend: {self.attention_backend} is not available in this version; "
-                f"allowed: auto, {', '.join(BACKEND_NAMES)}"
-            )
         self._choice("attention_backend", ("auto", *BACKEND_NAMES))
         self._choice("generation_config", ("auto", "none"))
         self._integer("seed", *INT64)

@@ -23,17 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gate_cells import FEATURES, STEPS, Cell, cache_layout, two_layers
+
 ROOT = Path(__file__).parents[1]
 MOST_TEMP_BYTES = 16 << 20
-FEATURES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "window": {"window": 1000},
-    "soft_cap": {"soft_cap": 50.0},
-    "sinks": {"sinks": True},
-    "all": {"window": 128, "soft_cap": 30.0, "sinks": True},
-}
-STEPS = {"decode": (64, 64), "mixed": (256, 16), "one token": (1, 1)}
-"""Tokens and rows of a step."""
 
 
 class GpuChip(NamedTuple):
@@ -64,18 +57,6 @@ CHIPS = {
         "NVIDIA B200", (10, 0), "sm_100a", 148, 232448, 233472, 178 << 30, 8_000_000_000_000, 126 << 20, 1.965
     ),
 }
-
-
-class GpuCell(NamedTuple):
-    """One shape to be compiled: what compile_gate's cells have, by the same names."""
-
-    heads: tuple[int, int]
-    head_size: int
-    dtype: str
-    page_size: int
-    feature: str
-    step: str
-    why: str
 
 
 def target_config(chip: GpuChip) -> str:
@@ -133,7 +114,7 @@ class GpuGate:
         )
         self.mesh = device_mesh(topology.devices[:1])
 
-    def compile(self, cell: Any) -> dict[str, Any]:
+    def compile(self, cell: Cell) -> dict[str, Any]:
         """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""
         import jax
 
@@ -203,71 +184,28 @@ class GpuGate:
         spills = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
         return {"registers": max(registers), "spill_bytes": sum(spills)}
 
-    def _program(self, cell: Any) -> tuple[Any, tuple[Any, ...], int]:
+    def _program(self, cell: Cell) -> tuple[Any, tuple[Any, ...], int]:
         """A step of two layers, its arguments' shapes, and the bytes of its cache."""
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import NamedSharding, PartitionSpec
+        backend = self.backend(*cell.heads, cell.head_size, (FEATURES[cell.feature].get("window"),))
+        self.num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
+        layout = cache_layout(cell, backend)
+        program, arguments = two_layers(cell, backend, layout, self.mesh)
+        return program, arguments, layout.page_bytes * layout.num_pages
 
-        from jpaged.pallas_kernels.ragged_paged_attention import (
-            AttentionMetadata,
-            GpuBackend,
-            KVScales,
-            LayerPlace,
-            PagedCache,
-        )
+    def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
+        """The kernels, for that many heads on one chip."""
+        from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
 
-        (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
-        options = dict(FEATURES[cell.feature])
-        backend = GpuBackend(
+        return GpuBackend(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=cell.head_size,
-            windows=(options.get("window"),),
+            head_size=head_size,
+            windows=windows,
             num_sms=self.chip.num_sms,
             block_memory=self.chip.block_memory,
             has_tma=self.chip.capability >= (9, 0),
             **self.backend_options,
         )
-        self.num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-
-        def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
-
-        layout = backend.layout(
-            num_layers=2,
-            num_pages=8192 // cell.page_size,
-            page_size=cell.page_size,
-            num_kv_heads=num_kv_heads,
-            head_size=cell.head_size,
-            dtype=cell.dtype,
-        )
-        pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
-        scales = KVScales(*[shaped(2, num_kv_heads, dtype=jnp.float32)] * 2) if layout.dtype.itemsize == 1 else None
-        cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
-        step = AttentionMetadata(
-            positions=shaped(num_tokens),
-            slots=shaped(1, num_tokens),
-            query_starts=shaped(num_rows + 1),
-            context_lens=shaped(num_rows),
-            page_tables=shaped(1, num_rows, 8192 // cell.page_size),
-            num_rows=shaped(),
-            num_decode_rows=shaped(),
-            plan=shaped(backend.plan_len(num_tokens, num_rows)),
-        )
-        sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
-        q, k, v = (
-            shaped(num_tokens, n, cell.head_size, dtype=jnp.bfloat16) for n in (num_heads, num_kv_heads, num_kv_heads)
-        )
-
-        def two_layers(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
-            for layer in range(2):
-                out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
-                q, k = q + out, k + out[:, :num_kv_heads]
-            return q, cache
-
-        return two_layers, (cache, q, k, v, step, sinks), layout.page_bytes * layout.num_pages
 
 
 def main() -> int:
@@ -284,7 +222,7 @@ def main() -> int:
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     heads = args.num_heads, args.num_kv_heads
-    cell = GpuCell(heads, args.head_size, args.dtype, args.page_size, args.feature, args.step, "asked for")
+    cell = Cell(heads, args.head_size, args.dtype, args.page_size, args.feature, args.step, "asked for")
     found = GpuGate(args.chip, prefill=args.prefill).compile(cell)
     print(json.dumps(found))
     return bool(found["fault"])

@@ -118,7 +118,8 @@ def metadata(
     num_decode_rows = sum(length == 1 for length in query_lens)
     plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
     lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
-    backend.plan(*lens, num_decode_rows, num_tokens, plan)
+    sizes = {"page_size": page_size, "num_tokens": num_tokens, "num_rows": num_rows}
+    backend.plan(*lens, num_decode_rows, tables[None], np.arange(num_rows), **sizes, out=plan)
     as_array = [jnp.asarray(x, jnp.int32) for x in (positions, slots[None], starts, context_lens, tables[None])]
     return AttentionMetadata(*as_array, jnp.int32(num_rows), jnp.int32(num_decode_rows), jnp.asarray(plan))
 

@@ -22,8 +22,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_gate import ROOT, TOPOLOGIES, prepare
+from compile_tpu import CHIPS, prepare
 
+ROOT = Path(__file__).parents[1]
 HEADS, KV_HEADS, HEAD_SIZE, PAGE, ROWS, TOKENS = 32, 8, 128, 128, 64, 8192
 PROMPT = 1024
 MOST_ROWS = 1024
@@ -115,7 +116,7 @@ class Bench:
         from jpaged.sharding import device_mesh
 
         self.chip, self.dump = chip, dump
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
         self.mesh = device_mesh(topology.devices[:1])
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self.shaped = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
@@ -245,7 +246,7 @@ def _prompt_bundles(loops: list[Loop], tile_q: int, tile_kv: int, sub: int) -> i
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chip", choices=TOPOLOGIES, default="v6e")
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     args = parser.parse_args()
     prepare()

@@ -133,7 +133,12 @@ class GpuBackend:
         query_lens: np.ndarray,
         context_lens: np.ndarray,
         num_decode_rows: int,
+        page_tables: np.ndarray,
+        table_rows: np.ndarray,
+        *,
+        page_size: int,
         num_tokens: int,
+        num_rows: int,
         out: np.ndarray,
     ) -> None:
         """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""

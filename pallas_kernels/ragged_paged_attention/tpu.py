@@ -146,7 +146,8 @@ class TpuBackend:
             TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size),
         )
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
-        tiles = QueryTiles(*step.plan[PLAN_HEADER:].reshape(4, -1), step.plan[0])
+        rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
+        tiles = QueryTiles(rows, tokens, positions, tile_lens, step.plan[0])
         if k is not None and v is not None:
             if kv_scales is None:
                 k, v = k.astype(pages.dtype), v.astype(pages.dtype)

@@ -23,6 +23,8 @@ from .tpu_tiles import LANES, from_int32, to_int32
 
 LOW = 0xFFFF
 HIGH = -0x10000
+TOKENS = 16
+"""Taken and given together: their number is a multiple of it."""
 
 
 def rows_shape(num_tokens: int, num_heads: int, dtype: Any) -> tuple[int, int]:
@@ -32,13 +34,15 @@ def rows_shape(num_tokens: int, num_heads: int, dtype: Any) -> tuple[int, int]:
 
 def take_tokens(tokens: Any, lane: int, rows: Any) -> None:
     """One tile of lanes of `tokens` [T, N, H], of two or four bytes a number, into rows; zeros behind H."""
-    num_tokens, num_heads, head_size = tokens.shape
+    _, num_heads, head_size = tokens.shape
     width = min(LANES, head_size - lane)
-    for token in range(num_tokens):
-        heads = tokens[token, :, pl.ds(lane, width)]
-        odd_head = num_heads % 2 if tokens.dtype.itemsize == 2 else 0
-        heads = jnp.pad(heads, ((0, odd_head), (0, LANES - width)))
-        rows[pl.ds(token * _pitch(num_heads, tokens.dtype), _num_rows(num_heads, tokens.dtype))] = to_int32(heads)
+    odd_head = num_heads % 2 if tokens.dtype.itemsize == 2 else 0
+
+    def take(its_tokens: Any, its_rows: Any, token: int) -> None:
+        heads = jnp.pad(its_tokens[token, :, pl.ds(lane, width)], ((0, odd_head), (0, LANES - width)))
+        its_rows[_rows_of(token, num_heads, tokens.dtype)] = to_int32(heads)
+
+    _each_token(tokens, rows, take)
 
 
 def heads_of(rows: Any, first: Any, num_tokens: int, num_heads: int, dtype: Any) -> Iterator[jax.Array]:
@@ -70,9 +74,29 @@ def give_tokens(head: Callable[[int], jax.Array], lane: int, rows: Any, tokens: 
         even, odd = _swap_halves(first, second)
         rows[pl.ds(row, num_tokens // 2, stride=2 * pitch)] = even
         rows[pl.ds(pitch + row, num_tokens // 2, stride=2 * pitch)] = odd
-    for token in range(num_tokens):
-        heads = from_int32(rows[pl.ds(token * pitch, num_rows)], tokens.dtype)
-        tokens[token, :, pl.ds(lane, width)] = heads[:num_heads, :width]
+
+    def give(its_tokens: Any, its_rows: Any, token: int) -> None:
+        heads = from_int32(its_rows[_rows_of(token, num_heads, tokens.dtype)], tokens.dtype)
+        its_tokens[token, :, pl.ds(lane, width)] = heads[:num_heads, :width]
+
+    _each_token(tokens, rows, give)
+
+
+def _each_token(tokens: Any, rows: Any, do: Callable[[Any, Any, int], None]) -> None:
+    """Some tokens at a time, since what is unrolled takes long to compile: their rows begin at a multiple of eight."""
+    num_tokens, num_heads = tokens.shape[:2]
+
+    @pl.loop(0, num_tokens // TOKENS)
+    def _(index: Any) -> None:
+        length = TOKENS * _pitch(num_heads, tokens.dtype)
+        its_tokens = tokens.at[pl.ds(index * TOKENS, TOKENS)]
+        its_rows = rows.at[pl.ds(pl.multiple_of(index * length, TOKENS), length)]
+        for token in range(TOKENS):
+            do(its_tokens, its_rows, token)
+
+
+def _rows_of(token: int, num_heads: int, dtype: Any) -> Any:
+    return pl.ds(token * _pitch(num_heads, dtype), _num_rows(num_heads, dtype))
 
 
 def _swap_halves(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

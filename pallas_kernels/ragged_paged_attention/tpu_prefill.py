@@ -178,7 +178,7 @@ def _kernel(
     q_came, out_went, fetched, next_slot = refs[-4:]
     sinks_ref = optional[0] if has_sinks else None
     scales_ref = optional[-1] if has_scales else None
-    tile_q, num_heads, _ = out_tile.shape
+    tile_q, num_heads = out_tile.shape[:2]
     num_kv_heads, tile = kv_tiles.shape[1], kv_tiles.shape[3]
     num_bunches, bunch = queries.shape[0], num_heads // queries.shape[0]
     half = sub // 2 if sub // 2 % (32 // kv_tiles.dtype.itemsize) == 0 else sub

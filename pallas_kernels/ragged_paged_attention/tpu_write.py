@@ -62,7 +62,7 @@ def write_prefill(
         scalars: Any,
         k_hbm: Any,
         v_hbm: Any,
-        _: Any,
+        _pages_in: Any,
         pages: Any,
         k_tiles: Any,
         v_tiles: Any,

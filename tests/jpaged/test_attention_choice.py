@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.attention_choice import block_size_of, check_kernels, choose_attention, kernel_error
@@ -56,6 +57,33 @@ def test_kernels_of_another_platform_are_refused():
 def test_what_is_asked_for_is_taken():
     assert choose_attention("xla", model_with(head_size=128), tpu()).backend.name == "xla"
     assert choose_attention("pallas-tpu", model_with(head_size=128), tpu()).reason == "asked for"
+
+
+@pytest.mark.skipif(not hasattr(mosaic_gpu, "mma"), reason="the GPU kernels need jax 0.11")
+def test_gpu_kernels_are_made_for_the_chip_they_are_asked_for_on():
+    gpu = SimpleNamespace(
+        platform="gpu",
+        device_kind="NVIDIA A100",
+        compute_capability="8.0",
+        core_count=108,
+        shared_memory_per_block_optin=166912,
+    )
+    model = model_with(head_size=64, windows=(None, 512))
+    chosen = choose_attention("pallas-gpu", model, gpu).backend
+    assert (chosen.num_sms, chosen.block_memory, chosen.has_tma, chosen.windows) == (108, 166912, False, (512,))
+    gpu.compute_capability = "7.5"
+    with pytest.raises(ConfigError, match="kernels run from Ampere"):
+        choose_attention("pallas-gpu", model, gpu)
+
+
+def test_gpu_kernels_need_a_later_jax_than_some_have():
+    if hasattr(mosaic_gpu, "mma"):
+        pytest.skip("this one has what they need")
+    gpu = SimpleNamespace(
+        platform="gpu", device_kind="x", compute_capability="9.0", core_count=132, shared_memory_per_block_optin=232448
+    )
+    with pytest.raises(ConfigError, match=r"its kernels need jax 0.11.*use --attention-backend xla"):
+        choose_attention("pallas-gpu", MODEL, gpu)
 
 
 def test_pages_grow_until_the_page_table_fits():

@@ -72,8 +72,8 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--backend", "pallas-tpu"], "got pallas-tpu, which runs on a TPU; this is a cpu: use --backend xla"),
-        (["--backend", "pallas-gpu"], "got pallas-gpu, which is not built in this version"),
+        (["--backend", "pallas-tpu"], "got pallas-tpu, which runs on a tpu, this is a cpu; use --backend xla"),
+        (["--backend", "pallas-gpu"], "got pallas-gpu, which runs on a gpu, this is a cpu"),
         (["--backend", "triton"], "got triton, allowed: xla, pallas-tpu, pallas-gpu"),
         (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
         (["--block-size", "0"], "--block-size: got 0"),

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend, LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.gpu_tiles import Chip, as_operand
 
-from ..paged_steps import metadata
+from ..paged_steps import metadata, plan_of
 from .paged_world import World, run_ragged, shape_of
 
 CUT = {"num_sms": 4, "least_share": 1}
@@ -198,8 +198,7 @@ def test_a_plan_for_longer_contexts_does_for_the_steps_before() -> None:
     some = world(64, made_with=CUT, table_len=8)
     some.add_row()
     some.step({0: 150})
-    plan = np.zeros(some.shape.backend.plan_len(some.shape.num_tokens, some.shape.num_rows), np.int32)
-    some.shape.backend.plan(np.array([1]), np.array([300]), 1, 1, plan)
+    plan = plan_of(some.shape.backend, [1], [300], some.shape.num_tokens, some.shape.num_rows)
     run = some.run
     some.run = lambda cache, q, k, v, step: run(cache, q, k, v, dataclasses.replace(step, plan=jnp.asarray(plan)))
     some.step({0: 1})

@@ -1,0 +1,69 @@
+"""Compiles attention for TPUs that are not there, with the compiler that a TPU machine has: the wheel libtpu."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from gate_cells import Cell, cache_layout, two_layers
+
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+"""Chip → the topology that the compiler is asked for."""
+MOST_TEMP_BYTES = 16 << 20
+
+
+def prepare() -> None:
+    """Environment of a JAX that compiles for TPUs; before JAX is imported."""
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+
+
+class TpuGate:
+    """Compiles cells for one chip. Made before JAX is imported, since JAX reads its environment when it is."""
+
+    def __init__(self, chip: str, num_devices: int = 1):
+        prepare()
+        from jax.experimental import topologies
+
+        from jpaged.sharding import device_mesh
+
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+        self.chip, self.mesh = chip, device_mesh(topology.devices[:num_devices])
+
+    def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
+        """The kernels, for that many heads on one chip."""
+        from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+
+        return TpuBackend.for_heads(self.chip, num_heads, head_size)
+
+    def compile(self, cell: Cell) -> dict[str, Any]:
+        """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""
+        import jax
+
+        start = time.monotonic()
+        try:
+            backend = self.backend(*cell.heads, cell.head_size, ())
+            layout = cache_layout(cell, backend)
+        except ValueError as error:
+            return {**cell._asdict(), "refused": str(error), "fault": None}
+        program, arguments = two_layers(cell, backend, layout, self.mesh)
+        cache_bytes = layout.page_bytes * layout.num_pages
+        try:
+            with jax.set_mesh(self.mesh):
+                memory = jax.jit(program, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+        except Exception as error:
+            message = str(error).strip().splitlines()
+            return {**cell._asdict(), "fault": f"{type(error).__name__}: {' '.join(message)[:400]}"}
+        fault = None
+        if memory.alias_size_in_bytes < cache_bytes:
+            fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
+        elif memory.temp_size_in_bytes > MOST_TEMP_BYTES:
+            fault = f"{memory.temp_size_in_bytes} bytes of temporary memory"
+        seconds = round(time.monotonic() - start, 2)
+        return {**cell._asdict(), "temp_bytes": memory.temp_size_in_bytes, "seconds": seconds, "fault": fault}

@@ -1,0 +1,169 @@
+"""Shapes that attention is compiled for on chips that are not there, and the program that is compiled for each.
+
+Every pair of values of two of a cell's fields is in some cell; besides there are the shapes of public models and seeded
+random ones. A program is a step of two layers over a cache that is given up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, NamedTuple
+
+NUM_RANDOM = 200
+HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (28, 4), (32, 4), (16, 1), (64, 4))
+VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "tpu": {
+        "heads": HEADS,
+        "head_size": (64, 80, 96, 128, 192, 256),
+        "dtype": ("bfloat16", "float32", "int8", "float8_e4m3fn"),
+        "page_size": (16, 32, 64, 128, 256),
+        "feature": ("none", "window", "soft_cap", "sinks", "all"),
+        "step": ("decode", "mixed", "one token"),
+    },
+    "gpu": {
+        "heads": HEADS,
+        "head_size": (64, 128, 256),
+        "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
+        "page_size": (16, 32, 64),
+        "feature": ("none", "window", "soft_cap", "sinks", "all"),
+        "step": ("decode", "mixed", "one token"),
+    },
+}
+"""Of each platform's kernels."""
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"window": 1000},
+    "soft_cap": {"soft_cap": 50.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 128, "soft_cap": 30.0, "sinks": True},
+}
+STEPS = {"decode": (64, 64), "mixed": (256, 16), "one token": (1, 1)}
+"""Tokens and rows of a step."""
+MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
+    "Llama-3.1-8B": ((32, 8), 128, "none"),
+    "Llama-3.1-70B": ((64, 8), 128, "none"),
+    "Llama-3.2-1B": ((32, 8), 64, "none"),
+    "Llama-3.2-3B": ((24, 8), 128, "none"),
+    "Llama-2-7B": ((32, 32), 128, "none"),
+    "Mistral-7B-v0.1": ((32, 8), 128, "window"),
+    "Qwen2.5-0.5B": ((14, 2), 64, "none"),
+    "Qwen2.5-7B": ((28, 4), 128, "none"),
+    "Qwen3-0.6B": ((16, 8), 128, "none"),
+    "Qwen3-30B-A3B": ((32, 4), 128, "none"),
+    "Gemma-2-2B": ((8, 4), 256, "soft_cap"),
+    "Gemma-2-9B": ((16, 8), 256, "soft_cap"),
+    "Gemma-3-4B": ((8, 4), 256, "window"),
+    "Gemma-3-27B": ((32, 16), 128, "window"),
+    "Phi-3-mini": ((32, 32), 96, "none"),
+    "Phi-4": ((40, 10), 128, "none"),
+    "SmolLM2-135M": ((9, 3), 64, "none"),
+    "SmolLM2-1.7B": ((32, 32), 64, "none"),
+    "gpt-oss-20b": ((64, 8), 64, "all"),
+    "Falcon-7B": ((71, 1), 64, "none"),
+}
+"""As their configurations say: query and KV heads, head size."""
+MODEL_PAGES = {"tpu": (16, 128), "gpu": (16, 64)}
+
+
+class Cell(NamedTuple):
+    """One shape to be compiled."""
+
+    heads: tuple[int, int]
+    head_size: int
+    dtype: str
+    page_size: int
+    feature: str
+    step: str
+    why: str
+
+
+def covering_cells(platform: str) -> list[Cell]:
+    """Cells that together have every pair of values, greedily chosen, the same each time."""
+    values_of = VALUES[platform]
+    names = list(values_of)
+    pairs = list(itertools.combinations(range(len(names)), 2))
+    missing = {(a, x, b, y) for a, b in pairs for x in values_of[names[a]] for y in values_of[names[b]]}
+    rng, cells = random.Random(0), []
+    while missing:
+        candidates = []
+        for _ in range(60):
+            a, x, b, y = rng.choice(sorted(missing, key=repr))
+            values = [rng.choice(values_of[name]) for name in names]
+            values[a], values[b] = x, y
+            candidates.append(values)
+        best = max(candidates, key=lambda values: len(missing & set(_pairs_of(values, pairs))))
+        missing -= set(_pairs_of(best, pairs))
+        cells.append(Cell(*best, why="pairs"))
+    return cells
+
+
+def _pairs_of(values: list[Any], pairs: list[tuple[int, int]]) -> list[tuple[int, Any, int, Any]]:
+    return [(a, values[a], b, values[b]) for a, b in pairs]
+
+
+def all_cells(platform: str) -> list[Cell]:
+    """Pairs, public models, random ones; the same for every chip of a platform."""
+    rng, pages = random.Random(20261120), MODEL_PAGES[platform]
+    models = [
+        Cell(heads, head_size, "bfloat16", pages[index % 2], feature, step, why=model)
+        for index, (model, (heads, head_size, feature)) in enumerate(MODELS.items())
+        for step in ("decode", "mixed")
+    ]
+    values = VALUES[platform].values()
+    chance = [Cell(*(rng.choice(each) for each in values), why="random") for _ in range(NUM_RANDOM)]
+    return [*covering_cells(platform), *models, *chance]
+
+
+def cache_layout(cell: Cell, backend: Any) -> Any:
+    """Of two layers. ValueError names what the backend does not take."""
+    return backend.layout(
+        num_layers=2,
+        num_pages=8192 // cell.page_size,
+        page_size=cell.page_size,
+        num_kv_heads=cell.heads[1],
+        head_size=cell.head_size,
+        dtype=cell.dtype,
+    )
+
+
+def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A step of two layers, and its arguments' shapes: the cache, then the queries."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
+
+    (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
+    scales, dtype = None, layout.dtype
+    if dtype.itemsize == 1:
+        scales, dtype = KVScales(*[shaped(2, num_kv_heads, dtype=jnp.float32)] * 2), jnp.bfloat16
+    cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
+    step = AttentionMetadata(
+        positions=shaped(num_tokens),
+        slots=shaped(1, num_tokens),
+        query_starts=shaped(num_rows + 1),
+        context_lens=shaped(num_rows),
+        page_tables=shaped(1, num_rows, 8192 // cell.page_size),
+        num_rows=shaped(),
+        num_decode_rows=shaped(),
+        plan=shaped(backend.plan_len(num_tokens, num_rows)),
+    )
+    options = dict(FEATURES[cell.feature])
+    sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
+    q, k, v = (shaped(num_tokens, n, cell.head_size, dtype=dtype) for n in (num_heads, num_kv_heads, num_kv_heads))
+
+    def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+        for layer in range(2):
+            out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
+            q, k = q + out, k + out[:, :num_kv_heads]
+        return q, cache
+
+    return program, (cache, q, k, v, step, sinks)
