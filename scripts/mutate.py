@@ -2,6 +2,7 @@
 
     python scripts/mutate.py --jobs 2 --output docs/measurements/mutants.json --check
     python scripts/mutate.py jpaged/scheduler.py --tests tests.jpaged.simulation:simulate@0-20 --only 50
+    python scripts/mutate.py --folder tests/mutants/tpu --named --check --limit 300
     python scripts/mutate.py --show jpaged/scheduler.py:113:12:comparison:0
 
 Files, stages of the suite, libraries, named mutants and the arguments for survivors are data in tests/mutants. A
@@ -144,6 +145,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help="default: those of tests/mutants/suite.toml")
     parser.add_argument("--tests", action="append", metavar="STAGE", help="default: those of tests/mutants/suite.toml")
+    parser.add_argument("--folder", type=Path, default=Path("tests/mutants"), help="where suite, names and arguments are")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to mutate")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="of a stage, at most")
@@ -163,7 +165,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     root, output = args.root.resolve(), args.output and args.output.resolve()
-    folder = root / "tests" / "mutants"
+    folder = root / args.folder
     suite_data = tomllib.loads((folder / "suite.toml").read_text()) if (folder / "suite.toml").is_file() else {}
     files = args.files or suite_data["files"]
     named = load_named(root, folder / "named.toml") if args.named or not args.files else []
@@ -179,7 +181,7 @@ def main() -> int:
         for result in suite.run([mutant for mutant in everything if mutant.id == args.show]):
             print(f"{result.output}\n{result.id}: {result.detail or 'survives'} ({result.stage})")
         return 0
-    summary: dict[str, Any] = {"what": "mutants of the host core, each against the kill suite"}
+    summary: dict[str, Any] = {"what": f"mutants of {args.folder}, each against the kill suite"}
     stale: list[tuple[Any, ...]] = []
     if not args.named:
         arguments = load_arguments(folder / "survivors.toml")
