@@ -20,22 +20,23 @@ from typing import Any
 
 import compile_gpu
 import compile_tpu
-from gate_cells import MODELS, all_cells
+from gate_cells import MODELS, VALUES, all_cells
 
 ROOT = Path(__file__).parents[1]
+CHIPS = tuple(chip for values in VALUES.values() for chip in values["chip"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chip", choices=(*compile_tpu.CHIPS, *compile_gpu.CHIPS), default="v6e")
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N shares of the cells")
     parser.add_argument("--kind", choices=("pairs", "models", "random"), help="only these cells")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     parser.add_argument("--list", action="store_true", help="print the cells, compile nothing")
     args = parser.parse_args()
-    is_tpu = args.chip in compile_tpu.CHIPS
+    is_tpu = args.chip in VALUES["tpu"]["chip"]
     index, count = map(int, args.share.split("/"))
-    cells = all_cells("tpu" if is_tpu else "gpu")
+    cells = [cell for cell in all_cells("tpu" if is_tpu else "gpu") if cell.chip == args.chip]
     if args.kind:
         kinds = {"pairs": {"pairs"}, "random": {"random"}, "models": set(MODELS)}
         cells = [cell for cell in cells if cell.why in kinds[args.kind]]
@@ -49,7 +50,7 @@ def main() -> int:
     for cell in cells:
         found.append(gate.compile(cell))
         refused = found[-1].get("refused")
-        print(f"{args.chip} {cell}: {found[-1]['fault'] or refused or 'compiles'}", flush=True)
+        print(f"{cell}: {found[-1]['fault'] or refused or 'compiles'}", flush=True)
     faults, num_refused = sum(bool(each["fault"]) for each in found), sum("refused" in each for each in found)
     good = len(found) - faults - num_refused
     print(f"{args.chip}: {good} cells compile, {num_refused} are refused by name, {faults} fail")

@@ -222,7 +222,7 @@ def main() -> int:
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     heads = args.num_heads, args.num_kv_heads
-    cell = Cell(heads, args.head_size, args.dtype, args.page_size, args.feature, args.step, "asked for")
+    cell = Cell(args.chip, heads, args.head_size, args.dtype, args.page_size, args.feature, args.step, "asked for")
     found = GpuGate(args.chip, prefill=args.prefill).compile(cell)
     print(json.dumps(found))
     return bool(found["fault"])

@@ -1,7 +1,7 @@
 """Shapes that attention is compiled for on chips that are not there, and the program that is compiled for each.
 
-Every pair of values of two of a cell's fields is in some cell; besides there are the shapes of public models and seeded
-random ones. A program is a step of two layers over a cache that is given up.
+Every pair of values of two of a cell's fields, the chip among them, is in some cell; besides there are the shapes of
+public models, for every chip, and seeded random ones. A program is a step of two layers over a cache that is given up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ NUM_RANDOM = 200
 HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (28, 4), (32, 4), (16, 1), (64, 4))
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "tpu": {
+        "chip": ("v5e", "v6e", "v7x"),
         "heads": HEADS,
         "head_size": (64, 80, 96, 128, 192, 256),
         "dtype": ("bfloat16", "float32", "int8", "float8_e4m3fn"),
@@ -22,6 +23,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "step": ("decode", "mixed", "one token"),
     },
     "gpu": {
+        "chip": ("a100", "h200", "b200"),
         "heads": HEADS,
         "head_size": (64, 128, 256),
         "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
@@ -69,6 +71,7 @@ MODEL_PAGES = {"tpu": (16, 128), "gpu": (16, 64)}
 class Cell(NamedTuple):
     """One shape to be compiled."""
 
+    chip: str
     heads: tuple[int, int]
     head_size: int
     dtype: str
@@ -103,10 +106,11 @@ def _pairs_of(values: list[Any], pairs: list[tuple[int, int]]) -> list[tuple[int
 
 
 def all_cells(platform: str) -> list[Cell]:
-    """Pairs, public models, random ones; the same for every chip of a platform."""
+    """Pairs, public models, random ones; the same each time."""
     rng, pages = random.Random(20261120), MODEL_PAGES[platform]
     models = [
-        Cell(heads, head_size, "bfloat16", pages[index % 2], feature, step, why=model)
+        Cell(chip, heads, head_size, "bfloat16", pages[index % 2], feature, step, why=model)
+        for chip in VALUES[platform]["chip"]
         for index, (model, (heads, head_size, feature)) in enumerate(MODELS.items())
         for step in ("decode", "mixed")
     ]

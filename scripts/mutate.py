@@ -145,7 +145,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help="default: those of tests/mutants/suite.toml")
     parser.add_argument("--tests", action="append", metavar="STAGE", help="default: those of tests/mutants/suite.toml")
-    parser.add_argument("--folder", type=Path, default=Path("tests/mutants"), help="where suite, names and arguments are")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("tests/mutants"), help="where suite, names and arguments are"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to mutate")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="of a stage, at most")

@@ -27,6 +27,11 @@ from .paged_world import World, run_ragged, shape_of
 MODES = ("on_wait", "eager")
 
 
+def slow(*values: Any) -> list[Any]:
+    """Values of a parameter that are tried with the slow tests only."""
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
+
+
 def backend(mode: str = "eager", *, tile: int = 32, piece: int = 16, dtype: str = "float32") -> TpuBackend:
     """Tiles of a few tokens, so that rows of a few dozen have many."""
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
@@ -46,7 +51,7 @@ def no_races():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
     run_ragged(world(page_size, mode=mode))
 
@@ -65,20 +70,28 @@ def test_tiles_of_many_pages_and_rows_of_many_tiles(mode: str) -> None:
         some.step({2: 1, 1: 1, 0: 1, 3: 5})
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (3, 3), (16, 1), (16, 8), (5, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (16, 1), (5, 1), *slow((3, 3), (16, 8))])
 def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     run_ragged(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_size", [80, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    [
+        *((80, "bfloat16"), (128, "bfloat16"), (192, "float32"), (256, "bfloat16")),
+        *slow(
+            (80, "float32"), (128, "float32"), (192, "bfloat16"), (256, "float32"), (64, "bfloat16"), (96, "bfloat16")
+        ),
+    ],
+)
 def test_every_head_size(head_size: int, dtype: str) -> None:
     run_ragged(world(head_size=head_size, dtype=dtype))
 
 
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_pages_of_one_byte_a_number(head_size: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_size"), [("int8", 64), ("float8_e4m3fn", 128), *slow(("int8", 128), ("float8_e4m3fn", 64))]
+)
+def test_pages_of_one_byte_a_number(dtype: str, head_size: int) -> None:
     """Every head and layer has scales of its own; dead slots hold the largest number, or NaN."""
     layers = (LayerPlace(0, 0), LayerPlace(0, 1))
     run_ragged(world(32, dtype=dtype, head_size=head_size, layers=layers, num_group_layers=2))
