@@ -2,6 +2,7 @@
 
     python scripts/compile_gate.py --chip v6e --output gate.json
     python scripts/compile_gate.py --chip h200 --share 1/3       # every third cell
+    python scripts/compile_gate.py --chip v6e --layer            # one layer over four chips
     python scripts/compile_gate.py --chip v6e --list
 
 One process a chip: compilers read their environment when they are loaded. Each cell of `gate_cells` has to compile, to
@@ -20,7 +21,7 @@ from typing import Any
 
 import compile_gpu
 import compile_tpu
-from gate_cells import MODELS, VALUES, all_cells
+from gate_cells import MODELS, VALUES, all_cells, check_sharded_layer
 
 ROOT = Path(__file__).parents[1]
 CHIPS = tuple(chip for values in VALUES.values() for chip in values["chip"])
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N shares of the cells")
     parser.add_argument("--kind", choices=("pairs", "models", "random"), help="only these cells")
+    parser.add_argument("--layer", action="store_true", help="a layer spread over four chips, and no cell")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     parser.add_argument("--list", action="store_true", help="print the cells, compile nothing")
     args = parser.parse_args()
@@ -45,7 +47,11 @@ def main() -> int:
         print("\n".join(map(str, cells)))
         return 0
     sys.path.insert(0, str(ROOT))
-    gate: Any = compile_tpu.TpuGate(args.chip) if is_tpu else compile_gpu.GpuGate(args.chip)
+    gate: Any = (compile_tpu.TpuGate if is_tpu else compile_gpu.GpuGate)(args.chip, 4 if args.layer else 1)
+    if args.layer:
+        result = check_sharded_layer(gate, 128 if is_tpu else 64)
+        print(f"{args.chip}, a layer over four chips: {result['fault'] or 'compiles'}, {result}")
+        return bool(result["fault"])
     found = []
     for cell in cells:
         found.append(gate.compile(cell))

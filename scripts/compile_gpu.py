@@ -100,7 +100,7 @@ def prepare() -> Path:
 class GpuGate:
     """Compiles cells for one chip. Made before JAX is imported, since JAX reads its environment when it is."""
 
-    def __init__(self, chip: str, **backend_options: Any):
+    def __init__(self, chip: str, num_devices: int = 1, **backend_options: Any):
         self.chip, self.dump, self.backend_options = CHIPS[chip], prepare(), backend_options
         self.num_kernels = 0
         import jax
@@ -110,9 +110,9 @@ class GpuGate:
 
         jax.devices()  # Finds the plugins.
         topology = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology="1x1x1", target_config=target_config(self.chip)
+            platform="cuda", topology_name="", topology=f"1x1x{num_devices}", target_config=target_config(self.chip)
         )
-        self.mesh = device_mesh(topology.devices[:1])
+        self.mesh = device_mesh(topology.devices[:num_devices])
 
     def compile(self, cell: Cell) -> dict[str, Any]:
         """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""
@@ -126,7 +126,7 @@ class GpuGate:
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
         try:
-            with self._told(), jax.set_mesh(self.mesh):
+            with self.told(), jax.set_mesh(self.mesh):
                 lowered = jax.jit(program, donate_argnums=(0, 1)).lower(*arguments)
             memory = lowered.compile().memory_analysis()
         except Exception as error:
@@ -154,7 +154,7 @@ class GpuGate:
         return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
         """Mosaic asks the first device for its architecture and memory, which here is a CPU: it is told the chip's."""
         from jax.experimental.mosaic.gpu import core, utils
 

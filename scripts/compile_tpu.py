@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gate_cells import Cell, cache_layout, two_layers
@@ -41,6 +42,10 @@ class TpuGate:
         from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
 
         return TpuBackend.for_heads(self.chip, num_heads, head_size)
+
+    def told(self) -> AbstractContextManager[None]:
+        """Nothing: the TPU's compilers know the chip from the topology."""
+        return nullcontext()
 
     def compile(self, cell: Cell) -> dict[str, Any]:
         """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""

@@ -171,3 +171,90 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         return q, cache
 
     return program, (cache, q, k, v, step, sinks)
+
+
+def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[Any, ...], int]:
+    """Attention of one transformer layer, 32/8 heads of 128 spread over the mesh: projections, attention, their sum.
+
+    `backend` is made for what lies on one chip. Returns the program, its arguments' shapes, and the bytes of the cache
+    that lie on one chip.
+    """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
+    from jpaged.sharding import TENSOR_AXIS
+
+    (num_heads, num_kv_heads), head_size, hidden_size, num_tokens, num_rows = (32, 8), 128, 4096, 256, 16
+    num_chips, num_pages = mesh.shape[TENSOR_AXIS], 8192 // page_size
+    sizes = {"num_layers": 1, "num_pages": num_pages, "page_size": page_size, "head_size": head_size}
+    whole, local = (
+        backend.layout(**sizes, num_kv_heads=n, dtype="bfloat16") for n in (num_kv_heads, num_kv_heads // num_chips)
+    )
+
+    def shaped(shape: tuple[int, ...], spec: PartitionSpec, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    everywhere, by_head = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS)
+    pages = tuple(shaped(shape, by_head, whole.dtype) for shape in whole.shapes)
+    weights = {
+        "q": shaped((hidden_size, num_heads, head_size), by_head),
+        "k": shaped((hidden_size, num_kv_heads, head_size), by_head),
+        "v": shaped((hidden_size, num_kv_heads, head_size), by_head),
+        "o": shaped((num_heads, head_size, hidden_size), PartitionSpec(TENSOR_AXIS)),
+    }
+    specs = {name: weight.sharding.spec for name, weight in weights.items()}
+    shapes = {
+        "positions": (num_tokens,),
+        "slots": (1, num_tokens),
+        "query_starts": (num_rows + 1,),
+        "context_lens": (num_rows,),
+        "page_tables": (1, num_rows, num_pages),
+        "num_rows": (),
+        "num_decode_rows": (),
+        "plan": (backend.plan_len(num_tokens, num_rows),),
+    }
+    step = AttentionMetadata(**{name: shaped(shape, everywhere, jnp.int32) for name, shape in shapes.items()})
+
+    def on_a_chip(pages: Any, x_TD: Any, weights: Any, step: Any) -> Any:
+        q, k, v = (jnp.einsum("TD,DNH->TNH", x_TD, weights[name]) for name in "qkv")
+        cache = PagedCache(pages, local, (LayerPlace(0, 0),), backend)
+        out_TNH, cache = cache.attend(0, q, k, v, step, scale=head_size**-0.5)
+        out_TD = jnp.einsum("TNH,NHD->TD", out_TNH, weights["o"], preferred_element_type=jnp.float32)
+        return cache.pages, x_TD + jax.lax.psum(out_TD, TENSOR_AXIS).astype(x_TD.dtype)
+
+    program = jax.shard_map(
+        on_a_chip,
+        mesh=mesh,
+        in_specs=((by_head,) * len(pages), everywhere, specs, everywhere),
+        out_specs=((by_head,) * len(pages), everywhere),
+        check_vma=False,  # Kernels do not say how their results vary over the mesh.
+    )
+    arguments = pages, shaped((num_tokens, hidden_size), everywhere), weights, step
+    return program, arguments, local.page_bytes * num_pages
+
+
+def check_sharded_layer(gate: Any, page_size: int) -> dict[str, Any]:
+    """Compile it by a gate of four chips: one sum over the chips, and the cache aliased whole."""
+    import re
+
+    import jax
+
+    backend = gate.backend(8, 2, 128, ())
+    program, arguments, cache_bytes = sharded_layer(backend, gate.mesh, page_size)
+    with gate.told(), jax.set_mesh(gate.mesh):
+        executable = jax.jit(program, donate_argnums=0).lower(*arguments).compile()
+    memory = executable.memory_analysis()
+    collectives = len(
+        re.findall(
+            r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",
+            executable.as_text(),
+        )
+    )
+    fault = None
+    if memory.alias_size_in_bytes < cache_bytes:
+        fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
+    elif collectives != 1:
+        fault = f"{collectives} collectives, wanted one sum"
+    return {"temp_bytes": memory.temp_size_in_bytes, "collectives": collectives, "fault": fault}
