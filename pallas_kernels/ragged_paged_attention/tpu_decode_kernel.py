@@ -150,7 +150,9 @@ class DecodeKernel:
             pltpu.make_async_copy(some, some, self.ref.written).wait()
         if self.window is None:
             is_last = (self.this + 1) * self.block >= self.num_rows
-            pl.when(is_last & (self.ref.next_long[0] < self.num_rows))(self._wait_for_the_last_fetch)
+            pl.when(is_last & (self.ref.next_long[0] < self.num_rows))(
+                lambda: self._wait_for_all_of(self.ref.next_slot[0])
+            )
 
     # Rows
 
@@ -222,9 +224,16 @@ class DecodeKernel:
             self.copies.fetch(row.number, number, self._span(row, number), target, semaphore)
 
     def _wait_full(self, row: Row, number: Any, slot: Any) -> None:
-        begin, end = self._span(row, number)
-        num_pages = self.copies.pages_per_tile if self.window is None else end - begin
-        self.copies.wait(num_pages, self.ref.fetched.at[slot])
+        if self.window is None:
+            self._wait_for_all_of(slot)
+        else:
+            begin, end = self._span(row, number)
+            self.copies.wait(end - begin, self.ref.fetched.at[slot])
+
+    def _wait_for_all_of(self, slot: Any) -> None:
+        """Of a full tile, whichever it is."""
+        tile = self.ref.tiles.at[slot]
+        pltpu.make_async_copy(tile, tile, self.ref.fetched.at[slot]).wait()
 
     def _fetch_next(self, row: Row, number: Any, slot: Any) -> None:
         """The next full tile, of this row or of another, while tile `number` of this row is computed."""
@@ -239,10 +248,6 @@ class DecodeKernel:
         next_row = jnp.where(is_same | is_last, row.number, following)
         next_number = jnp.where(is_same, number + 1, jnp.where(is_last, number, 0))
         self._fetch_full(row._replace(number=next_row), next_number, slot)
-
-    def _wait_for_the_last_fetch(self) -> None:
-        """Of a tile that nobody needs."""
-        self.copies.wait(self.copies.pages_per_tile, self.ref.fetched.at[self.ref.next_slot[0]])
 
     def _full_tiles(self) -> None:
         ref, full = self.ref, self.sizes.full
@@ -271,9 +276,9 @@ class DecodeKernel:
             self.copies.fetch(row.number, row.last, self._span(row, row.last), target, semaphore)
 
     def _wait_tails(self, rows: list[Row]) -> None:
-        spans = [self._span(row, row.last) for row in rows]
-        num_pages = functools.reduce(jnp.add, [jnp.maximum(end - begin, 0) for begin, end in spans])
-        self.copies.wait(num_pages, self.ref.tail_fetched.at[self.tail_slot])
+        for row in rows:
+            begin, end = self._span(row, row.last)
+            self.copies.wait(jnp.maximum(end - begin, 0), self.ref.tail_fetched.at[self.tail_slot])
 
     def _tails_of_pair(self, number: Any) -> None:
         pair, sub = min(PAIR, self.block), self.sizes.tail

@@ -50,7 +50,7 @@ class PageCopies(NamedTuple):
             self._start(row, number * self.pages_per_tile + index, target, index * self.page_size, semaphore)
 
     def wait(self, num_pages: Any, semaphore: Any) -> None:
-        """For as many bytes as so many pages have: in whichever order they come."""
+        """For as many bytes as so many pages have, in whichever order they come; no more than there are."""
         some = self.pages.at[pl.ds(0, num_pages)]
         pltpu.make_async_copy(some, some, semaphore).wait()
 
