@@ -61,7 +61,7 @@ class TpuGate:
         cache_bytes = layout.page_bytes * layout.num_pages
         try:
             with jax.set_mesh(self.mesh):
-                memory = jax.jit(program, donate_argnums=0).lower(*arguments).compile().memory_analysis()
+                memory = jax.jit(program, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
         except Exception as error:
             message = str(error).strip().splitlines()
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {' '.join(message)[:400]}"}

@@ -167,7 +167,7 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
         for layer in range(2):
             out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
-            q, k = q + out, k + out[:, :num_kv_heads]
+            q, k = out, k + out[:, :num_kv_heads]  # Queries are not needed again, as in a model.
         return q, cache
 
     return program, (cache, q, k, v, step, sinks)

@@ -181,7 +181,8 @@ def _kernel(
     tile_q, num_heads = out_tile.shape[:2]
     num_kv_heads, tile = kv_tiles.shape[1], kv_tiles.shape[3]
     num_bunches, bunch = queries.shape[0], num_heads // queries.shape[0]
-    half = sub // 2 if sub // 2 % (32 // kv_tiles.dtype.itemsize) == 0 else sub
+    is_half_whole = sub // 2 % (LANES if sub > LANES else 32 // kv_tiles.dtype.itemsize) == 0
+    half = sub // 2 if is_half_whole else sub
     this, first_page, count = pl.program_id(0), scalars[0], scalars[1]
     position, end = tile_positions[this], tile_positions[this] + tile_lens[this]
     q_slot = lax.rem(this, 2)

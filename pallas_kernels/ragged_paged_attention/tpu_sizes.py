@@ -62,12 +62,16 @@ def ruled_sizes(chip: str, shape: TpuShape) -> TpuSizes:
     token_bytes = shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * itemsize
     fitting = min(max(TILE_BYTES // token_bytes, LANES), 2048)
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
-    full = tail * max(1, min(FULL_TOKENS[chip], fitting) // tail)
+    full = tail * _power_of_two(min(FULL_TOKENS[chip], fitting) // tail)
     unit = math.lcm(page_size, full)
-    tile = unit * max(1, fitting // unit)
+    tile = unit * _power_of_two(fitting // unit)
     decode = DecodeSizes(tile, full, tail, MOST_SCORE_ROWS[chip], write_height(chip, shape.dtype))
     pieces = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MOST_PREFILL_KEYS]
     return TpuSizes(decode, tile, max(pieces, default=tail))
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def tile_q_of(num_heads: int, head_size: int) -> int:
