@@ -22,7 +22,7 @@ from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refu
 from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
 from .tpu_decode import decode_attention
 from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import TpuShape, TpuSizes, sizes_of, tile_q_of, write_height
+from .tpu_sizes import TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
 from .tpu_write import write_prefill
 
@@ -53,22 +53,23 @@ class TpuLayout(KVLayout):
 class TpuBackend:
     """Attention by Pallas kernels for TPU.
 
-    `chip` is what sizes are looked up for; `sizes` are taken instead if they are given. `tile_q` is the most queries of
-    a tile, a power of two. `interpret` runs the kernels
-    anywhere, step by step: `pltpu.InterpretParams`, for tests.
+    `chip` is what sizes are looked up for, in `tuned` before our own table; `sizes` are taken instead if given.
+    `tile_q` is the most queries of a tile, a power of two. `interpret` runs the kernels anywhere, step by step:
+    `pltpu.InterpretParams`, for tests.
     """
 
     chip: str = "v6e"
     sizes: TpuSizes | None = None
     tile_q: int = 256
     interpret: Any = False
+    tuned: tuple[TunedEntry, ...] = ()
 
     name = "pallas-tpu"
 
     @classmethod
-    def for_heads(cls, chip: str, num_heads: int, head_size: int) -> TpuBackend:
+    def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
         """With tiles of queries that fit into the chip's VMEM."""
-        return cls(chip, tile_q=tile_q_of(num_heads, head_size))
+        return cls(chip, tile_q=tile_q_of(num_heads, head_size), tuned=tuned)
 
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
@@ -144,6 +145,7 @@ class TpuBackend:
         sizes = self.sizes or sizes_of(
             self.chip,
             TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size),
+            self.tuned,
         )
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
