@@ -6,9 +6,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels import ragged_paged_attention
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     CHIPS,
     TpuShape,
@@ -17,6 +20,8 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     ruled_sizes,
     sizes_of,
 )
+
+from ..paged_steps import metadata, nan_cache
 
 SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
 DECODE = {"tile": 1024, "full": 512, "tail": 128, "most_rows": 16, "height": 8}
@@ -47,6 +52,18 @@ def test_an_entry_counts_for_its_own_chip_and_shape_only(tmp_path: Path) -> None
 def test_what_a_user_tuned_goes_before_what_we_did(tmp_path: Path) -> None:
     ours, users = ({**ENTRY, "sizes": {**ENTRY["sizes"], "sub_kv": n}} for n in (256, 128))
     assert sizes_of("v6e", SHAPE, read_tuned(written(tmp_path / "tpu.json", ours, users))).sub_kv == 128
+
+
+def test_the_kernels_are_cut_as_the_entry_says(tmp_path: Path) -> None:
+    """Tiles in VMEM: keys and values [slots, K, S, tile, 128]."""
+    backend = TpuBackend("v6e", tuned=read_tuned(written(tmp_path / "tpu.json", ENTRY)))
+    layout = backend.layout(num_layers=1, num_pages=2, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    cache = nan_cache(layout, (LayerPlace(0, 0),), backend)
+    step = metadata(backend, [1, 3], [9, 3], [[[1], [0]]], page_size=128, num_tokens=16, num_rows=2, table_len=1)
+    q, k = (jnp.zeros((16, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    traced = jax.make_jaxpr(lambda cache, step: cache.attend(0, q, k, k, step, scale=1.0))(cache, step)
+    assert str(traced).count("[2,8,2,1024,128]") > 1
+    assert "[2,8,2,512,128]" not in str(traced)
 
 
 def test_our_own_table_can_be_read() -> None:
