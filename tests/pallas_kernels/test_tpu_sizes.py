@@ -57,7 +57,7 @@ def test_what_a_user_tuned_goes_before_what_we_did(tmp_path: Path) -> None:
 def test_the_kernels_are_cut_as_the_entry_says(tmp_path: Path) -> None:
     """Tiles in VMEM: keys and values [slots, K, S, tile, 128]."""
     backend = TpuBackend("v6e", tuned=read_tuned(written(tmp_path / "tpu.json", ENTRY)))
-    layout = backend.layout(num_layers=1, num_pages=2, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    layout = backend.layout(num_layers=1, num_pages=16, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
     cache = nan_cache(layout, (LayerPlace(0, 0),), backend)
     step = metadata(backend, [1, 3], [9, 3], [[[1], [0]]], page_size=128, num_tokens=16, num_rows=2, table_len=1)
     q, k = (jnp.zeros((16, heads, 128), jnp.bfloat16) for heads in (32, 8))
