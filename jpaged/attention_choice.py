@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from .pallas_kernels.ragged_paged_attention import (
     TpuBackend,
     XlaBackend,
 )
+from .pallas_kernels.ragged_paged_attention.tpu_sizes import TunedEntry, read_tuned
 from .user_cache import make_private, user_cache
 
 logger = logging.getLogger("jpaged")
@@ -73,6 +75,8 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
         )
     try:
         backend = kernel_backend(name, device, model.num_heads, model.num_kv_heads, model.head_size, model.windows)
+    except ConfigError:
+        raise  # The user's table of sizes is broken: nothing that another backend could be taken for.
     except ValueError as error:
         if asked == "auto":
             return AttentionChoice(xla, f"pallas-tpu does not take this: {error}")
@@ -111,7 +115,21 @@ def _tpu_backend(device_kind: str, num_heads: int, head_size: int) -> TpuBackend
             f"attention_backend: got pallas-tpu, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
             f"{device_kind}; use --attention-backend xla"
         )
-    return TpuBackend.for_heads(chip, num_heads, head_size)
+    return TpuBackend.for_heads(chip, num_heads, head_size, user_tuned())
+
+
+def tuned_path() -> Path:
+    """Where `jpaged tune` keeps what this user has tuned."""
+    return user_cache("tuned") / "tpu.json"
+
+
+def user_tuned() -> tuple[TunedEntry, ...]:
+    """What this user has tuned. ConfigError if the table is broken."""
+    path = tuned_path()
+    try:
+        return read_tuned(path) if path.exists() else ()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _gpu_backend(

@@ -59,6 +59,9 @@ class Workload:
     """Tokens that all rows begin with, whose pages are the same."""
     table_len: int | None = None
     """Tokens that a page table has room for; None: as many as the context."""
+    num_heads: int = NUM_HEADS
+    num_kv_heads: int = NUM_KV_HEADS
+    head_size: int = HEAD_SIZE
 
     @property
     def kv_bytes(self) -> int:
@@ -101,7 +104,10 @@ def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, n
     """The workload over pages in no order, in a cache of `num_copies` as many pages as its rows have."""
     cache, step = _pages(backend, workload, page_size, dtype, num_copies)
     return _compiled(
-        lambda layer, cache, q, k, v: cache.attend(layer, q, k, v, step, scale=SCALE), cache, workload, dtype
+        lambda layer, cache, q, k, v: cache.attend(layer, q, k, v, step, scale=workload.head_size**-0.5),
+        cache,
+        workload,
+        dtype,
     )
 
 
@@ -289,8 +295,8 @@ def _pages(
         num_layers=workload.num_layers,
         num_pages=1 + num_copies * total,
         page_size=page_size,
-        num_kv_heads=NUM_KV_HEADS,
-        head_size=HEAD_SIZE,
+        num_kv_heads=workload.num_kv_heads,
+        head_size=workload.head_size,
         dtype=dtype,
     )
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
@@ -336,15 +342,15 @@ def _compiled(attend: Callable[..., tuple[Any, Any]], cache: Any, workload: Work
     """A chain of layers: the next one's queries, keys and values come from what this one attended to."""
     num_tokens = workload.num_rows * workload.query_len
     q, k, v = (
-        jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, HEAD_SIZE), dtype)
-        for index, heads in enumerate((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS))
+        jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, workload.head_size), dtype)
+        for index, heads in enumerate((workload.num_heads, workload.num_kv_heads, workload.num_kv_heads))
     )
 
     def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
         cache, q, k, v = state
         for layer in range(workload.num_layers):
             out, cache = attend(layer, cache, q, k, v)
-            mean = out[:, :NUM_KV_HEADS].astype(dtype)
+            mean = out[:, : workload.num_kv_heads].astype(dtype)
             q, k, v = 0.9 * q + 0.1 * out.astype(dtype), 0.9 * k + 0.1 * mean, 0.9 * v + 0.1 * mean
         return cache, q, k, v
 

@@ -12,8 +12,9 @@ from .progress import say
 COMMANDS = {
     "generate": "complete prompts from the command line or a file",
     "bench": "measure: bench scheduler, bench kernels",
+    "tune": "find the best tile sizes of the TPU kernels for a shape",
 }
-UNBUILT = ("chat", "serve", "batch", "plan", "doctor", "trace", "tune")
+UNBUILT = ("chat", "serve", "batch", "plan", "doctor", "trace")
 BENCHES = ("scheduler", "kernels")
 UNBUILT_BENCHES = ("latency", "throughput", "serve")
 
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return generate(args[1:])
     if args[0] == "bench":
         return _bench(args[1:])
+    if args[0] == "tune":
+        return _tune(args[1:])
     if args[0] in UNBUILT:
         say(f"error: {args[0]}: not available in this version; allowed: {', '.join(COMMANDS)}")
         return 1
@@ -43,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(COMMANDS)}"
     say(f"error: {args[0]}: unknown command; {hint}")
     return 1
+
+
+def _tune(args: list[str]) -> int:
+    from .tune import main as tune
+
+    try:
+        return tune(args)
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 1
 
 
 def _bench(args: list[str]) -> int:

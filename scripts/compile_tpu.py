@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from gate_cells import Cell, cache_layout, two_layers
 
-CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
-"""Chip → the topology that the compiler is asked for."""
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jpaged.bundles import TOPOLOGIES as CHIPS
+from jpaged.bundles import prepare
+
 MOST_TEMP_BYTES = 16 << 20
-
-
-def prepare() -> None:
-    """Environment of a JAX that compiles for TPUs; before JAX is imported."""
-    os.environ |= {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
 
 
 class TpuGate:

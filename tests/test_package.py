@@ -70,7 +70,7 @@ def test_every_package_on_disk_is_in_the_list_of_the_wheel() -> None:
     assert {name: folder for folder, name in ROOMS.items()} == settings["package-dir"]
 
 
-def test_the_wheel_holds_every_module_and_no_bare_room(tmp_path: Path) -> None:
+def test_the_wheel_holds_every_module_and_table_and_no_bare_room(tmp_path: Path) -> None:
     source = tmp_path / "source"  # A copy: setuptools leaves a build folder behind, and would read one it finds.
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room)
@@ -81,7 +81,7 @@ def test_the_wheel_holds_every_module_and_no_bare_room(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     for room, package in ROOMS.items():
         folder = package.replace(".", "/")
-        for path in (ROOT / room).rglob("*.py"):
+        for path in (*(ROOT / room).rglob("*.py"), *(ROOT / room).rglob("*.json")):
             assert f"{folder}/{path.relative_to(ROOT / room)}" in names
     assert "jpaged/py.typed" in names
     assert {name.split("/")[0] for name in names if not name.startswith("jpaged-")} == {"jpaged"}

@@ -22,14 +22,14 @@ from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refu
 from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
 from .tpu_decode import decode_attention
 from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import TpuShape, TpuSizes, sizes_of, tile_q_of, write_height
+from .tpu_sizes import TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
 from .tpu_write import write_prefill
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float32", *QUANTIZED_DTYPES)
 ALIGN = 16
-"""Page sizes are multiples of it."""
+"""The smallest page."""
 PLAN_HEADER = 1
 
 
@@ -53,22 +53,23 @@ class TpuLayout(KVLayout):
 class TpuBackend:
     """Attention by Pallas kernels for TPU.
 
-    `chip` is what sizes are looked up for; `sizes` are taken instead if they are given. `tile_q` is the most queries of
-    a tile, a power of two. `interpret` runs the kernels
-    anywhere, step by step: `pltpu.InterpretParams`, for tests.
+    `chip` is what sizes are looked up for, in `tuned` before our own table; `sizes` are taken instead if given.
+    `tile_q` is the most queries of a tile, a power of two. `interpret` runs the kernels anywhere, step by step:
+    `pltpu.InterpretParams`, for tests.
     """
 
     chip: str = "v6e"
     sizes: TpuSizes | None = None
     tile_q: int = 256
     interpret: Any = False
+    tuned: tuple[TunedEntry, ...] = ()
 
     name = "pallas-tpu"
 
     @classmethod
-    def for_heads(cls, chip: str, num_heads: int, head_size: int) -> TpuBackend:
+    def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
         """With tiles of queries that fit into the chip's VMEM."""
-        return cls(chip, tile_q=tile_q_of(num_heads, head_size))
+        return cls(chip, tile_q=tile_q_of(num_heads, head_size), tuned=tuned)
 
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
@@ -82,11 +83,11 @@ class TpuBackend:
                 raise ValueError(
                     f"{name}: got {got}, the pallas-tpu backend takes {', '.join(map(str, allowed))}; {way_out}"
                 )
-        align = max(ALIGN, write_height(self.chip, dtype))
-        if page_size % align:
+        least = max(ALIGN, write_height(self.chip, dtype))
+        if page_size < least or page_size & (page_size - 1):
             raise ValueError(
-                f"block_size: got {page_size}, the pallas-tpu backend takes multiples of {align}; leave it out or "
-                "use --attention-backend xla"
+                f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {least} on in pages "
+                f"of {np.dtype(dtype).name}; leave it out or use --attention-backend xla"
             )
         return TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
 
@@ -144,6 +145,7 @@ class TpuBackend:
         sizes = self.sizes or sizes_of(
             self.chip,
             TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size),
+            self.tuned,
         )
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)

@@ -79,6 +79,11 @@ class _Options(NamedTuple):
     has_scales: bool
 
 
+def heads_of_bunch(group: int, tile_q: int) -> int:
+    """Query heads whose scores are computed together: a divisor of those of one KV head."""
+    return max(size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MOST_ROWS))
+
+
 def prefill_attention(
     q: Float[Array, "T N H"],
     pages: Float[Array, "C K S Z L"],
@@ -105,7 +110,7 @@ def prefill_attention(
     _, num_heads, head_size = q.shape
     _, num_kv_heads, num_lane_rows, page_size, _ = pages.shape
     lanes, group = HeadLanes(head_size), num_heads // num_kv_heads
-    bunch = max(size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MOST_ROWS))
+    bunch = heads_of_bunch(group, tile_q)
     num_bunches, rows = num_heads // bunch, bunch * tile_q
     inputs: list[Array] = []
     specs = []

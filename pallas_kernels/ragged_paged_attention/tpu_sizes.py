@@ -1,7 +1,8 @@
 """How the TPU kernels cut their work: tuned numbers where a shape has been tuned, a rule where it has not.
 
-Tuned numbers are data, `tuned_tpu.json`: each entry names the chip and the shape that it is for, where the numbers come
-from (`measured` on the chip, or `bundles` of the compiler's schedule) and when.
+Tuned numbers are data, `tuned_tpu.json` and, beside it, what a user has tuned: each entry names the chip and the shape
+that it is for, where the numbers come from (`measured` on the chip, or `bundles` of the compiler's schedule) and when.
+An entry whose numbers the kernels could not work with is refused when its table is read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+from datetime import date
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -50,10 +54,75 @@ class TpuShape(NamedTuple):
     page_size: int
 
 
-def sizes_of(chip: str, shape: TpuShape) -> TpuSizes:
-    """The tuned sizes of this very shape, or what the rule gives."""
-    tuned = _tuned().get((chip, shape))
-    return tuned or ruled_sizes(chip, shape)
+class TunedEntry(NamedTuple):
+    """Sizes for one shape on one chip."""
+
+    chip: str
+    shape: TpuShape
+    sizes: TpuSizes
+
+
+SOURCES = ("measured", "bundles")
+ENTRY_KEYS = {"chip", "shape", "sizes", "source", "date", "jax", "figures"}
+
+
+def sizes_of(chip: str, shape: TpuShape, tuned: tuple[TunedEntry, ...] = ()) -> TpuSizes:
+    """Those of this very shape in `tuned`, or in our own table, or what the rule gives."""
+    known = {entry[:2]: entry.sizes for entry in (*_shipped(), *tuned)}
+    return known.get((chip, shape)) or ruled_sizes(chip, shape)
+
+
+def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
+    """The entries of a table. ValueError names the file and the entry that cannot be used."""
+    try:
+        entries = json.loads(table.read_text())
+        if not isinstance(entries, list):
+            raise ValueError(f"got {type(entries).__name__}, allowed: a list of entries")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{table}: {error}; delete it, and tune again") from error
+    found = []
+    for number, entry in enumerate(entries):
+        try:
+            found.append(_entry(entry))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{table}: entry {number}: {error}; delete the entry, and tune again") from error
+    return tuple(found)
+
+
+def _entry(entry: dict[str, Any]) -> TunedEntry:
+    if not isinstance(entry, dict) or set(entry) != ENTRY_KEYS:
+        raise ValueError(f"got {entry!r}, allowed: an object of {', '.join(sorted(ENTRY_KEYS))}")
+    for name, allowed in (("chip", CHIPS), ("source", SOURCES)):
+        if entry[name] not in allowed:
+            raise ValueError(f"{name}: got {entry[name]!r}, allowed: {', '.join(allowed)}")
+    date.fromisoformat(entry["date"])
+    shape, sizes = TpuShape(**entry["shape"]), entry["sizes"]
+    found = TunedEntry(entry["chip"], shape, TpuSizes(**{**sizes, "decode": DecodeSizes(**sizes["decode"])}))
+    refuse_invalid(*found)
+    return found
+
+
+def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
+    """ValueError for sizes that the kernels cannot work with."""
+    decode, page = sizes.decode, shape.page_size
+    numbers = {**decode._asdict(), "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}: got {number!r}, allowed: an integer ≥ 1")
+    height = write_height(chip, shape.dtype)
+    for name, number, is_right, allowed in (
+        ("full", decode.full, decode.full % LANES == 0, f"multiples of {LANES}"),
+        ("tail", decode.tail, decode.tail % LANES == 0, f"multiples of {LANES}"),
+        ("sub_kv", sizes.sub_kv, sizes.sub_kv % LANES == 0, f"multiples of {LANES}"),
+        ("tile", decode.tile, decode.tile % page == 0, f"multiples of a page's {page} tokens"),
+        ("tile_kv", sizes.tile_kv, sizes.tile_kv % page == 0, f"multiples of a page's {page} tokens"),
+        ("full", decode.full, decode.tile % decode.full == 0, f"divisors of tile, {decode.tile}"),
+        ("tail", decode.tail, decode.tile % decode.tail == 0, f"divisors of tile, {decode.tile}"),
+        ("sub_kv", sizes.sub_kv, sizes.tile_kv % sizes.sub_kv == 0, f"divisors of tile_kv, {sizes.tile_kv}"),
+        ("height", decode.height, decode.height == height, f"{height} on {chip} for {shape.dtype}"),
+    ):
+        if not is_right:
+            raise ValueError(f"{name}: got {number}, allowed: {allowed}")
 
 
 def ruled_sizes(chip: str, shape: TpuShape) -> TpuSizes:
@@ -90,11 +159,5 @@ def write_height(chip: str, dtype: Any) -> int:
 
 
 @functools.cache
-def _tuned() -> dict[tuple[str, TpuShape], TpuSizes]:
-    entries = json.loads(resources.files(__package__).joinpath("tuned_tpu.json").read_text())
-    return {
-        (entry["chip"], TpuShape(**entry["shape"])): TpuSizes(
-            **{**entry["sizes"], "decode": DecodeSizes(**entry["sizes"]["decode"])}
-        )
-        for entry in entries
-    }
+def _shipped() -> tuple[TunedEntry, ...]:
+    return read_tuned(resources.files(__package__).joinpath("tuned_tpu.json"))

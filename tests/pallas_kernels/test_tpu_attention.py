@@ -222,7 +222,7 @@ def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> Non
     [
         ({"head_size": 100}, "head_size: got 100, the pallas-tpu backend takes 64, 80"),
         ({"dtype": "float16"}, "kv_cache_dtype: got float16"),
-        ({"page_size": 24}, "block_size: got 24, the pallas-tpu backend takes multiples of 16"),
+        ({"page_size": 48}, "block_size: got 48, the pallas-tpu backend takes powers of two from 16"),
     ],
     ids=str,
 )

@@ -1,0 +1,207 @@
+"""What the TPU's compiler schedules for our kernels, without a TPU: their VLIW bundles, read from its dump.
+
+The compiler writes down every bundle of a kernel with the slots that it uses. A bundle takes a cycle if nothing waits
+for memory; loops are told apart by their marks, and what a row or a prompt costs is the sum of its loops' bundles times
+their turns. Both sides of a branch count, so that this is no less than what is executed. Static: caches, copies and the
+rest of the chip are not in it.
+
+Needs the wheels of the extra `aot`. Nothing here imports JAX before it is used, since JAX reads `prepare`'s
+environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .pallas_kernels.ragged_paged_attention import TpuBackend
+    from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
+    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, TpuSizes
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+"""Chip → the topology that the compiler is asked for."""
+ROWS, TOKENS, TABLE_TOKENS, PAGES = 64, 8192, 4096, 512
+"""Of the step that is compiled: what its loops hold does not depend on them."""
+SPILLS = "VSTORE:SPILL"
+
+
+def prepare(dump: str | None = None) -> None:
+    """Environment of a JAX that compiles for TPUs, which dumps its schedules to the folder `dump`."""
+    os.environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    if dump is not None:
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+
+
+class Loop(NamedTuple):
+    """A loop of a kernel, with the loops in it; `own` are the bundles in no inner loop."""
+
+    begin: int
+    end: int
+    depth: int
+    own: int
+    slots: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        """Bundles, inner loops once."""
+        return self.end - self.begin
+
+    def holds(self, other: Loop) -> bool:
+        """Whether `other` lies within."""
+        return self.depth < other.depth and self.begin <= other.begin and other.end <= self.end
+
+
+class Compiler:
+    """Compiles for one chip that is not there; `folder` is the dump that `prepare` was told of."""
+
+    def __init__(self, chip: str, folder: str):
+        import jax
+        from jax.experimental import topologies
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from .sharding import device_mesh
+
+        self.chip, self.folder = chip, Path(folder)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+        self.mesh = device_mesh(topology.devices[:1])
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.shaped: Any = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
+
+    def compile(self, function: Any, *args: Any) -> None:
+        """Compile it; the dump of what was compiled before is gone."""
+        import jax
+
+        for path in self.folder.iterdir():
+            path.unlink()
+        with jax.set_mesh(self.mesh):
+            jax.jit(function).lower(*args).compile()
+
+    def loops_of(self, kernel: str) -> list[Loop]:
+        """The loops of the kernel of that name, in their order."""
+        named = [path for path in self.folder.iterdir() if kernel in path.name]
+        bundles = next(
+            path for path in named if path.name.endswith("-final_bundles.txt") and "analysis" not in path.name
+        )
+        slots = next(path for path in named if path.name.endswith("-final_hlo-static-per-bundle-utilization.txt"))
+        return _loops(bundles.read_text(), slots.read_text())
+
+    def attention_loops(self, backend: TpuBackend, shape: TpuShape) -> tuple[list[Loop], list[Loop]]:
+        """The loops of decode and of prefill, over pages of two or four bytes a number."""
+        import jax.numpy as jnp
+
+        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
+
+        shaped = self.shaped
+        layout = backend.layout(
+            num_layers=1,
+            num_pages=PAGES,
+            page_size=shape.page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+        )
+        pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
+        cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend)
+        ints: Any = functools.partial(shaped, dtype=jnp.int32)
+        step = AttentionMetadata(
+            positions=ints((TOKENS,)),
+            slots=ints((1, TOKENS)),
+            query_starts=ints((ROWS + 1,)),
+            context_lens=ints((ROWS,)),
+            page_tables=ints((1, ROWS, TABLE_TOKENS // shape.page_size)),
+            num_rows=ints(()),
+            num_decode_rows=ints(()),
+            plan=ints((backend.plan_len(TOKENS, ROWS),)),
+        )
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        q, k, v = (shaped((TOKENS, n, shape.head_size), jnp.dtype(shape.dtype)) for n in heads)
+
+        def attend(cache: Any, q: Any, k: Any, v: Any, step: Any) -> Any:
+            return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5)
+
+        self.compile(attend, cache, q, k, v, step)
+        return self.loops_of("ragged_paged_decode"), self.loops_of("ragged_paged_prefill")
+
+
+class DecodeLoops(NamedTuple):
+    """Of the decode kernel: a block of rows, what surrounds its full tiles, one of these, and tails of a pair."""
+
+    block: Loop
+    around_full: Loop
+    full: Loop
+    tail: Loop
+
+    @classmethod
+    def of(cls, loops: list[Loop]) -> DecodeLoops:
+        full, tail = (loop for loop in loops if loop.slots["MXU"])
+        around_full = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
+        return cls(loops[0], around_full, full, tail)
+
+    def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
+        """Of one of many rows of this length."""
+        from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK
+        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import PAIR
+
+        num_full = (context_len - 1) // sizes.tile
+        num_pieces = -(-(context_len - num_full * sizes.tile) // sizes.tail)
+        total = self.block.size - self.around_full.size + (BLOCK // PAIR * num_pieces - 1) * self.tail.size
+        if num_full:
+            total += BLOCK * (self.around_full.size + (num_full - 1) * self.full.size)
+        return total / BLOCK
+
+
+def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: TpuSizes, tile_q: int) -> int:
+    """Of all query tiles of a prompt: what surrounds the loops over heads, and these once for each piece of keys."""
+    from .pallas_kernels.ragged_paged_attention.tpu_prefill import heads_of_bunch
+
+    whole, masked, half = (loop for loop in loops if loop.slots["MXU"])
+    key_tiles = next(loop for loop in loops if loop.depth == 2 and loop.holds(whole))
+    around_queries, around_keys = loops[0].size - key_tiles.size, key_tiles.size - whole.size - masked.size - half.size
+    num_bunches = shape.num_heads // heads_of_bunch(shape.num_heads // shape.num_kv_heads, tile_q)
+    total = 0
+    for position in range(0, length, tile_q):
+        end = position + tile_q
+        total += around_queries + -(-end // sizes.tile_kv) * around_keys
+        for begin in range(0, end, sizes.sub_kv):
+            is_whole, is_long = begin + sizes.sub_kv - 1 <= position, min(end - begin, sizes.sub_kv) > sizes.sub_kv // 2
+            total += num_bunches * (whole if is_whole else masked if is_long else half).size
+    return total
+
+
+def _loops(bundles: str, utilization: str) -> list[Loop]:
+    lines = re.findall(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:\s*((?:>\s*)*)\{", bundles, re.MULTILINE)
+    marks = [(mark, depth.count(">")) for mark, depth in lines]
+    names = re.search(r"\n(MXU.*)\n", utilization)
+    assert names, "the compiler's table of slots looks different"
+    table = utilization.split("== UTILIZATION:")[1].strip().splitlines()
+    slots = [list(map(int, line.split())) for line in table if re.fullmatch(r"[\d ]+", line)]
+    assert len(slots) == len(marks), "the compiler's dump has another form than is known here"
+    # A loop goes from its mark to the next mark that lies outside it; unmarked lines may show any depth.
+    spans = []
+    for begin, (mark, depth) in enumerate(marks):
+        if mark == "LB":
+            end = begin + 1
+            while end < len(marks) and not _is_outside(*marks[end], depth):
+                end += 1
+            spans.append((begin, end, depth))
+    loops = []
+    for begin, end, depth in spans:
+        inner = {n for b, e, d in spans if d > depth and begin <= b and e <= end for n in range(b, e)}
+        own = [n for n in range(begin, end) if n not in inner]
+        totals = [sum(slots[n][column] for n in own) for column in range(len(slots[0]))]
+        loops.append(Loop(begin, end, depth, len(own), dict(zip(names[1].split(", "), totals, strict=True))))
+    return loops
+
+
+def _is_outside(mark: str, depth: int, of: int) -> bool:
+    return bool(mark) and (depth < of or (mark == "LB" and depth <= of))

@@ -1,0 +1,308 @@
+"""`jpaged tune`: the best tile sizes of the TPU kernels for a shape, found and written down for the next start.
+
+    jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128                      # on a TPU: by time
+    jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128 --source bundles --chip v6e      # anywhere: by bundles
+
+One size after another is tried with the others held, from what a start would take now. Sizes that are better by more
+than `LEAST_GAIN` become an entry of the user's table, which a start reads beside our own. Bundles (`jpaged/bundles.py`)
+do not tell what waits for memory, so they leave alone how many tokens are fetched together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from .bundles import TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, prepare
+from .errors import ConfigError
+from .flags import FlagParser
+from .progress import say
+
+if TYPE_CHECKING:
+    from .pallas_kernels.ragged_paged_attention import TpuBackend
+    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, TpuSizes, TunedEntry
+
+LEAST_GAIN = 0.02
+"""Of a kernel's cost: less is not worth an entry."""
+DTYPES = ("bfloat16", "float32")
+FACTORS = (0.25, 0.5, 2.0, 4.0)
+"""Of a size, what is tried instead."""
+DECODE_SIZES, PREFILL_SIZES = ("most_rows", "full", "tail", "tile"), ("sub_kv", "tile_kv")
+FETCHED = ("tile", "tile_kv")
+CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
+DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
+"""Context length → rows and layers that are timed: at most 1 GiB of pages for 8 heads of 128."""
+
+Figures = dict[str, float]
+
+
+class Source(Protocol):
+    """What tells how good sizes are."""
+
+    name: str
+    unit: str
+    sees_copies: bool
+
+    def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
+        """Costs of `kind`, decode or prefill, at each of these sizes; or why they cannot be had."""
+        ...
+
+
+class Bundles:
+    """By the compiler's schedule."""
+
+    name, unit, sees_copies = "bundles", "bundles", False
+
+    def __init__(self, compiler: Compiler, shape: TpuShape):
+        self.compiler, self.shape = compiler, shape
+        self.known: dict[tuple[str, TpuSizes], Figures | str] = {}
+
+    def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
+        for sizes in candidates:
+            if (kind, sizes) not in self.known:
+                self.known[kind, sizes] = self._figures(kind, sizes)
+        return [self.known[kind, sizes] for sizes in candidates]
+
+    def _figures(self, kind: str, sizes: TpuSizes) -> Figures | str:
+        backend = _backend(self.compiler.chip, self.shape, sizes)
+        try:
+            decode, prefill = self.compiler.attention_loops(backend, self.shape)
+        except Exception as error:
+            return _reason(error)
+        if kind == "decode":
+            loops = DecodeLoops.of(decode)
+            return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
+        return {f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS}
+
+
+class Measured:
+    """By time, on this TPU: candidates run in turns."""
+
+    name, unit, sees_copies = "measured", "ms", True
+
+    def __init__(self, chip: str, shape: TpuShape, num_runs: int):
+        self.chip, self.shape, self.num_runs = chip, shape, num_runs
+
+    def backend(self, sizes: TpuSizes) -> TpuBackend:
+        """With these sizes, on this chip."""
+        return _backend(self.chip, self.shape, sizes)
+
+    def workloads(self, kind: str) -> dict[str, Any]:
+        """Name → what is timed."""
+        from .bench_kernels import Workload
+
+        heads = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_size")}
+        if kind == "decode":
+            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in DECODES.items()}
+        return {f"prompt of {n}": Workload(1, n, 2, query_len=n, **heads) for n in PROMPT_LENS}
+
+    def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
+        from .bench_kernels import measure, paged
+
+        found: list[Figures | str] = [{} for _ in candidates]
+        for name, workload in self.workloads(kind).items():
+            programs = {}
+            for index, sizes in enumerate(candidates):
+                try:
+                    programs[str(index)] = paged(self.backend(sizes), workload, self.shape.page_size, self.shape.dtype)
+                except Exception as error:
+                    found[index] = _reason(error)
+            measure(programs, self.num_runs)
+            for index, figures in enumerate(found):
+                if isinstance(figures, dict):
+                    figures[name] = programs[str(index)].ms
+        return found
+
+
+class Tuned(NamedTuple):
+    """What was found: of both kernels, costs before and after."""
+
+    sizes: TpuSizes
+    before: Figures
+    after: Figures
+
+
+def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned:
+    """The best sizes from `start` on; a kernel's are left as they were unless they gain more than `LEAST_GAIN`."""
+    best = start
+    before: Figures = {}
+    after: Figures = {}
+    for kind, names in (("decode", DECODE_SIZES), ("prefill", PREFILL_SIZES)):
+        first: Figures | None = None
+        last: Figures = {}
+        trial = best
+        for name in names:
+            if name in FETCHED and not source.sees_copies:
+                continue
+            candidates = [trial, *_others(chip, shape, trial, name)]
+            costs = dict(zip(candidates, source.figures(kind, candidates), strict=True))
+            held = costs[trial]
+            if isinstance(held, str):
+                raise ConfigError(f"tune: {held}, with sizes that a start would take: {trial}")
+            first = first or held
+            for sizes, figures in costs.items():
+                cost = figures if isinstance(figures, str) else f"{_cost(figures, first):.4f} of the first"
+                say(f"{kind}: {name} {_size(sizes, name)}: {cost}")
+            known = {sizes: figures for sizes, figures in costs.items() if isinstance(figures, dict)}
+            trial = min(known, key=lambda sizes: _cost(known[sizes], held))
+            last = known[trial]
+        assert first is not None
+        if _cost(last, first) >= 1 - LEAST_GAIN:
+            last, trial = first, best
+        best, before, after = trial, before | first, after | last
+    return Tuned(best, before, after)
+
+
+def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuSizes]:
+    """The same sizes but for one, as far as the kernels could work with them."""
+    from .pallas_kernels.ragged_paged_attention.tpu_sizes import refuse_invalid
+
+    found = []
+    for factor in FACTORS:
+        change: dict[str, Any] = {name: int(_size(sizes, name) * factor)}
+        if name in DECODE_SIZES:
+            change = {"decode": sizes.decode._replace(**change)}
+        other = sizes._replace(**change)
+        try:
+            refuse_invalid(chip, shape, other)
+        except ValueError:
+            continue
+        found.append(other)
+    return found
+
+
+def _size(sizes: TpuSizes, name: str) -> int:
+    size: int = getattr(sizes if name in PREFILL_SIZES else sizes.decode, name)
+    return size
+
+
+def _cost(figures: Figures, of: Figures) -> float:
+    """Geometric mean of the ratios."""
+    return math.exp(sum(math.log(figures[name] / of[name]) for name in of) / len(of))
+
+
+def _backend(chip: str, shape: TpuShape, sizes: TpuSizes) -> TpuBackend:
+    import dataclasses
+
+    from .pallas_kernels.ragged_paged_attention import TpuBackend
+
+    return dataclasses.replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+# The table
+
+
+def write_entry(table: Path, entry: dict[str, Any]) -> None:
+    """Put it into a table, in the place of what was there for the same chip and shape."""
+    entries = json.loads(table.read_text()) if table.exists() else []
+    is_other = [any(old[key] != entry[key] for key in ("chip", "shape")) for old in entries]
+    entries = [old for old, other in zip(entries, is_other, strict=True) if other] + [entry]
+    unfinished = table.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(entries, indent=1) + "\n")
+    unfinished.replace(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tune one shape; what is tried and found goes to stderr, an entry to the table."""
+    parser = FlagParser(prog="jpaged tune", description=__doc__.splitlines()[0], allow_abbrev=False)
+    for name in ("num-heads", "num-kv-heads", "head-size"):
+        parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help="of the model, on one chip")
+    parser.add_argument("--dtype", default="bfloat16", help=f"of the pages: one of {', '.join(DTYPES)}")
+    parser.add_argument("--block-size", type=int, default=128, metavar="N", help="tokens per page; default 128")
+    parser.add_argument("--source", default="measured", help="measured, on a TPU, or bundles; default measured")
+    parser.add_argument("--chip", help=f"with --source bundles: one of {', '.join(TOPOLOGIES)}")
+    parser.add_argument("--runs", type=int, default=7, help="interleaved runs of what is measured; medians count")
+    parser.add_argument("-o", "--output", type=Path, help="write to this table instead of the user's")
+    args = parser.parse_args(argv)
+    _check(args)
+    if args.source == "measured":
+        return _tune(args, _chip_here(args), None)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError('--source: got bundles, which needs the compiler for TPUs; python -m pip install ".[aot]"')
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder)
+        return _tune(args, args.chip, Compiler(args.chip, folder))
+
+
+def _check(args: Any) -> None:
+    for name in ("num_heads", "num_kv_heads", "head_size", "block_size", "runs"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    if args.num_heads % args.num_kv_heads:
+        raise ConfigError(
+            f"--num-heads: got {args.num_heads}, allowed: multiples of --num-kv-heads, {args.num_kv_heads}"
+        )
+    for name, allowed in (("dtype", DTYPES), ("source", ("measured", "bundles")), ("chip", (None, *TOPOLOGIES))):
+        if getattr(args, name) not in allowed:
+            raise ConfigError(f"--{name}: got {getattr(args, name)}, allowed: {', '.join(filter(None, allowed))}")
+    if args.source == "bundles" and args.chip is None:
+        raise ConfigError(f"--chip: got none with --source bundles, allowed: {', '.join(TOPOLOGIES)}")
+
+
+def _chip_here(args: Any) -> str:
+    import jax
+
+    from .attention_choice import TPU_CHIPS
+
+    device = jax.devices()[0]
+    if device.platform != "tpu":
+        raise ConfigError(
+            f"--source: got measured, which needs a TPU, this is a {device.platform}; "
+            f"use --source bundles --chip {args.chip or 'v6e'}"
+        )
+    chip = TPU_CHIPS.get(device.device_kind)
+    if chip is None or args.chip not in (None, chip):
+        raise ConfigError(
+            f"--chip: got {args.chip} and a {device.device_kind}, the kernels have sizes for {', '.join(TPU_CHIPS)}; "
+            "leave it out on one of these, or use --source bundles"
+        )
+    return chip
+
+
+def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
+    import jax
+
+    from .attention_choice import tuned_path, user_tuned
+    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, read_tuned, sizes_of
+    from .user_cache import make_private
+
+    shape = TpuShape(args.num_heads, args.num_kv_heads, args.head_size, args.dtype, args.block_size)
+    table: Path = args.output or tuned_path()
+    try:
+        tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else user_tuned()
+        start = sizes_of(chip, shape, tuned)
+        _backend(chip, shape, start).layout(
+            num_layers=1,
+            num_pages=1,
+            page_size=shape.page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    source: Source = Bundles(compiler, shape) if compiler else Measured(chip, shape, args.runs)
+    found = search(chip, shape, source, start)
+    if found.sizes == start:
+        say(f"nothing is better by more than {LEAST_GAIN:.0%} than what a start takes now: {start}")
+        return 0
+    if args.output:
+        table.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        make_private(table.parent)
+    figures = {"unit": source.unit, "before": found.before, "after": found.after}
+    entry = {"chip": chip, "shape": shape._asdict()}
+    entry |= {"sizes": {**found.sizes._asdict(), "decode": found.sizes.decode._asdict()}, "source": source.name}
+    write_entry(table, {**entry, "date": date.today().isoformat(), "jax": jax.__version__, "figures": figures})
+    say(f"{found.sizes}: {_cost(found.after, found.before):.3f} of what a start takes now; written to {table}")
+    return 0

@@ -1,0 +1,142 @@
+"""Are the TPU attention kernels right on this TPU, and how fast are they?
+
+    python scripts/tpu_check.py --output docs/measurements/tpu_check.json
+    python scripts/tpu_check.py --interpret          # no TPU: tiny shapes, whether they are right and nothing else
+
+Needs no network and no weights, and at most 8 minutes: what would begin later is listed as not done. Every kind of
+kernel is held against the dense oracle over fresh random inputs, whose seed is printed. Then ratios are measured, each
+between things that ran in turn: decoding to a copy on the device, prefill to a product of matrices, both to jax's own
+ragged paged attention (v2), a window to full attention, pages of one byte to those of two. The table is printed last.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kernel_speed
+import numpy as np
+from kernel_check import TINY, Bench, Case, Rows, arguments, check, random_numbers
+from kernel_speed import LLAMA, Loop, Sizes, repeated
+
+from jpaged.attention_choice import TPU_CHIPS
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
+
+GOALS = kernel_speed.GOALS | {"decode ÷ v2": ("≤", 1.0), "prefill ÷ v2": ("≤", 1.0)}
+SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=8)
+"""Half of what a GPU is given: with copies a v5e's 16 GB have to hold it."""
+ONE_TOKEN = Rows((1,), (2500,), num_tokens=1, num_rows=1)
+ONLY_DECODE = Rows((1,) * 7, (1, 64, 2047, 2048, 2049, 2304, 3000), num_tokens=8, num_rows=8)
+
+
+def cases() -> list[Case]:
+    """Every kind of kernel there is, each in some case."""
+    base = Case("plain", page_size=128)
+    found = [base, replace(base, name="only decode", rows=ONLY_DECODE), replace(base, name="one token", rows=ONE_TOKEN)]
+    found += [replace(base, name=f"page {page}", page_size=page) for page in (16, 32, 64, 256)]
+    ratios = ((9, 3), (8, 8), (16, 1), (71, 1))
+    found += [replace(base, name=f"{n}/{k} heads", num_heads=n, num_kv_heads=k) for n, k in ratios]
+    for head_size in (64, 80, 96, 192, 256):
+        found.append(replace(base, name=f"head size {head_size}", head_size=head_size))
+    for dtype in ("float32", "int8", "float8_e4m3fn"):
+        for head_size, page in ((64, 32), (128, 128), (192, 64), (256, 256)):
+            found.append(replace(base, name=f"{dtype}, {head_size}", dtype=dtype, head_size=head_size, page_size=page))
+    features: list[dict[str, Any]] = [{"window": 100}, {"window": 2100}, {"soft_cap": 2.0}, {"has_sinks": True}]
+    features.append({"window": 77, "soft_cap": 2.0, "has_sinks": True})
+    found += [replace(base, name=f"{feature}", **feature) for feature in features]
+    found.append(replace(base, name="one token, int8", dtype="int8", rows=ONE_TOKEN))
+    found.append(replace(base, name="all, int8, 64", dtype="int8", head_size=64, **features[-1]))
+    return found
+
+
+def tiny_cases() -> list[Case]:
+    """For the interpreter: every path, at few tokens."""
+    base = Case("plain", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, rows=TINY)
+    every = {"window": 21, "soft_cap": 2.0, "has_sinks": True}
+    return [
+        base,
+        replace(base, name="one token", rows=Rows((1,), (40,), num_tokens=1, num_rows=1)),
+        replace(base, name="all, int8", dtype="int8", page_size=32, **every),
+    ]
+
+
+def interpreted(case: Case) -> TpuBackend:
+    """The backend without a chip: tiles of few tokens, so that rows of a few dozen have many."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    tile = max(32, case.page_size)
+    decode = DecodeSizes(tile, tile, case.page_size, most_rows=8, height=write_height("v6e", case.dtype))
+    params = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait")
+    return TpuBackend(sizes=TpuSizes(decode, tile, case.page_size), tile_q=16, interpret=params)
+
+
+def backend_of(device: Any) -> Callable[[Case], TpuBackend]:
+    """The backend of each case on that TPU, as it would serve."""
+    if device.platform != "tpu":
+        raise SystemExit(f"tpu_check: the first device is a {device.platform}, not a TPU; try --interpret")
+    chip = TPU_CHIPS.get(device.device_kind)
+    if chip is None:
+        known = ", ".join(TPU_CHIPS)
+        raise SystemExit(f"tpu_check: got {device.device_kind}, the kernels have sizes for {known}; try --interpret")
+    return lambda case: TpuBackend.for_heads(chip, case.num_heads, case.head_size)
+
+
+def v2_loop(bench: Bench, case: Case, query_lens: Sequence[int], context_lens: Sequence[int]) -> Loop:
+    """The same rows by jax's own kernel, which only reads its pages [C, Z, 2 × K, H], at the block sizes it chooses."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    tables, rows = bench.tables(case, context_lens), len(query_lens)
+    pages = random_numbers(
+        bench.next_key(),
+        (int(tables.max()) + 1, case.page_size, 2 * case.num_kv_heads, case.head_size),
+        case.dtype,
+    )
+    q = random_numbers(bench.next_key(), (sum(query_lens), case.num_heads, case.head_size), case.input_dtype)
+    ints = (context_lens, tables, np.cumsum([0, *query_lens]), [rows])
+    attend = functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5)
+    return repeated(attend, q, pages, *(jnp.asarray(x, jnp.int32) for x in ints))
+
+
+def measure_decode(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
+    """K1 and K2, and the first shape's time to v2's."""
+    lens = sizes.decode[0]
+    found = kernel_speed.measure_decode(bench, case, sizes, {"v2": v2_loop(bench, case, [1] * len(lens), lens)})
+    return {**found, "decode ÷ v2": found["of_others"].get("v2")}
+
+
+def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
+    """K3, and one long prompt's time to v2's."""
+    one, ragged = [sizes.prefill], list(sizes.ragged)
+    others = {"v2": v2_loop(bench, case, one, one), "v2 ragged": v2_loop(bench, case, ragged, ragged)}
+    found = kernel_speed.measure_prefill(bench, case, sizes, others)
+    seconds = found["seconds"]
+    return {**found, "prefill ÷ v2": seconds["one"] / seconds["v2"] if "v2" in seconds else None}
+
+
+def measures(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
+    """Name → what measures it."""
+    return {
+        "decode": lambda: measure_decode(bench, case, sizes),
+        "prefill": lambda: measure_prefill(bench, case, sizes),
+        "window": lambda: kernel_speed.measure_window(bench, case, sizes),
+        "bytes": lambda: kernel_speed.measure_bytes(bench, case, sizes),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(__doc__, argv)
+    if args.interpret:
+        return check(args, Bench(interpreted, args.seed), tiny_cases(), {}, GOALS)
+    bench = Bench(backend_of(jax.devices()[0]), args.seed)
+    return check(args, bench, cases(), measures(bench, replace(LLAMA, page_size=128), SIZES), GOALS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""`jpaged tune` finds better sizes and writes them where a start reads them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jpaged.attention_choice import choose_attention, kernel_backend, tuned_path
+from jpaged.cli import main
+from jpaged.errors import ConfigError
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
+    TpuShape,
+    TpuSizes,
+    read_tuned,
+    refuse_invalid,
+    ruled_sizes,
+    sizes_of,
+)
+from jpaged.tune import Measured, search, write_entry
+
+from .test_attention_choice import model_with
+
+ROOT = Path(__file__).parents[2]
+SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
+FLAGS = ["tune", "--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128"]
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+class ByRule:
+    """A machine that is fastest at certain sizes, and refuses to work with others."""
+
+    name, unit = "measured", "ms"
+
+    def __init__(self, best: dict[str, int], *, sees_copies: bool = True, refused: tuple[int, ...] = ()):
+        self.best, self.sees_copies, self.refused = best, sees_copies, refused
+        self.tried: list[TpuSizes] = []
+
+    def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[dict[str, float] | str]:
+        self.tried += candidates
+        found: list[dict[str, float] | str] = []
+        for sizes in candidates:
+            flat = {**sizes._asdict(), **sizes.decode._asdict()}
+            cost = 1.0 + sum(abs(flat[name] - value) / value for name, value in self.best.items())
+            found.append("no room" if flat["full"] in self.refused else {"short": cost, "long": 3 * cost})
+        return found
+
+
+def test_every_size_goes_to_where_it_is_best() -> None:
+    start = ruled_sizes("v6e", SHAPE)
+    source = ByRule({"full": 512, "most_rows": 32, "sub_kv": 256, "tile_kv": 1024})
+    found = search("v6e", SHAPE, source, start)
+    assert (found.sizes.decode.full, found.sizes.decode.most_rows) == (512, 32)
+    assert (found.sizes.sub_kv, found.sizes.tile_kv) == (256, 1024)
+    assert (found.sizes.decode.tile, found.sizes.decode.tail) == (start.decode.tile, start.decode.tail)
+    assert found.after["short"] == 1.0 < found.before["short"]
+    for sizes in source.tried:
+        refuse_invalid("v6e", SHAPE, sizes)
+
+
+def test_a_gain_of_two_percent_is_not_worth_a_change() -> None:
+    start = ruled_sizes("v6e", SHAPE)
+    source = ByRule({"most_rows": start.decode.most_rows})
+    source.figures = lambda kind, candidates: [  # type: ignore[method-assign]
+        {"short": 1.0 if sizes == start else 0.981} for sizes in candidates
+    ]
+    assert search("v6e", SHAPE, source, start).sizes == start
+
+
+def test_bundles_leave_alone_what_is_fetched_together() -> None:
+    start = ruled_sizes("v6e", SHAPE)
+    source = ByRule({"tile": 4096, "tile_kv": 4096}, sees_copies=False)
+    assert search("v6e", SHAPE, source, start).sizes == start
+    assert {(sizes.decode.tile, sizes.tile_kv) for sizes in source.tried} == {(start.decode.tile, start.tile_kv)}
+
+
+def test_sizes_that_do_not_compile_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    start = ruled_sizes("v6e", SHAPE)
+    found = search("v6e", SHAPE, ByRule({"full": 512}, refused=(512,)), start)
+    assert found.sizes.decode.full == start.decode.full
+    assert "decode: full 512: no room" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="tune: no room, with sizes that a start would take"):
+        search("v6e", SHAPE, ByRule({}, refused=(start.decode.full,)), start)
+
+
+def entry_of(sizes: TpuSizes, **changes: Any) -> dict[str, Any]:
+    entry = {"chip": "v6e", "shape": SHAPE._asdict(), "source": "measured", "date": "2026-11-20", "jax": "0.10.2"}
+    return {**entry, "sizes": {**sizes._asdict(), "decode": sizes.decode._asdict()}, "figures": {}, **changes}
+
+
+def test_an_entry_takes_the_place_of_the_same_shapes_and_a_start_reads_it() -> None:
+    table = tuned_path()
+    table.parent.mkdir(parents=True)
+    first = ruled_sizes("v6e", SHAPE)._replace(sub_kv=128)
+    second = first._replace(sub_kv=256)
+    write_entry(table, entry_of(first))
+    write_entry(table, entry_of(first, chip="v5e"))
+    write_entry(table, entry_of(second))
+    assert [(entry.chip, entry.sizes) for entry in read_tuned(table)] == [("v5e", first), ("v6e", second)]
+    backend = kernel_backend("pallas-tpu", TPU, 32, 8, 128)
+    assert isinstance(backend, TpuBackend)
+    assert sizes_of("v6e", SHAPE, backend.tuned) == second
+    assert hash(backend) != hash(TpuBackend.for_heads("v6e", 32, 128))
+
+
+def test_a_broken_table_of_the_user_ends_the_start_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    tuned_path().parent.mkdir(parents=True)
+    tuned_path().write_text("[{}]")
+    for asked in ("auto", "pallas-tpu"):
+        with pytest.raises(ConfigError, match=r"tuned/tpu\.json: entry 0: .*delete the entry, and tune again"):
+            choose_attention(asked, model_with(head_size=128), TPU)
+
+
+def test_what_is_measured_are_the_kernels_themselves() -> None:
+    """Interpreted, tiny: two sizes have their turns, and one that the kernels cannot take says so."""
+
+    class Interpreted(Measured):
+        def backend(self, sizes: TpuSizes) -> TpuBackend:
+            return TpuBackend("v6e", sizes, tile_q=16, interpret=pltpu.InterpretParams())
+
+        def workloads(self, kind: str) -> dict[str, Any]:
+            from jpaged.bench_kernels import Workload
+
+            return {"rows of 40": Workload(2, 40, 1, num_heads=2, num_kv_heads=1, head_size=64)}
+
+    sizes = TpuSizes(DecodeSizes(32, 32, 16, 8, 8), 32, 16)
+    source = Interpreted("v6e", TpuShape(2, 1, 64, "float32", 16), num_runs=1)
+    good, bad = source.figures("decode", [sizes, sizes._replace(decode=sizes.decode._replace(tail=200))])
+    assert isinstance(good, dict)
+    assert good["rows of 40"] > 0
+    assert isinstance(bad, str)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--source: got measured, which needs a TPU, this is a cpu; use --source bundles --chip v6e"),
+        (["--source", "guess"], "--source: got guess, allowed: measured, bundles"),
+        (["--source", "bundles"], "--chip: got none with --source bundles, allowed: v5e, v6e, v7x"),
+        (["--chip", "v4"], "--chip: got v4, allowed: v5e, v6e, v7x"),
+        (["--dtype", "int8"], "--dtype: got int8, allowed: bfloat16, float32"),
+        (["--num-heads", "33"], "--num-heads: got 33, allowed: multiples of --num-kv-heads, 8"),
+        (["--block-size", "0"], "--block-size: got 0, allowed: an integer ≥ 1"),
+        (["--model", "x"], "unrecognized arguments: --model x; see jpaged tune --help"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_by_name(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*FLAGS, *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[aot]'")
+def test_bundles_tune_a_chip_that_is_not_there(tmp_path: Path) -> None:
+    """A few heads, so that a compilation takes a second: an entry is written, or it is said that none is better."""
+    table = tmp_path / "table.json"
+    flags = ["tune", "--num-heads", "8", "--num-kv-heads", "2", "--head-size", "128", "--source", "bundles"]
+    code = "import sys; from jpaged.cli import main; sys.exit(main(sys.argv[1:]))"
+    run = subprocess.run(
+        [sys.executable, "-c", code, *flags, "--chip", "v6e", "-o", str(table)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "decode: most_rows 16: 1.0000 of the first" in run.stderr
+    if table.exists():
+        (entry,) = json.loads(table.read_text())
+        assert (entry["chip"], entry["source"], entry["figures"]["unit"]) == ("v6e", "bundles", "bundles")
+        assert read_tuned(table)

@@ -1,0 +1,104 @@
+"""The script for a TPU VM, as far as it goes without one: interpreted, on tiny shapes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, sizes_of
+
+Script = Callable[[str], ModuleType]
+
+
+class Blind(TpuBackend):
+    """Kernels that know nothing of windows."""
+
+    def attend(self, *args: Any, **options: Any) -> Any:
+        return super().attend(*args, **{**options, "window": None})
+
+
+def test_it_checks_prints_and_writes_what_it_found(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.json"
+    assert script("tpu_check").main(["--interpret", "--seed", "7", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert found["passed"]
+    assert found["interpreted"]
+    assert set(found["checks"]) == {"plain", "one token", "all, int8"}
+    assert all(0 < error <= script("kernel_check").MOST_ERROR for error in found["checks"].values())
+    assert "3 of 3 cases right" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
+    check, tpu = script("kernel_check"), script("tpu_check")
+    case = check.Case("window", 2, 1, head_size=64, page_size=16, window=9, rows=check.TINY)
+    assert check.Bench(lambda case: Blind(**vars(tpu.interpreted(case))), 1).error(case) > 10 * case.most_error
+
+
+def test_without_a_tpu_and_on_one_without_sizes_it_says_so(script: Script) -> None:
+    with pytest.raises(SystemExit, match="the first device is a cpu, not a TPU; try --interpret"):
+        script("tpu_check").main([])
+    with pytest.raises(SystemExit, match="got TPU v4, the kernels have sizes for TPU v5 lite"):
+        script("tpu_check").backend_of(SimpleNamespace(platform="tpu", device_kind="TPU v4"))
+
+
+def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
+    cases = script("tpu_check").cases()
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.head_size for case in cases} == {64, 80, 96, 128, 192, 256}
+    assert {case.dtype for case in cases} == {"bfloat16", "float32", "int8", "float8_e4m3fn"}
+    assert {case.page_size for case in cases} == {16, 32, 64, 128, 256}
+    assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
+    assert any(case.window and case.soft_cap and case.has_sinks for case in cases)
+    assert any(set(case.rows.query_lens) == {1} and len(case.rows.query_lens) > 1 for case in cases)
+    assert any(case.rows.num_tokens == 1 for case in cases)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v7x"])
+def test_every_case_is_taken_and_has_full_tiles_and_tails(script: Script, chip: str) -> None:
+    device = SimpleNamespace(platform="tpu", device_kind=f"TPU {chip}".replace("TPU v7x", "TPU7x"))
+    backend_of = script("tpu_check").backend_of(device)
+    for case in script("tpu_check").cases():
+        backend = backend_of(case)
+        assert backend.chip == chip
+        heads = {"num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "dtype": case.dtype}
+        backend.layout(num_layers=1, num_pages=1, page_size=case.page_size, **heads)
+        shape = TpuShape(case.num_heads, case.num_kv_heads, case.head_size, case.dtype, case.page_size)
+        sizes = sizes_of(chip, shape)
+        assert max(case.rows.context_lens) > sizes.decode.tile, case
+        assert max(case.rows.context_lens) % sizes.decode.tile, case
+
+
+@pytest.mark.slow
+def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
+    """Interpreted, on tiny shapes: what the ratios are means nothing, and v2 is not there."""
+    check, tpu, speed = script("kernel_check"), script("tpu_check"), script("kernel_speed")
+    sizes = speed.Sizes(
+        decode=((40, 40),),
+        skewed=(10, 70),
+        prefill=20,
+        ragged=(17, 3),
+        window=2,
+        windowed_rows=1,
+        copied_bytes=64,
+        matmul=8,
+        rounds=1,
+        trial_calls=1,
+        round_s=0.0,
+    )
+    case = check.Case("tiny", num_heads=2, num_kv_heads=1, head_size=64, page_size=32)
+    measures = tpu.measures(check.Bench(tpu.interpreted, 1), case, sizes)
+    ratios = {"decode": "K1,K2,decode ÷ v2", "prefill": "K3,prefill ÷ v2", "window": "K5", "bytes": "K6"}
+    assert set(measures) == set(ratios)
+    for name, measure in measures.items():
+        found = measure()
+        assert {key for key in found if key in tpu.GOALS} == set(ratios[name].split(","))
+        assert all(isinstance(found[key], float) for key in ratios[name].split(",") if "v2" not in key)
+        if name in ("decode", "prefill"):
+            assert found[f"{name} ÷ v2"] is None
+            assert found["refused"]["v2"]

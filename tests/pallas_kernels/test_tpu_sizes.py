@@ -1,0 +1,124 @@
+"""Sizes of the TPU kernels' tiles: by a rule, or from tables of which every entry is one that the kernels can take."""
+
+import json
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.pallas_kernels import ragged_paged_attention
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
+    CHIPS,
+    TpuShape,
+    read_tuned,
+    refuse_invalid,
+    ruled_sizes,
+    sizes_of,
+)
+
+from ..paged_steps import metadata, nan_cache
+
+SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
+DECODE = {"tile": 1024, "full": 512, "tail": 128, "most_rows": 16, "height": 8}
+ENTRY: dict[str, Any] = {
+    "chip": "v6e",
+    "shape": SHAPE._asdict(),
+    "sizes": {"decode": DECODE, "tile_kv": 1024, "sub_kv": 512},
+    "source": "measured",
+    "date": "2026-11-20",
+    "jax": "0.10.2",
+    "figures": {},
+}
+
+
+def written(path: Path, *entries: Any) -> Path:
+    path.write_text(json.dumps(list(entries)))
+    return path
+
+
+def test_an_entry_counts_for_its_own_chip_and_shape_only(tmp_path: Path) -> None:
+    tuned = read_tuned(written(tmp_path / "tpu.json", ENTRY))
+    assert sizes_of("v6e", SHAPE, tuned).decode.tile == 1024
+    assert sizes_of("v5e", SHAPE, tuned) == sizes_of("v5e", SHAPE)
+    other = SHAPE._replace(page_size=256)
+    assert sizes_of("v6e", other, tuned) == ruled_sizes("v6e", other)
+
+
+def test_what_a_user_tuned_goes_before_what_we_did(tmp_path: Path) -> None:
+    ours, users = ({**ENTRY, "sizes": {**ENTRY["sizes"], "sub_kv": n}} for n in (256, 128))
+    assert sizes_of("v6e", SHAPE, read_tuned(written(tmp_path / "tpu.json", ours, users))).sub_kv == 128
+
+
+def test_the_kernels_are_cut_as_the_entry_says(tmp_path: Path) -> None:
+    """Tiles in VMEM: keys and values [slots, K, S, tile, 128]."""
+    backend = TpuBackend("v6e", tuned=read_tuned(written(tmp_path / "tpu.json", ENTRY)))
+    layout = backend.layout(num_layers=1, num_pages=16, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    cache = nan_cache(layout, (LayerPlace(0, 0),), backend)
+    step = metadata(backend, [1, 3], [9, 3], [[[1], [0]]], page_size=128, num_tokens=16, num_rows=2, table_len=1)
+    q, k = (jnp.zeros((16, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    traced = jax.make_jaxpr(lambda cache, step: cache.attend(0, q, k, k, step, scale=1.0))(cache, step)
+    assert str(traced).count("[2,8,2,1024,128]") > 1
+    assert "[2,8,2,512,128]" not in str(traced)
+
+
+def test_our_own_table_can_be_read() -> None:
+    for entry in read_tuned(resources.files(ragged_paged_attention).joinpath("tuned_tpu.json")):
+        assert sizes_of(entry.chip, entry.shape) == entry.sizes
+
+
+@pytest.mark.parametrize(("chip", "dtype"), list(product(CHIPS, ("bfloat16", "float32", "int8"))))
+def test_the_rule_gives_what_an_entry_might_hold(chip: str, dtype: str) -> None:
+    for (n, k), head_size, page in product(((32, 8), (9, 3), (71, 1)), (64, 80, 128, 256), (16, 32, 64, 128, 256)):
+        shape = TpuShape(n, k, head_size, dtype, page)
+        refuse_invalid(chip, shape, ruled_sizes(chip, shape))
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**ENTRY, **changes}
+
+
+def sized(**changes: Any) -> dict[str, Any]:
+    decode = {**DECODE, **{name: changes.pop(name) for name in list(changes) if name in DECODE}}
+    return changed(sizes={**ENTRY["sizes"], "decode": decode, **changes})
+
+
+BROKEN = {
+    "tile: got 1000, allowed: multiples of a page's 128 tokens": sized(tile=1000),
+    "full: got 384, allowed: divisors of tile, 1024": sized(full=384),
+    "full: got 64, allowed: multiples of 128": sized(full=64),
+    "tail: got 0, allowed: an integer ≥ 1": sized(tail=0),
+    "tail: got 2048, allowed: divisors of tile, 1024": sized(tail=2048),
+    "most_rows: got 1.5, allowed: an integer ≥ 1": sized(most_rows=1.5),
+    "height: got 16, allowed: 8 on v6e for bfloat16": sized(height=16),
+    "tile_kv: got 576, allowed: multiples of a page's 128 tokens": sized(tile_kv=576),
+    "sub_kv: got 384, allowed: divisors of tile_kv, 1024": sized(sub_kv=384),
+    "chip: got 'v4', allowed: v5e, v6e, v7x": changed(chip="v4"),
+    "source: got 'guessed', allowed: measured, bundles": changed(source="guessed"),
+    "Invalid isoformat string: 'today'": changed(date="today"),
+    "unexpected keyword argument 'heads'": changed(shape={"heads": 3}),
+    "allowed: an object of chip, date, figures": {"chip": "v6e"},
+}
+
+
+@pytest.mark.parametrize(("message", "entry"), BROKEN.items(), ids=list(BROKEN))
+def test_an_entry_that_cannot_be_used_is_named_with_its_file(
+    tmp_path: Path, message: str, entry: dict[str, Any]
+) -> None:
+    path = written(tmp_path / "tpu.json", ENTRY, entry)
+    with pytest.raises(ValueError, match="delete the entry, and tune again") as caught:
+        read_tuned(path)
+    assert str(caught.value).startswith(f"{path}: entry 1: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "[", "\udcff"], ids=["object", "unfinished", "no text"])
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tpu.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"tpu\.json: .*; delete it, and tune again"):
+        read_tuned(path)
