@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,15 @@ from .models.config import ModelConfig
 from .pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
     Backend,
-    GpuBackend,
     LayerPlace,
     PagedCache,
-    TpuBackend,
     XlaBackend,
 )
-from .pallas_kernels.ragged_paged_attention.tpu_sizes import TunedEntry, read_tuned
 from .user_cache import make_private, user_cache
+
+if TYPE_CHECKING:
+    from .pallas_kernels.ragged_paged_attention import GpuBackend, TpuBackend
+    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TunedEntry
 
 logger = logging.getLogger("jpaged")
 
@@ -109,6 +110,8 @@ def kernel_backend(
 
 
 def _tpu_backend(device_kind: str, num_heads: int, head_size: int) -> TpuBackend:
+    from .pallas_kernels.ragged_paged_attention import TpuBackend  # Pallas takes a quarter of a second to import.
+
     chip = TPU_CHIPS.get(device_kind)
     if chip is None:
         raise ValueError(
@@ -125,6 +128,8 @@ def tuned_path() -> Path:
 
 def user_tuned() -> tuple[TunedEntry, ...]:
     """What this user has tuned. ConfigError if the table is broken."""
+    from .pallas_kernels.ragged_paged_attention.tpu_sizes import read_tuned
+
     path = tuned_path()
     try:
         return read_tuned(path) if path.exists() else ()
@@ -135,6 +140,8 @@ def user_tuned() -> tuple[TunedEntry, ...]:
 def _gpu_backend(
     device: Any, num_heads: int, num_kv_heads: int, head_size: int, windows: Sequence[int | None]
 ) -> GpuBackend:
+    from .pallas_kernels.ragged_paged_attention import GpuBackend
+
     capability = tuple(int(number) for number in device.compute_capability.split("."))
     if capability < LEAST_GPU_CAPABILITY:
         raise ValueError(
