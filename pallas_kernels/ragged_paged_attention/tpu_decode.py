@@ -66,7 +66,6 @@ def decode_attention(
     soft_cap: float | None,
     sizes: DecodeSizes,
     interpret: Any = False,
-    check_bounds: bool = False,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "C K S Z L"]]:
     """Attend queries 0 … `num_rows` − 1 to the first `context_lens` tokens of their rows, the last of which is new.
 
@@ -140,7 +139,7 @@ def decode_attention(
         input_output_aliases={names.index("q"): 0, names.index("pages_in"): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            disable_bounds_checks=not check_bounds,
+            disable_bounds_checks=True,
             vmem_limit_bytes=SPARE_VMEM + (2 + 2 * block) * tile_bytes,
         ),
         interpret=interpret,

@@ -100,7 +100,6 @@ def prefill_attention(
     sub: int,
     tile_q: int,
     interpret: Any = False,
-    check_bounds: bool = False,
 ) -> Float[Array, "T N H"]:
     """Attend the queries of `query_tiles` to the first tokens of their rows, causally; all others stay as they are.
 
@@ -157,7 +156,7 @@ def prefill_attention(
         input_output_aliases={6 + len(inputs) - 2: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            disable_bounds_checks=not check_bounds,
+            disable_bounds_checks=True,
             vmem_limit_bytes=SPARE_VMEM + num_bytes + 3 * 4 * rows * sub,
         ),
         interpret=interpret,
