@@ -95,11 +95,11 @@ class Compiler:
         slots = next(path for path in named if path.name.endswith("-final_hlo-static-per-bundle-utilization.txt"))
         return _loops(bundles.read_text(), slots.read_text())
 
-    def attention_loops(self, backend: TpuBackend, shape: TpuShape) -> tuple[list[Loop], list[Loop]]:
-        """The loops of decode and of prefill, over pages of two or four bytes a number."""
+    def attention_loops(self, backend: TpuBackend, shape: TpuShape, **options: float) -> tuple[list[Loop], list[Loop]]:
+        """The loops of decode and of prefill, over pages of that shape; `options` are `attend`'s."""
         import jax.numpy as jnp
 
-        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
+        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
 
         shaped = self.shaped
         layout = backend.layout(
@@ -111,7 +111,10 @@ class Compiler:
             dtype=shape.dtype,
         )
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
-        cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend)
+        scales, dtype = None, layout.dtype
+        if dtype.itemsize == 1:
+            scales, dtype = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2), jnp.bfloat16
+        cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
         ints: Any = functools.partial(shaped, dtype=jnp.int32)
         step = AttentionMetadata(
             positions=ints((TOKENS,)),
@@ -124,10 +127,10 @@ class Compiler:
             plan=ints((backend.plan_len(TOKENS, ROWS),)),
         )
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        q, k, v = (shaped((TOKENS, n, shape.head_size), jnp.dtype(shape.dtype)) for n in heads)
+        q, k, v = (shaped((TOKENS, n, shape.head_size), dtype) for n in heads)
 
         def attend(cache: Any, q: Any, k: Any, v: Any, step: Any) -> Any:
-            return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5)
+            return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5, **options)
 
         self.compile(attend, cache, q, k, v, step)
         return self.loops_of("ragged_paged_decode"), self.loops_of("ragged_paged_prefill")

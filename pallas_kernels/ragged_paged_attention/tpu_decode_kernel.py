@@ -6,6 +6,8 @@ DecodeKernel.run:  next block's tails ◀─ DMA    begin_rows    full_tiles    
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,6 +34,10 @@ from .tpu_tiles import (
 
 PAIR = 2
 """Rows of a block whose tails are computed together: more of them do not fit into registers."""
+
+
+MOST_UNROLLED, MOST_UNROLLED_FLOAT32 = 8, 1
+"""Products of a full tile between which the compiler may choose: with more of them it spills registers."""
 
 
 class DecodeSizes(NamedTuple):
@@ -122,6 +128,7 @@ class DecodeKernel:
         self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
         self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
         self.tail_slot = lax.rem(self.this, 2)
+        self.most_unrolled = MOST_UNROLLED_FLOAT32 if ref.wide_q.dtype == jnp.float32 else MOST_UNROLLED
 
     def run(self) -> None:
         """All of the block."""
@@ -262,9 +269,13 @@ class DecodeKernel:
                 ref.next_slot[0] = 1 - slot
                 self._fetch_next(row, number, 1 - slot)
                 self._wait_full(row, number, slot)
-                for at in range(0, self.tile, full):
+
+                def attend(piece: Any) -> None:
+                    at = pl.multiple_of(piece * full, full)
                     work = Work(index, ref.tiles.at[slot, :, :, pl.ds(at, full)], number * self.tile + at, row.length)
                     self._attend([work], is_masked=self.window is not None)
+
+                in_turns(self.tile // full, self.most_unrolled // self.num_groups, attend)
 
     # Tails
 
@@ -323,25 +334,25 @@ class DecodeKernel:
 
     def _attend(self, works: list[Work], *, is_masked: bool) -> None:
         """Add tokens to each row's state: stage by stage, so that the rows' products and maxima overlap."""
-        for group in range(self.num_groups):
-            scores = [self._scores(work, group, is_masked=is_masked) for work in works]
-            before = [self.ref.tops[work.index, group] for work in works]
-            tops = [
-                jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-                for top, score in zip(before, scores, strict=True)
-            ]
-            weights = [jnp.exp2(score - wide(top, score.shape[1])) for score, top in zip(scores, tops, strict=True)]
-            products = [
-                self._product(work, group, weight, is_masked=is_masked)
-                for work, weight in zip(works, weights, strict=True)
-            ]
-            for work, old, top, weight, product in zip(works, before, tops, weights, products, strict=True):
-                self._add(work.index, group, jnp.exp2(old - top), top, weight, product)
+        in_turns(self.num_groups, self.most_unrolled, functools.partial(self._attend_group, works, is_masked))
 
-    def _heads_of(self, group: int) -> range:
-        return range(group * self.heads, (group + 1) * self.heads)
+    def _attend_group(self, works: list[Work], is_masked: bool, group: Any) -> None:
+        scores = [self._scores(work, group, is_masked=is_masked) for work in works]
+        before = [self.ref.tops[work.index, group] for work in works]
+        tops = [
+            jnp.maximum(top, jnp.max(score, axis=1, keepdims=True)) for top, score in zip(before, scores, strict=True)
+        ]
+        weights = [jnp.exp2(score - wide(top, score.shape[1])) for score, top in zip(scores, tops, strict=True)]
+        products = [
+            self._product(work, group, weight, is_masked=is_masked) for work, weight in zip(works, weights, strict=True)
+        ]
+        for work, old, top, weight, product in zip(works, before, tops, weights, products, strict=True):
+            self._add(work.index, group, jnp.exp2(old - top), top, weight, product)
 
-    def _scores(self, work: Work, group: int, *, is_masked: bool) -> Array:
+    def _heads_of(self, group: Any) -> list[Any]:
+        return [group * self.heads + index for index in range(self.heads)]
+
+    def _scores(self, work: Work, group: Any, *, is_masked: bool) -> Array:
         """[rows, T], times log₂ e."""
         ref, lanes = self.ref, self.lanes
         keys = side_by_side([lanes.keys(work.tile, head) for head in self._heads_of(group)])
@@ -352,7 +363,7 @@ class DecodeKernel:
         scores = base2_scores(products, factor, self.soft_cap)
         return jnp.where(self._is_seen(work, iota(scores.shape, 1)), scores, LEAST_MAX) if is_masked else scores
 
-    def _product(self, work: Work, group: int, weights: Array, *, is_masked: bool) -> Array:
+    def _product(self, work: Work, group: Any, weights: Array, *, is_masked: bool) -> Array:
         """Weighted values of all heads of the group for each of its rows, [rows, heads·W]."""
         dtype = self.ref.wide_q.dtype
         values = [self.lanes.values(work.tile, head) for head in self._heads_of(group)]
@@ -361,7 +372,7 @@ class DecodeKernel:
             values = [keep(value, alive) for value in values]
         return dot_nn(weights.astype(dtype), side_by_side(values).astype(dtype))
 
-    def _add(self, index: Any, group: int, decay: Array, top: Array, weights: Array, product: Array) -> None:
+    def _add(self, index: Any, group: Any, decay: Array, top: Array, weights: Array, product: Array) -> None:
         """A row's state with these tokens; of the products, the blocks on the diagonal."""
         ref, width, height = self.ref, self.lanes.width, self.rows // self.heads
         own = product[:, :width]
@@ -377,3 +388,17 @@ class DecodeKernel:
         """Whether the row sees tokens of its piece."""
         is_seen = token < work.length - work.begin
         return is_seen if self.window is None else is_seen & (token >= work.length - work.begin - self.window)
+
+
+def in_turns(num: int, most_at_once: int, do: Callable[[Any], None]) -> None:
+    """`do` 0 … `num` − 1, a loop over unrolled stretches of them."""
+    at_once = math.gcd(num, max(most_at_once, 1)) if num > most_at_once else num
+
+    def turn(number: Any) -> None:
+        for index in range(at_once):
+            do(number * at_once + index)
+
+    if at_once == num:
+        turn(0)
+    else:
+        pl.loop(0, num // at_once)(turn)
