@@ -137,30 +137,68 @@ class Compiler:
 
 
 class DecodeLoops(NamedTuple):
-    """Of the decode kernel: a block of rows, what surrounds its full tiles, one of these, and tails of a pair."""
+    """Bundles of the decode kernel: a block of rows without its tiles, full tiles, and tails.
 
-    block: Loop
-    around_full: Loop
+    `full` and `tail` are innermost loops; what is more than one stretch of instructions has loops within a tile's.
+    """
+
+    around: int
+    """A block of rows, its tails not counted."""
+    around_full: int
+    """A row that has full tiles, and no tile."""
+    full_tile: int
+    tail_piece: int
     full: Loop
     tail: Loop
+    num_pairs: int
 
     @classmethod
-    def of(cls, loops: list[Loop]) -> DecodeLoops:
+    def of(cls, loops: list[Loop], shape: TpuShape, sizes: DecodeSizes) -> DecodeLoops:
+        """From the loops of a kernel that was compiled with these sizes."""
+        import jax.numpy as jnp
+
+        from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK, heads_together
+        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import rows_paired, unrolled
+
+        dtype = jnp.dtype(shape.dtype)
+        heads = heads_together(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.most_rows)
+        num_pieces, num_groups = sizes.tile // sizes.full, shape.num_kv_heads // heads
+        pieces, groups = unrolled(num_pieces, num_groups, shape.num_heads // num_groups, dtype)
         full, tail = (loop for loop in loops if loop.slots["MXU"])
-        around_full = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
-        return cls(loops[0], around_full, full, tail)
+
+        def bundles(nest: list[Loop], turns: list[int]) -> int:
+            """Of one turn of the outermost, whose inner loops take so many turns."""
+            if len(nest) == 1:
+                return nest[0].size
+            return nest[0].size - nest[1].size + turns[0] * bundles(nest[1:], turns[1:])
+
+        def nest_of(inner: Loop) -> list[Loop]:
+            return [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
+
+        group_turns = [num_groups // groups] if groups < num_groups else []
+        piece_turns = [num_pieces // pieces] if pieces < num_pieces else []
+        full_nest, tail_nest = nest_of(full), nest_of(tail)
+        of_row = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
+        num_pairs = BLOCK // rows_paired(dtype)
+        around_full = of_row.size - full_nest[0].size
+        return cls(
+            around=loops[0].size - of_row.size - tail_nest[0].size,
+            around_full=around_full,
+            full_tile=bundles(full_nest, piece_turns + group_turns),
+            tail_piece=bundles(tail_nest, group_turns),
+            full=full,
+            tail=tail,
+            num_pairs=num_pairs,
+        )
 
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
         """Of one of many rows of this length."""
         from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK
-        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import PAIR
 
         num_full = (context_len - 1) // sizes.tile
         num_pieces = -(-(context_len - num_full * sizes.tile) // sizes.tail)
-        total = self.block.size - self.around_full.size + (BLOCK // PAIR * num_pieces - 1) * self.tail.size
-        if num_full:
-            total += BLOCK * (self.around_full.size + (num_full - 1) * self.full.size)
-        return total / BLOCK
+        total = self.around / BLOCK + self.num_pairs / BLOCK * num_pieces * self.tail_piece
+        return total + (self.around_full + num_full * self.full_tile if num_full else 0)
 
 
 def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: TpuSizes, tile_q: int) -> int:

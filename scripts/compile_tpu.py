@@ -41,12 +41,12 @@ class TpuGate:
         return nullcontext()
 
     def compile(self, cell: Cell) -> dict[str, Any]:
-        """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""
+        """What became of it: `fault` says what is not as it has to be, `refused` what the layout does not take."""
         import jax
 
         start = time.monotonic()
+        backend = self.backend(*cell.heads, cell.head_size, ())
         try:
-            backend = self.backend(*cell.heads, cell.head_size, ())
             layout = cache_layout(cell, backend)
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
@@ -54,7 +54,7 @@ class TpuGate:
         cache_bytes = layout.page_bytes * layout.num_pages
         try:
             with jax.set_mesh(self.mesh):
-                memory = jax.jit(program, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
+                memory = program.lower(*arguments).compile().memory_analysis()
         except Exception as error:
             message = str(error).strip().splitlines()
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {' '.join(message)[:400]}"}

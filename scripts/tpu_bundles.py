@@ -56,10 +56,10 @@ class Bench:
         shape = TpuShape(HEADS, KV_HEADS, HEAD_SIZE, "bfloat16", PAGE)
         sizes = sizes_of(backend.chip, shape)
         loops, prefill = self.compiler.attention_loops(backend, shape)
-        decode = DecodeLoops.of(loops)
+        decode = DecodeLoops.of(loops, shape, sizes.decode)
         return {
             "sizes": {**sizes._asdict(), "decode": sizes.decode._asdict(), "tile_q": backend.tile_q},
-            "decode_per_row_token": decode.full.size / sizes.decode.tile,
+            "decode_per_row_token": decode.full_tile / sizes.decode.tile,
             "decode_loop": {"bundles": decode.full.size, **decode.full.slots},
             "tail_loop": {"bundles": decode.tail.size, **decode.tail.slots},
             "row_of_100": decode.bundles_of_row(100, sizes.decode),

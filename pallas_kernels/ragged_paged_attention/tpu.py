@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
-from .tpu_decode import decode_attention
+from .tpu_decode import decode_attention, decode_vmem
 from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
+from .tpu_sizes import CHIPS, VMEM_BYTES, TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
 from .tpu_write import write_prefill
 
@@ -49,6 +49,20 @@ class TpuLayout(KVLayout):
         return ((None, "kv_heads", None, None, None),)
 
 
+def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
+    """ValueError if decode's tiles, of a page or of 128 tokens at least, would not fit into the chip's VMEM."""
+    token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
+    needed = decode_vmem(max(layout.page_size, LANES) * token_bytes)
+    if needed > VMEM_BYTES[chip]:
+        raise ValueError(
+            f"block_size: got {layout.page_size}; with {layout.num_kv_heads} KV heads of {layout.head_size} in "
+            f"{layout.dtype.name} the pallas-tpu backend would need {needed >> 20} MiB of a core's "
+            f"{VMEM_BYTES[chip] >> 20} MiB of VMEM; "
+            + ("set block_size to 128, or use" if layout.page_size > LANES else "use")
+            + " --attention-backend xla"
+        )
+
+
 @dataclass(frozen=True)
 class TpuBackend:
     """Attention by Pallas kernels for TPU.
@@ -66,6 +80,12 @@ class TpuBackend:
 
     name = "pallas-tpu"
 
+    def __post_init__(self) -> None:
+        if self.chip not in CHIPS:
+            raise ValueError(
+                f"chip: got {self.chip}, the pallas-tpu backend knows {', '.join(CHIPS)}; use --attention-backend xla"
+            )
+
     @classmethod
     def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
         """With tiles of queries that fit into the chip's VMEM."""
@@ -75,6 +95,8 @@ class TpuBackend:
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
     ) -> TpuLayout:
         """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads: got {num_kv_heads}, allowed: an integer ≥ 1")
         for name, got, allowed, way_out in (
             ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, "use kv_cache_dtype=auto"),
             ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
@@ -89,7 +111,9 @@ class TpuBackend:
                 f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {least} on in pages "
                 f"of {np.dtype(dtype).name}; leave it out or use --attention-backend xla"
             )
-        return TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        layout = TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        refuse_large_pages(self.chip, layout)
+        return layout
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and four values per tile of queries; each prefill row may begin and end with a short one."""

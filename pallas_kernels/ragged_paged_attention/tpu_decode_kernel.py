@@ -32,12 +32,8 @@ from .tpu_tiles import (
     wide,
 )
 
-PAIR = 2
-"""Rows of a block whose tails are computed together: more of them do not fit into registers."""
-
-
-MOST_UNROLLED, MOST_UNROLLED_FLOAT32 = 8, 1
-"""Products of a full tile between which the compiler may choose: with more of them it spills registers."""
+MOST_UNROLLED, MOST_UNROLLED_ROWS = 8, 160
+"""Products in one stretch of instructions, and rows of their scores: of more of them the compiler spills registers."""
 
 
 class DecodeSizes(NamedTuple):
@@ -128,7 +124,9 @@ class DecodeKernel:
         self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
         self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
         self.tail_slot = lax.rem(self.this, 2)
-        self.most_unrolled = MOST_UNROLLED_FLOAT32 if ref.wide_q.dtype == jnp.float32 else MOST_UNROLLED
+        dtype, num_pieces = ref.wide_q.dtype, self.tile // sizes.full
+        self.pair = min(rows_paired(dtype), self.block)
+        self.pieces_at_once, self.groups_at_once = unrolled(num_pieces, self.num_groups, self.rows, dtype)
 
     def run(self) -> None:
         """All of the block."""
@@ -147,14 +145,15 @@ class DecodeKernel:
             copies = [self._put_new(index, row) for index, row in enumerate(rows)]
             for row, copy in zip(rows, copies, strict=True):
                 pl.when(row.length > 0)(copy.start)
-        pl.loop(0, self.block // min(PAIR, self.block))(self._tails_of_pair)
+        pl.loop(0, self.block // self.pair)(self._tails_of_pair)
         for index in range(self.block):
             self._end_row(index)
-        pl.when((self.this + 1) * self.block > self.num_rows)(functools.partial(self._keep_queries, rows))
+        least = functools.reduce(jnp.minimum, (row.length for row in rows))
+        pl.when(least == 0)(functools.partial(self._keep_queries, rows))
         if self.ref.k is not None:
-            num_real = jnp.minimum(self.num_rows - self.this * self.block, self.block)
-            some = self.ref.tails.at[self.tail_slot, pl.ds(0, num_real), :, :, pl.ds(0, self.sizes.height)]
-            pltpu.make_async_copy(some, some, self.ref.written).wait()
+            num_written = sum(jnp.minimum(row.length, 1) for row in rows)
+            some = self.ref.tails.at[self.tail_slot, pl.ds(0, num_written), :, :, pl.ds(0, self.sizes.height)]
+            pl.when(num_written > 0)(pltpu.make_async_copy(some, some, self.ref.written).wait)
         if self.window is None:
             is_last = (self.this + 1) * self.block >= self.num_rows
             pl.when(is_last & (self.ref.next_long[0] < self.num_rows))(
@@ -214,7 +213,7 @@ class DecodeKernel:
             ref.out[index, its_rows] = out.astype(ref.out.dtype)
 
     def _keep_queries(self, rows: list[Row]) -> None:
-        """Of those tokens of the last block that are not decoded here: they are prefill's."""
+        """Of those tokens of the block that are not decoded here: they are prefill's, or nobody's."""
         for index, row in enumerate(rows):
 
             @pl.when(row.length == 0)
@@ -275,7 +274,11 @@ class DecodeKernel:
                     work = Work(index, ref.tiles.at[slot, :, :, pl.ds(at, full)], number * self.tile + at, row.length)
                     self._attend([work], is_masked=self.window is not None)
 
-                in_turns(self.tile // full, self.most_unrolled // self.num_groups, attend)
+                if self.window is None:
+                    in_turns(self.tile // full, self.pieces_at_once, attend)
+                else:  # The first pieces may lie before the window.
+                    unseen = jnp.maximum(self._first_seen(row.length) - number * self.tile, 0)
+                    pl.loop(divide(unseen, full), self.tile // full)(attend)
 
     # Tails
 
@@ -292,8 +295,8 @@ class DecodeKernel:
             self.copies.wait(jnp.maximum(end - begin, 0), self.ref.tail_fetched.at[self.tail_slot])
 
     def _tails_of_pair(self, number: Any) -> None:
-        pair, sub = min(PAIR, self.block), self.sizes.tail
-        indices = [number * pair + index for index in range(pair)]
+        sub = self.sizes.tail
+        indices = [number * self.pair + index for index in range(self.pair)]
         rows = [self._row(self.this * self.block + index) for index in indices]
         begins = [row.last * self.tile for row in rows]
         ends = [row.length - begin for row, begin in zip(rows, begins, strict=True)]
@@ -334,7 +337,7 @@ class DecodeKernel:
 
     def _attend(self, works: list[Work], *, is_masked: bool) -> None:
         """Add tokens to each row's state: stage by stage, so that the rows' products and maxima overlap."""
-        in_turns(self.num_groups, self.most_unrolled, functools.partial(self._attend_group, works, is_masked))
+        in_turns(self.num_groups, self.groups_at_once, functools.partial(self._attend_group, works, is_masked))
 
     def _attend_group(self, works: list[Work], is_masked: bool, group: Any) -> None:
         scores = [self._scores(work, group, is_masked=is_masked) for work in works]
@@ -390,15 +393,29 @@ class DecodeKernel:
         return is_seen if self.window is None else is_seen & (token >= work.length - work.begin - self.window)
 
 
-def in_turns(num: int, most_at_once: int, do: Callable[[Any], None]) -> None:
-    """`do` 0 … `num` − 1, a loop over unrolled stretches of them."""
-    at_once = math.gcd(num, max(most_at_once, 1)) if num > most_at_once else num
+def rows_paired(dtype: Any) -> int:
+    """Rows of a block whose tails are computed together: more of them do not fit into registers."""
+    return 1 if dtype == jnp.float32 else 2
 
-    def turn(number: Any) -> None:
+
+def unrolled(num_pieces: int, num_groups: int, rows: int, dtype: Any) -> tuple[int, int]:
+    """Pieces of a full tile, and groups of heads, whose products are in one stretch of instructions.
+
+    Products in float32 take six passes, of three parts of each number: each of them is a stretch of its own.
+    """
+    most = 1 if dtype == jnp.float32 else max(min(MOST_UNROLLED, MOST_UNROLLED_ROWS // rows), 1)
+    groups = num_groups if num_groups <= most else math.gcd(num_groups, most)
+    return math.gcd(num_pieces, max(most // num_groups, 1)), groups
+
+
+def in_turns(num: int, at_once: int, do: Callable[[Any], None]) -> None:
+    """`do` 0 … `num` − 1: a loop over stretches of some of them."""
+
+    def stretch(number: Any) -> None:
         for index in range(at_once):
             do(number * at_once + index)
 
     if at_once == num:
-        turn(0)
+        stretch(0)
     else:
-        pl.loop(0, num // at_once)(turn)
+        pl.loop(0, num // at_once)(stretch)
