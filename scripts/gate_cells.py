@@ -40,7 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "all": {"window": 128, "soft_cap": 30.0, "sinks": True},
 }
-STEPS = {"decode": (64, 64), "mixed": (256, 16), "one token": (1, 1)}
+STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "one token": (1, 1)}
 """Tokens and rows of a step."""
 MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
     "Llama-3.1-8B": ((32, 8), 128, "none"),
@@ -167,7 +167,9 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
         for layer in range(2):
             out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
-            q, k = out, k + out[:, :num_kv_heads]  # Queries are not needed again, as in a model.
+            # As in a model: queries are not needed again, and what the next layer writes depends on this one. A write
+            # that did not could come before this layer's read, and would want a copy of the cache.
+            q, k, v = out, k + out[:, :num_kv_heads], v + out[:, :num_kv_heads]
         return q, cache
 
     return program, (cache, q, k, v, step, sinks)
