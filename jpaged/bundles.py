@@ -158,13 +158,18 @@ class DecodeLoops(NamedTuple):
         import jax.numpy as jnp
 
         from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK, heads_together
-        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import rows_paired, unrolled
+        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import at_once, products_at_once, rows_paired
 
         dtype = jnp.dtype(shape.dtype)
         heads = heads_together(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.most_rows)
-        num_pieces, num_groups = sizes.tile // sizes.full, shape.num_kv_heads // heads
-        pieces, groups = unrolled(num_pieces, num_groups, shape.num_heads // num_groups, dtype)
+        num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, rows_paired(dtype)
+        most = products_at_once(shape.num_heads // num_groups, dtype)
         full, tail = (loop for loop in loops if loop.slots["MXU"])
+
+        def turns(num: int, most: int) -> list[int]:
+            """Of the loop over so many, if there is one."""
+            size = at_once(num, most)
+            return [num // size] if size < num else []
 
         def bundles(nest: list[Loop], turns: list[int]) -> int:
             """Of one turn of the outermost, whose inner loops take so many turns."""
@@ -175,20 +180,16 @@ class DecodeLoops(NamedTuple):
         def nest_of(inner: Loop) -> list[Loop]:
             return [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
 
-        group_turns = [num_groups // groups] if groups < num_groups else []
-        piece_turns = [num_pieces // pieces] if pieces < num_pieces else []
         full_nest, tail_nest = nest_of(full), nest_of(tail)
         of_row = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
-        num_pairs = BLOCK // rows_paired(dtype)
-        around_full = of_row.size - full_nest[0].size
         return cls(
             around=loops[0].size - of_row.size - tail_nest[0].size,
-            around_full=around_full,
-            full_tile=bundles(full_nest, piece_turns + group_turns),
-            tail_piece=bundles(tail_nest, group_turns),
+            around_full=of_row.size - full_nest[0].size,
+            full_tile=bundles(full_nest, turns(num_pieces, most // num_groups) + turns(num_groups, most)),
+            tail_piece=bundles(tail_nest, turns(num_groups, most // pair)),
             full=full,
             tail=tail,
-            num_pairs=num_pairs,
+            num_pairs=BLOCK // pair,
         )
 
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:

@@ -62,7 +62,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gpt-oss": {"window": 128, "sinks": True},
 }
 """What `attend` is asked for. `sinks` are given; with `reads` nothing is written, the pages are another layer's."""
-STEPS = {"decode": (64, 64), "mixed": (256, 16), "prefill": (8192, 256), "one token": (1, 1)}
+STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
 """Tokens and rows of a step; prefill's are the most that an engine takes by default."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
     "tpu": (
@@ -199,13 +199,19 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     k, v = (None, None) if options.pop("reads", False) else (by_token(num_kv_heads), by_token(num_kv_heads))
 
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
-        for layer in range(2):  # Queries are not needed again, as in a model: the next ones are this layer's outputs.
-            q, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
-        return q, cache
+        for layer in range(2):
+            out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
+            # As in a model: queries are not needed again, and what the next layer writes depends on this one. A write
+            # that did not could come before this layer's read, and would want a copy of the cache.
+            if k is not None:
+                k, v = k + out[:, :num_kv_heads], v + out[:, :num_kv_heads]
+            q = out
+        return (q, k, v), cache
 
     q = by_token(num_heads)
-    compiled = jax.jit(program, donate_argnums=(0, 1), out_shardings=(q.sharding, None))
-    return compiled, (cache, q, k, v, step, sinks)
+    layouts = tuple(x and x.format for x in (q, k, v))
+    to_lower = jax.jit(program, donate_argnums=(0, 1, 2, 3), out_shardings=(layouts, None))
+    return to_lower, (cache, q, k, v, step, sinks)
 
 
 def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[Any, ...], int]:

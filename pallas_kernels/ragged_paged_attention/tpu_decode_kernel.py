@@ -32,8 +32,7 @@ from .tpu_tiles import (
     wide,
 )
 
-MOST_UNROLLED, MOST_UNROLLED_ROWS = 8, 160
-"""Products in one stretch of instructions, and rows of their scores: of more of them the compiler spills registers."""
+MOST_PRODUCTS, MOST_PRODUCT_ROWS = 8, 160
 
 
 class DecodeSizes(NamedTuple):
@@ -124,9 +123,8 @@ class DecodeKernel:
         self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
         self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
         self.tail_slot = lax.rem(self.this, 2)
-        dtype, num_pieces = ref.wide_q.dtype, self.tile // sizes.full
-        self.pair = min(rows_paired(dtype), self.block)
-        self.pieces_at_once, self.groups_at_once = unrolled(num_pieces, self.num_groups, self.rows, dtype)
+        self.pair = min(rows_paired(ref.tails.dtype), self.block)
+        self.most_products = products_at_once(self.rows, ref.tails.dtype)
 
     def run(self) -> None:
         """All of the block."""
@@ -275,7 +273,7 @@ class DecodeKernel:
                     self._attend([work], is_masked=self.window is not None)
 
                 if self.window is None:
-                    in_turns(self.tile // full, self.pieces_at_once, attend)
+                    in_turns(self.tile // full, self.most_products // self.num_groups, attend)
                 else:  # The first pieces may lie before the window.
                     unseen = jnp.maximum(self._first_seen(row.length) - number * self.tile, 0)
                     pl.loop(divide(unseen, full), self.tile // full)(attend)
@@ -337,7 +335,8 @@ class DecodeKernel:
 
     def _attend(self, works: list[Work], *, is_masked: bool) -> None:
         """Add tokens to each row's state: stage by stage, so that the rows' products and maxima overlap."""
-        in_turns(self.num_groups, self.groups_at_once, functools.partial(self._attend_group, works, is_masked))
+        attend_group = functools.partial(self._attend_group, works, is_masked)
+        in_turns(self.num_groups, self.most_products // len(works), attend_group)
 
     def _attend_group(self, works: list[Work], is_masked: bool, group: Any) -> None:
         scores = [self._scores(work, group, is_masked=is_masked) for work in works]
@@ -398,24 +397,29 @@ def rows_paired(dtype: Any) -> int:
     return 1 if dtype == jnp.float32 else 2
 
 
-def unrolled(num_pieces: int, num_groups: int, rows: int, dtype: Any) -> tuple[int, int]:
-    """Pieces of a full tile, and groups of heads, whose products are in one stretch of instructions.
+def products_at_once(rows: int, dtype: Any) -> int:
+    """Products in one stretch of instructions, each of so many rows of scores: of more the compiler spills registers.
 
-    Products in float32 take six passes, of three parts of each number: each of them is a stretch of its own.
+    Those in float32 take six passes, of three parts of each number; float8 is widened in many steps.
     """
-    most = 1 if dtype == jnp.float32 else max(min(MOST_UNROLLED, MOST_UNROLLED_ROWS // rows), 1)
-    groups = num_groups if num_groups <= most else math.gcd(num_groups, most)
-    return math.gcd(num_pieces, max(most // num_groups, 1)), groups
+    most = {"float32": 1, "float8_e4m3fn": MOST_PRODUCTS // 2}.get(dtype.name, MOST_PRODUCTS)
+    return max(min(most, MOST_PRODUCT_ROWS // rows), 1)
 
 
-def in_turns(num: int, at_once: int, do: Callable[[Any], None]) -> None:
-    """`do` 0 … `num` − 1: a loop over stretches of some of them."""
+def at_once(num: int, most: int) -> int:
+    """How many of `num` are in one stretch: a divisor, all of them if so many may be."""
+    return num if num <= most else math.gcd(num, max(most, 1))
+
+
+def in_turns(num: int, most: int, do: Callable[[Any], None]) -> None:
+    """`do` 0 … `num` − 1: a loop over stretches of at most `most`, or no loop if one stretch does."""
+    size = at_once(num, most)
 
     def stretch(number: Any) -> None:
-        for index in range(at_once):
-            do(number * at_once + index)
+        for index in range(size):
+            do(number * size + index)
 
-    if at_once == num:
+    if size == num:
         stretch(0)
     else:
-        pl.loop(0, num // at_once)(stretch)
+        pl.loop(0, num // size)(stretch)
