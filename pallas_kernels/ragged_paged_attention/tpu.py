@@ -28,8 +28,7 @@ from .tpu_write import write_prefill
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float32", *QUANTIZED_DTYPES)
-ALIGN = 16
-"""The smallest page."""
+LEAST_PAGE = 16
 PLAN_HEADER = 1
 
 
@@ -69,13 +68,14 @@ class TpuBackend:
 
     `chip` is what sizes are looked up for, in `tuned` before our own table; `sizes` are taken instead if given.
     `tile_q` is the most queries of a tile, a power of two. `interpret` runs the kernels anywhere, step by step:
-    `pltpu.InterpretParams`, for tests.
+    `pltpu.InterpretParams`, for tests. `check_bounds` has a TPU stop at a copy beyond its memory, which takes time.
     """
 
     chip: str = "v6e"
     sizes: TpuSizes | None = None
     tile_q: int = 256
     interpret: Any = False
+    check_bounds: bool = False
     tuned: tuple[TunedEntry, ...] = ()
 
     name = "pallas-tpu"
@@ -105,7 +105,7 @@ class TpuBackend:
                 raise ValueError(
                     f"{name}: got {got}, the pallas-tpu backend takes {', '.join(map(str, allowed))}; {way_out}"
                 )
-        least = max(ALIGN, write_height(self.chip, dtype))
+        least = max(LEAST_PAGE, write_height(self.chip, dtype))
         if page_size < least or page_size & (page_size - 1):
             raise ValueError(
                 f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {least} on in pages "
@@ -173,6 +173,7 @@ class TpuBackend:
         )
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
+        how: dict[str, Any] = dict(interpret=self.interpret, check_bounds=self.check_bounds)
         tiles = QueryTiles(rows, tokens, positions, tile_lens, step.plan[0])
         if k is not None and v is not None:
             if kv_scales is None:
@@ -180,10 +181,8 @@ class TpuBackend:
             else:  # In q's dtype, which holds them exactly: kernels sort heads of two or four bytes a number.
                 k, v = (quantize(x, s, pages.dtype).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
             if num_tokens > 1:  # A step of one token has no prefill row.
-                pages = write_prefill(
-                    k, v, pages, tables, tiles, first_page, tile_q=self.tile_q, interpret=self.interpret
-                )
-        options: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap, interpret=self.interpret)
+                pages = write_prefill(k, v, pages, tables, tiles, first_page, tile_q=self.tile_q, **how)
+        options: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap, **how)
         lens = step.context_lens[:num_tokens]
         out, pages = decode_attention(
             q,

@@ -71,6 +71,7 @@ def decode_attention(
     soft_cap: float | None,
     sizes: DecodeSizes,
     interpret: Any = False,
+    check_bounds: bool = False,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "C K S Z L"]]:
     """Attend queries 0 … `num_rows` − 1 to the first `context_lens` tokens of their rows, the last of which is new.
 
@@ -144,7 +145,7 @@ def decode_attention(
         input_output_aliases={names.index("q"): 0, names.index("pages_in"): 1},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
-            disable_bounds_checks=True,
+            disable_bounds_checks=not check_bounds,
             vmem_limit_bytes=decode_vmem(tile_bytes, block),
         ),
         interpret=interpret,

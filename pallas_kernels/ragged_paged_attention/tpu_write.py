@@ -42,6 +42,7 @@ def write_prefill(
     *,
     tile_q: int,
     interpret: Any = False,
+    check_bounds: bool = False,
 ) -> Float[Array, "C K S Z L"]:
     """Put the keys and values of these tiles' tokens into the pages, which are given up.
 
@@ -159,7 +160,7 @@ def write_prefill(
         out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         input_output_aliases={8: 0},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), disable_bounds_checks=True, vmem_limit_bytes=64 << 20
+            dimension_semantics=("arbitrary",), disable_bounds_checks=not check_bounds, vmem_limit_bytes=64 << 20
         ),
         interpret=interpret,
         name="ragged_paged_write",
