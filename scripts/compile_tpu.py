@@ -58,19 +58,26 @@ class TpuGate:
         except Exception as error:
             message = str(error).strip().splitlines()
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {' '.join(message)[:400]}"}
-        # One-byte pages take keys and values that the program makes from its own, rounded: with both layers' they lie
-        # there beside them, in a model instead of them.
-        num_rounded = 4 if layout.dtype.itemsize == 1 and arguments[2] is not None else 0
-        temp_bytes = memory.temp_size_in_bytes - num_rounded * _tiled_bytes(cell)
+        # What the program itself holds beside its arguments: keys and values of the second layer, and for one-byte pages
+        # those of both layers once more, rounded (in a model instead of the others).
+        num_own = 0 if arguments[2] is None else 6 if layout.dtype.itemsize == 1 else 2
+        own_bytes = num_own * _tiled_bytes(cell)
         fault = None
         if memory.alias_size_in_bytes < cache_bytes:
             fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
-        elif temp_bytes > MOST_TEMP_BYTES:
-            fault = f"{temp_bytes} bytes of temporary memory"
+        elif memory.temp_size_in_bytes > MOST_TEMP_BYTES + own_bytes:
+            fault = f"{memory.temp_size_in_bytes} bytes of temporary memory, {own_bytes} the program's own"
         seconds = round(time.monotonic() - start, 2)
-        return {**cell._asdict(), "temp_bytes": temp_bytes, "seconds": seconds, "fault": fault}
+        return {
+            **cell._asdict(),
+            "temp_bytes": memory.temp_size_in_bytes,
+            "own_bytes": own_bytes,
+            "seconds": seconds,
+            "fault": fault,
+        }
 
 
 def _tiled_bytes(cell: Cell) -> int:
-    """Of a step's keys in bfloat16, in tiles of 8 heads and 128 lanes."""
-    return STEPS[cell.step][0] * -(-cell.heads[1] // 8) * 8 * -(-cell.head_size // 128) * 128 * 2
+    """Of a step's keys, in tiles of 8 heads and 128 lanes."""
+    numbers = STEPS[cell.step][0] * -(-cell.heads[1] // 8) * 8 * -(-cell.head_size // 128) * 128
+    return numbers * (4 if cell.dtype == "float32" else 2)
