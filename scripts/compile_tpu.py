@@ -58,8 +58,8 @@ class TpuGate:
         except Exception as error:
             message = str(error).strip().splitlines()
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {' '.join(message)[:400]}"}
-        # What the program itself holds beside its arguments: keys and values of the second layer, and for one-byte pages
-        # those of both layers once more, rounded (in a model instead of the others).
+        # What the program itself holds beside its arguments: keys and values of the second layer, and for one-byte
+        # pages those of both layers once more, rounded (in a model instead of the others).
         num_own = 0 if arguments[2] is None else 6 if layout.dtype.itemsize == 1 else 2
         own_bytes = num_own * _tiled_bytes(cell)
         fault = None
