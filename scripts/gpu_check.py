@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import check_report
 import jax
 import jax.numpy as jnp
 import kernel_speed
-from kernel_check import TINY, Bench, Case, arguments, check, random_numbers
+from kernel_check import TINY, Bench, Case, checks, random_numbers
 from kernel_speed import LLAMA, Loop, Sizes, causal_flops, repeated
 
 from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
@@ -119,14 +120,15 @@ def measures(bench: Bench, case: Case, sizes: Sizes, *, is_hopper: bool) -> dict
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(__doc__, argv)
+    args = check_report.arguments(__doc__, argv)
     if args.interpret:
-        return check(args, Bench(backend_of(interpreted()), args.seed), tiny_cases(), {}, GOALS)
+        bench = Bench(backend_of(interpreted()), args.seed)
+        return check_report.run(args, checks(bench, tiny_cases()), {}, {})
     device = jax.devices()[0]
     bench = Bench(backend_of(chip_of(device)), args.seed)
     is_hopper = capability(device)[0] == 9
     chosen = cases() + (hopper_cases() if is_hopper else [])
-    return check(args, bench, chosen, measures(bench, LLAMA, Sizes(), is_hopper=is_hopper), GOALS)
+    return check_report.run(args, checks(bench, chosen), measures(bench, LLAMA, Sizes(), is_hopper=is_hopper), GOALS)
 
 
 if __name__ == "__main__":

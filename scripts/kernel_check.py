@@ -1,4 +1,4 @@
-"""Are attention kernels right on this device? What `gpu_check` and `tpu_check` share: cases, the oracle, the report.
+"""Are attention kernels right on this device? What `gpu_check` and `tpu_check` share: cases, and the oracle.
 
     NaN-filled pages ──▶ prefill steps of each row's history ──▶ the step that is checked ──▶ dense oracle
 
@@ -8,14 +8,9 @@ new in each run, whose seed is printed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
 import functools
-import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +38,8 @@ MOST_ERROR = 1e-2
 """Of one head's output, relative to its norm: a weight and a value rounded to 8 bits each, and the sum."""
 MOST_ERROR_FLOAT32 = 1e-4
 """Sums in float32 of exact products, and a hundred times that for powers and reciprocals that hardware approximates."""
-LAST_START_S = 7 * 60
 HISTORY_TOKENS = 64
 """At least so many are written by one step."""
-
-Goals = dict[str, tuple[str, float]]
-Measures = dict[str, Callable[[], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -256,80 +247,7 @@ def as_stored(x: jax.Array, scale: np.ndarray | None, dtype: str) -> np.ndarray:
     return np.asarray(quantize(x, jnp.asarray(scale), dtype)).astype(np.float64) * scale[:, None]
 
 
-# The run
-
-
-def arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags of both scripts; a seed is drawn if none is given, and printed."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--interpret", action="store_true", help="anywhere: a few tiny cases, step by step")
-    parser.add_argument("--seed", type=int, default=None, help="of the random inputs; a new one each time if not given")
-    parser.add_argument("--output", type=Path, help="write what was found here, as JSON")
-    args = parser.parse_args(argv)
-    if args.seed is None:
-        args.seed = int(np.random.SeedSequence().entropy % 2**32)  # type: ignore[operator]
-    print(f"seed {args.seed}", flush=True)
-    return args
-
-
-def machine() -> dict[str, Any]:
-    """What JAX and the checkout say of themselves."""
-    device = jax.devices()[0]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "device": device.device_kind,
-        "platform": device.client.platform_version,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def check(
-    args: argparse.Namespace,
-    bench: Bench,
-    cases: Sequence[Case],
-    measures: Measures,
-    goals: Goals,
-    *,
-    last_start_s: float = LAST_START_S,
-) -> int:
-    """Check every case, then measure; print the table last. What would begin after `last_start_s` is not done."""
-    began = time.monotonic()
-    report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "interpreted": args.interpret}
-    report |= {"checks": {}, "measured": {}, "not_done": []}
-
-    def attempt(into: str, name: str, do: Callable[[], Any]) -> None:
-        """Do it unless it is too late; an error is what was found."""
-        if time.monotonic() - began > last_start_s:
-            report["not_done"].append(name)
-            return
-        try:
-            report[into][name] = do()
-        except Exception as error:
-            report[into][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        print(f"{name}: {report[into][name]}", flush=True)
-
-    for case in cases:
-        attempt("checks", case.name, lambda case=case: bench.error(case))
-    for name, measure in measures.items():
-        attempt("measured", name, measure)
-    most = {case.name: case.most_error for case in cases}
-    wrong = [name for name, found in report["checks"].items() if isinstance(found, str) or not found <= most[name]]
-    broken = [name for name, found in report["measured"].items() if isinstance(found, str)]
-    report["passed"] = not (wrong or broken or report["not_done"])
-    report["seconds"] = round(time.monotonic() - began, 1)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    for name, found in report["measured"].items():
-        for key, (relation, goal) in goals.items():
-            if isinstance(found, dict) and key in found:
-                value = "not measured" if found[key] is None else f"{found[key]:.3f}"
-                print(f"{key:12} {value:>12}  goal {relation} {goal:<5}  {name}")
-    print(f"{len(report['checks']) - len(wrong)} of {len(report['checks'])} cases right in {report['seconds']} s")
-    for title, names in (("wrong", wrong), ("broken", broken), ("not done", report["not_done"])):
-        if names:
-            print(f"{title}: {', '.join(names)}")
-    return not report["passed"]
+def checks(bench: Bench, cases: Sequence[Case]) -> dict[str, tuple[Callable[[], float], float]]:
+    """Name → what finds the error of a case, and the most that is forgiven."""
+    assert len({case.name for case in cases}) == len(cases), "a name for two cases: one would not be checked"
+    return {case.name: (functools.partial(bench.error, case), case.most_error) for case in cases}

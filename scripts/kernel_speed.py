@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_check import Batch, Bench, Case, Goals, random_numbers
+from check_report import Goals
+from kernel_check import Batch, Bench, Case, random_numbers
 
 GOALS: Goals = {"K1": ("≥", 0.90), "K2": ("≥", 0.9), "K3": ("≥", 0.75), "K5": ("≤", 0.10), "K6": ("≤", 0.60)}
 LLAMA = Case("llama", num_heads=32, num_kv_heads=8, head_size=128)

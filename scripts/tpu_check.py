@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import check_report
 import jax
 import jax.numpy as jnp
 import kernel_speed
 import numpy as np
-from kernel_check import TINY, Bench, Case, Rows, arguments, check, random_numbers
+from kernel_check import TINY, Bench, Case, Rows, checks, random_numbers
 from kernel_speed import LLAMA, Loop, Sizes, repeated
 
 from jpaged.attention_choice import TPU_CHIPS
@@ -131,11 +132,12 @@ def measures(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(__doc__, argv)
+    args = check_report.arguments(__doc__, argv)
     if args.interpret:
-        return check(args, Bench(interpreted, args.seed), tiny_cases(), {}, GOALS)
+        return check_report.run(args, checks(Bench(interpreted, args.seed), tiny_cases()), {}, {})
     bench = Bench(backend_of(jax.devices()[0]), args.seed)
-    return check(args, bench, cases(), measures(bench, replace(LLAMA, page_size=128), SIZES), GOALS)
+    llama = replace(LLAMA, page_size=128)
+    return check_report.run(args, checks(bench, cases()), measures(bench, llama, SIZES), GOALS)
 
 
 if __name__ == "__main__":

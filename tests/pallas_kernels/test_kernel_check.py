@@ -1,5 +1,6 @@
 """What the scripts for machines with a GPU or a TPU share, around a backend that runs anywhere."""
 
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,9 @@ class Forgetful(XlaBackend):
 def run(
     check: ModuleType, cases: list[Any], backend: Any = XlaBackend, output: Path | None = None, **options: Any
 ) -> int:
-    args = check.arguments("A run.", ["--seed", "7", *(["--output", str(output)] if output else [])])
-    return check.check(args, check.Bench(lambda case: backend(), args.seed), cases, {}, {}, **options)
+    report = importlib.import_module("check_report")
+    args = report.arguments("A run.", ["--seed", "7", *(["--output", str(output)] if output else [])])
+    return report.run(args, check.checks(check.Bench(lambda case: backend(), args.seed), cases), {}, {}, **options)
 
 
 def tiny(check: ModuleType, name: str = "plain", **changes: Any) -> Any:
