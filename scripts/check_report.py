@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 LAST_START_S, END_S = 7 * 60, 7 * 60 + 45
 """After so long nothing begins any more; after so long what still runs is given up, so that 8 minutes are kept."""
 
-Goals = dict[str, tuple[str, float]]
+Goals = Mapping[str, tuple[str, float]]
+"""Name of a ratio → ≥ or ≤, and what."""
 Checks = Mapping[str, tuple[Callable[[], float], float]]
 """Name → what finds an error, and the most that is forgiven."""
 Measures = Mapping[str, Callable[[], dict[str, Any]]]
@@ -85,6 +86,7 @@ class Report:
             self._write()
         try:
             found = do()
+            json.dumps(found, allow_nan=False)  # What is no number is no figure either, and JSON has none.
         except Exception as error:
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         with self.lock:
@@ -110,21 +112,34 @@ class Report:
         ]
         broken = [name for name, measured in found["measured"].items() if isinstance(measured, str)]
         hung = [found["running"]] if found["running"] else []
-        found["passed"] = not (wrong or broken or hung or found["not_done"])
+        figures = found["figures"] = self._figures()
+        unmeasured = sorted({figure["name"] for figure in figures if figure["found"] is None})
+        found["passed"] = not (wrong or broken or hung or found["not_done"] or unmeasured)
         found["seconds"] = round(self.seconds, 1)
         self._write()
-        for name, measured in found["measured"].items():
-            for key, (relation, goal) in self.goals.items():
-                if isinstance(measured, dict) and key in measured:
-                    value = "not measured" if measured[key] is None else f"{measured[key]:.3f}"
-                    print(f"{key:12} {value:>12}  goal {relation} {goal:<5}  {name}")
+        for figure in figures:
+            value = "not measured" if figure["found"] is None else f"{figure['found']:.3f}"
+            short = "  short of it" if figure["is_met"] is False else ""
+            print(f"{figure['name']:16} {value:>12}  goal {figure['goal']:<8} {figure['from'] or ''}{short}")
         print(f"{len(checks) - len(wrong)} of {len(checks)} cases right in {found['seconds']} s")
-        titles = (("wrong", wrong), ("broken", broken), ("given up", hung), ("not done", found["not_done"]))
-        for title, names in titles:
+        titles = {"wrong": wrong, "broken": broken, "not measured": unmeasured, "given up": hung}
+        for title, names in {**titles, "not done": found["not_done"]}.items():
             if names:
                 print(f"{title}: {', '.join(names)}")
         sys.stdout.flush()
         return bool(found["passed"])
+
+    def _figures(self) -> list[dict[str, Any]]:
+        """Each ratio that has a goal, by each measurement that has it; if none has it, it was not measured."""
+        figures = []
+        for key, (relation, goal) in self.goals.items():
+            measured = self.found["measured"].items()
+            values = {name: each[key] for name, each in measured if isinstance(each, dict) and key in each}
+            for name, value in (values or {None: None}).items():
+                is_met = None if value is None else value >= goal if relation == "≥" else value <= goal
+                figure = {"name": key, "goal": f"{relation} {goal}", "found": value, "is_met": is_met, "from": name}
+                figures.append(figure)
+        return figures
 
     def _write(self) -> None:
         """In the place of what was written before, which stays whole if this fails."""
@@ -146,6 +161,7 @@ def run(
 ) -> int:
     """Check everything, then measure; print the table last. Returns what the process should.
 
+    All is well if no case is wrong and every ratio of `goals` was measured, met or not.
     What would begin after `last_start_s` is not done. What still runs after `end_s` is named, and the process ended.
     """
     report = Report(args, {name: most for name, (_, most) in checks.items()}, goals)

@@ -69,3 +69,43 @@ def test_a_machine_without_git_has_no_commit(
     (tmp_path / "git").write_text("#!/bin/sh\necho 0fce6e5\n")
     (tmp_path / "git").chmod(0o755)
     assert report.machine()["commit"] == "0fce6e5"
+
+
+def test_a_figure_that_was_not_measured_is_named_and_nothing_passes(
+    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, goals = tmp_path / "found.json", {"K1": ("≥", 0.9), "K4": ("≤", 1.1), "K5": ("≤", 0.1), "K6": ("≤", 0.6)}
+
+    def broken() -> dict[str, float]:
+        raise RuntimeError("no memory")
+
+    measures = {"decode": lambda: {"K1": 0.95}, "prefill": lambda: {"K4": None}, "window": broken}
+    assert report.run(arguments(report, output), {}, measures, goals) == 1
+    *_, broken_line, unmeasured_line = capsys.readouterr().out.splitlines()
+    assert (broken_line, unmeasured_line) == ("broken: window", "not measured: K4, K5, K6")
+    figures = {figure["name"]: figure for figure in json.loads(output.read_text())["figures"]}
+    assert figures["K1"] == {"name": "K1", "goal": "≥ 0.9", "found": 0.95, "is_met": True, "from": "decode"}
+    assert [figures[name]["found"] for name in ("K4", "K5", "K6")] == [None] * 3
+
+
+def test_a_figure_short_of_its_goal_says_so_and_passes(report: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    goals = {"K1": ("≥", 0.9), "K5": ("≤", 0.1)}
+    assert report.run(arguments(report), {}, {"decode": lambda: {"K1": 0.5, "K5": 0.1}}, goals) == 0
+    short = {line.split()[0]: line.endswith("short of it") for line in capsys.readouterr().out.splitlines()[-3:-1]}
+    assert short == {"K1": True, "K5": False}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_is_wrong_or_broken_and_the_file_stays_json(
+    report: ModuleType, tmp_path: Path, value: float
+) -> None:
+    output = tmp_path / "found.json"
+    checks, measures = {"case": (lambda: value, 0.01)}, {"decode": lambda: {"K1": value}}
+    assert report.run(arguments(report, output), checks, measures, {}) == 1
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(output.read_text(), parse_constant=refuse)
+    assert found["checks"]["case"].startswith("ValueError")
+    assert found["measured"]["decode"].startswith("ValueError")

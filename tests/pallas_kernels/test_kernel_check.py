@@ -6,9 +6,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend, quantize
 
 from .check_scripts import Script, blind
 
@@ -91,3 +93,13 @@ def test_a_history_is_written_in_chunks_that_hold_every_token_once_and_in_order(
             assert context_len == done[row]
     assert done == [149, 64, 1]
     assert (last.rows, last.query_lens, last.context_lens) == ((0, 1, 2), rows.query_lens, rows.context_lens)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_oracle_stores_what_the_kernels_are_told_to_store(script: Script, dtype: str) -> None:
+    """Made by numpy alone, so that a conversion that is wrong on a device is not wrong in both."""
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(size=(64, 2, 16)).astype(np.float32), np.array([0.004, 0.1], np.float32)
+    quantized = np.asarray(quantize(jnp.asarray(x), jnp.asarray(scale), dtype)).astype(np.float64)
+    assert np.array_equal(script("kernel_check").as_stored(x, scale, dtype), quantized * scale[:, None])
+    assert np.abs(quantized).max() == (127 if dtype == "int8" else 448)
