@@ -207,11 +207,19 @@ class Bench:
             options["sinks"] = jnp.asarray(self.rng.normal(size=case.num_heads), jnp.float32)
         return options
 
-    def batch(self, case: Case, query_lens: Sequence[int], context_lens: Sequence[int]) -> Batch:
-        """A step without padding over pages full of random numbers: for its time, not for its result."""
+    def batch(
+        self, case: Case, query_lens: Sequence[int], context_lens: Sequence[int], *, pages_of: Batch | None = None
+    ) -> Batch:
+        """A step without padding over pages full of random numbers: for its time, not for its result.
+
+        `pages_of` another batch with as many pages: they are the same arrays.
+        """
         total, rows = sum(query_lens), len(query_lens)
         tables = self.tables(case, context_lens)
-        cache = self.cache(case, int(tables.max()) + 1, is_dead=False)
+        if pages_of is None:
+            cache = self.cache(case, int(tables.max()) + 1, is_dead=False)
+        else:
+            cache = dataclasses.replace(pages_of.cache, backend=self.backend_of(case))
         work = Work(tuple(range(rows)), tuple(query_lens), tuple(context_lens), total, rows)
         step = step_of(cache.backend, work, tables, case.page_size)
         return Batch(case, cache, step, *self.inputs(case, total, total), self.options(case))

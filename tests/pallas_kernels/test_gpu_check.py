@@ -47,5 +47,5 @@ def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
         gpu.measures(bench, case, tiny_sizes(script), is_hopper=False),
         set(gpu.GOALS),
         {"decode": {"K1", "K2"}, "prefill": {"K3", "K4"}, "window": {"K5"}, "bytes": {"K6"}},
-        refused={"prefill": ("K4", "cudnn")},
+        refused={"prefill": {"K4"}},
     )
