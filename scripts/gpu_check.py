@@ -5,8 +5,9 @@
 
 Needs no network and no weights, and at most 8 minutes: what would begin later is listed as not done. Every kind of
 kernel is held against the dense oracle over fresh random inputs, whose seed is printed. Then ratios are measured, each
-between things that ran in turn: decoding to a copy on the device, prefill to a product of matrices and to cuDNN, a
-window to full attention, pages of one byte to those of two. The table is printed last.
+between things that ran in turn: decoding to a copy on the device and to cuDNN's paged attention, prefill to a product
+of matrices and to cuDNN's dense attention, a window to full attention, pages of one byte to those of two. What cuDNN
+does not do here is named, and a ratio to it is not measured: then the run does not pass. The table is printed last.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import check_report
 import jax
 import jax.numpy as jnp
 import kernel_speed
-from kernel_check import TINY, Batch, Bench, Case, checks, random_numbers
+import numpy as np
+from kernel_check import MOST_ERROR, TINY, Batch, Bench, Case, checks, random_numbers
 from kernel_speed import LLAMA, Loop, Sizes, causal_flops
 
-from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, GpuBackend
 
-GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1)}
+GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1), "decode ÷ cuDNN": ("≤", 1.0), "prefill ÷ cuDNN": ("≤", 1.1)}
+"""Of decode the worst of all shapes, against cuDNN's paged attention; of prefill one prompt, against its dense one."""
 
 
 def cases() -> list[Case]:
@@ -89,6 +92,40 @@ def capability(device: Any) -> tuple[int, ...]:
     return tuple(map(int, device.compute_capability.split(".")))
 
 
+def cudnn_call(head_size: int) -> Callable[..., Any]:
+    """cuDNN's paged attention of one query a row, which JAX has as a private function: q [R, N, 1, H] and what
+    `cudnn_rows` gives → [R, N, 1, H]."""
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    options = {"scale": head_size**-0.5, "mask_type": MaskType.PADDING, "qkv_layout": "BNTH"}
+    return lambda q, keys, values, query_lens, context_lens, tables: paged_attention(
+        q, keys, values, query_lens, context_lens, tables, tables, **options
+    )
+
+
+def cudnn_rows(pages: tuple[Any, ...], step: AttentionMetadata) -> tuple[Any, ...]:
+    """Keys, values [C, K, Z, H], lengths and page table of the rows of `step`, as cuDNN takes them: with no null page,
+    and with as many pages as its page table has entries."""
+    num_rows, num_entries = step.page_tables.shape[1:]
+    missing = num_rows * num_entries - (pages[0].shape[0] - 1)
+    every = (jnp.pad(each[1:], ((0, missing), (0, 0), (0, 0), (0, 0))) for each in pages)
+    tables = jnp.maximum(step.page_tables[0] - 1, 0)[:, None, :, None]
+    return *every, jnp.ones(num_rows, jnp.int32), step.context_lens, tables
+
+
+def paged_by_cudnn(batch: Batch) -> Loop:
+    """cuDNN's attention over the same pages. ValueError if it finds what the kernels do not: then it did other work."""
+    options = batch.options
+    attend = jax.jit(lambda cache, q, k, v, step: cache.attend(0, q, k, v, step, **options))
+    ours, cache = attend(batch.cache, batch.q, batch.k, batch.v, batch.step)
+    loop = Loop(cudnn_call(batch.case.head_size), batch.q[:, :, None], cudnn_rows(cache.pages, batch.step))
+    theirs, expected = (np.asarray(x, np.float32) for x in (loop(1)[:, :, 0], ours))
+    error = np.max(np.linalg.norm(theirs - expected, axis=-1) / np.linalg.norm(expected, axis=-1))
+    if not error <= 2 * MOST_ERROR:
+        raise ValueError(f"cuDNN's results differ by {error:.3g} of a head's, allowed: {2 * MOST_ERROR}")
+    return loop
+
+
 def dense_by_cudnn(batch: Batch) -> Loop:
     """cuDNN's attention, not paged, of one prompt as long as the longest row."""
     case, longest = batch.case, int(batch.step.context_lens.max())
@@ -113,13 +150,15 @@ def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
 def measures(bench: Bench, case: Case, sizes: Sizes, *, is_hopper: bool) -> dict[str, Any]:
     """Name → what measures it."""
     found = {
-        "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, {}),
+        "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, {"cuDNN": paged_by_cudnn}),
         "prefill": lambda: measure_prefill(bench, case, sizes),
     }
     if is_hopper:
         candidate = replace(case, backend={"prefill": "wgmma"})
         found["prefill by wgmma"] = lambda: measure_prefill(bench, candidate, sizes)
-    found["window"] = lambda: kernel_speed.measure_window(bench, case, sizes, {}, windows=(sizes.window,))
+    found["window"] = lambda: kernel_speed.measure_window(
+        bench, case, sizes, {"cuDNN": paged_by_cudnn}, windows=(sizes.window,)
+    )
     found["bytes"] = lambda: kernel_speed.measure_bytes(bench, case, sizes)
     return found
 

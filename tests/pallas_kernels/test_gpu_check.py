@@ -1,7 +1,10 @@
 """The script for a machine with a GPU, as far as it goes without one: interpreted, on tiny shapes."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
@@ -46,6 +49,44 @@ def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     check_measurements(
         gpu.measures(bench, case, tiny_sizes(script), is_hopper=False),
         set(gpu.GOALS),
-        {"decode": {"K1", "K2"}, "prefill": {"K3", "K4"}, "window": {"K5"}, "bytes": {"K6"}},
-        refused={"prefill": {"K4"}},
+        {
+            "decode": {"K1", "K2", "decode ÷ cuDNN"},
+            "prefill": {"K3", "K4", "prefill ÷ cuDNN"},
+            "window": {"K5"},
+            "bytes": {"K6"},
+        },
+        refused={"decode": {"decode ÷ cuDNN"}, "prefill": {"K4", "prefill ÷ cuDNN"}},
     )
+
+
+def decode_batch(script: Script, context_lens: list[int]) -> Any:
+    check, gpu = script("kernel_check"), script("gpu_check")
+    case = check.Case("tiny", num_heads=8, num_kv_heads=2, head_size=64, page_size=16)
+    bench = check.Bench(gpu.backend_of(gpu.interpreted()), 1)
+    return bench.batch(case, [1] * len(context_lens), context_lens)
+
+
+def test_cudnn_is_given_the_pages_that_the_kernels_read(script: Script) -> None:
+    """Rows of different length, so that it wants more pages than there are."""
+    batch = decode_batch(script, [16, 33, 70])
+    *pages, query_lens, context_lens, tables = script("gpu_check").cudnn_rows(batch.cache.pages, batch.step)
+    assert (query_lens == 1).all()
+    assert (context_lens == jnp.array([16, 33, 70])).all()
+    for theirs, ours in zip(pages, batch.cache.pages, strict=True):
+        assert theirs.shape[0] == tables.size
+        for row, count in enumerate((1, 3, 5)):
+            of_row = batch.step.page_tables[0, row, :count]
+            assert (theirs[tables[row, 0, :count, 0]] == ours[of_row]).all()
+
+
+def test_cudnn_is_called_as_it_wants_to_be(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as JAX checks it: cuDNN itself is not here. What is refused of it costs a figure on the device."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    batch, gpu = decode_batch(script, [16, 33, 70]), script("gpu_check")
+    arguments = batch.q[:, :, None], *gpu.cudnn_rows(batch.cache.pages, batch.step)
+    text = jax.jit(gpu.cudnn_call(64)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text
+    assert "is_paged_attention\\22: true" in text
+    assert "tensor<3x8x1x64xbf16>" in text
