@@ -21,7 +21,19 @@ from typing import Any
 import check_report
 import jax
 import kernel_speed
-from kernel_check import TINY, Batch, Bench, Case, Rows, checks, random_numbers
+from kernel_check import (
+    NUM_REPEATS,
+    ONE_TOKEN,
+    ONLY_DECODE,
+    SHARED,
+    TINY,
+    Batch,
+    Bench,
+    Case,
+    Rows,
+    checks,
+    random_numbers,
+)
 from kernel_speed import LLAMA, Loop, Sizes
 
 from jpaged.attention_choice import TPU_CHIPS
@@ -32,8 +44,6 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, wri
 GOALS = kernel_speed.GOALS | {"decode ÷ v2": ("≤", 1.0), "prefill ÷ v2": ("≤", 1.0)}
 SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=16)
 """Half of what a GPU is given: with copies a v5e's 16 GB have to hold it."""
-ONE_TOKEN = Rows((1,), (2500,), num_tokens=1, num_rows=1)
-ONLY_DECODE = Rows((1,) * 7, (1, 64, 2047, 2048, 2049, 2304, 3000), num_tokens=8, num_rows=8)
 
 
 def cases() -> list[Case]:
@@ -51,6 +61,10 @@ def cases() -> list[Case]:
     features: list[dict[str, Any]] = [{"window": 100}, {"window": 2100}, {"soft_cap": 2.0}, {"has_sinks": True}]
     features.append({"window": 77, "soft_cap": 2.0, "has_sinks": True})
     found += [replace(base, name=f"{feature}", **feature) for feature in features]
+    found.append(replace(base, name="null pages behind the window", window=100, is_freed=True))
+    found += [replace(base, name=f"second layer, {dtype}", layer=1, dtype=dtype) for dtype in ("bfloat16", "int8")]
+    found.append(replace(base, name="shared pages", rows=SHARED))
+    found.append(replace(base, name="2³¹ numbers before the pages", num_numbers=1 << 31))
     found.append(replace(base, name="one token, int8", dtype="int8", rows=ONE_TOKEN))
     found.append(replace(base, name="all, int8, 64", dtype="int8", head_size=64, **features[-1]))
     return found
@@ -114,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = check_report.arguments(__doc__, argv)
     if args.interpret:
         return check_report.run(args, checks(Bench(interpreted, args.seed), tiny_cases()), {}, {})
-    bench = Bench(backend_of(jax.devices()[0]), args.seed)
+    bench = Bench(backend_of(jax.devices()[0]), args.seed, num_repeats=NUM_REPEATS)
     llama = replace(LLAMA, page_size=128)
     return check_report.run(args, checks(bench, cases()), measures(bench, llama, SIZES), GOALS)
 

@@ -38,6 +38,28 @@ def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
     assert {case.page_size for case in cases} == {16, 32, 64}
     assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
     assert {"windows", "is_cut", "least_share"} <= {name for case in cases for name in case.backend}
+    assert {case.rows.num_tokens * case.num_heads // case.num_kv_heads <= 16 for case in cases} == {True, False}
+    assert any(case.layer for case in cases)
+    assert any(case.is_freed and case.window for case in cases)
+    assert any(case.rows.sharing for case in cases)
+    assert any(case.num_numbers >= 1 << 31 for case in cases)
+    every = [case for case in cases + script("gpu_check").hopper_cases() if case.window and case.soft_cap]
+    assert {(case.dtype, case.backend.get("prefill"), case.has_sinks) for case in every} >= {
+        ("int8", None, True),
+        ("bfloat16", "wgmma", True),
+    }
+
+
+def test_every_case_is_taken_and_groups_fill_tiles_of_every_size(script: Script) -> None:
+    gpu = script("gpu_check")
+    cases, sizes = gpu.cases() + gpu.hopper_cases(), set()
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        backend = gpu.backend_of({})(case)
+        heads = {"num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "dtype": case.dtype}
+        backend.layout(num_layers=1, num_pages=1, page_size=case.page_size, **heads)
+        sizes.add((backend.planner.small_rows, case.num_heads // case.num_kv_heads > 64))
+    assert sizes == {(16, False), (32, False), (64, False), (64, True)}
 
 
 @pytest.mark.slow
