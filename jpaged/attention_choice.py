@@ -50,6 +50,8 @@ TPU_CHIPS = {
 """What devices call themselves → the chips that the kernels have sizes for."""
 DEVICE_OF_KERNELS = {"pallas-tpu": "tpu", "pallas-gpu": "gpu"}
 LEAST_GPU_CAPABILITY, HOPPER = (8, 0), (9, 0)
+GPU_KERNELS_NEED = (0, 11)
+"""Of JAX, the version that has their instructions first."""
 XLA_BLOCK_SIZE = 64
 TPU_BLOCK_SIZES = (128, 256)
 MAX_TABLE_ENTRIES = 255_000
@@ -73,7 +75,7 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
     """The backend for `attention_backend` = `asked`, on this device. ConfigError if it cannot be had."""
     xla = XlaBackend(platform=device.platform)
     if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
-        return AttentionChoice(xla, "asked for" if asked == "xla" else f"the default on {device.platform}")
+        return AttentionChoice(xla, "asked for" if asked == "xla" else _why_xla(device))
     name = "pallas-tpu" if asked == "auto" else asked
     if device.platform != DEVICE_OF_KERNELS[name]:
         raise ConfigError(
@@ -88,6 +90,17 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
             return AttentionChoice(xla, f"pallas-tpu does not take this: {error}")
         raise ConfigError(str(error)) from error
     return AttentionChoice(backend, "asked for" if asked == name else "the default on tpu")
+
+
+def _why_xla(device: jax.Device) -> str:
+    """Why XLA serves by default on this device; found without Pallas, which such a start does not need."""
+    default = f"the default on {device.platform}"
+    if device.platform != "gpu":
+        return default
+    if jax.__version_info__ < GPU_KERNELS_NEED:
+        needed = ".".join(map(str, GPU_KERNELS_NEED))
+        return f"{default}: the pallas-gpu kernels need jax {needed} or later, this is {jax.__version__}"
+    return f"{default}: the pallas-gpu kernels have not passed scripts/gpu_check.py on {device.device_kind}"
 
 
 def kernel_backend(

@@ -51,6 +51,16 @@ def test_each_platform_has_its_default():
         assert (backend.name, backend.chip) == ("pallas-tpu", chip)
 
 
+def test_a_start_on_a_gpu_says_why_no_kernel_serves():
+    h200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    untried = "the pallas-gpu kernels have not passed scripts/gpu_check.py on NVIDIA H200"
+    too_old = f"the pallas-gpu kernels need jax 0.11 or later, this is {jax.__version__}"
+    why = untried if HAS_MMA else too_old
+    assert choose_attention("auto", MODEL, h200).reason == f"the default on gpu: {why}"
+    assert choose_attention("xla", MODEL, h200).reason == "asked for"
+    assert choose_attention("auto", MODEL, CPU).reason == "the default on cpu"
+
+
 def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_refused():
     chosen = choose_attention("auto", model_with(head_size=48), tpu())
     assert chosen.backend.name == "xla"
