@@ -309,7 +309,7 @@ def check_steps(block_size: int, rng: np.random.Generator) -> tuple[np.ndarray, 
     num_tokens = -(-(short.sum() + LONG_CONTEXT) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
     first = int(num_tokens - short.sum())
     works = [np.array(work) for work in ([*short, first], [0, 0, 0, 0, LONG_CONTEXT - first], [1] * 5, [1] * 5)]
-    lens = -(-sum(works) // block_size)
+    lens = -(-np.sum(works, axis=0) // block_size)
     tables = np.zeros((len(lens), lens.max()), np.int32)
     tables[np.arange(lens.max()) < lens[:, None]] = 1 + rng.permutation(lens.sum())
     return tables, int(num_tokens), works
