@@ -6,6 +6,7 @@ switched later, or silently: what cannot be served as asked is an error that nam
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -22,10 +23,12 @@ from . import __version__
 from .errors import ConfigError
 from .models.config import ModelConfig
 from .pallas_kernels.ragged_paged_attention import (
+    AttentionMetadata,
     Backend,
     LayerPlace,
     PagedCache,
     XlaBackend,
+    interface,
     step_of_rows,
 )
 from .user_cache import make_private, user_cache
@@ -47,13 +50,17 @@ TPU_CHIPS = {
 """What devices call themselves → the chips that the kernels have sizes for."""
 DEVICE_OF_KERNELS = {"pallas-tpu": "tpu", "pallas-gpu": "gpu"}
 LEAST_GPU_CAPABILITY, HOPPER = (8, 0), (9, 0)
+GPU_KERNELS_NEED = (0, 11)
+"""Of JAX, the version that has their instructions first."""
 XLA_BLOCK_SIZE = 64
 TPU_BLOCK_SIZES = (128, 256)
 MAX_TABLE_ENTRIES = 255_000
 """Page numbers that fit into a TPU core's scalar memory, 1 MiB, beside the rest of a step's plan."""
 LARGEST_ERROR = 2e-2
 """Of an output row's norm, between a kernel and the XLA path: both round to bfloat16 in different places."""
-CHECK_PAGES, CHECK_TOKENS, CHECK_ROWS, CHECK_TABLE = 24, 64, 8, 4
+LONG_CONTEXT = 1000
+"""Tokens of one row of that comparison: so many that kernels which cut long rows cut it, also in decode."""
+CHECK_TOKENS, CHECK_ROWS = 64, 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
     """The backend for `attention_backend` = `asked`, on this device. ConfigError if it cannot be had."""
     xla = XlaBackend(platform=device.platform)
     if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
-        return AttentionChoice(xla, "asked for" if asked == "xla" else f"the default on {device.platform}")
+        return AttentionChoice(xla, "asked for" if asked == "xla" else _why_xla(device))
     name = "pallas-tpu" if asked == "auto" else asked
     if device.platform != DEVICE_OF_KERNELS[name]:
         raise ConfigError(
@@ -83,6 +90,17 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
             return AttentionChoice(xla, f"pallas-tpu does not take this: {error}")
         raise ConfigError(str(error)) from error
     return AttentionChoice(backend, "asked for" if asked == name else "the default on tpu")
+
+
+def _why_xla(device: jax.Device) -> str:
+    """Why XLA serves by default on this device; found without Pallas, which such a start does not need."""
+    default = f"the default on {device.platform}"
+    if device.platform != "gpu":
+        return default
+    if jax.__version_info__ < GPU_KERNELS_NEED:
+        needed = ".".join(map(str, GPU_KERNELS_NEED))
+        return f"{default}: the pallas-gpu kernels need jax {needed} or later, this is {jax.__version__}"
+    return f"{default}: the pallas-gpu kernels have not passed scripts/gpu_check.py on {device.device_kind}"
 
 
 def kernel_backend(
@@ -183,14 +201,22 @@ def check_kernels(backend: Backend, model: ModelConfig, dtype: str, block_size: 
     """
     if isinstance(backend, XlaBackend):
         return
-    shape = (model.num_heads, model.num_kv_heads, model.head_size)
-    key = [repr(backend), *shape, dtype, block_size, device.device_kind, jax.__version__, __version__]
+    key = check_key(backend, model, dtype, block_size, device)
     folder = user_cache("checked")
     mark = folder / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
     if mark.exists():
         return
     try:
-        error = kernel_error(backend, *shape, dtype, block_size, device)
+        error = kernel_error(
+            backend,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_size,
+            dtype,
+            block_size,
+            device,
+            windows=model.windows,
+        )
     except Exception as failure:
         raise ConfigError(
             f"attention_backend: {backend.name} failed its check on {device.device_kind}: "
@@ -209,6 +235,21 @@ def check_kernels(backend: Backend, model: ModelConfig, dtype: str, block_size: 
         logger.warning("the check of %s is made at each start: %s", backend.name, problem)
 
 
+def check_key(backend: Backend, model: ModelConfig, dtype: str, block_size: int, device: jax.Device) -> list[Any]:
+    """What a comparison holds for: another kernel, shape, chip, driver or version is compared anew."""
+    shape = [model.num_heads, model.num_kv_heads, model.head_size, sorted({window or 0 for window in model.windows})]
+    versions = [device.client.platform_version, jax.__version__, __version__, source_digest()]
+    return [repr(backend), *shape, dtype, block_size, device.device_kind, *versions]
+
+
+def source_digest(folder: Path = Path(interface.__file__).parent) -> str:
+    """Of the source of all backends: a kernel that was changed is another one, whatever our version says."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
 def kernel_error(
     backend: Backend,
     num_heads: int,
@@ -217,52 +258,81 @@ def kernel_error(
     dtype: str,
     block_size: int,
     device: jax.Device,
+    *,
+    windows: Sequence[int | None] = (None,),
 ) -> float:
-    """The largest difference from the XLA path, as a share of an output row's norm, over prefill and decode steps."""
-    rng = np.random.default_rng(0)
-    prefills, decodes = [1, 17, block_size - 1, block_size + 1], [1] * 4
-    tables = 1 + rng.permutation(CHECK_PAGES - 1)[: 4 * CHECK_TABLE].reshape(4, CHECK_TABLE)
-    num_tokens = -(-sum(prefills) // CHECK_TOKENS) * CHECK_TOKENS
+    """The largest difference from the XLA path, as a share of an output row's norm, over prefill and decode steps.
+
+    In the second of two layers, for each of `windows`. All steps have the same shapes, so that each backend compiles
+    one program a window.
+    """
     worst = 0.0
-    caches = [_empty_cache(each, num_kv_heads, head_size, dtype, block_size) for each in (backend, _xla(device))]
-    lens = [0] * 4
-    for work in (prefills, decodes, decodes):
-        lens = [before + new for before, new in zip(lens, work, strict=True)]
-        inputs = [rng.normal(size=(num_tokens, n, head_size)) for n in (num_heads, num_kv_heads, num_kv_heads)]
-        outs = []
-        for index, cache in enumerate(caches):
-            step = step_of_rows(
-                cache.backend,
-                work,
-                lens,
-                tables,
-                page_size=block_size,
-                num_tokens=num_tokens,
-                num_rows=CHECK_ROWS,
-            )
-            q, k, v = (jnp.asarray(x, dtype) for x in inputs)
-            with jax.default_device(device):
-                out, caches[index] = jax.jit(PagedCache.attend, static_argnames=("layer", "scale"))(
-                    cache, layer=0, q=q, k=k, v=v, step=step, scale=head_size**-0.5
+    for window in dict.fromkeys(windows):
+        rng = np.random.default_rng(0)
+        tables, num_tokens, works = check_steps(block_size, rng)
+        num_pages = int(tables.max()) + 1
+        caches = [
+            _empty_cache(each, num_pages, num_kv_heads, head_size, dtype, block_size)
+            for each in (backend, XlaBackend(platform=device.platform))
+        ]
+        lens = np.zeros(len(tables), int)
+        for work in works:
+            lens += work
+            rows, inputs = np.flatnonzero(work), []
+            for num in (num_heads, num_kv_heads, num_kv_heads):
+                inputs.append(jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype))
+            outs = []
+            for index, cache in enumerate(caches):
+                step = step_of_rows(
+                    cache.backend,
+                    work[rows].tolist(),
+                    lens[rows].tolist(),
+                    tables[rows],
+                    page_size=block_size,
+                    num_tokens=num_tokens,
+                    num_rows=CHECK_ROWS,
                 )
-            outs.append(np.asarray(out[: sum(work)], np.float32))
-        errors = np.linalg.norm(outs[0] - outs[1], axis=-1) / np.linalg.norm(outs[1], axis=-1)
-        worst = max(worst, float(errors.max()) if np.isfinite(errors).all() else np.inf)
+                with jax.default_device(device):
+                    out, caches[index] = _attend(cache, *inputs, step, scale=head_size**-0.5, window=window)
+                outs.append(np.asarray(out[: work.sum()], np.float32))
+            errors = np.linalg.norm(outs[0] - outs[1], axis=-1) / np.linalg.norm(outs[1], axis=-1)
+            worst = max(worst, float(errors.max()) if np.isfinite(errors).all() else np.inf)
     return worst
 
 
-def _xla(device: jax.Device) -> XlaBackend:
-    return XlaBackend(platform=device.platform)
+def check_steps(block_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
+    """Page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
+
+    Short rows around the end of a page and a long one, which is written in two steps; then all of them decode.
+    """
+    short = np.array([1, 17, block_size - 1, block_size + 1])
+    num_tokens = -(-(short.sum() + LONG_CONTEXT) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
+    first = int(num_tokens - short.sum())
+    works = [np.array(work) for work in ([*short, first], [0, 0, 0, 0, LONG_CONTEXT - first], [1] * 5, [1] * 5)]
+    lens = -(-np.sum(works, axis=0) // block_size)
+    tables = np.zeros((len(lens), lens.max()), np.int32)
+    tables[np.arange(lens.max()) < lens[:, None]] = 1 + rng.permutation(lens.sum())
+    return tables, int(num_tokens), works
 
 
-def _empty_cache(backend: Backend, num_kv_heads: int, head_size: int, dtype: str, block_size: int) -> PagedCache:
+@functools.partial(jax.jit, static_argnames=("scale", "window"))
+def _attend(
+    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: AttentionMetadata, *, scale: float, window: Any
+) -> tuple[jax.Array, PagedCache]:
+    return cache.attend(1, q, k, v, step, scale=scale, window=window)
+
+
+def _empty_cache(
+    backend: Backend, num_pages: int, num_kv_heads: int, head_size: int, dtype: str, block_size: int
+) -> PagedCache:
+    """Two layers of pages full of NaN."""
     layout = backend.layout(
-        num_layers=1,
-        num_pages=CHECK_PAGES,
+        num_layers=2,
+        num_pages=num_pages,
         page_size=block_size,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         dtype=dtype,
     )
     pages = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
-    return PagedCache(pages, layout, (LayerPlace(0, 0),), backend)
+    return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)

@@ -1,4 +1,4 @@
-"""Are attention kernels right on this device? What `gpu_check` and `tpu_check` share: cases, the oracle, the report.
+"""Are attention kernels right on this device? What `gpu_check` and `tpu_check` share: cases, and the oracle.
 
     NaN-filled pages ──▶ prefill steps of each row's history ──▶ the step that is checked ──▶ dense oracle
 
@@ -8,14 +8,10 @@ new in each run, whose seed is printed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
 import functools
-import json
-import subprocess
+import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +25,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from jpaged.pallas_kernels.ragged_paged_attention import (  # noqa: E402
+    NULL_PAGE,
     AttentionMetadata,
     Backend,
+    KVLayout,
     KVScales,
     LayerPlace,
     PagedCache,
-    quantize,
     step_of_rows,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention  # noqa: E402
@@ -43,12 +40,10 @@ MOST_ERROR = 1e-2
 """Of one head's output, relative to its norm: a weight and a value rounded to 8 bits each, and the sum."""
 MOST_ERROR_FLOAT32 = 1e-4
 """Sums in float32 of exact products, and a hundred times that for powers and reciprocals that hardware approximates."""
-LAST_START_S = 7 * 60
+NUM_REPEATS = 20
+"""Of each checked step on a device: what two blocks race for, one wins most of the times."""
 HISTORY_TOKENS = 64
 """At least so many are written by one step."""
-
-Goals = dict[str, tuple[str, float]]
-Measures = dict[str, Callable[[], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -60,11 +55,22 @@ class Rows:
     num_tokens: int
     """That the step has room for; the rest is padding."""
     num_rows: int
+    num_shared: int = 0
+    """Tokens whose pages all rows share that have known so many: whole pages."""
+
+    @property
+    def sharing(self) -> list[int]:
+        """The rows that share their first pages; the first of them has written them."""
+        lens = enumerate(zip(self.query_lens, self.context_lens, strict=True))
+        return [row for row, (new, known) in lens if known - new >= self.num_shared > 0]
 
 
 MIXED = Rows(
     (*[1] * 8, 2, 64, 65, 300, 33), (1, 63, 64, 65, 700, 2048, 2049, 3000, 2, 64, 640, 300, 2500), 512, num_rows=16
 )
+SHARED = dataclasses.replace(MIXED, num_shared=256)
+ONE_TOKEN = Rows((1,), (2500,), num_tokens=1, num_rows=1)
+ONLY_DECODE = Rows((1,) * 7, (1, 64, 2047, 2048, 2049, 2304, 3000), num_tokens=8, num_rows=8)
 TINY = Rows((1, 1, 3, 17), (1, 66, 3, 40), 64, num_rows=4)
 
 
@@ -83,6 +89,12 @@ class Case:
     has_sinks: bool = False
     rows: Rows = MIXED
     backend: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    layer: int = 0
+    """Of a cache of so many layers and one more."""
+    is_freed: bool = False
+    """The pages that lie behind the window are given back before the checked step, their entries null."""
+    num_numbers: int = 0
+    """That lie in each array before the rows' pages, at least: 2³¹ and more want 64 bits of an address."""
 
     @property
     def most_error(self) -> float:
@@ -122,6 +134,8 @@ def works(rows: Rows) -> Iterator[Work]:
     sizes = max(rows.num_tokens, HISTORY_TOKENS), rows.num_rows
     missing = [context - query for query, context in zip(rows.query_lens, rows.context_lens, strict=True)]
     done = [0] * len(missing)
+    for row in rows.sharing[1:]:
+        done[row], missing[row] = rows.num_shared, missing[row] - rows.num_shared
     while any(missing):
         room, lens = sizes[0], {}
         for row, length in enumerate(missing):
@@ -157,10 +171,14 @@ def random_numbers(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Ar
 
 
 class Bench:
-    """The backend of each case, on the device or interpreted, and the random numbers of this run."""
+    """The backend of each case, on the device or interpreted, and the random numbers of this run.
 
-    def __init__(self, backend_of: Callable[[Case], Backend], seed: int):
-        self.backend_of = backend_of
+    A checked step is run `num_repeats` times more and has to give the same bits: what a race changes, it changes at
+    times.
+    """
+
+    def __init__(self, backend_of: Callable[[Case], Backend], seed: int, *, num_repeats: int = 0):
+        self.backend_of, self.num_repeats = backend_of, num_repeats
         self.rng, self.key = np.random.default_rng(seed), jax.random.key(seed)
 
     def next_key(self) -> jax.Array:
@@ -171,32 +189,39 @@ class Bench:
         """Pages in random order [rows, P]; of those numbers 0 is the null page."""
         lens = -(-np.array(context_lens) // case.page_size)
         tables = np.zeros((len(lens), lens.max()), np.int32)
-        tables[np.arange(lens.max()) < lens[:, None]] = 1 + self.rng.permutation(lens.sum())
+        page_numbers = min(math.prod(shape) for shape in self.layout(case, 1).shapes)
+        first = 1 + -(-case.num_numbers // page_numbers)
+        tables[np.arange(lens.max()) < lens[:, None]] = first + self.rng.permutation(lens.sum())
         return tables
 
-    def cache(self, case: Case, num_pages: int, *, is_dead: bool) -> PagedCache:
-        """Pages full of NaN (the largest number where there is none), or of random numbers."""
-        backend = self.backend_of(case)
-        layout = backend.layout(
-            num_layers=1,
+    def layout(self, case: Case, num_pages: int) -> KVLayout:
+        """Of that many pages a layer."""
+        return self.backend_of(case).layout(
+            num_layers=case.layer + 1,
             num_pages=num_pages,
             page_size=case.page_size,
             num_kv_heads=case.num_kv_heads,
             head_size=case.head_size,
             dtype=case.dtype,
         )
-        dead = jnp.iinfo(layout.dtype).max if layout.dtype == np.int8 else jnp.nan
+
+    def cache(self, case: Case, num_pages: int, *, is_dead: bool) -> PagedCache:
+        """Pages full of NaN (the largest number where there is none), or of random numbers."""
+        layout = self.layout(case, num_pages)
         pages = tuple(
-            jnp.full(shape, dead, layout.dtype) if is_dead else random_numbers(self.next_key(), shape, layout.dtype)
+            jnp.full(shape, dead_of(layout.dtype), layout.dtype)
+            if is_dead
+            else random_numbers(self.next_key(), shape, layout.dtype)
             for shape in layout.shapes
         )
         scales = None
         if layout.dtype.itemsize == 1:
-            most, shape = 127 if case.dtype == "int8" else 448, (1, case.num_kv_heads)
+            most, shape = 127 if case.dtype == "int8" else 448, (case.layer + 1, case.num_kv_heads)
             scales = KVScales(
                 *(jax.random.uniform(self.next_key(), shape, minval=4, maxval=8) / most for _ in range(2))
             )
-        return PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
+        layers = tuple(LayerPlace(0, index) for index in range(case.layer + 1))
+        return PagedCache(pages, layout, layers, self.backend_of(case), scales)
 
     def inputs(self, case: Case, num_real: int, num_tokens: int) -> list[jax.Array]:
         """Queries, keys and values; those of padding tokens are NaN."""
@@ -217,119 +242,101 @@ class Bench:
             options["sinks"] = jnp.asarray(self.rng.normal(size=case.num_heads), jnp.float32)
         return options
 
-    def batch(self, case: Case, query_lens: Sequence[int], context_lens: Sequence[int]) -> Batch:
-        """A step without padding over pages full of random numbers: for its time, not for its result."""
+    def batch(
+        self, case: Case, query_lens: Sequence[int], context_lens: Sequence[int], *, pages_of: Batch | None = None
+    ) -> Batch:
+        """A step without padding over pages full of random numbers: for its time, not for its result.
+
+        `pages_of` another batch with as many pages: they are the same arrays.
+        """
         total, rows = sum(query_lens), len(query_lens)
         tables = self.tables(case, context_lens)
-        cache = self.cache(case, int(tables.max()) + 1, is_dead=False)
+        if pages_of is None:
+            cache = self.cache(case, int(tables.max()) + 1, is_dead=False)
+        else:
+            cache = dataclasses.replace(pages_of.cache, backend=self.backend_of(case))
         work = Work(tuple(range(rows)), tuple(query_lens), tuple(context_lens), total, rows)
         step = step_of(cache.backend, work, tables, case.page_size)
         return Batch(case, cache, step, *self.inputs(case, total, total), self.options(case))
 
     def error(self, case: Case) -> float:
-        """The largest error of any head's output, relative to its norm."""
-        tables = self.tables(case, case.rows.context_lens)
+        """The largest error of any head's output, relative to its norm. FloatingPointError if one is not finite.
+
+        RuntimeError if the step, run again, gives other bits, or if it wrote to another layer.
+        """
+        tables, layer = with_aliases(self.tables(case, case.rows.context_lens), case), case.layer
         cache, options = self.cache(case, int(tables.max()) + 1, is_dead=True), self.options(case)
-        attend = jax.jit(lambda cache, q, k, v, step: cache.attend(0, q, k, v, step, **options), donate_argnums=0)
-        scales = (None, None) if cache.scales is None else tuple(np.asarray(x) for x in cache.scales.of_layer(0))
+        attend = jax.jit(lambda cache, q, k, v, step: cache.attend(layer, q, k, v, step, **options), donate_argnums=0)
+        scales = (None, None) if cache.scales is None else tuple(np.asarray(x) for x in cache.scales.of_layer(layer))
         histories: list[list[list[np.ndarray]]] = [[[] for _ in case.rows.query_lens] for _ in range(2)]
-        for work in works(case.rows):
+        *before, checked = works(case.rows)
+        for work in (*before, checked):
             total, starts = sum(work.query_lens), np.cumsum([0, *work.query_lens])
             q, k, v = self.inputs(case, total, work.num_tokens)
             for history, x, scale in zip(histories, (k, v), scales, strict=True):
-                stored = as_stored(x, scale, case.dtype)
+                stored = as_stored(np.asarray(x[:total]), scale, case.dtype)
                 for row, start, length in zip(work.rows, starts, work.query_lens, strict=False):
                     history[row].append(stored[start : start + length])
-            out, cache = attend(cache, q, k, v, step_of(cache.backend, work, tables, case.page_size))
+            seen = without_freed(tables, case) if work is checked else tables
+            step = step_of(cache.backend, work, seen, case.page_size)
+            out, cache = attend(cache, q, k, v, step)
+        got = np.asarray(out[:total])
+        for _ in range(self.num_repeats):  # Writes what is there already, and so changes nothing.
+            again, cache = attend(cache, q, k, v, step)
+            if np.asarray(again[:total]).tobytes() != got.tobytes():
+                raise RuntimeError("the same step gives other bits when it is run again")
+        others = [each[: layer * cache.layout.num_pages] for each in cache.pages]
+        if not all((jnp.isnan(each) | (each == dead_of(each.dtype))).all() for each in others):
+            raise RuntimeError("pages of another layer were written")
         options = {name: np.asarray(x) if name == "sinks" else x for name, x in options.items()}
-        keys, values = ([np.concatenate(row) for row in history] for history in histories)
-        expected = dense_attention(np.asarray(q[:total], np.float64), keys, values, work.query_lens, **options)
-        got = np.asarray(out[:total], np.float64)
-        errors = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-        return float(np.max(np.where(np.isnan(errors), np.inf, errors)))
+        keys, values = ([np.concatenate(row) for row in with_shared(history, case.rows)] for history in histories)
+        expected = dense_attention(np.asarray(q[:total], np.float64), keys, values, checked.query_lens, **options)
+        errors = np.linalg.norm(got.astype(np.float64) - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+        if not np.isfinite(errors).all():
+            raise FloatingPointError(
+                f"{np.count_nonzero(~np.isfinite(errors))} of {errors.size} outputs are not finite"
+            )
+        return float(np.max(errors))
 
 
-def as_stored(x: jax.Array, scale: np.ndarray | None, dtype: str) -> np.ndarray:
-    """What a page stands for that `x` [T, K, H] was written to; converted on the host: a device's way is checked."""
+def dead_of(dtype: Any) -> Any:
+    """What slots hold that nobody has written: NaN, or the largest number where there is none."""
+    return jnp.iinfo(dtype).max if dtype == np.int8 else jnp.nan
+
+
+def with_aliases(tables: np.ndarray, case: Case) -> np.ndarray:
+    """The first pages of rows that share them are those of the first such row."""
+    num_pages, sharing = case.rows.num_shared // case.page_size, case.rows.sharing
+    if sharing:
+        tables[sharing, :num_pages] = tables[sharing[0], :num_pages]
+    return tables
+
+
+def without_freed(tables: np.ndarray, case: Case) -> np.ndarray:
+    """Page tables of the checked step: null where no query of a row sees anything of a page that was given back."""
+    if not (case.is_freed and case.window):
+        return tables
+    first_seen = np.array(case.rows.context_lens) - case.rows.query_lens - case.window + 1
+    return np.where(np.arange(tables.shape[1]) < (first_seen // case.page_size)[:, None], NULL_PAGE, tables)
+
+
+def with_shared(history: list[list[np.ndarray]], rows: Rows) -> list[list[np.ndarray]]:
+    """What each row's pages hold, [tokens, K, H] each: those that share their first pages have another's tokens."""
+    first = np.concatenate(history[rows.sharing[0]])[: rows.num_shared] if rows.num_shared else None
+    return [[first, *own] if row in rows.sharing[1:] else own for row, own in enumerate(history)]
+
+
+def as_stored(x: np.ndarray, scale: np.ndarray | None, dtype: str) -> np.ndarray:
+    """What a page stands for that `x` [T, K, H] was written to; by numpy: the device's way is checked."""
     if scale is None:
-        return np.asarray(x.astype(dtype)).astype(np.float64)
-    return np.asarray(quantize(x, jnp.asarray(scale), dtype)).astype(np.float64) * scale[:, None]
+        return x.astype(dtype).astype(np.float64)
+    scaled, limits = x.astype(np.float32) / scale[:, None], jnp.iinfo if dtype == "int8" else jnp.finfo
+    most = float(limits(dtype).max)
+    clipped = np.clip(np.round(scaled) if dtype == "int8" else scaled, -most, most)
+    return clipped.astype(dtype).astype(np.float64) * scale[:, None]
 
 
-# The run
-
-
-def arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags of both scripts; a seed is drawn if none is given, and printed."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--interpret", action="store_true", help="anywhere: a few tiny cases, step by step")
-    parser.add_argument("--seed", type=int, default=None, help="of the random inputs; a new one each time if not given")
-    parser.add_argument("--output", type=Path, help="write what was found here, as JSON")
-    args = parser.parse_args(argv)
-    if args.seed is None:
-        args.seed = int(np.random.SeedSequence().entropy % 2**32)  # type: ignore[operator]
-    print(f"seed {args.seed}", flush=True)
-    return args
-
-
-def machine() -> dict[str, Any]:
-    """What JAX and the checkout say of themselves."""
-    device = jax.devices()[0]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "device": device.device_kind,
-        "platform": device.client.platform_version,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def check(
-    args: argparse.Namespace,
-    bench: Bench,
-    cases: Sequence[Case],
-    measures: Measures,
-    goals: Goals,
-    *,
-    last_start_s: float = LAST_START_S,
-) -> int:
-    """Check every case, then measure; print the table last. What would begin after `last_start_s` is not done."""
-    began = time.monotonic()
-    report: dict[str, Any] = {"machine": machine(), "seed": args.seed, "interpreted": args.interpret}
-    report |= {"checks": {}, "measured": {}, "not_done": []}
-
-    def attempt(into: str, name: str, do: Callable[[], Any]) -> None:
-        """Do it unless it is too late; an error is what was found."""
-        if time.monotonic() - began > last_start_s:
-            report["not_done"].append(name)
-            return
-        try:
-            report[into][name] = do()
-        except Exception as error:
-            report[into][name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        print(f"{name}: {report[into][name]}", flush=True)
-
-    for case in cases:
-        attempt("checks", case.name, lambda case=case: bench.error(case))
-    for name, measure in measures.items():
-        attempt("measured", name, measure)
-    most = {case.name: case.most_error for case in cases}
-    wrong = [name for name, found in report["checks"].items() if isinstance(found, str) or not found <= most[name]]
-    broken = [name for name, found in report["measured"].items() if isinstance(found, str)]
-    report["passed"] = not (wrong or broken or report["not_done"])
-    report["seconds"] = round(time.monotonic() - began, 1)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    for name, found in report["measured"].items():
-        for key, (relation, goal) in goals.items():
-            if isinstance(found, dict) and key in found:
-                value = "not measured" if found[key] is None else f"{found[key]:.3f}"
-                print(f"{key:12} {value:>12}  goal {relation} {goal:<5}  {name}")
-    print(f"{len(report['checks']) - len(wrong)} of {len(report['checks'])} cases right in {report['seconds']} s")
-    for title, names in (("wrong", wrong), ("broken", broken), ("not done", report["not_done"])):
-        if names:
-            print(f"{title}: {', '.join(names)}")
-    return not report["passed"]
+def checks(bench: Bench, cases: Sequence[Case]) -> dict[str, tuple[Callable[[], float], float]]:
+    """Name → what finds the error of a case, and the most that is forgiven."""
+    assert len({case.name for case in cases}) == len(cases), "a name for two cases: one would not be checked"
+    return {case.name: (functools.partial(bench.error, case), case.most_error) for case in cases}

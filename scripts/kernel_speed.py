@@ -7,21 +7,43 @@ K5      a window to full attention            K6      pages of one byte a number
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_check import Batch, Bench, Case, Goals, random_numbers
+from check_report import Goals
+from kernel_check import Batch, Bench, Case, random_numbers
 
 GOALS: Goals = {"K1": ("≥", 0.90), "K2": ("≥", 0.9), "K3": ("≥", 0.75), "K5": ("≤", 0.10), "K6": ("≤", 0.60)}
 LLAMA = Case("llama", num_heads=32, num_kv_heads=8, head_size=128)
 
-Loop = Callable[[int], Any]
-"""Runs something that many times, one after the other."""
+
+@dataclass(frozen=True)
+class Loop:
+    """Something that runs many times, one after the other: `body`(carry, *others) → carry."""
+
+    body: Callable[..., Any]
+    first: Any
+    others: tuple[Any, ...]
+
+    def __call__(self, count: int) -> Any:
+        """Run it `count` times in one program, made for that count."""
+        return run(self.body, count, self.first, *self.others)
+
+
+Others = Mapping[str, Callable[[Batch], Loop]]
+"""Who else can do the work of a batch → how."""
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run(body: Callable[..., Any], count: int, first: Any, *others: Any) -> Any:
+    """The count is static: without it XLA asks the device after each call whether there is another one."""
+    return jax.lax.fori_loop(0, count, lambda _, carry: body(carry, *others), first)
 
 
 @dataclass(frozen=True)
@@ -34,11 +56,13 @@ class Sizes:
     prefill: int = 8192
     ragged: tuple[int, ...] = (4096, 2500, 1000, 333, 200, 63)
     window: int = 1024
-    windowed_rows: int = 16
+    windowed_rows: int = 64
+    """So many that a window of each takes its bandwidth's time and not a launch's."""
     copied_bytes: int = 1 << 30
     matmul: int = 8192
     rounds: int = 7
     trial_calls: int = 10
+    """Of the shorter of two loops."""
     round_s: float = 0.02
     """What one round of one measurement takes, about."""
 
@@ -46,45 +70,43 @@ class Sizes:
 def loop_of(batch: Batch) -> Loop:
     """Many calls one after the other in one program: each takes the last one's output for its queries."""
 
-    @jax.jit
-    def run(count: Any, cache: Any, q: Any, k: Any, v: Any, step: Any) -> Any:
-        def once(_: Any, carry: Any) -> Any:
-            cache, q = carry
-            out, cache = cache.attend(0, q, k, v, step, **batch.options)
-            return cache, out
+    options = batch.options  # And not the batch: JAX keeps what a program was made of, with its pages.
 
-        return jax.lax.fori_loop(0, count, once, (cache, q))[1]
+    def body(carry: Any, k: Any, v: Any, step: Any) -> Any:
+        cache, q = carry
+        out, cache = cache.attend(0, q, k, v, step, **options)
+        return cache, out
 
-    return lambda count: run(count, batch.cache, batch.q, batch.k, batch.v, batch.step)
+    return Loop(body, (batch.cache, batch.q), (batch.k, batch.v, batch.step))
 
 
-def repeated(body: Callable[..., Any], first: jax.Array, *others: jax.Array) -> Loop:
-    """The same of body(x, *others) → x."""
-    run = jax.jit(lambda count, x, *others: jax.lax.fori_loop(0, count, lambda _, x: body(x, *others), x))
-    return lambda count: run(count, first, *others)
+def copy_loop(num_bytes: int) -> Loop:
+    """A copy on the device. The barrier is for what two of them would be, should a loop be unrolled: −(−x) is x."""
+    return Loop(lambda x: jax.lax.optimization_barrier(-x), jnp.ones(num_bytes // 2, jnp.bfloat16), ())
 
 
 def times(loops: dict[str, Loop], sizes: Sizes) -> dict[str, float]:
     """Seconds a call: medians over rounds in which every loop has its turn.
 
-    The time of a loop of one call is taken off that of a longer one: what is left are the calls between, without the
-    launch, and without the copies that are made before the first.
+    The time of a loop of few calls is taken off that of one with more: what is left are the calls between, without the
+    launch, and without the copies that are made before the first. Each loop is compiled twice.
     """
 
-    def seconds(run: Loop, count: int) -> float:
+    def seconds(loop: Loop, count: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run(count))
+        jax.block_until_ready(loop(count))
         return time.perf_counter() - start
 
-    counts = {}
-    for name, run in loops.items():
-        seconds(run, 1)
-        call_s = (seconds(run, 1 + sizes.trial_calls) - seconds(run, 1)) / sizes.trial_calls
-        counts[name] = max(2, min(2000, int(sizes.round_s / max(call_s, 1e-6))))
+    few, more = sizes.trial_calls, {}
+    for name, loop in loops.items():
+        seconds(loop, few)
+        call_s = seconds(loop, few) / few
+        more[name] = max(2, min(2000, int(sizes.round_s / max(call_s, 1e-6))))
+        seconds(loop, few + more[name])
     found: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(sizes.rounds):
-        for name, run in loops.items():
-            found[name].append((seconds(run, 1 + counts[name]) - seconds(run, 1)) / counts[name])
+        for name, loop in loops.items():
+            found[name].append((seconds(loop, few + more[name]) - seconds(loop, few)) / more[name])
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -98,60 +120,70 @@ def causal_flops(case: Case, lens: Sequence[int]) -> float:
     return sum(4.0 * n * (n + 1) / 2 * case.num_heads * case.head_size for n in lens)
 
 
-def runnable(loops: dict[str, Loop]) -> tuple[dict[str, Loop], dict[str, str]]:
-    """Of what others made, the loops that run here, and why the rest does not."""
+def loops_of_others(batches: dict[str, Batch], others: Others, sizes: Sizes) -> tuple[dict[str, Loop], dict[str, str]]:
+    """The same work as others do it, and why the rest of it cannot be made or run here: no more than it is lost."""
     found, refused = {}, {}
-    for name, run in loops.items():
-        try:
-            jax.block_until_ready(run(1))
-            found[name] = run
-        except Exception as error:
-            refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    for who, make in others.items():
+        for what, batch in batches.items():
+            try:
+                loop = make(batch)
+                jax.block_until_ready(loop(sizes.trial_calls))
+                found[f"{what} by {who}"] = loop
+            except Exception as error:
+                refused[f"{what} by {who}"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return found, refused
 
 
-def measure_decode(bench: Bench, case: Case, sizes: Sizes, others: dict[str, Loop]) -> dict[str, Any]:
-    """K1 and K2: bytes of keys and values a second, against those that a copy reads and writes.
+def worst_ratio(taken: dict[str, float], whats: Iterable[str], who: str) -> float | None:
+    """The largest of our times to another's; None unless it did all of it."""
+    pairs = [(taken[what], taken.get(f"{what} by {who}")) for what in whats]
+    return (
+        None if any(theirs is None for _, theirs in pairs) else max(ours / theirs for ours, theirs in pairs if theirs)
+    )
 
-    `others` do what the first of `sizes.decode` does.
-    """
+
+def measure_decode(bench: Bench, case: Case, sizes: Sizes, others: Others) -> dict[str, Any]:
+    """K1 and K2: bytes of keys and values a second, against those that a copy reads and writes; decode ÷ others."""
     shapes = {f"{len(lens)} × {lens[0]}": lens for lens in sizes.decode}
     first = next(iter(shapes))
     shapes["skewed"] = sizes.skewed
-    loops = {name: loop_of(bench.batch(case, [1] * len(lens), lens)) for name, lens in shapes.items()}
-    loops["copy"] = repeated(lambda x: -x, jnp.ones(sizes.copied_bytes // 2, jnp.bfloat16))
-    others, refused = runnable(others)
-    taken = times(loops | others, sizes)
+    batches = {name: bench.batch(case, [1] * len(lens), lens) for name, lens in shapes.items()}
+    loops = {name: loop_of(batch) for name, batch in batches.items()}
+    loops["copy"] = copy_loop(sizes.copied_bytes)
+    theirs, refused = loops_of_others(batches, others, sizes)
+    taken = times(loops | theirs, sizes)
     copied = 2 * sizes.copied_bytes / taken["copy"]
     rates = {name: kv_bytes(case, lens) / taken[name] / copied for name, lens in shapes.items()}
     least = min(rate for name, rate in rates.items() if name != "skewed")
     found = {"K1": least, "K2": rates["skewed"] / rates[first], "copy_bytes_per_s": copied, "seconds": taken}
-    against = {name: taken[first] / taken[name] for name in others}
-    return {**found, "of_copy": rates, "of_others": against, "refused": refused}
+    against = {f"decode ÷ {who}": worst_ratio(taken, shapes, who) for who in others}
+    return {**found, **against, "of_copy": rates, "refused": refused}
 
 
-def measure_prefill(bench: Bench, case: Case, sizes: Sizes, others: dict[str, Loop]) -> dict[str, Any]:
-    """K3: one long prompt against a matrix product; beside it rows of different length, and what others made."""
+def measure_prefill(bench: Bench, case: Case, sizes: Sizes, others: Others) -> dict[str, Any]:
+    """K3: one long prompt against a matrix product, and against others; beside it rows of different length."""
     lens, side = {"one": [sizes.prefill], "ragged": list(sizes.ragged)}, sizes.matmul
-    loops = {name: loop_of(bench.batch(case, each, each)) for name, each in lens.items()}
+    batches = {name: bench.batch(case, each, each) for name, each in lens.items()}
+    loops = {name: loop_of(batch) for name, batch in batches.items()}
     square = random_numbers(jax.random.key(0), (side, side), jnp.bfloat16) * jnp.bfloat16(side**-0.5)
-    loops["matmul"] = repeated(lambda x, y: x @ y, square, square)
-    others, refused = runnable(others)
-    taken = times(loops | others, sizes)
+    loops["matmul"] = Loop(lambda x, y: x @ y, square, (square,))
+    theirs, refused = loops_of_others(batches, others, sizes)
+    taken = times(loops | theirs, sizes)
     rates = {name: causal_flops(case, each) / taken[name] for name, each in lens.items()}
     rates["matmul"] = 2 * side**3 / taken["matmul"]
-    return {"K3": rates["one"] / rates["matmul"], "seconds": taken, "flops_per_s": rates, "refused": refused}
+    against = {f"prefill ÷ {who}": worst_ratio(taken, ["one"], who) for who in others}
+    return {"K3": rates["one"] / rates["matmul"], **against, "seconds": taken, "flops_per_s": rates, "refused": refused}
 
 
-def measure_window(bench: Bench, case: Case, sizes: Sizes, **options: Any) -> dict[str, Any]:
+def measure_window(bench: Bench, case: Case, sizes: Sizes, others: Others, **options: Any) -> dict[str, Any]:
     """K5: one layer with a window to one without, at 32 windows of context; `options` are its backend's."""
     rows, lens = sizes.windowed_rows, [32 * sizes.window] * sizes.windowed_rows
     windowed = dataclasses.replace(case, window=sizes.window, backend=options)
-    loops = {
-        name: loop_of(bench.batch(kind, [1] * rows, lens)) for name, kind in (("full", case), ("windowed", windowed))
-    }
-    taken = times(loops, sizes)
-    return {"K5": taken["windowed"] / taken["full"], "seconds": taken}
+    full = bench.batch(case, [1] * rows, lens)
+    theirs, refused = loops_of_others({"full": full}, others, sizes)
+    loops = {"full": loop_of(full), "windowed": loop_of(bench.batch(windowed, [1] * rows, lens, pages_of=full))}
+    taken = times(loops | theirs, sizes)
+    return {"K5": taken["windowed"] / taken["full"], "seconds": taken, "refused": refused}
 
 
 def measure_bytes(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:

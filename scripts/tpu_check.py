@@ -6,7 +6,8 @@
 Needs no network and no weights, and at most 8 minutes: what would begin later is listed as not done. Every kind of
 kernel is held against the dense oracle over fresh random inputs, whose seed is printed. Then ratios are measured, each
 between things that ran in turn: decoding to a copy on the device, prefill to a product of matrices, both to jax's own
-ragged paged attention (v2), a window to full attention, pages of one byte to those of two. The table is printed last.
+ragged paged attention (v2; the worst of all shapes), a window to full attention, pages of one byte to those of two. The
+table is printed last.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import check_report
 import jax
-import jax.numpy as jnp
 import kernel_speed
-import numpy as np
-from kernel_check import TINY, Bench, Case, Rows, arguments, check, random_numbers
-from kernel_speed import LLAMA, Loop, Sizes, repeated
+from kernel_check import (
+    NUM_REPEATS,
+    ONE_TOKEN,
+    ONLY_DECODE,
+    SHARED,
+    TINY,
+    Batch,
+    Bench,
+    Case,
+    Rows,
+    checks,
+    random_numbers,
+)
+from kernel_speed import LLAMA, Loop, Sizes
 
 from jpaged.attention_choice import TPU_CHIPS
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
@@ -30,10 +42,8 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import Decod
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
 GOALS = kernel_speed.GOALS | {"decode ÷ v2": ("≤", 1.0), "prefill ÷ v2": ("≤", 1.0)}
-SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=8)
+SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=16)
 """Half of what a GPU is given: with copies a v5e's 16 GB have to hold it."""
-ONE_TOKEN = Rows((1,), (2500,), num_tokens=1, num_rows=1)
-ONLY_DECODE = Rows((1,) * 7, (1, 64, 2047, 2048, 2049, 2304, 3000), num_tokens=8, num_rows=8)
 
 
 def cases() -> list[Case]:
@@ -51,6 +61,10 @@ def cases() -> list[Case]:
     features: list[dict[str, Any]] = [{"window": 100}, {"window": 2100}, {"soft_cap": 2.0}, {"has_sinks": True}]
     features.append({"window": 77, "soft_cap": 2.0, "has_sinks": True})
     found += [replace(base, name=f"{feature}", **feature) for feature in features]
+    found.append(replace(base, name="null pages behind the window", window=100, is_freed=True))
+    found += [replace(base, name=f"second layer, {dtype}", layer=1, dtype=dtype) for dtype in ("bfloat16", "int8")]
+    found.append(replace(base, name="shared pages", rows=SHARED))
+    found.append(replace(base, name="2³¹ numbers before the pages", num_numbers=1 << 31))
     found.append(replace(base, name="one token, int8", dtype="int8", rows=ONE_TOKEN))
     found.append(replace(base, name="all, int8, 64", dtype="int8", head_size=64, **features[-1]))
     return found
@@ -88,54 +102,35 @@ def backend_of(device: Any) -> Callable[[Case], TpuBackend]:
     return lambda case: TpuBackend.for_heads(chip, case.num_heads, case.head_size)
 
 
-def v2_loop(bench: Bench, case: Case, query_lens: Sequence[int], context_lens: Sequence[int]) -> Loop:
+def v2_loop(batch: Batch) -> Loop:
     """The same rows by jax's own kernel, which only reads its pages [C, Z, 2 × K, H], at the block sizes it chooses."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-    tables, rows = bench.tables(case, context_lens), len(query_lens)
-    pages = random_numbers(
-        bench.next_key(),
-        (int(tables.max()) + 1, case.page_size, 2 * case.num_kv_heads, case.head_size),
-        case.dtype,
-    )
-    q = random_numbers(bench.next_key(), (sum(query_lens), case.num_heads, case.head_size), case.input_dtype)
-    ints = (context_lens, tables, np.cumsum([0, *query_lens]), [rows])
-    attend = functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5)
-    return repeated(attend, q, pages, *(jnp.asarray(x, jnp.int32) for x in ints))
-
-
-def measure_decode(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """K1 and K2, and the first shape's time to v2's."""
-    lens = sizes.decode[0]
-    found = kernel_speed.measure_decode(bench, case, sizes, {"v2": v2_loop(bench, case, [1] * len(lens), lens)})
-    return {**found, "decode ÷ v2": found["of_others"].get("v2")}
-
-
-def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """K3, and one long prompt's time to v2's."""
-    one, ragged = [sizes.prefill], list(sizes.ragged)
-    others = {"v2": v2_loop(bench, case, one, one), "v2 ragged": v2_loop(bench, case, ragged, ragged)}
-    found = kernel_speed.measure_prefill(bench, case, sizes, others)
-    seconds = found["seconds"]
-    return {**found, "prefill ÷ v2": seconds["one"] / seconds["v2"] if "v2" in seconds else None}
+    case, step = batch.case, batch.step
+    shape = (batch.cache.layout.num_pages, case.page_size, 2 * case.num_kv_heads, case.head_size)
+    pages = random_numbers(jax.random.key(0), shape, case.dtype)
+    rows = step.context_lens, step.page_tables[0], step.query_starts, step.num_rows[None]
+    return Loop(functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5), batch.q, (pages, *rows))
 
 
 def measures(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
     """Name → what measures it."""
+    others = {"v2": v2_loop}
     return {
-        "decode": lambda: measure_decode(bench, case, sizes),
-        "prefill": lambda: measure_prefill(bench, case, sizes),
-        "window": lambda: kernel_speed.measure_window(bench, case, sizes),
+        "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, others),
+        "prefill": lambda: kernel_speed.measure_prefill(bench, case, sizes, others),
+        "window": lambda: kernel_speed.measure_window(bench, case, sizes, {}),
         "bytes": lambda: kernel_speed.measure_bytes(bench, case, sizes),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(__doc__, argv)
+    args = check_report.arguments(__doc__, argv)
     if args.interpret:
-        return check(args, Bench(interpreted, args.seed), tiny_cases(), {}, GOALS)
-    bench = Bench(backend_of(jax.devices()[0]), args.seed)
-    return check(args, bench, cases(), measures(bench, replace(LLAMA, page_size=128), SIZES), GOALS)
+        return check_report.run(args, checks(Bench(interpreted, args.seed), tiny_cases()), {}, {})
+    bench = Bench(backend_of(jax.devices()[0]), args.seed, num_repeats=NUM_REPEATS)
+    llama = replace(LLAMA, page_size=128)
+    return check_report.run(args, checks(bench, cases()), measures(bench, llama, SIZES), GOALS)
 
 
 if __name__ == "__main__":

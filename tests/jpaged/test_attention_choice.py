@@ -6,14 +6,26 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.attention_choice import block_size_of, check_kernels, choose_attention, kernel_error
+from jpaged.attention_choice import (
+    LARGEST_ERROR,
+    LONG_CONTEXT,
+    block_size_of,
+    check_kernels,
+    check_key,
+    check_steps,
+    choose_attention,
+    kernel_error,
+    source_digest,
+)
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import GpuPlanner
 
 from .tiny_model import CONFIG
 
@@ -37,6 +49,16 @@ def test_each_platform_has_its_default():
     for kind, chip in (("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("TPU7x", "v7x")):
         backend = choose_attention("auto", model_with(head_size=128), tpu(kind)).backend
         assert (backend.name, backend.chip) == ("pallas-tpu", chip)
+
+
+def test_a_start_on_a_gpu_says_why_no_kernel_serves():
+    h200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    untried = "the pallas-gpu kernels have not passed scripts/gpu_check.py on NVIDIA H200"
+    too_old = f"the pallas-gpu kernels need jax 0.11 or later, this is {jax.__version__}"
+    why = untried if HAS_MMA else too_old
+    assert choose_attention("auto", MODEL, h200).reason == f"the default on gpu: {why}"
+    assert choose_attention("xla", MODEL, h200).reason == "asked for"
+    assert choose_attention("auto", MODEL, CPU).reason == "the default on cpu"
 
 
 def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_refused():
@@ -109,7 +131,7 @@ class WrongHeads(TpuBackend):
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 32}
+    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 128}
 
 
 def test_a_kernel_that_agrees_is_checked_once(interpreted, tmp_path, monkeypatch):
@@ -137,3 +159,63 @@ def test_a_kernel_that_cannot_run_does_not_start(tmp_path, monkeypatch):
 
 def test_the_error_is_that_of_rounding(interpreted):
     assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", 16, CPU) < 1e-5
+
+
+class Blind(XlaBackend):
+    """Knows nothing of windows."""
+
+    def attend(self, *args, **options):
+        return super().attend(*args, **{**options, "window": None})
+
+
+class ReadsFirstLayer(XlaBackend):
+    """Writes where it is told, and reads the first layer."""
+
+    def attend(self, cache, place, q, k, v, step, **options):
+        _, pages = super().attend(cache, place, q, k, v, step, **options)
+        cache = dataclasses.replace(cache, pages=pages)
+        return super().attend(cache, LayerPlace(0, 0), q, None, None, step, **options)
+
+
+def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
+    shape = 4, 2, 64, "float32", 16, CPU
+    assert kernel_error(XlaBackend(), *shape, windows=(None, 9)) < 1e-5
+    assert kernel_error(Blind(), *shape, windows=(None,)) < 1e-5
+    assert kernel_error(Blind(), *shape, windows=(None, 9)) > LARGEST_ERROR
+    assert not kernel_error(ReadsFirstLayer(), *shape) <= LARGEST_ERROR
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128, 256])
+def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(block_size):
+    tables, num_tokens, works = check_steps(block_size, np.random.default_rng(0))
+    assert all(work.sum() <= num_tokens for work in works)
+    assert sum(works).tolist() == [3, 19, block_size + 1, block_size + 3, LONG_CONTEXT + 2]
+    numbers = tables[tables > 0]
+    assert len(set(numbers.tolist())) == len(numbers) == sum(-(-length // block_size) for length in sum(works))
+
+
+@pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 4), 256), ((9, 3), 64)])
+@pytest.mark.parametrize(("num_sms", "block_memory"), [(132, 232448), (108, 166912)])
+def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(heads, head_size, num_sms, block_memory):
+    chip = {"num_sms": num_sms, "block_memory": block_memory, "is_cut": True, "least_share": 6}
+    planner = GpuPlanner(num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, windows=(), **chip)
+    _, num_tokens, works = check_steps(64, np.random.default_rng(0))
+    plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)
+    planner.plan(works[-1], sum(works), plan)
+    (small,) = planner.orders(planner.max_units(num_tokens, 8))[0]
+    assert plan[small.num_merges] == 1
+
+
+def test_another_driver_source_or_window_is_compared_anew(tmp_path):
+    def key(model=MODEL, **device):
+        client = SimpleNamespace(platform_version=device.pop("driver", "12.8"))
+        return check_key(XlaBackend(), model, "bfloat16", 64, SimpleNamespace(device_kind="x", client=client))
+
+    assert key() == key()
+    assert key(driver="12.9") != key()
+    assert key(model_with(windows=(None, 512))) != key()
+    (tmp_path / "gpu.py").write_text("a kernel")
+    before = source_digest(tmp_path)
+    (tmp_path / "gpu.py").write_text("another")
+    assert source_digest(tmp_path) != before
+    assert source_digest() in key()

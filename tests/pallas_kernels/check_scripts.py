@@ -60,19 +60,17 @@ def check_measurements(
     goals: set[str],
     ratios: dict[str, set[str]],
     *,
-    refused: dict[str, tuple[str, str]],
+    refused: dict[str, set[str]],
 ) -> None:
     """Every measurement gives its `ratios`, which `goals` name.
 
-    `refused`: measurement → the ratio that it cannot have here, and whom it would be to, who says why.
+    `refused`: measurement → the ratios that it cannot have here, for lack of others, who say why.
     """
     assert set(measures) == set(ratios)
     for name, measure in measures.items():
         found, wanted = measure(), ratios[name]
         assert {key for key in found if key in goals} == wanted
-        if name in refused:
-            ratio, other = refused[name]
-            assert found[ratio] is None
-            assert found["refused"][other]
-            wanted = wanted - {ratio}
-        assert all(isinstance(found[key], float) for key in wanted)
+        missing = refused.get(name, set())
+        assert {key for key in wanted if found[key] is None} == missing
+        assert all(isinstance(found[key], float) for key in wanted - missing)
+        assert found.get("refused") or not missing

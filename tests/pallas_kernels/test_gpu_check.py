@@ -1,7 +1,10 @@
 """The script for a machine with a GPU, as far as it goes without one: interpreted, on tiny shapes."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
@@ -35,6 +38,28 @@ def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
     assert {case.page_size for case in cases} == {16, 32, 64}
     assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
     assert {"windows", "is_cut", "least_share"} <= {name for case in cases for name in case.backend}
+    assert {case.rows.num_tokens * case.num_heads // case.num_kv_heads <= 16 for case in cases} == {True, False}
+    assert any(case.layer for case in cases)
+    assert any(case.is_freed and case.window for case in cases)
+    assert any(case.rows.sharing for case in cases)
+    assert any(case.num_numbers >= 1 << 31 for case in cases)
+    every = [case for case in cases + script("gpu_check").hopper_cases() if case.window and case.soft_cap]
+    assert {(case.dtype, case.backend.get("prefill"), case.has_sinks) for case in every} >= {
+        ("int8", None, True),
+        ("bfloat16", "wgmma", True),
+    }
+
+
+def test_every_case_is_taken_and_groups_fill_tiles_of_every_size(script: Script) -> None:
+    gpu = script("gpu_check")
+    cases, sizes = gpu.cases() + gpu.hopper_cases(), set()
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        backend = gpu.backend_of({})(case)
+        heads = {"num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "dtype": case.dtype}
+        backend.layout(num_layers=1, num_pages=1, page_size=case.page_size, **heads)
+        sizes.add((backend.planner.small_rows, case.num_heads // case.num_kv_heads > 64))
+    assert sizes == {(16, False), (32, False), (64, False), (64, True)}
 
 
 @pytest.mark.slow
@@ -46,6 +71,44 @@ def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     check_measurements(
         gpu.measures(bench, case, tiny_sizes(script), is_hopper=False),
         set(gpu.GOALS),
-        {"decode": {"K1", "K2"}, "prefill": {"K3", "K4"}, "window": {"K5"}, "bytes": {"K6"}},
-        refused={"prefill": ("K4", "cudnn")},
+        {
+            "decode": {"K1", "K2", "decode ÷ cuDNN"},
+            "prefill": {"K3", "K4", "prefill ÷ cuDNN"},
+            "window": {"K5"},
+            "bytes": {"K6"},
+        },
+        refused={"decode": {"decode ÷ cuDNN"}, "prefill": {"K4", "prefill ÷ cuDNN"}},
     )
+
+
+def decode_batch(script: Script, context_lens: list[int]) -> Any:
+    check, gpu = script("kernel_check"), script("gpu_check")
+    case = check.Case("tiny", num_heads=8, num_kv_heads=2, head_size=64, page_size=16)
+    bench = check.Bench(gpu.backend_of(gpu.interpreted()), 1)
+    return bench.batch(case, [1] * len(context_lens), context_lens)
+
+
+def test_cudnn_is_given_the_pages_that_the_kernels_read(script: Script) -> None:
+    """Rows of different length, so that it wants more pages than there are."""
+    batch = decode_batch(script, [16, 33, 70])
+    *pages, query_lens, context_lens, tables = script("gpu_check").cudnn_rows(batch.cache.pages, batch.step)
+    assert (query_lens == 1).all()
+    assert (context_lens == jnp.array([16, 33, 70])).all()
+    for theirs, ours in zip(pages, batch.cache.pages, strict=True):
+        assert theirs.shape[0] == tables.size
+        for row, count in enumerate((1, 3, 5)):
+            of_row = batch.step.page_tables[0, row, :count]
+            assert (theirs[tables[row, 0, :count, 0]] == ours[of_row]).all()
+
+
+def test_cudnn_is_called_as_it_wants_to_be(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as JAX checks it: cuDNN itself is not here. What is refused of it costs a figure on the device."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    batch, gpu = decode_batch(script, [16, 33, 70]), script("gpu_check")
+    arguments = batch.q[:, :, None], *gpu.cudnn_rows(batch.cache.pages, batch.step)
+    text = jax.jit(gpu.cudnn_call(64)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text
+    assert "is_paged_attention\\22: true" in text
+    assert "tensor<3x8x1x64xbf16>" in text

@@ -1,13 +1,20 @@
 """What the scripts for machines with a GPU or a TPU share, around a backend that runs anywhere."""
 
+import dataclasses
+import importlib
+import itertools
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import io_callback
 
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, XlaBackend, quantize
 
 from .check_scripts import Script, blind
 
@@ -22,8 +29,9 @@ class Forgetful(XlaBackend):
 def run(
     check: ModuleType, cases: list[Any], backend: Any = XlaBackend, output: Path | None = None, **options: Any
 ) -> int:
-    args = check.arguments("A run.", ["--seed", "7", *(["--output", str(output)] if output else [])])
-    return check.check(args, check.Bench(lambda case: backend(), args.seed), cases, {}, {}, **options)
+    report = importlib.import_module("check_report")
+    args = report.arguments("A run.", ["--seed", "7", *(["--output", str(output)] if output else [])])
+    return report.run(args, check.checks(check.Bench(lambda case: backend(), args.seed), cases), {}, {}, **options)
 
 
 def tiny(check: ModuleType, name: str = "plain", **changes: Any) -> Any:
@@ -89,3 +97,98 @@ def test_a_history_is_written_in_chunks_that_hold_every_token_once_and_in_order(
             assert context_len == done[row]
     assert done == [149, 64, 1]
     assert (last.rows, last.query_lens, last.context_lens) == ((0, 1, 2), rows.query_lens, rows.context_lens)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_the_oracle_stores_what_the_kernels_are_told_to_store(script: Script, dtype: str) -> None:
+    """Made by numpy alone, so that a conversion that is wrong on a device is not wrong in both."""
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(size=(64, 2, 16)).astype(np.float32), np.array([0.004, 0.1], np.float32)
+    quantized = np.asarray(quantize(jnp.asarray(x), jnp.asarray(scale), dtype)).astype(np.float64)
+    assert np.array_equal(script("kernel_check").as_stored(x, scale, dtype), quantized * scale[:, None])
+    assert np.abs(quantized).max() == (127 if dtype == "int8" else 448)
+
+
+class FirstLayer(XlaBackend):
+    """A kernel that reads and writes the first layer, whichever it is told."""
+
+    def attend(self, cache: Any, place: Any, *args: Any, **options: Any) -> Any:
+        return super().attend(cache, LayerPlace(0, 0), *args, **options)
+
+
+class Unclamped(XlaBackend):
+    """A kernel that reads what lies behind the window too: whole pages of each row, which weigh nothing."""
+
+    def attend(self, cache: Any, place: Any, q: Any, k: Any, v: Any, step: Any, **options: Any) -> Any:
+        out, pages = super().attend(cache, place, q, k, v, step, **options)
+        (tables,), size = step.page_tables, cache.layout.page_size
+        is_whole = (jnp.arange(tables.shape[1])[None] + 1) * size <= step.context_lens[:, None]
+        of_pages = pages[0][tables].sum(axis=(2, 3, 4))
+        return out + 0 * jnp.where(is_whole, of_pages, 0).sum(), pages
+
+
+class Racing(XlaBackend):
+    """A kernel whose results are not those of the time before, by a rounding."""
+
+    times = itertools.count()
+
+    def attend(self, *args: Any, **options: Any) -> Any:
+        out, pages = super().attend(*args, **options)
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        noise = io_callback(lambda: np.float32(next(self.times) % 2 * 1e-6), shape)
+        return out * (1 + noise).astype(out.dtype), pages
+
+
+def paths(check: ModuleType) -> dict[str, Any]:
+    """Cases of more than other lengths or sizes."""
+    shared = check.Rows((1, 1, 1, 17), (1, 66, 70, 40), 64, num_rows=4, num_shared=16)
+    return {
+        "second layer": tiny(check, layer=1),
+        "null pages": tiny(check, window=9, is_freed=True),
+        "shared pages": dataclasses.replace(tiny(check), rows=shared),
+        "far pages": tiny(check, num_numbers=50_000),
+    }
+
+
+@pytest.mark.parametrize("name", ["second layer", "null pages", "shared pages", "far pages"])
+def test_every_path_of_the_cases_is_right_and_repeats(script: Script, name: str) -> None:
+    check = script("kernel_check")
+    case = paths(check)[name]
+    assert check.Bench(lambda case: XlaBackend(), 1, num_repeats=2).error(case) <= case.most_error
+
+
+def test_a_step_that_gives_other_bits_when_it_is_run_again_is_wrong(script: Script) -> None:
+    check = script("kernel_check")
+    assert check.Bench(lambda case: Racing(), 1).error(tiny(check)) <= tiny(check).most_error
+    with pytest.raises(RuntimeError, match="other bits"):
+        check.Bench(lambda case: Racing(), 1, num_repeats=3).error(tiny(check))
+
+
+def test_a_layer_that_is_not_the_one_it_was_told_is_wrong(script: Script) -> None:
+    """Even if it reads where it wrote."""
+    check = script("kernel_check")
+    with pytest.raises(RuntimeError, match="another layer"):
+        check.Bench(lambda case: FirstLayer(), 1).error(paths(check)["second layer"])
+
+
+def test_a_page_that_was_given_back_is_read_by_nobody(script: Script) -> None:
+    check = script("kernel_check")
+    case = paths(check)["null pages"]
+    bench = check.Bench(lambda case: Unclamped(), 1)
+    assert bench.error(dataclasses.replace(case, is_freed=False)) <= case.most_error
+    with pytest.raises(FloatingPointError, match="not finite"):
+        bench.error(case)
+    tables = check.without_freed(bench.tables(case, case.rows.context_lens), case)
+    # The query at position 65 sees from 57 on, in the fourth page of 16; the first of 17 at 23, from 15 on.
+    assert (tables[1] > 0).tolist() == [False, False, False, True, True]
+    assert (tables[3, :3] > 0).all()
+
+
+def test_rows_share_what_they_are_said_to_share_and_far_pages_are_far(script: Script) -> None:
+    check = script("kernel_check")
+    case, far = paths(check)["shared pages"], paths(check)["far pages"]
+    bench = check.Bench(lambda case: XlaBackend(), 1)
+    tables = check.with_aliases(bench.tables(case, case.rows.context_lens), case)
+    assert tables[1, 0] == tables[2, 0] == tables[3, 0] > 0
+    assert len({*tables[1:, 1], tables[0, 0]}) == 4
+    assert bench.tables(far, [100]).min() * far.page_size * far.num_kv_heads * far.head_size >= 50_000

@@ -1,0 +1,74 @@
+"""What the scripts for machines with a GPU or a TPU time: programs that only the device's work is in."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+
+COUNT = 37
+"""No loop inside of attention runs so often."""
+
+
+def attention(script) -> Any:
+    check, speed = script("kernel_check"), script("kernel_speed")
+    bench = check.Bench(lambda case: XlaBackend(), 1)
+    case = check.Case("tiny", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, dtype="float32")
+    return speed.loop_of(bench.batch(case, [1, 1], [20, 40]))
+
+
+def copy(script) -> Any:
+    return script("kernel_speed").copy_loop(1 << 12)
+
+
+def whiles(speed: Any, loop: Any, count: int) -> list[str]:
+    """The loops of a program whose number of turns XLA knows to be `count`."""
+    text = speed.run.lower(loop.body, count, loop.first, *loop.others).compile().as_text()
+    return re.findall(rf'while\(.*known_trip_count":\{{"n":"{count}"', text)
+
+
+@pytest.mark.parametrize("loop_of", [attention, copy])
+def test_the_device_runs_all_calls_without_asking_whether_there_is_another(script, loop_of) -> None:
+    assert len(whiles(script("kernel_speed"), loop_of(script), COUNT)) == 1
+
+
+def test_each_call_takes_the_output_of_the_one_before_and_nothing_else_changes(script) -> None:
+    """A loop of three is three calls: none is left out as the same as another."""
+    speed, loop = script("kernel_speed"), attention(script)
+    carry = loop.first
+    for _ in range(3):
+        carry = loop.body(carry, *loop.others)
+    for found, wanted in zip(jax.tree.leaves(loop(3)), jax.tree.leaves(carry), strict=True):
+        assert jnp.allclose(found, wanted, atol=1e-6)
+    assert not jnp.allclose(loop(2)[1], carry[1], atol=1e-3)
+    assert float(speed.copy_loop(1 << 12)(3)[0]) == -1.0
+
+
+def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> None:
+    """Of two shapes it takes one: its ratio would be that of an easier task, so there is none."""
+    check, speed = script("kernel_check"), script("kernel_speed")
+
+    def other(batch: Any) -> Any:
+        if len(batch.q) == 3:
+            raise NotImplementedError("three rows")
+        return speed.loop_of(batch)
+
+    sizes = speed.Sizes(
+        decode=((40, 40), (20,) * 3),
+        skewed=(10, 70),
+        copied_bytes=64,
+        rounds=1,
+        trial_calls=1,
+        round_s=0.0,
+    )
+    case = check.Case("tiny", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, dtype="float32")
+    bench = check.Bench(lambda case: XlaBackend(), 1)
+    found = speed.measure_decode(bench, case, sizes, {"other": other})
+    assert found["refused"] == {"3 × 20 by other": "NotImplementedError: three rows"}
+    assert found["decode ÷ other"] is None
+    assert found["K1"] > 0
+    assert {"2 × 40 by other", "skewed by other"} <= set(found["seconds"])
+    assert speed.worst_ratio({"a": 1.0, "a by x": 2.0, "b": 3.0, "b by x": 2.0}, ["a", "b"], "x") == 1.5
