@@ -32,8 +32,9 @@ RESERVED_BYTES = 1 << 10
 """Of shared memory, which the hardware takes for itself, per thread block."""
 SCRATCH_BYTES = 3 << 10
 """Of shared memory beside the tiles, no more: barriers, and what sums over warps need."""
-UNFINISHED_BYTES = 7 << 20
-"""Of memory for results of pieces, per class of tiles."""
+TEMP_BYTES = 16 << 20
+"""Of memory for the aligned queries of 256 tokens and for results of pieces, of which one class of tiles at a time has
+any."""
 NO_END = 1 << 30
 PIECE_FIELDS = 6
 """(row, first query row in it, the same among the aligned ones, first key, end of keys, slot if it is cut or −1)."""
@@ -140,6 +141,11 @@ class GpuPlanner:
         return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
 
     @property
+    def unfinished_bytes(self) -> int:
+        """Of memory for results of pieces: what the queries leave of `TEMP_BYTES`, and not much more than is of use."""
+        return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 12 << 20)
+
+    @property
     def planned_windows(self) -> tuple[int | None, ...]:
         """Those that have an order of work; full attention's is the first."""
         return (None, *sorted({window for window in self.windows if window is not None}))
@@ -174,7 +180,8 @@ class GpuPlanner:
         for tile_rows in sorted({self.small_rows, self.large_rows}):
             num_lists = max(self.num_sms * self.blocks_per_sm(tile_rows) // self.num_kv_heads, 1)
             slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
-            tiles = TileClass(tile_rows, num_lists, min(num_lists - 1, UNFINISHED_BYTES // slot_bytes // 2), max_units)
+            max_cuts = min(num_lists - 1, self.unfinished_bytes // slot_bytes // 2)
+            tiles = TileClass(tile_rows, num_lists, max_cuts, max_units)
             orders.append([])
             for _ in self.planned_windows:
                 orders[-1].append(Order(tiles, end))
@@ -225,7 +232,7 @@ def _write_order(
         out[order.list_starts : order.num_merges + 1] = 0
         return
     begin = np.zeros_like(units.end) if window is None else np.maximum(units.first_position - window + 1, 0) // GRANULE
-    cut_units, cut_granules, starts = deal(
+    _, cut_units, cut_granules, starts = deal(
         begin,
         -(-units.end // GRANULE),
         num_lists=tiles.num_lists,
