@@ -51,7 +51,8 @@ class QueryRows:
         return found
 
     def take(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
-        """Results in the order of tokens."""
+        """Results in the order of tokens, and zeros for padding: what lies behind the last row, a tile may have computed
+        from keys that no query sees."""
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
         row = jnp.minimum(_row_of(token, starts), starts.shape[0] - 2)
@@ -59,7 +60,8 @@ class QueryRows:
         num_kv_heads, room, head_size = aligned.shape
         head_K = jnp.arange(num_kv_heads) * room
         found = aligned.reshape(-1, head_size)[head_K[None, :, None] + jnp.minimum(place_TG, room - 1)[:, None]]
-        return found.reshape(len(token), num_kv_heads * self.group, head_size)
+        results = found.reshape(len(token), num_kv_heads * self.group, head_size)
+        return jnp.where((token < starts[-1])[:, None, None], results, 0)
 
 
 def _row_of(index: Int[Array, " I"], starts: Int[Array, " R"]) -> Int[Array, " I"]:

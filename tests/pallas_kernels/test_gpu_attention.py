@@ -51,6 +51,16 @@ def test_ragged_rows_match_the_oracle(page_size: int) -> None:
     run_ragged(world(page_size))
 
 
+def test_padding_behind_the_last_of_as_many_rows_as_there_is_room_for_is_finite() -> None:
+    """It lies in the last tile, which computes it from slots that hold NaN."""
+    some = world()
+    some.shape = dataclasses.replace(some.shape, num_tokens=16, num_rows=3)
+    for _ in range(3):
+        some.add_row()
+    some.step({0: 1, 1: 1, 2: 5})
+    some.step({0: 1, 1: 1, 2: 1})
+
+
 def test_rows_of_several_tiles_in_one_piece_each() -> None:
     """Rows at and beside the edges of a tile of 64 keys, while others decode."""
     some = world(16, table_len=16)
