@@ -183,6 +183,11 @@ class GpuBackend:
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
         refuse_one_of(k, v)
+        if q.dtype != COMPUTE_DTYPE:
+            raise ValueError(
+                f"attend: got queries of {q.dtype.name}, the pallas-gpu kernels compute in {np.dtype(COMPUTE_DTYPE)}; "
+                "use --dtype bfloat16 or --attention-backend xla"
+            )
         got = q.shape[1], cache.pages[0].shape[1], q.shape[2]
         if got != (self.num_heads, self.num_kv_heads, self.head_size):
             raise ValueError(
@@ -234,7 +239,7 @@ def _attend_layer(
             k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
         k_pages, v_pages = (_scatter(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
     rows = QueryRows(step, backend.num_kv_heads, backend.num_heads // backend.num_kv_heads)
-    results = jax.new_ref(rows.align(q.astype(COMPUTE_DTYPE)))
+    results = jax.new_ref(rows.align(q))
     for options in backend.launches(
         q.shape[0], step.context_lens.shape[0], scale=scale, window=window, soft_cap=soft_cap
     ):
@@ -254,7 +259,7 @@ def _attend_layer(
         )
         if unfinished is not None:
             merge(results, unfinished, step.plan, options.order, options.chip)
-    return rows.take(results[...]).astype(q.dtype), (k_pages, v_pages)
+    return rows.take(results[...]), (k_pages, v_pages)
 
 
 def _repeated(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:

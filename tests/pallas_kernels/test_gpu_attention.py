@@ -292,3 +292,13 @@ def test_heads_that_the_backend_was_not_made_for_are_refused_by_number() -> None
     some.add_row()
     with pytest.raises(ValueError, match=r"got 4 query heads, 2 KV heads and head size 64, .* made for 8, 2 and 64"):
         some.step({0: 1})
+
+
+def test_queries_of_float32_are_refused_by_name() -> None:
+    """Rounded to bfloat16 they would come out as float32 that is none."""
+    some = world()
+    some.add_row()
+    run = some.run
+    some.run = lambda cache, q, k, v, step: run(cache, q.astype("float32"), k, v, step)
+    with pytest.raises(ValueError, match=r"got queries of float32, .* compute in bfloat16; use --dtype bfloat16"):
+        some.step({0: 1})
