@@ -88,6 +88,16 @@ class GpuBackend:
                 f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
                 "(Python 3.12 or later); update jax or use --attention-backend xla"
             )
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads: got {self.num_heads} with {self.num_kv_heads} KV heads, the pallas-gpu backend takes a "
+                "multiple of at least one"
+            )
+        smallest = {"num_sms": self.num_sms, "block_memory": self.block_memory, "least_share": self.least_share}
+        smallest["windows"] = min((window for window in self.windows if window is not None), default=1)
+        for name, got in smallest.items():
+            if got < 1:
+                raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
         if self.prefill not in PREFILL or (self.prefill == "wgmma" and self.head_size > gpu_wgmma.MOST_LANES):
             raise ValueError(
                 f"prefill: got {self.prefill} with head size {self.head_size}, the pallas-gpu backend takes "

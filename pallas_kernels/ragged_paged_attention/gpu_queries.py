@@ -51,7 +51,7 @@ class QueryRows:
         return found
 
     def take(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
-        """Results in the order of tokens, and zeros for padding: what lies behind the last row, a tile may have computed
+        """Results in the order of tokens, and zeros for padding: a tile may have computed what lies behind the last row
         from keys that no query sees."""
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])

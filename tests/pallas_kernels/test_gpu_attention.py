@@ -302,3 +302,21 @@ def test_queries_of_float32_are_refused_by_name() -> None:
     some.run = lambda cache, q, k, v, step: run(cache, q.astype("float32"), k, v, step)
     with pytest.raises(ValueError, match=r"got queries of float32, .* compute in bfloat16; use --dtype bfloat16"):
         some.step({0: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 9}, "num_heads: got 9 with 2 KV heads"),
+        ({"num_heads": 0}, "num_heads: got 0 with 2 KV heads"),
+        ({"num_kv_heads": 0}, "num_heads: got 8 with 0 KV heads"),
+        ({"num_sms": 0}, "num_sms: got 0"),
+        ({"block_memory": 0}, "block_memory: got 0"),
+        ({"least_share": 0}, "least_share: got 0"),
+        ({"windows": (None, 8, 0)}, "windows: got 0"),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_chip_and_no_model_has_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GpuBackend(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 64, **options})
