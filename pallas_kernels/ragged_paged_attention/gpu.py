@@ -123,8 +123,10 @@ class GpuBackend:
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
     ) -> GpuLayout:
         """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        # The cache's dtype is auto by default, which is the model's.
+        dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         for name, got, allowed, way_out in (
-            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, "use kv_cache_dtype=auto or --attention-backend xla"),
+            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, dtype_way_out),
             ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
             ("block_size", page_size, PAGE_SIZES, "leave it out or use --attention-backend xla"),
         ):
