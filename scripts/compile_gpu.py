@@ -203,7 +203,7 @@ class GpuGate:
             windows=windows,
             num_sms=self.chip.num_sms,
             block_memory=self.chip.block_memory,
-            has_tma=self.chip.capability >= (9, 0),
+            capability=self.chip.capability,
             **self.backend_options,
         )
 

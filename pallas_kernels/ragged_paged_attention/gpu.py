@@ -35,6 +35,7 @@ DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEAD_SIZES = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 PREFILL = ("mma", "wgmma")
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class GpuBackend:
     `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
     gets an order of work of its own; a layer with another window does the work of full attention's order and skips
     what it does not see. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory that one
-    thread block may have, in bytes, and `has_tma` says that the chip is a Hopper or later; the defaults are an H100's
-    and an H200's. `is_cut` False computes every row's result in the same order in any
-    company, which costs time where rows are few or of very different length; `least_share` counts 64 keys each that a
-    thread block gets before the next one gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper
+    thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and an
+    H200's. `is_cut` False computes every row's result in the same order in any company, which costs time where rows are
+    few or of very different length; `least_share` counts 64 keys each that a thread block gets before the next one gets
+    any. `prefill` is the instruction of large tiles, mma or, on a Hopper
     and for heads of 64 and 128, wgmma. `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`,
     for tests.
     """
@@ -74,7 +75,7 @@ class GpuBackend:
     windows: tuple[int | None, ...] = ()
     num_sms: int = 132
     block_memory: int = 232448
-    has_tma: bool = True
+    capability: tuple[int, int] = HOPPER
     is_cut: bool = True
     least_share: int = 6
     prefill: str = "mma"
@@ -98,10 +99,12 @@ class GpuBackend:
         for name, got in smallest.items():
             if got < 1:
                 raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
-        if self.prefill not in PREFILL or (self.prefill == "wgmma" and self.head_size > gpu_wgmma.MOST_LANES):
+        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size <= gpu_wgmma.MOST_LANES
+        if self.prefill not in PREFILL or (self.prefill == "wgmma" and not has_wgmma):
             raise ValueError(
-                f"prefill: got {self.prefill} with head size {self.head_size}, the pallas-gpu backend takes "
-                f"{' or '.join(PREFILL)}, wgmma up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
+                f"prefill: got {self.prefill} with head size {self.head_size} on a GPU of compute capability "
+                f"{'.'.join(map(str, self.capability))}, the pallas-gpu backend takes {' or '.join(PREFILL)}, wgmma on "
+                f"9.0 (Hopper) alone and up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
             )
 
     @property
@@ -173,7 +176,7 @@ class GpuBackend:
                 tile_kv=planner.tile_kv,
                 num_stages=NUM_STAGES,
                 products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
-                chip=Chip(has_tma=self.has_tma, interpret=self.interpret),
+                chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
             )
             for its_orders in used
         ]

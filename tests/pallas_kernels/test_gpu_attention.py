@@ -281,7 +281,16 @@ def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], 
         backend().layout(**{**sizes, "dtype": "bfloat16", **options})
 
 
-@pytest.mark.parametrize("options", [{"prefill": "tcgen05"}, {"prefill": "wgmma", "head_size": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill": "tcgen05"},
+        {"prefill": "wgmma", "head_size": 256},
+        {"prefill": "wgmma", "capability": (8, 0)},
+        {"prefill": "wgmma", "capability": (10, 0)},
+    ],
+    ids=str,
+)
 def test_an_instruction_for_prefill_that_is_not_there_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"prefill: got {options['prefill']} with head size .* mma or wgmma"):
         backend(**options)
