@@ -157,15 +157,14 @@ class GpuBackend:
         out: np.ndarray,
     ) -> None:
         """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""
-        self.planner.plan(query_lens, context_lens, out)
+        self.planner.plan(query_lens, context_lens, num_tokens=num_tokens, num_rows=num_rows, out=out)
 
     def launches(
         self, num_tokens: int, num_rows: int, *, scale: float, window: int | None, soft_cap: float | None
     ) -> list[Options]:
         """Of the classes of tiles that a step of that size may have."""
         planner = self.planner
-        windows, orders = planner.planned_windows, planner.orders(planner.max_units(num_tokens, num_rows))
-        used = orders[:1] if num_tokens * planner.group <= planner.small_rows else orders
+        windows, orders = planner.planned_windows, planner.orders(num_tokens, num_rows)
         return [
             Options(
                 order=its_orders[windows.index(window) if window in windows else 0],
@@ -178,7 +177,8 @@ class GpuBackend:
                 products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
                 chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
             )
-            for its_orders in used
+            for its_orders in orders
+            if its_orders[0].tiles.max_units
         ]
 
     def attend(

@@ -55,6 +55,11 @@ class TileClass:
     max_units: int
 
     @property
+    def max_merges(self) -> int:
+        """Units that are cut."""
+        return min(self.max_cuts, self.max_units)
+
+    @property
     def max_pieces(self) -> int:
         """Every cut makes one more."""
         return self.max_units + self.max_cuts
@@ -85,13 +90,13 @@ class Order:
 
     @property
     def merges(self) -> int:
-        """MERGE_FIELDS × max_cuts."""
+        """MERGE_FIELDS × max_merges."""
         return self.pieces + PIECE_FIELDS * self.tiles.max_pieces
 
     @property
     def end(self) -> int:
         """Behind all of them."""
-        return self.merges + MERGE_FIELDS * self.tiles.max_cuts
+        return self.merges + MERGE_FIELDS * self.tiles.max_merges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +157,14 @@ class GpuPlanner:
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """All classes of tiles, all windows."""
-        return self.orders(self.max_units(num_tokens, num_rows))[-1][-1].end
+        return self.orders(num_tokens, num_rows)[-1][-1].end
 
-    def plan(self, query_lens: np.ndarray, context_lens: np.ndarray, out: np.ndarray) -> None:
-        """Cut the rows into tiles and these into pieces, and deal them out."""
-        fixed = self.orders(0)[-1][-1].end
-        max_units = (len(out) - fixed) // (self.orders(1)[-1][-1].end - fixed)
+    def plan(
+        self, query_lens: np.ndarray, context_lens: np.ndarray, *, num_tokens: int, num_rows: int, out: np.ndarray
+    ) -> None:
+        """Cut the rows into tiles and these into pieces, and deal them out, in a step with room for that many."""
         query_rows, fewest = query_lens * self.group, 1
-        for orders in self.orders(max_units):
+        for orders in self.orders(num_tokens, num_rows):
             tile_rows = orders[0].tiles.tile_rows
             is_its = query_rows >= fewest
             if tile_rows < self.large_rows:
@@ -169,11 +174,15 @@ class GpuPlanner:
             for order, window in zip(orders, self.planned_windows, strict=True):
                 _write_order(order, units, window, is_cut=self.is_cut, least_share=self.least_share, out=out)
 
-    def max_units(self, num_tokens: int, num_rows: int) -> int:
-        """Of the tiles of one class in a step of that size; every row may end in a partial one."""
-        return num_tokens * self.group // self.large_rows + min(num_tokens, num_rows)
+    def max_units(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
+        """Of one class of tiles in a step of that size. A row of few queries has one small tile; every other row may
+        end in a partial one."""
+        if tile_rows < self.large_rows:
+            return min(num_tokens, num_rows)
+        fewest = 1 if self.small_rows == self.large_rows else self.small_rows // self.group + 1
+        return num_tokens * self.group // tile_rows + min(num_tokens // fewest, num_rows)
 
-    def orders(self, max_units: int) -> list[list[Order]]:
+    def orders(self, num_tokens: int, num_rows: int) -> list[list[Order]]:
         """Of small and of large tiles, for each window; only of large ones if one query's heads fill them."""
         orders: list[list[Order]] = []
         end = 0
@@ -181,7 +190,7 @@ class GpuPlanner:
             num_lists = max(self.num_sms * self.blocks_per_sm(tile_rows) // self.num_kv_heads, 1)
             slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
             max_cuts = min(num_lists - 1, self.unfinished_bytes // slot_bytes // 2)
-            tiles = TileClass(tile_rows, num_lists, max_cuts, max_units)
+            tiles = TileClass(tile_rows, num_lists, max_cuts, self.max_units(tile_rows, num_tokens, num_rows))
             orders.append([])
             for _ in self.planned_windows:
                 orders[-1].append(Order(tiles, end))

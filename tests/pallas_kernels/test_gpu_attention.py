@@ -86,10 +86,11 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
 
 
 def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:
+    room = {"num_tokens": some.shape.num_tokens, "num_rows": some.shape.num_rows}
     planner = some.shape.backend.planner
-    plan = np.zeros(planner.plan_len(some.shape.num_tokens, some.shape.num_rows), np.int32)
-    planner.plan(np.array(query_lens), np.array(context_lens), plan)
-    orders = planner.orders(planner.max_units(some.shape.num_tokens, some.shape.num_rows))
+    plan = np.zeros(planner.plan_len(**room), np.int32)
+    planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
+    orders = planner.orders(**room)
     return sum(int(plan[of_class[0].num_merges]) for of_class in orders)
 
 
@@ -138,7 +139,7 @@ def test_a_window_with_an_order_of_its_own() -> None:
 def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window: int | None, index: int) -> None:
     some = backend(windows=(40, None, 17))
     launches = some.launches(64, 4, scale=1.0, window=window, soft_cap=None)
-    orders = some.planner.orders(some.planner.max_units(64, 4))
+    orders = some.planner.orders(64, 4)
     assert [launch.order for launch in launches] == [of_class[index] for of_class in orders]
     assert some.planner.planned_windows == (None, 17, 40)
 

@@ -19,6 +19,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import (
     NO_END,
     PIECE_FIELDS,
     GpuPlanner,
+    Order,
 )
 
 
@@ -29,8 +30,10 @@ def planner(num_heads: int = 8, num_kv_heads: int = 2, **options: Any) -> GpuPla
 
 def made(some: GpuPlanner, query_lens: list[int], context_lens: list[int], *, spare: int = 0) -> np.ndarray:
     """The plan of these rows in a step with room for `spare` more tokens and rows, over what another step has left."""
-    out = np.full(some.plan_len(sum(query_lens) + spare, len(query_lens) + spare), -7, np.int32)
-    some.plan(np.array(query_lens, np.int32), np.array(context_lens, np.int32), out)
+    num_tokens, num_rows = sum(query_lens) + spare, len(query_lens) + spare
+    out = np.full(some.plan_len(num_tokens, num_rows), -7, np.int32)
+    lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
+    some.plan(*lens, num_tokens=num_tokens, num_rows=num_rows, out=out)
     return out
 
 
@@ -40,12 +43,12 @@ def counts(
     window: int | None,
     query_lens: list[int],
     context_lens: list[int],
-    max_units: int,
+    all_orders: list[list[Order]],
 ) -> list[np.ndarray]:
     """Per row [query rows, keys]: how often each pair that the mask allows is computed; lengths as on the device."""
     starts = np.cumsum([0, *(-(-length * some.group // ALIGN) * ALIGN for length in query_lens)])
     found = [np.zeros((n * some.group, s), int) for n, s in zip(query_lens, context_lens, strict=True)]
-    for orders in some.orders(max_units):
+    for orders in all_orders:
         order = orders[some.planned_windows.index(window)]
         tiles = order.tiles
         lists = plan[order.list_starts : order.num_merges]
@@ -82,9 +85,9 @@ def assert_each_pair_once(some: GpuPlanner, query_lens: list[int], context_lens:
     """`later`: the plan is made for contexts that many tokens longer, of rows with one query."""
     planned = [s + later if n == 1 else s for n, s in zip(query_lens, context_lens, strict=True)]
     plan = made(some, query_lens, planned, spare=spare)
-    max_units = some.max_units(sum(query_lens) + spare, len(query_lens) + spare)
+    orders = some.orders(sum(query_lens) + spare, len(query_lens) + spare)
     for window in some.planned_windows:
-        for row, got in enumerate(counts(some, plan, window, query_lens, context_lens, max_units)):
+        for row, got in enumerate(counts(some, plan, window, query_lens, context_lens, orders)):
             position = context_lens[row] - query_lens[row] + np.arange(len(got))[:, None] // some.group
             key = np.arange(context_lens[row])[None, :]
             is_seen = (key <= position) & (key > position - (window or NO_END))
@@ -139,7 +142,7 @@ def test_lists_are_in_order_and_none_is_longer_than_without_cuts(
 def test_an_uncut_plan_has_no_pieces() -> None:
     some = planner(is_cut=False, num_sms=50)
     plan = made(some, [1, 1], [5000, 100])
-    assert all(plan[orders[0].num_merges] == 0 for orders in some.orders(some.max_units(2, 2)))
+    assert all(plan[orders[0].num_merges] == 0 for orders in some.orders(2, 2))
 
 
 ONE = [1] * 64
@@ -172,7 +175,7 @@ def test_no_list_is_much_longer_than_the_mean(
     num_tokens, num_rows = sum(query_lens), len(query_lens)
     plan = made(some, query_lens, context_lens)
     most = 1.35 if num_tokens in (512, 1024) else 1.15
-    for (order,) in some.orders(some.max_units(num_tokens, num_rows)):
+    for (order,) in some.orders(num_tokens, num_rows):
         lists = plan[order.list_starts : order.num_merges]
         if not lists[-1]:
             continue
@@ -187,7 +190,7 @@ def test_a_window_has_an_order_of_its_own_of_which_every_list_gets_its_share() -
     some = planner(32, 8, head_size=128, num_sms=132, windows=(1024,), least_share=6)
     context_lens = [32768] * 16
     plan = made(some, [1] * 16, context_lens)
-    full, windowed = some.orders(some.max_units(16, 16))[0]
+    full, windowed = some.orders(16, 16)[0]
 
     def longest(order: Any) -> int:
         lists = plan[order.list_starts : order.num_merges]
