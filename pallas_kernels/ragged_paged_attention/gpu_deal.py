@@ -40,49 +40,52 @@ def deal(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_cuts: int, l
     lists, of which some have borders that moved; as many lists as there are cuts for; as many as give each unit the
     same number of lists. The lists that are not used are empty.
     """
-    line = _Line(begin, end, num_lists, least_share)
-    whole = line.divided(num_lists, 0)
-    if not max_cuts or whole.longest <= BALANCED * max(line.total / num_lists, least_share):
+    cost = end - begin + UNIT_COST
+    ends = cost.cumsum()
+    total = int(ends[-1])
+
+    def divided(count: int) -> _Borders:
+        return _Borders(begin, end, cost, ends, count, max(-(-total // count), least_share))
+
+    borders = divided(num_lists)
+    whole = borders.cut(num_lists, 0)
+    if not max_cuts or whole.longest <= BALANCED * max(total / num_lists, least_share):
         return whole
-    counts = {num_lists}
+    tried = [whole, borders.cut(num_lists, max_cuts)]
     if max_cuts < num_lists - 1:
-        counts |= {max_cuts + 1, max(num_lists // len(begin), 1) * len(begin)}
-    tried = (line.divided(count, max_cuts) for count in sorted(counts) if count <= num_lists)
-    return min(whole, *tried, key=lambda deal: deal.longest)
+        counts = {max_cuts + 1, num_lists // len(begin) * len(begin)} - {0, num_lists}
+        tried += [divided(count).cut(num_lists, max_cuts) for count in sorted(counts)]
+    return min(tried, key=lambda deal: deal.longest)
 
 
-class _Line:
-    """The units, end to end."""
+class _Borders:
+    """Of `count` equal shares of the units, end to end."""
 
-    def __init__(self, begin: np.ndarray, end: np.ndarray, num_lists: int, least_share: int):
-        self.begin, self.end, self.num_lists, self.least_share = begin, end, num_lists, least_share
-        self.cost = end - begin + UNIT_COST
-        self.ends = np.cumsum(self.cost)
-        self.total = int(self.ends[-1])
+    def __init__(self, begin: np.ndarray, end: np.ndarray, cost: np.ndarray, ends: np.ndarray, count: int, share: int):
+        self.num_units, self.total = len(begin), ends[-1]
+        self.borders = np.minimum(np.arange(1, count) * share, self.total)
+        self.unit = np.minimum(ends.searchsorted(self.borders, side="right"), self.num_units - 1)
+        unit_cost = cost[self.unit]
+        within = self.borders - ends[self.unit] + unit_cost
+        is_behind = 2 * within > unit_cost
+        self.nearest = self.unit + is_behind
+        self.moves = is_behind * unit_cost - within
+        """From each border to the nearest end of a unit."""
+        self.granule = begin[self.unit] + within - UNIT_COST
+        self.is_inside = (self.granule > begin[self.unit]) & (self.granule < end[self.unit])
 
-    def divided(self, num_lists: int, max_cuts: int) -> Deal:
-        """To the first `num_lists` lists, with cuts at the `max_cuts` borders that are farthest from an end of a unit.
+    def cut(self, num_lists: int, max_cuts: int) -> Deal:
+        """With cuts at the `max_cuts` borders that are farthest from an end of a unit; the others move there.
 
         No border passes another one: of two inside of one unit, the one that moves is nearer to the end it moves to.
         """
-        num_units = len(self.begin)
-        share = max(-(-self.total // num_lists), self.least_share)
-        borders = np.minimum(np.arange(1, num_lists) * share, self.total)
-        unit = np.minimum(np.searchsorted(self.ends, borders, side="right"), num_units - 1)
-        within = borders - (self.ends - self.cost)[unit]
-        is_behind = 2 * within > self.cost[unit]
-        starts = np.full(self.num_lists - 1, num_units)
-        starts[: num_lists - 1] = unit + is_behind
-        moves = np.where(is_behind, self.cost[unit] - within, -within)
-        cut_units = cut_granules = np.empty(0, np.int64)
-        if max_cuts:
-            granule = self.begin[unit] + within - UNIT_COST
-            inside = np.flatnonzero((granule > self.begin[unit]) & (granule < self.end[unit]))
-            if len(inside) > max_cuts:
-                inside = np.sort(inside[np.argsort(-np.abs(moves[inside]), kind="stable")[:max_cuts]])
-            moves[inside] = 0
-            starts[inside] = num_units + 1 + np.arange(len(inside))
-            cut_units, cut_granules = unit[inside], granule[inside]
-        places = borders + moves
-        longest = np.diff(places, prepend=0, append=self.total).max()
-        return Deal(int(longest), cut_units, cut_granules, starts)
+        cuts = self.is_inside.nonzero()[0]
+        if len(cuts) > max_cuts:
+            cuts = np.sort(cuts[np.argsort(-np.abs(self.moves[cuts]), kind="stable")[:max_cuts]])
+        starts = np.full(num_lists - 1, self.num_units)
+        starts[: len(self.nearest)] = self.nearest
+        starts[cuts] = self.num_units + 1 + np.arange(len(cuts))
+        edges = np.empty(len(self.borders) + 2, np.int64)
+        edges[0], edges[1:-1], edges[-1] = 0, self.borders + self.moves, self.total
+        edges[1:-1][cuts] = self.borders[cuts]
+        return Deal(int((edges[1:] - edges[:-1]).max()), self.unit[cuts], self.granule[cuts], starts)

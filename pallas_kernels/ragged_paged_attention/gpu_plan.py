@@ -17,6 +17,7 @@ Pure numpy, one order for all layers of the same window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -184,18 +185,24 @@ class GpuPlanner:
 
     def orders(self, num_tokens: int, num_rows: int) -> list[list[Order]]:
         """Of small and of large tiles, for each window; only of large ones if one query's heads fill them."""
-        orders: list[list[Order]] = []
-        end = 0
-        for tile_rows in sorted({self.small_rows, self.large_rows}):
-            num_lists = max(self.num_sms * self.blocks_per_sm(tile_rows) // self.num_kv_heads, 1)
-            slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
-            max_cuts = min(num_lists - 1, self.unfinished_bytes // slot_bytes // 2)
-            tiles = TileClass(tile_rows, num_lists, max_cuts, self.max_units(tile_rows, num_tokens, num_rows))
-            orders.append([])
-            for _ in self.planned_windows:
-                orders[-1].append(Order(tiles, end))
-                end = orders[-1][-1].end
-        return orders
+        return _orders(self, num_tokens, num_rows)
+
+
+@cache
+def _orders(planner: GpuPlanner, num_tokens: int, num_rows: int) -> list[list[Order]]:
+    """Once for each size of a step: it would be a third of what a plan takes."""
+    orders: list[list[Order]] = []
+    end = 0
+    for tile_rows in sorted({planner.small_rows, planner.large_rows}):
+        num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
+        slot_bytes = planner.num_kv_heads * tile_rows * planner.head_size * 4
+        max_cuts = min(num_lists - 1, planner.unfinished_bytes // slot_bytes // 2)
+        tiles = TileClass(tile_rows, num_lists, max_cuts, planner.max_units(tile_rows, num_tokens, num_rows))
+        orders.append([])
+        for _ in planner.planned_windows:
+            orders[-1].append(Order(tiles, end))
+            end = orders[-1][-1].end
+    return orders
 
 
 @dataclass(frozen=True)
@@ -249,28 +256,21 @@ def _write_order(
         least_share=least_share,
     )
     num_units, num_cuts = len(units.row), len(cut_units)
-    cuts_of_unit = np.bincount(cut_units, minlength=num_units)[:num_units]
-    first_piece = np.arange(num_units) + np.cumsum(cuts_of_unit) - cuts_of_unit
     num_pieces = num_units + num_cuts
-    unit = np.repeat(np.arange(num_units), cuts_of_unit + 1)
-    begins, ends = np.zeros(num_pieces, np.int32), np.full(num_pieces, NO_END, np.int32)
+    cuts_of_unit = np.bincount(cut_units, minlength=num_units)
+    first_piece = np.arange(num_units) + cuts_of_unit.cumsum() - cuts_of_unit
+    unit = np.arange(num_units).repeat(cuts_of_unit + 1)
     cut_pieces = cut_units + 1 + np.arange(num_cuts)
-    begins[cut_pieces] = ends[cut_pieces - 1] = cut_granules * GRANULE
     is_split = cuts_of_unit[unit] > 0
-    slots = np.where(is_split, np.cumsum(is_split) - 1, -1)
-    pieces = out[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)
-    _fill(pieces, units.row[unit], units.first[unit], units.place[unit], begins, ends, slots)
-    piece_of_start = np.concatenate([first_piece, [num_pieces], cut_pieces])
+    slots = np.where(is_split, is_split.cumsum() - 1, -1)
+    pieces = out[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)[:, :num_pieces]
+    pieces[0], pieces[1], pieces[2] = units.row[unit], units.first[unit], units.place[unit]
+    pieces[3], pieces[4], pieces[5] = 0, NO_END, slots
+    pieces[3, cut_pieces] = pieces[4, cut_pieces - 1] = cut_granules * GRANULE
     lists = out[order.list_starts : order.num_merges]
-    lists[0], lists[1:-1], lists[-1] = 0, piece_of_start[starts], num_pieces
-    merged = np.flatnonzero(cuts_of_unit)
+    lists[0], lists[1:-1], lists[-1] = 0, np.concatenate([first_piece, [num_pieces], cut_pieces])[starts], num_pieces
+    merged = cuts_of_unit.nonzero()[0]
     out[order.num_merges] = len(merged)
-    merges = out[order.merges : order.end].reshape(MERGE_FIELDS, -1)
-    _fill(
-        merges, units.place[merged], units.num_query_rows[merged], slots[first_piece[merged]], cuts_of_unit[merged] + 1
-    )
-
-
-def _fill(fields: np.ndarray, *columns: np.ndarray) -> None:
-    for field, values in zip(fields, columns, strict=True):
-        field[: len(values)] = values
+    merges = out[order.merges : order.end].reshape(MERGE_FIELDS, -1)[:, : len(merged)]
+    merges[0], merges[1] = units.place[merged], units.num_query_rows[merged]
+    merges[2], merges[3] = slots[first_piece[merged]], cuts_of_unit[merged] + 1
