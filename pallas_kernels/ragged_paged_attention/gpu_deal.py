@@ -37,8 +37,8 @@ def deal(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_cuts: int, l
     one gets any.
 
     With cuts for all borders every list but the last is equally long. With fewer, the best of three is taken: all
-    lists, of which some have borders that moved; as many lists as there are cuts for; as many as give each unit the
-    same number of lists. The lists that are not used are empty.
+    lists, of which some have borders that moved; as many lists as there are cuts for; as many as cut
+    every unit into the same number of pieces. The lists that are not used are empty.
     """
     cost = end - begin + UNIT_COST
     ends = cost.cumsum()
@@ -53,7 +53,8 @@ def deal(begin: np.ndarray, end: np.ndarray, *, num_lists: int, max_cuts: int, l
         return whole
     tried = [whole, borders.cut(num_lists, max_cuts)]
     if max_cuts < num_lists - 1:
-        counts = {max_cuts + 1, num_lists // len(begin) * len(begin)} - {0, num_lists}
+        evenly = min(num_lists, max_cuts + len(begin)) // len(begin) * len(begin)
+        counts = {max_cuts + 1, evenly} - {0, num_lists}
         tried += [divided(count).cut(num_lists, max_cuts) for count in sorted(counts)]
     return min(tried, key=lambda deal: deal.longest)
 

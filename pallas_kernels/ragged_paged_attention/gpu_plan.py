@@ -33,7 +33,7 @@ RESERVED_BYTES = 1 << 10
 """Of shared memory, which the hardware takes for itself, per thread block."""
 SCRATCH_BYTES = 3 << 10
 """Of shared memory beside the tiles, no more: barriers, and what sums over warps need."""
-TEMP_BYTES = 16 << 20
+TEMP_BYTES = 14 << 20
 """Of memory for the aligned queries of 256 tokens and for results of pieces, of which one class of tiles at a time has
 any."""
 NO_END = 1 << 30
@@ -149,7 +149,7 @@ class GpuPlanner:
     @property
     def unfinished_bytes(self) -> int:
         """Of memory for results of pieces: what the queries leave of `TEMP_BYTES`, and not much more than is of use."""
-        return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 12 << 20)
+        return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 11 << 20)
 
     @property
     def planned_windows(self) -> tuple[int | None, ...]:
