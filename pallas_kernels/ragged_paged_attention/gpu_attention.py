@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from . import gpu_tiles
-from .gpu_plan import ALIGN, PIECE_FIELDS, Order
+from .gpu_plan import ALIGN, PIECE_FIELDS, REDUCTION_BYTES, Order
 from .gpu_tiles import COMPUTE_DTYPE, LEAST_MAX, LOG2_E, Chip, plgpu
 from .kv_scales import LayerScales
 
@@ -120,9 +120,9 @@ def ragged_attention(
         scratch_types=scratch,
         grid=(tiles.num_lists, num_kv_heads),
         grid_names=("list", "head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
         interpret=chip.interpret,
-        kernel_name="ragged_paged_attention",
+        kernel_name=f"ragged_paged_attention_of_{tiles.tile_rows}",
     )(*inputs.values())
     return tuple(unfinished) if outputs else None
 

@@ -31,8 +31,10 @@ NUM_STAGES = 2
 """Tiles of keys and values in shared memory: one is computed, the others are on their way."""
 RESERVED_BYTES = 1 << 10
 """Of shared memory, which the hardware takes for itself, per thread block."""
-SCRATCH_BYTES = 3 << 10
-"""Of shared memory beside the tiles, no more: barriers, and what sums over warps need."""
+REDUCTION_BYTES = 1 << 10
+"""Of shared memory for sums over warps: two rows a thread."""
+SCRATCH_BYTES = REDUCTION_BYTES + 128
+"""Of shared memory beside the tiles, no more: with the barriers."""
 TEMP_BYTES = 14 << 20
 """Of memory for the aligned queries of 256 tokens and for results of pieces, of which one class of tiles at a time has
 any."""

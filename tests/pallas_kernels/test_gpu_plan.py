@@ -204,7 +204,14 @@ def test_a_window_has_an_order_of_its_own_of_which_every_list_gets_its_share() -
 
 @pytest.mark.parametrize(
     ("block_memory", "head_size", "blocks"),
-    [(232448, 128, (3, 2)), (166912, 128, (2, 1)), (232448, 64, (3, 2)), (166912, 64, (3, 2)), (166912, 256, (2, 1))],
+    [
+        (232448, 128, (3, 2)),
+        (166912, 128, (2, 1)),
+        (232448, 64, (3, 2)),
+        (166912, 64, (3, 2)),
+        (232448, 256, (3, 2)),
+        (166912, 256, (2, 1)),
+    ],
 )
 def test_as_many_blocks_are_planned_as_fit_on_a_multiprocessor(
     block_memory: int, head_size: int, blocks: tuple[int, int]
