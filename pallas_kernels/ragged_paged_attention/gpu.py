@@ -253,7 +253,8 @@ def _attend_layer(
         if kv_scales is not None:
             k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
         k_pages, v_pages = (_scatter(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
-    rows = QueryRows(step, backend.num_kv_heads, backend.num_heads // backend.num_kv_heads)
+    planner = backend.planner
+    rows = QueryRows(step, backend.num_kv_heads, planner.group, planner.large_rows)
     results = jax.new_ref(rows.align(q))
     for options in backend.launches(
         q.shape[0], step.context_lens.shape[0], scale=scale, window=window, soft_cap=soft_cap

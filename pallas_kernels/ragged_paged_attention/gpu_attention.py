@@ -162,7 +162,11 @@ def _do_piece(
     num_tiles = jnp.maximum(end_tile - first_tile, 0)
 
     def pages_of(index: Any) -> tuple[Any, ...]:
-        """Pages of the index-th tile; clamped to what the unit sees, to the table, and to the pages there are."""
+        """Pages of the index-th tile; behind the last page that the unit sees, that page once more.
+
+        The bounds of the table and of the pages hold by contract (a context fits its table, whose entries are pages):
+        a broken promise is to give wrong numbers and not to read another's memory.
+        """
         table_len = refs["tables"].shape[0] // refs["context_lens"].shape[0]
         found = []
         for part in range(per_tile):

@@ -19,16 +19,15 @@ from jaxtyping import Array, Float, Int
 from .gpu_plan import ALIGN
 from .interface import AttentionMetadata
 
-MOST_TILE_ROWS = 64
-
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Where each query of a step stands. `group` is G."""
+    """Where each query of a step stands. `group` is G; `tile_rows` is how far the last row's last tile may reach."""
 
     step: AttentionMetadata
     num_kv_heads: int
     group: int
+    tile_rows: int
 
     @property
     def begins(self) -> Int[Array, " R"]:
@@ -41,7 +40,7 @@ class QueryRows:
         """Queries to aligned query rows; what belongs to no query is any query."""
         num_tokens, num_heads, head_size = q.shape
         (num_rows,) = self.step.context_lens.shape
-        room = num_tokens * self.group + (ALIGN - 1) * min(num_rows, num_tokens) + MOST_TILE_ROWS
+        room = num_tokens * self.group + (ALIGN - 1) * min(num_rows, num_tokens) + self.tile_rows
         query_row = jnp.arange(-(-room // ALIGN) * ALIGN)
         row = _row_of(query_row, self.begins)
         within = query_row - self.begins[row]
