@@ -49,7 +49,7 @@ TPU_CHIPS = {
 }
 """What devices call themselves → the chips that the kernels have sizes for."""
 DEVICE_OF_KERNELS = {"pallas-tpu": "tpu", "pallas-gpu": "gpu"}
-LEAST_GPU_CAPABILITY, HOPPER = (8, 0), (9, 0)
+LEAST_GPU_CAPABILITY = (8, 0)
 GPU_KERNELS_NEED = (0, 11)
 """Of JAX, the version that has their instructions first."""
 XLA_BLOCK_SIZE = 64
@@ -173,7 +173,7 @@ def _gpu_backend(
         windows=tuple(sorted({window for window in windows if window is not None})),
         num_sms=device.core_count,
         block_memory=device.shared_memory_per_block_optin,
-        has_tma=capability >= HOPPER,
+        capability=(capability[0], capability[1]),
     )
 
 

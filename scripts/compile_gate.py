@@ -2,6 +2,7 @@
 
     python scripts/compile_gate.py --chip v6e --output gate.json
     python scripts/compile_gate.py --chip h200 --share 1/3       # every third cell
+    python scripts/compile_gate.py --chip h200 --prefill wgmma   # the candidate for prefill on Hopper
     python scripts/compile_gate.py --chip v6e --layer            # one layer over four chips
     python scripts/compile_gate.py --chip v6e --list
 
@@ -34,10 +35,13 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N shares of the cells")
     parser.add_argument("--kind", choices=("pairs", "models", "random"), help="only these cells")
     parser.add_argument("--layer", action="store_true", help="a layer spread over four chips, and no cell")
+    parser.add_argument("--prefill", help="wgmma: Hopper's candidate, in the place of mma")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     parser.add_argument("--list", action="store_true", help="print the cells, compile nothing")
     args = parser.parse_args()
     is_tpu = args.chip in VALUES["tpu"]["chip"]
+    if args.prefill and is_tpu:
+        parser.error(f"--prefill is an option of GPUs, got {args.chip}")
     index, count = map(int, args.share.split("/"))
     cells = [cell for cell in all_cells("tpu" if is_tpu else "gpu") if cell.chip == args.chip]
     if args.kind:
@@ -48,7 +52,8 @@ def main() -> int:
         print("\n".join(map(str, cells)))
         return 0
     sys.path.insert(0, str(ROOT))
-    gate: Any = (compile_tpu.TpuGate if is_tpu else compile_gpu.GpuGate)(args.chip, 4 if args.layer else 1)
+    options = {"prefill": args.prefill} if args.prefill else {}
+    gate: Any = (compile_tpu.TpuGate if is_tpu else compile_gpu.GpuGate)(args.chip, 4 if args.layer else 1, **options)
     if args.layer:
         result = check_sharded_layer(gate, 128 if is_tpu else 64)
         print(f"{args.chip}, a layer over four chips: {result['fault'] or 'compiles'}, {result}")
@@ -70,6 +75,7 @@ def main() -> int:
             "chip": args.chip,
             "jax": importlib.metadata.version("jax"),
             "share": args.share,
+            **options,
             "compile": good,
             "refused": num_refused,
             "fail": faults,

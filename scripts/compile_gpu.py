@@ -27,6 +27,11 @@ from gate_cells import FEATURES, STEPS, Cell, cache_layout, two_layers
 
 ROOT = Path(__file__).parents[1]
 MOST_TEMP_BYTES = 16 << 20
+RESERVED_BYTES = 1 << 10
+"""Of shared memory, per thread block, for the hardware."""
+SM_REGISTERS = 1 << 16
+ATTENTION = "ragged_paged_attention_of_"
+"""Begins the names of kernels that attend; the rows of a tile follow."""
 
 
 class GpuChip(NamedTuple):
@@ -126,7 +131,8 @@ class GpuGate:
             layout = cache_layout(cell, backend)
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
-        num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
+        launches = backend.launches(*STEPS[cell.step], scale=1.0, window=None, soft_cap=None)
+        self.planner, self.tiles = backend.planner, [launch.order.tiles for launch in launches]
         program, arguments = two_layers(cell, backend, layout, self.mesh)
         cache_bytes = layout.page_bytes * layout.num_pages
         try:
@@ -146,14 +152,14 @@ class GpuGate:
             fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
         elif temp_bytes > MOST_TEMP_BYTES:
             fault = f"{temp_bytes} bytes of temporary memory"
-        elif num_blocks * (self.block_memory + 1024) > self.chip.sm_memory:
-            fault = f"{num_blocks} blocks of {self.block_memory} bytes of shared memory on a multiprocessor"
         elif not self.num_kernels:
             fault = "no kernel was compiled"
         elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
             fault = f"ptxas: {errors[0]}"
         elif spills := sum(kernel["spill_bytes"] for kernel in kernels):
             fault = f"{spills} bytes of spills"
+        else:
+            fault = self._crowd(kernels)
         found = {"temp_bytes": temp_bytes, "kernels": kernels, "block_memory": self.block_memory}
         return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
 
@@ -175,7 +181,25 @@ class GpuGate:
             yield
         finally:
             utils._infer_arch, core._SMEM_SIZE_BOUND, core._smem_tree_size = infer, bound, tree_size
-            self.block_memory = max(sizes, default=0)
+            self.block_memory, self.kernel_memory = max(sizes, default=0), sizes
+
+    def _crowd(self, kernels: list[dict[str, Any]]) -> str | None:
+        """Thread blocks that are planned for one multiprocessor and do not fit there at once: they would wait for one
+        another's end. Shared memory was noted kernel by kernel, the merge behind what it merges."""
+        sizes = iter(self.kernel_memory)
+        for tiles in self.tiles:
+            rows, memory = tiles.tile_rows, next(sizes)
+            if tiles.num_slots:
+                next(sizes)
+            num_blocks = self.planner.blocks_per_sm(rows)
+            if num_blocks * (memory + RESERVED_BYTES) > self.chip.sm_memory:
+                return f"{num_blocks} blocks of {memory} bytes of shared memory, for tiles of {rows} rows"
+            for kernel in kernels:
+                registers = -(-kernel["registers"] // 8) * 8  # As they are given out.
+                if kernel["name"].startswith(f"{ATTENTION}{rows}_") and num_blocks * 128 * registers > SM_REGISTERS:
+                    return f"{num_blocks} blocks of {registers} registers a thread, for tiles of {rows} rows"
+        assert not list(sizes), "a kernel that is no launch of the backend"
+        return None
 
     def _kernel(self, ptx: Path) -> dict[str, Any]:
         """Registers and spills of one kernel."""
@@ -186,7 +210,7 @@ class GpuGate:
             return {"error": said.strip()[:400], "spill_bytes": 0}
         registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
         spills = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
-        return {"registers": max(registers), "spill_bytes": sum(spills)}
+        return {"name": ptx.stem, "registers": max(registers), "spill_bytes": sum(spills)}
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
         """The kernels, for that many heads on one chip."""
@@ -199,7 +223,7 @@ class GpuGate:
             windows=windows,
             num_sms=self.chip.num_sms,
             block_memory=self.chip.block_memory,
-            has_tma=self.chip.capability >= (9, 0),
+            capability=self.chip.capability,
             **self.backend_options,
         )
 

@@ -110,7 +110,7 @@ def chip_of(device: Any) -> dict[str, Any]:
     return {
         "num_sms": device.core_count,
         "block_memory": device.shared_memory_per_block_optin,
-        "has_tma": capability(device) >= (9, 0),
+        "capability": capability(device),
     }
 
 

@@ -35,6 +35,7 @@ DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEAD_SIZES = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 PREFILL = ("mma", "wgmma")
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class GpuBackend:
     `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
     gets an order of work of its own; a layer with another window does the work of full attention's order and skips
     what it does not see. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory that one
-    thread block may have, in bytes, and `has_tma` says that the chip is a Hopper or later; the defaults are an H100's
-    and an H200's. `is_cut` False computes every row's result in the same order in any
-    company, which costs time where rows are few or of very different length; `least_share` counts 64 keys each that a
-    thread block gets before the next one gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper
+    thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and an
+    H200's. `is_cut` False computes every row's result in the same order in any company, which costs time where rows are
+    few or of very different length; `least_share` counts 64 keys each that a thread block gets before the next one gets
+    any. `prefill` is the instruction of large tiles, mma or, on a Hopper
     and for heads of 64 and 128, wgmma. `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`,
     for tests.
     """
@@ -74,7 +75,7 @@ class GpuBackend:
     windows: tuple[int | None, ...] = ()
     num_sms: int = 132
     block_memory: int = 232448
-    has_tma: bool = True
+    capability: tuple[int, int] = HOPPER
     is_cut: bool = True
     least_share: int = 6
     prefill: str = "mma"
@@ -88,10 +89,22 @@ class GpuBackend:
                 f"attention backend: got pallas-gpu with jax {jax.__version__}, its kernels need jax 0.11 or later "
                 "(Python 3.12 or later); update jax or use --attention-backend xla"
             )
-        if self.prefill not in PREFILL or (self.prefill == "wgmma" and self.head_size > gpu_wgmma.MOST_LANES):
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"prefill: got {self.prefill} with head size {self.head_size}, the pallas-gpu backend takes "
-                f"{' or '.join(PREFILL)}, wgmma up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
+                f"num_heads: got {self.num_heads} with {self.num_kv_heads} KV heads, the pallas-gpu backend takes a "
+                "multiple of at least one"
+            )
+        smallest = {"num_sms": self.num_sms, "block_memory": self.block_memory, "least_share": self.least_share}
+        smallest["windows"] = min((window for window in self.windows if window is not None), default=1)
+        for name, got in smallest.items():
+            if got < 1:
+                raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
+        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size <= gpu_wgmma.MOST_LANES
+        if self.prefill not in PREFILL or (self.prefill == "wgmma" and not has_wgmma):
+            raise ValueError(
+                f"prefill: got {self.prefill} with head size {self.head_size} on a GPU of compute capability "
+                f"{'.'.join(map(str, self.capability))}, the pallas-gpu backend takes {' or '.join(PREFILL)}, wgmma on "
+                f"9.0 (Hopper) alone and up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
             )
 
     @property
@@ -113,8 +126,10 @@ class GpuBackend:
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
     ) -> GpuLayout:
         """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        # The cache's dtype is auto by default, which is the model's.
+        dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         for name, got, allowed, way_out in (
-            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, "use kv_cache_dtype=auto or --attention-backend xla"),
+            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, dtype_way_out),
             ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
             ("block_size", page_size, PAGE_SIZES, "leave it out or use --attention-backend xla"),
         ):
@@ -142,15 +157,14 @@ class GpuBackend:
         out: np.ndarray,
     ) -> None:
         """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""
-        self.planner.plan(query_lens, context_lens, out)
+        self.planner.plan(query_lens, context_lens, num_tokens=num_tokens, num_rows=num_rows, out=out)
 
     def launches(
         self, num_tokens: int, num_rows: int, *, scale: float, window: int | None, soft_cap: float | None
     ) -> list[Options]:
         """Of the classes of tiles that a step of that size may have."""
         planner = self.planner
-        windows, orders = planner.planned_windows, planner.orders(planner.max_units(num_tokens, num_rows))
-        used = orders[:1] if num_tokens * planner.group <= planner.small_rows else orders
+        windows, orders = planner.planned_windows, planner.orders(num_tokens, num_rows)
         return [
             Options(
                 order=its_orders[windows.index(window) if window in windows else 0],
@@ -161,9 +175,10 @@ class GpuBackend:
                 tile_kv=planner.tile_kv,
                 num_stages=NUM_STAGES,
                 products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
-                chip=Chip(has_tma=self.has_tma, interpret=self.interpret),
+                chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
             )
-            for its_orders in used
+            for its_orders in orders
+            if its_orders[0].tiles.max_units
         ]
 
     def attend(
@@ -183,6 +198,11 @@ class GpuBackend:
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
         refuse_one_of(k, v)
+        if q.dtype != COMPUTE_DTYPE:
+            raise ValueError(
+                f"attend: got queries of {q.dtype.name}, the pallas-gpu kernels compute in {np.dtype(COMPUTE_DTYPE)}; "
+                "use --dtype bfloat16 or --attention-backend xla"
+            )
         got = q.shape[1], cache.pages[0].shape[1], q.shape[2]
         if got != (self.num_heads, self.num_kv_heads, self.head_size):
             raise ValueError(
@@ -233,8 +253,9 @@ def _attend_layer(
         if kv_scales is not None:
             k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
         k_pages, v_pages = (_scatter(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
-    rows = QueryRows(step, backend.num_kv_heads, backend.num_heads // backend.num_kv_heads)
-    results = jax.new_ref(rows.align(q.astype(COMPUTE_DTYPE)))
+    planner = backend.planner
+    rows = QueryRows(step, backend.num_kv_heads, planner.group, planner.large_rows)
+    results = jax.new_ref(rows.align(q))
     for options in backend.launches(
         q.shape[0], step.context_lens.shape[0], scale=scale, window=window, soft_cap=soft_cap
     ):
@@ -254,7 +275,7 @@ def _attend_layer(
         )
         if unfinished is not None:
             merge(results, unfinished, step.plan, options.order, options.chip)
-    return rows.take(results[...]).astype(q.dtype), (k_pages, v_pages)
+    return rows.take(results[...]), (k_pages, v_pages)
 
 
 def _repeated(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:

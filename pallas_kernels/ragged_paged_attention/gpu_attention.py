@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from . import gpu_tiles
-from .gpu_plan import ALIGN, PIECE_FIELDS, Order
+from .gpu_plan import ALIGN, PIECE_FIELDS, REDUCTION_BYTES, Order
 from .gpu_tiles import COMPUTE_DTYPE, LEAST_MAX, LOG2_E, Chip, plgpu
 from .kv_scales import LayerScales
 
@@ -120,9 +120,9 @@ def ragged_attention(
         scratch_types=scratch,
         grid=(tiles.num_lists, num_kv_heads),
         grid_names=("list", "head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
         interpret=chip.interpret,
-        kernel_name="ragged_paged_attention",
+        kernel_name=f"ragged_paged_attention_of_{tiles.tile_rows}",
     )(*inputs.values())
     return tuple(unfinished) if outputs else None
 
@@ -162,7 +162,11 @@ def _do_piece(
     num_tiles = jnp.maximum(end_tile - first_tile, 0)
 
     def pages_of(index: Any) -> tuple[Any, ...]:
-        """Pages of the index-th tile; clamped to what the unit sees, to the table, and to the pages there are."""
+        """Pages of the index-th tile; behind the last page that the unit sees, that page once more.
+
+        The bounds of the table and of the pages hold by contract (a context fits its table, whose entries are pages):
+        a broken promise is to give wrong numbers and not to read another's memory.
+        """
         table_len = refs["tables"].shape[0] // refs["context_lens"].shape[0]
         found = []
         for part in range(per_tile):

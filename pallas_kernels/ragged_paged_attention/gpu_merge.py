@@ -33,7 +33,7 @@ def merge(queries: Any, unfinished: Partial, plan: Int[Array, " plan"], order: O
 
         @pl.when(index < plan[order.num_merges])
         def _() -> None:
-            fields = [plan[order.merges + field * tiles.max_cuts + index] for field in range(MERGE_FIELDS)]
+            fields = [plan[order.merges + field * tiles.max_merges + index] for field in range(MERGE_FIELDS)]
             place, num_rows, first, count = fields
             results = _merged((sums, maxima, totals), head, first, count)
             gpu_tiles.write_rows(queries, head, pl.multiple_of(place, ALIGN), num_rows, results, staging, chip)
@@ -41,7 +41,7 @@ def merge(queries: Any, unfinished: Partial, plan: Int[Array, " plan"], order: O
     plgpu.kernel(
         body,
         scratch_types=[gpu_tiles.tile_memory((tiles.tile_rows, head_size), queries.dtype, chip)],
-        grid=(tiles.max_cuts, num_kv_heads),
+        grid=(tiles.max_merges, num_kv_heads),
         grid_names=("merge", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=chip.interpret,

@@ -17,6 +17,7 @@ Pure numpy, one order for all layers of the same window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -30,10 +31,13 @@ NUM_STAGES = 2
 """Tiles of keys and values in shared memory: one is computed, the others are on their way."""
 RESERVED_BYTES = 1 << 10
 """Of shared memory, which the hardware takes for itself, per thread block."""
-SCRATCH_BYTES = 3 << 10
-"""Of shared memory beside the tiles, no more: barriers, and what sums over warps need."""
-UNFINISHED_BYTES = 7 << 20
-"""Of memory for results of pieces, per class of tiles."""
+REDUCTION_BYTES = 1 << 10
+"""Of shared memory for sums over warps: two rows a thread."""
+SCRATCH_BYTES = REDUCTION_BYTES + 128
+"""Of shared memory beside the tiles, no more: with the barriers."""
+TEMP_BYTES = 14 << 20
+"""Of memory for the aligned queries of 256 tokens and for results of pieces, of which one class of tiles at a time has
+any."""
 NO_END = 1 << 30
 PIECE_FIELDS = 6
 """(row, first query row in it, the same among the aligned ones, first key, end of keys, slot if it is cut or −1)."""
@@ -52,6 +56,11 @@ class TileClass:
     max_cuts: int
     """Inside of units."""
     max_units: int
+
+    @property
+    def max_merges(self) -> int:
+        """Units that are cut."""
+        return min(self.max_cuts, self.max_units)
 
     @property
     def max_pieces(self) -> int:
@@ -84,13 +93,13 @@ class Order:
 
     @property
     def merges(self) -> int:
-        """MERGE_FIELDS × max_cuts."""
+        """MERGE_FIELDS × max_merges."""
         return self.pieces + PIECE_FIELDS * self.tiles.max_pieces
 
     @property
     def end(self) -> int:
         """Behind all of them."""
-        return self.merges + MERGE_FIELDS * self.tiles.max_cuts
+        return self.merges + MERGE_FIELDS * self.tiles.max_merges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,20 +149,25 @@ class GpuPlanner:
         return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
 
     @property
+    def unfinished_bytes(self) -> int:
+        """Of memory for results of pieces: what the queries leave of `TEMP_BYTES`, and not much more than is of use."""
+        return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 11 << 20)
+
+    @property
     def planned_windows(self) -> tuple[int | None, ...]:
         """Those that have an order of work; full attention's is the first."""
         return (None, *sorted({window for window in self.windows if window is not None}))
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """All classes of tiles, all windows."""
-        return self.orders(self.max_units(num_tokens, num_rows))[-1][-1].end
+        return self.orders(num_tokens, num_rows)[-1][-1].end
 
-    def plan(self, query_lens: np.ndarray, context_lens: np.ndarray, out: np.ndarray) -> None:
-        """Cut the rows into tiles and these into pieces, and deal them out."""
-        fixed = self.orders(0)[-1][-1].end
-        max_units = (len(out) - fixed) // (self.orders(1)[-1][-1].end - fixed)
+    def plan(
+        self, query_lens: np.ndarray, context_lens: np.ndarray, *, num_tokens: int, num_rows: int, out: np.ndarray
+    ) -> None:
+        """Cut the rows into tiles and these into pieces, and deal them out, in a step with room for that many."""
         query_rows, fewest = query_lens * self.group, 1
-        for orders in self.orders(max_units):
+        for orders in self.orders(num_tokens, num_rows):
             tile_rows = orders[0].tiles.tile_rows
             is_its = query_rows >= fewest
             if tile_rows < self.large_rows:
@@ -163,23 +177,34 @@ class GpuPlanner:
             for order, window in zip(orders, self.planned_windows, strict=True):
                 _write_order(order, units, window, is_cut=self.is_cut, least_share=self.least_share, out=out)
 
-    def max_units(self, num_tokens: int, num_rows: int) -> int:
-        """Of the tiles of one class in a step of that size; every row may end in a partial one."""
-        return num_tokens * self.group // self.large_rows + min(num_tokens, num_rows)
+    def max_units(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
+        """Of one class of tiles in a step of that size. A row of few queries has one small tile; every other row may
+        end in a partial one."""
+        if tile_rows < self.large_rows:
+            return min(num_tokens, num_rows)
+        fewest = 1 if self.small_rows == self.large_rows else self.small_rows // self.group + 1
+        return num_tokens * self.group // tile_rows + min(num_tokens // fewest, num_rows)
 
-    def orders(self, max_units: int) -> list[list[Order]]:
+    def orders(self, num_tokens: int, num_rows: int) -> list[list[Order]]:
         """Of small and of large tiles, for each window; only of large ones if one query's heads fill them."""
-        orders: list[list[Order]] = []
-        end = 0
-        for tile_rows in sorted({self.small_rows, self.large_rows}):
-            num_lists = max(self.num_sms * self.blocks_per_sm(tile_rows) // self.num_kv_heads, 1)
-            slot_bytes = self.num_kv_heads * tile_rows * self.head_size * 4
-            tiles = TileClass(tile_rows, num_lists, min(num_lists - 1, UNFINISHED_BYTES // slot_bytes // 2), max_units)
-            orders.append([])
-            for _ in self.planned_windows:
-                orders[-1].append(Order(tiles, end))
-                end = orders[-1][-1].end
-        return orders
+        return _orders(self, num_tokens, num_rows)
+
+
+@cache
+def _orders(planner: GpuPlanner, num_tokens: int, num_rows: int) -> list[list[Order]]:
+    """Once for each size of a step: it would be a third of what a plan takes."""
+    orders: list[list[Order]] = []
+    end = 0
+    for tile_rows in sorted({planner.small_rows, planner.large_rows}):
+        num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
+        slot_bytes = planner.num_kv_heads * tile_rows * planner.head_size * 4
+        max_cuts = min(num_lists - 1, planner.unfinished_bytes // slot_bytes // 2)
+        tiles = TileClass(tile_rows, num_lists, max_cuts, planner.max_units(tile_rows, num_tokens, num_rows))
+        orders.append([])
+        for _ in planner.planned_windows:
+            orders[-1].append(Order(tiles, end))
+            end = orders[-1][-1].end
+    return orders
 
 
 @dataclass(frozen=True)
@@ -225,7 +250,7 @@ def _write_order(
         out[order.list_starts : order.num_merges + 1] = 0
         return
     begin = np.zeros_like(units.end) if window is None else np.maximum(units.first_position - window + 1, 0) // GRANULE
-    cut_units, cut_granules, starts = deal(
+    _, cut_units, cut_granules, starts = deal(
         begin,
         -(-units.end // GRANULE),
         num_lists=tiles.num_lists,
@@ -233,28 +258,21 @@ def _write_order(
         least_share=least_share,
     )
     num_units, num_cuts = len(units.row), len(cut_units)
-    cuts_of_unit = np.bincount(cut_units, minlength=num_units)[:num_units]
-    first_piece = np.arange(num_units) + np.cumsum(cuts_of_unit) - cuts_of_unit
     num_pieces = num_units + num_cuts
-    unit = np.repeat(np.arange(num_units), cuts_of_unit + 1)
-    begins, ends = np.zeros(num_pieces, np.int32), np.full(num_pieces, NO_END, np.int32)
+    cuts_of_unit = np.bincount(cut_units, minlength=num_units)
+    first_piece = np.arange(num_units) + cuts_of_unit.cumsum() - cuts_of_unit
+    unit = np.arange(num_units).repeat(cuts_of_unit + 1)
     cut_pieces = cut_units + 1 + np.arange(num_cuts)
-    begins[cut_pieces] = ends[cut_pieces - 1] = cut_granules * GRANULE
     is_split = cuts_of_unit[unit] > 0
-    slots = np.where(is_split, np.cumsum(is_split) - 1, -1)
-    pieces = out[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)
-    _fill(pieces, units.row[unit], units.first[unit], units.place[unit], begins, ends, slots)
-    piece_of_start = np.concatenate([first_piece, [num_pieces], cut_pieces])
+    slots = np.where(is_split, is_split.cumsum() - 1, -1)
+    pieces = out[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)[:, :num_pieces]
+    pieces[0], pieces[1], pieces[2] = units.row[unit], units.first[unit], units.place[unit]
+    pieces[3], pieces[4], pieces[5] = 0, NO_END, slots
+    pieces[3, cut_pieces] = pieces[4, cut_pieces - 1] = cut_granules * GRANULE
     lists = out[order.list_starts : order.num_merges]
-    lists[0], lists[1:-1], lists[-1] = 0, piece_of_start[starts], num_pieces
-    merged = np.flatnonzero(cuts_of_unit)
+    lists[0], lists[1:-1], lists[-1] = 0, np.concatenate([first_piece, [num_pieces], cut_pieces])[starts], num_pieces
+    merged = cuts_of_unit.nonzero()[0]
     out[order.num_merges] = len(merged)
-    merges = out[order.merges : order.end].reshape(MERGE_FIELDS, -1)
-    _fill(
-        merges, units.place[merged], units.num_query_rows[merged], slots[first_piece[merged]], cuts_of_unit[merged] + 1
-    )
-
-
-def _fill(fields: np.ndarray, *columns: np.ndarray) -> None:
-    for field, values in zip(fields, columns, strict=True):
-        field[: len(values)] = values
+    merges = out[order.merges : order.end].reshape(MERGE_FIELDS, -1)[:, : len(merged)]
+    merges[0], merges[1] = units.place[merged], units.num_query_rows[merged]
+    merges[2], merges[3] = slots[first_piece[merged]], cuts_of_unit[merged] + 1

@@ -19,16 +19,15 @@ from jaxtyping import Array, Float, Int
 from .gpu_plan import ALIGN
 from .interface import AttentionMetadata
 
-MOST_TILE_ROWS = 64
-
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Where each query of a step stands. `group` is G."""
+    """Where each query of a step stands. `group` is G; `tile_rows` is how far the last row's last tile may reach."""
 
     step: AttentionMetadata
     num_kv_heads: int
     group: int
+    tile_rows: int
 
     @property
     def begins(self) -> Int[Array, " R"]:
@@ -41,7 +40,7 @@ class QueryRows:
         """Queries to aligned query rows; what belongs to no query is any query."""
         num_tokens, num_heads, head_size = q.shape
         (num_rows,) = self.step.context_lens.shape
-        room = num_tokens * self.group + (ALIGN - 1) * min(num_rows, num_tokens) + MOST_TILE_ROWS
+        room = num_tokens * self.group + (ALIGN - 1) * min(num_rows, num_tokens) + self.tile_rows
         query_row = jnp.arange(-(-room // ALIGN) * ALIGN)
         row = _row_of(query_row, self.begins)
         within = query_row - self.begins[row]
@@ -51,7 +50,8 @@ class QueryRows:
         return found
 
     def take(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
-        """Results in the order of tokens."""
+        """Results in the order of tokens, and zeros for padding: a tile may have computed what lies behind the last row
+        from keys that no query sees."""
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
         row = jnp.minimum(_row_of(token, starts), starts.shape[0] - 2)
@@ -59,7 +59,8 @@ class QueryRows:
         num_kv_heads, room, head_size = aligned.shape
         head_K = jnp.arange(num_kv_heads) * room
         found = aligned.reshape(-1, head_size)[head_K[None, :, None] + jnp.minimum(place_TG, room - 1)[:, None]]
-        return found.reshape(len(token), num_kv_heads * self.group, head_size)
+        results = found.reshape(len(token), num_kv_heads * self.group, head_size)
+        return jnp.where((token < starts[-1])[:, None, None], results, 0)
 
 
 def _row_of(index: Int[Array, " I"], starts: Int[Array, " R"]) -> Int[Array, " I"]:

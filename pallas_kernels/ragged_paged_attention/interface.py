@@ -184,12 +184,15 @@ class PagedCache:
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
         take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
         shares the pages of the layer it names. v = None alone means that the values are the first lanes of
-        the keys (MLA); ValueError from a backend that does not take it. Returns zeros or any finite values
-        for padding tokens: nobody reads them. The written cache replaces `self`, which is donated.
+        the keys (MLA); ValueError from a backend that does not take it, and for a window below 1. Returns
+        zeros or any finite values for padding tokens whose queries are finite: nobody reads them. The written
+        cache replaces `self`, which is donated.
 
         Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
         arXiv:1805.02867 (online softmax).
         """
+        if window is not None and window < 1:
+            raise ValueError(f"attend: got a window of {window}, wanted at least 1, the query's own; None sees all")
         if is_quantized(self.layout.dtype) is (self.scales is None):
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "

@@ -93,7 +93,7 @@ def test_gpu_kernels_are_made_for_the_chip_they_are_asked_for_on():
     )
     model = model_with(head_size=64, windows=(None, 512))
     chosen = choose_attention("pallas-gpu", model, gpu).backend
-    assert (chosen.num_sms, chosen.block_memory, chosen.has_tma, chosen.windows) == (108, 166912, False, (512,))
+    assert (chosen.num_sms, chosen.block_memory, chosen.capability, chosen.windows) == (108, 166912, (8, 0), (512,))
     gpu.compute_capability = "7.5"
     with pytest.raises(ConfigError, match="kernels run from Ampere"):
         choose_attention("pallas-gpu", model, gpu)

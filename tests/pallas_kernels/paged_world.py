@@ -106,6 +106,7 @@ class World:
         query_lens = [work[row] for row in rows]
         total = sum(query_lens)
         q, k, v = (self.padded(total, heads) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads))
+        q[:, total::2] = 1.0  # Padding with finite queries has to have finite outputs; the rest of it stays NaN.
         start = 0
         stored_k, stored_v = self._as_stored(k, "k"), self._as_stored(v, "v")
         for row, length in zip(rows, query_lens, strict=True):
@@ -132,6 +133,10 @@ class World:
         before = [np.array(pages) for pages in self.cache.pages]
         outs, self.cache = self.run(self.cache, *(jnp.asarray(x, shape.input_dtype) for x in (q, k, v)), step)
         self._check_pages(before, np.asarray(step.slots))
+        is_padding = np.arange(shape.num_tokens) >= total
+        for layer, out in enumerate(outs):
+            is_finite = np.isfinite(np.asarray(out, np.float32)).all(axis=(1, 2))
+            assert is_finite[is_padding & np.isfinite(q[layer]).all(axis=(1, 2))].all(), "padding tokens"
         for layer in range(len(shape.layers)):
             options = {**shape.options, **oracle_options}
             wanted = dense_attention(

@@ -53,6 +53,16 @@ def test_ragged_rows_match_the_oracle(page_size: int) -> None:
     run_ragged(world(page_size))
 
 
+def test_padding_behind_the_last_of_as_many_rows_as_there_is_room_for_is_finite() -> None:
+    """It lies in the last tile, which computes it from slots that hold NaN."""
+    some = world()
+    some.shape = dataclasses.replace(some.shape, num_tokens=16, num_rows=3)
+    for _ in range(3):
+        some.add_row()
+    some.step({0: 1, 1: 1, 2: 5})
+    some.step({0: 1, 1: 1, 2: 1})
+
+
 def test_rows_of_several_tiles_in_one_piece_each() -> None:
     """Rows at and beside the edges of a tile of 64 keys, while others decode."""
     some = world(16, table_len=16)
@@ -76,10 +86,11 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
 
 
 def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:
+    room = {"num_tokens": some.shape.num_tokens, "num_rows": some.shape.num_rows}
     planner = some.shape.backend.planner
-    plan = np.zeros(planner.plan_len(some.shape.num_tokens, some.shape.num_rows), np.int32)
-    planner.plan(np.array(query_lens), np.array(context_lens), plan)
-    orders = planner.orders(planner.max_units(some.shape.num_tokens, some.shape.num_rows))
+    plan = np.zeros(planner.plan_len(**room), np.int32)
+    planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
+    orders = planner.orders(**room)
     return sum(int(plan[of_class[0].num_merges]) for of_class in orders)
 
 
@@ -117,7 +128,7 @@ def test_a_window_with_an_order_of_its_own() -> None:
 def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window: int | None, index: int) -> None:
     some = backend(windows=(40, None, 17))
     launches = some.launches(64, 4, scale=1.0, window=window, soft_cap=None)
-    orders = some.planner.orders(some.planner.max_units(64, 4))
+    orders = some.planner.orders(64, 4)
     assert [launch.order for launch in launches] == [of_class[index] for of_class in orders]
     assert some.planner.planned_windows == (None, 17, 40)
 
@@ -189,7 +200,7 @@ def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any)
     [
         (
             {"dtype": "float32"},
-            "kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, int8, float8_e4m3fn",
+            r"kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, .*; use --dtype bfloat16",
         ),
         ({"head_size": 80}, "head_size: got 80, the pallas-gpu backend takes 64, 128, 256"),
         ({"page_size": 128}, "block_size: got 128, the pallas-gpu backend takes 16, 32, 64"),
@@ -199,7 +210,16 @@ def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], 
     check_that_a_layout_is_refused(backend(), message, **{"dtype": "bfloat16", **options})
 
 
-@pytest.mark.parametrize("options", [{"prefill": "tcgen05"}, {"prefill": "wgmma", "head_size": 256}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill": "tcgen05"},
+        {"prefill": "wgmma", "head_size": 256},
+        {"prefill": "wgmma", "capability": (8, 0)},
+        {"prefill": "wgmma", "capability": (10, 0)},
+    ],
+    ids=str,
+)
 def test_an_instruction_for_prefill_that_is_not_there_is_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"prefill: got {options['prefill']} with head size .* mma or wgmma"):
         backend(**options)
@@ -210,3 +230,31 @@ def test_heads_that_the_backend_was_not_made_for_are_refused_by_number() -> None
     some.add_row()
     with pytest.raises(ValueError, match=r"got 4 query heads, 2 KV heads and head size 64, .* made for 8, 2 and 64"):
         some.step({0: 1})
+
+
+def test_queries_of_float32_are_refused_by_name() -> None:
+    """Rounded to bfloat16 they would come out as float32 that is none."""
+    some = world()
+    some.add_row()
+    run = some.run
+    some.run = lambda cache, q, k, v, step: run(cache, q.astype("float32"), k, v, step)
+    with pytest.raises(ValueError, match=r"got queries of float32, .* compute in bfloat16; use --dtype bfloat16"):
+        some.step({0: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 9}, "num_heads: got 9 with 2 KV heads"),
+        ({"num_heads": 0}, "num_heads: got 0 with 2 KV heads"),
+        ({"num_kv_heads": 0}, "num_heads: got 8 with 0 KV heads"),
+        ({"num_sms": 0}, "num_sms: got 0"),
+        ({"block_memory": 0}, "block_memory: got 0"),
+        ({"least_share": 0}, "least_share: got 0"),
+        ({"windows": (None, 8, 0)}, "windows: got 0"),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_chip_and_no_model_has_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GpuBackend(**{"num_heads": 8, "num_kv_heads": 2, "head_size": 64, **options})

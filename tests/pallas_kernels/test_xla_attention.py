@@ -102,6 +102,15 @@ def test_keys_without_values_are_refused_by_name() -> None:
         world.cache.attend(0, q, None, k, step, scale=0.125)
 
 
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_without_a_key_is_refused_by_number(window: int) -> None:
+    """Before any backend sees it."""
+    world = World(shape_of(options={"window": window}))
+    world.add_row()
+    with pytest.raises(ValueError, match=f"got a window of {window}, wanted at least 1"):
+        world.step({0: 1})
+
+
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
     check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12})), error)
