@@ -184,15 +184,19 @@ class PagedCache:
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
         take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
         shares the pages of the layer it names. v = None alone means that the values are the first lanes of
-        the keys (MLA); ValueError from a backend that does not take it, and for a window below 1. Returns
-        zeros or any finite values for padding tokens whose queries are finite: nobody reads them. The written
-        cache replaces `self`, which is donated.
+        the keys (MLA); ValueError from a backend that does not take it. ValueError, too, for a window below 1,
+        a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
+        for padding tokens whose queries are finite: nobody reads them. The written cache replaces `self`, which
+        is donated.
 
         Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
         arXiv:1805.02867 (online softmax).
         """
         if window is not None and window < 1:
             raise ValueError(f"attend: got a window of {window}, wanted at least 1, the query's own; None sees all")
+        if soft_cap is not None and soft_cap <= 0:
+            raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")
+        self._refuse_misfits(q, {"k": k, "v": v}, sinks)
         if is_quantized(self.layout.dtype) is (self.scales is None):
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "
@@ -212,3 +216,20 @@ class PagedCache:
             sinks=sinks,
         )
         return out, dataclasses.replace(self, pages=pages)
+
+    def _refuse_misfits(self, q: Array, new: dict[str, Array | None], sinks: Array | None) -> None:
+        """ValueError for shapes that are not of this cache: a kernel would read and write beyond its memory."""
+        layout = self.layout
+        wanted = f"{layout.num_kv_heads} KV heads of {layout.head_size}"
+        if q.ndim != 3 or q.shape[2] != layout.head_size or q.shape[1] % layout.num_kv_heads or not q.shape[1]:
+            raise ValueError(
+                f"attend: got queries {list(q.shape)}, wanted [tokens, heads, {layout.head_size}] with a multiple of "
+                f"{layout.num_kv_heads} heads: the cache is of {wanted}"
+            )
+        for name, x in new.items():
+            if x is not None and x.shape != (q.shape[0], layout.num_kv_heads, layout.head_size):
+                raise ValueError(
+                    f"attend: got {name} {list(x.shape)}, wanted one of {wanted} for each of {q.shape[0]} tokens"
+                )
+        if sinks is not None and sinks.shape != (q.shape[1],):
+            raise ValueError(f"attend: got sinks {list(sinks.shape)}, wanted one for each of {q.shape[1]} query heads")

@@ -2,7 +2,7 @@
 
 Tuned numbers are data, `tuned_tpu.json` and, beside it, what a user has tuned: each entry names the chip and the shape
 that it is for, where the numbers come from (`measured` on the chip, or `bundles` of the compiler's schedule) and when.
-An entry whose numbers the kernels could not work with is refused when its table is read.
+So are the two numbers a chip that the rule needs, `ruled_tpu.json`, tuned at one shape. An entry whose numbers the kernels could not work with is refused when its table is read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ VMEM_BYTES = {"v5e": 128 << 20, "v6e": 128 << 20, "v7x": 64 << 20}
 """Of a core."""
 TILE_BYTES = 2 << 20
 """Of keys and values of all heads in one tile: enough to hide the latency of a copy; ten of them fit into VMEM."""
-MOST_SCORE_ROWS = {"v5e": 8, "v6e": 16, "v7x": 32}
-FULL_TOKENS = {"v5e": 256, "v6e": 256, "v7x": 512}
-"""With these the schedule of a full tile is shortest, at 32/8 heads of 128 (docs/kernels.md)."""
+MOST_SCORES = 16 << 10
+"""Of one piece of a full tile: in float32 a quarter of the registers."""
 QUERY_BYTES = 40 << 20
 MOST_PREFILL_KEYS = 512
 """Of the scores that prefill computes together."""
@@ -131,11 +130,9 @@ def ruled_sizes(chip: str, shape: TpuShape) -> TpuSizes:
     token_bytes = shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * itemsize
     fitting = min(max(TILE_BYTES // token_bytes, LANES), 2048)
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
-    most_rows, full = MOST_SCORE_ROWS[chip], FULL_TOKENS[chip]
-    if shape.dtype == "float32":
-        most_rows, full = 1, tail
+    most_rows, full = (1, tail) if shape.dtype == "float32" else _rule(chip)
     # Queries of one KV head may be more rows than that.
-    full = min(full, 2 * most_rows * full // max(shape.num_heads // shape.num_kv_heads, most_rows))
+    full = min(full, MOST_SCORES // max(shape.num_heads // shape.num_kv_heads, most_rows))
     full = tail * _power_of_two(min(full, fitting) // tail)
     unit = math.lcm(page_size, full)
     tile = unit * _power_of_two(fitting // unit)
@@ -161,6 +158,13 @@ def write_height(chip: str, dtype: Any) -> int:
     if chip == "v7x" or itemsize == 1:
         return 32 // itemsize
     return 8
+
+
+@functools.cache
+def _rule(chip: str) -> tuple[int, int]:
+    """Rows of scores in one product and keys of one piece: with these the schedule of a full tile is shortest."""
+    rule = json.loads(resources.files(__package__).joinpath("ruled_tpu.json").read_text())["chips"][chip]
+    return rule["most_rows"], rule["full"]
 
 
 @functools.cache

@@ -12,8 +12,11 @@ import pytest
 
 from jpaged.pallas_kernels import ragged_paged_attention
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import heads_together
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import products_at_once
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     CHIPS,
+    MOST_SCORES,
     TpuShape,
     read_tuned,
     refuse_invalid,
@@ -122,3 +125,43 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str) -> None:
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=r"tpu\.json: .*; delete it, and tune again"):
         read_tuned(path)
+
+
+@pytest.mark.parametrize(
+    ("chip", "num_kv_heads", "head_size", "dtype", "page_size", "needed"),
+    [
+        ("v7x", 32, 128, "float32", 256, 96),
+        ("v7x", 64, 128, "bfloat16", 256, 96),
+        ("v5e", 8, 128, "bfloat16", 4096, 176),
+    ],
+)
+def test_pages_whose_tiles_no_vmem_holds_are_refused_with_what_they_need(
+    chip: str, num_kv_heads: int, head_size: int, dtype: str, page_size: int, needed: int
+) -> None:
+    """The compiler would end with RESOURCE_EXHAUSTED."""
+    layout = {"num_layers": 3, "num_pages": 5, "num_kv_heads": num_kv_heads, "head_size": head_size, "dtype": dtype}
+    with pytest.raises(
+        ValueError, match=rf"block_size: got {page_size}; .* need {needed} MiB .* --attention-backend xla"
+    ):
+        TpuBackend(chip=chip).layout(page_size=page_size, **layout)
+    TpuBackend(chip=chip).layout(page_size=64, **layout)
+
+
+def test_a_chip_without_sizes_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="chip: got v4, the pallas-tpu backend knows v5e, v6e, v7x; use"):
+        TpuBackend(chip="v4")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(32, 8), (8, 8), (28, 4), (64, 4), (71, 1), (96, 8)])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_piece_of_a_full_tile_has_no_more_scores_than_registers_hold(
+    chip: str, num_heads: int, num_kv_heads: int, dtype: str
+) -> None:
+    """Of a piece of 128 there may be more."""
+    shape = TpuShape(num_heads, num_kv_heads, 128, dtype, 128)
+    sizes = ruled_sizes(chip, shape).decode
+    heads = heads_together(num_kv_heads, num_heads // num_kv_heads, sizes.most_rows)
+    rows = heads * num_heads // num_kv_heads
+    assert rows * sizes.full <= MOST_SCORES or sizes.full == 128
+    assert products_at_once(rows, jnp.dtype(dtype)) * rows <= 160

@@ -111,6 +111,27 @@ def test_a_window_without_a_key_is_refused_by_number(window: int) -> None:
         world.step({0: 1})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"q": (8, 5, 64)}, r"queries \[8, 5, 64\], wanted .* a multiple of 2 heads"),
+        ({"q": (8, 4, 32)}, r"queries \[8, 4, 32\], wanted \[tokens, heads, 64\]"),
+        ({"k": (8, 1, 64)}, r"k \[8, 1, 64\], wanted one of 2 KV heads of 64 for each of 8 tokens"),
+        ({"v": (7, 2, 64)}, r"v \[7, 2, 64\], wanted"),
+        ({"sinks": (2,)}, r"sinks \[2\], wanted one for each of 4 query heads"),
+        ({"soft_cap": 0.0}, r"soft cap of 0.0, wanted a positive number"),
+    ],
+)
+def test_what_does_not_fit_the_cache_is_refused_before_any_backend_sees_it(given: dict, message: str) -> None:
+    world = World(shape_of())
+    step = metadata(world.shape.backend, [1], [1], [[[5]]], page_size=8, num_tokens=8, num_rows=4, table_len=4)
+    arrays = {"q": (8, 4, 64), "k": (8, 2, 64), "v": (8, 2, 64), **given}
+    soft_cap = arrays.pop("soft_cap", None)
+    arguments = {name: jnp.zeros(shape) for name, shape in arrays.items()}
+    with pytest.raises(ValueError, match=message):
+        world.cache.attend(0, step=step, scale=0.125, soft_cap=soft_cap, **arguments)
+
+
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
     check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12})), error)
