@@ -2,7 +2,8 @@
 
 Tuned numbers are data, `tuned_tpu.json` and, beside it, what a user has tuned: each entry names the chip and the shape
 that it is for, where the numbers come from (`measured` on the chip, or `bundles` of the compiler's schedule) and when.
-So are the two numbers a chip that the rule needs, `ruled_tpu.json`, tuned at one shape. An entry whose numbers the kernels could not work with is refused when its table is read.
+So are the two numbers a chip that the rule needs, `ruled_tpu.json`, tuned at one shape. An entry whose numbers the
+kernels could not work with is refused when its table is read.
 """
 
 from __future__ import annotations
