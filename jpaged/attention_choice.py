@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from .models.config import ModelConfig
 from .pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
     Backend,
+    KVLayout,
     LayerPlace,
     PagedCache,
     XlaBackend,
@@ -269,10 +270,11 @@ def kernel_error(
     worst = 0.0
     for window in dict.fromkeys(windows):
         rng = np.random.default_rng(0)
-        tables, num_tokens, works = check_steps(block_size, rng)
+        layout = _layout(backend, 1, num_kv_heads, head_size, dtype, block_size)
+        tables, num_tokens, works = check_steps(block_size, long_context(backend, num_heads, layout), rng)
         num_pages = int(tables.max()) + 1
         caches = [
-            _empty_cache(each, num_pages, num_kv_heads, head_size, dtype, block_size)
+            _empty_cache(each, _layout(each, num_pages, num_kv_heads, head_size, dtype, block_size))
             for each in (backend, XlaBackend(platform=device.platform))
         ]
         lens = np.zeros(len(tables), int)
@@ -300,15 +302,22 @@ def kernel_error(
     return worst
 
 
-def check_steps(block_size: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
+def long_context(backend: Backend, num_heads: int, layout: KVLayout) -> int:
+    """Of a row that takes all ways through a kernel: cut and merged on a GPU, more than two full tiles on a TPU."""
+    if backend.name != "pallas-tpu":
+        return LONG_CONTEXT
+    return 2 * cast("TpuBackend", backend).sizes_for(num_heads, layout).decode.tile + 1
+
+
+def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
     """Page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
 
     Short rows around the end of a page and a long one, which is written in two steps; then all of them decode.
     """
     short = np.array([1, 17, block_size - 1, block_size + 1])
-    num_tokens = -(-(short.sum() + LONG_CONTEXT) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
+    num_tokens = -(-(short.sum() + long) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
     first = int(num_tokens - short.sum())
-    works = [np.array(work) for work in ([*short, first], [0, 0, 0, 0, LONG_CONTEXT - first], [1] * 5, [1] * 5)]
+    works = [np.array(work) for work in ([*short, first], [0, 0, 0, 0, long - first], [1] * 5, [1] * 5)]
     lens = -(-np.sum(works, axis=0) // block_size)
     tables = np.zeros((len(lens), lens.max()), np.int32)
     tables[np.arange(lens.max()) < lens[:, None]] = 1 + rng.permutation(lens.sum())
@@ -322,11 +331,11 @@ def _attend(
     return cache.attend(1, q, k, v, step, scale=scale, window=window)
 
 
-def _empty_cache(
+def _layout(
     backend: Backend, num_pages: int, num_kv_heads: int, head_size: int, dtype: str, block_size: int
-) -> PagedCache:
-    """Two layers of pages full of NaN."""
-    layout = backend.layout(
+) -> KVLayout:
+    """Of two layers."""
+    return backend.layout(
         num_layers=2,
         num_pages=num_pages,
         page_size=block_size,
@@ -334,5 +343,9 @@ def _empty_cache(
         head_size=head_size,
         dtype=dtype,
     )
+
+
+def _empty_cache(backend: Backend, layout: KVLayout) -> PagedCache:
+    """Pages full of NaN."""
     pages = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)

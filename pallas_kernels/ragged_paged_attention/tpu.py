@@ -115,6 +115,11 @@ class TpuBackend:
         refuse_large_pages(self.chip, layout)
         return layout
 
+    def sizes_for(self, num_heads: int, layout: KVLayout) -> TpuSizes:
+        """Of the tiles of keys, for so many query heads over such pages."""
+        shape = TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size)
+        return self.sizes or sizes_of(self.chip, shape, self.tuned)
+
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and four values per tile of queries; each prefill row may begin and end with a short one."""
         return PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
@@ -166,11 +171,7 @@ class TpuBackend:
         refuse_one_of(k, v)
         layout, (pages,) = cache.layout, cache.pages
         num_tokens, num_heads, _ = q.shape
-        sizes = self.sizes or sizes_of(
-            self.chip,
-            TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size),
-            self.tuned,
-        )
+        sizes = self.sizes_for(num_heads, layout)
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
         how: dict[str, Any] = dict(interpret=self.interpret, check_bounds=self.check_bounds)

@@ -20,12 +20,15 @@ from jpaged.attention_choice import (
     check_steps,
     choose_attention,
     kernel_error,
+    long_context,
     source_digest,
 )
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import GpuPlanner
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes
 
 from .tiny_model import CONFIG
 
@@ -131,7 +134,8 @@ class WrongHeads(TpuBackend):
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 128}
+    sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, most_rows=16, height=8), tile_kv=256, sub_kv=128)
+    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 128, "sizes": sizes}
 
 
 def test_a_kernel_that_agrees_is_checked_once(interpreted, tmp_path, monkeypatch):
@@ -185,13 +189,23 @@ def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is
     assert not kernel_error(ReadsFirstLayer(), *shape) <= LARGEST_ERROR
 
 
+@pytest.mark.parametrize("long", [LONG_CONTEXT, 4097])
 @pytest.mark.parametrize("block_size", [16, 64, 128, 256])
-def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(block_size):
-    tables, num_tokens, works = check_steps(block_size, np.random.default_rng(0))
+def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(block_size, long):
+    tables, num_tokens, works = check_steps(block_size, long, np.random.default_rng(0))
     assert all(work.sum() <= num_tokens for work in works)
-    assert sum(works).tolist() == [3, 19, block_size + 1, block_size + 3, LONG_CONTEXT + 2]
+    assert sum(works).tolist() == [3, 19, block_size + 1, block_size + 3, long + 2]
     numbers = tables[tables > 0]
     assert len(set(numbers.tolist())) == len(numbers) == sum(-(-length // block_size) for length in sum(works))
+
+
+def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
+    backend, sizes = TpuBackend(), {"num_layers": 1, "num_pages": 1, "page_size": 128, "head_size": 128}
+    few = backend.layout(num_kv_heads=1, dtype="bfloat16", **sizes)
+    assert backend.sizes_for(16, few).decode.tile == 2048
+    assert long_context(backend, 16, few) == 4097
+    assert long_context(backend, 32, backend.layout(num_kv_heads=8, dtype="bfloat16", **sizes)) == 1025
+    assert long_context(XlaBackend(platform="gpu"), 16, few) == LONG_CONTEXT
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 4), 256), ((9, 3), 64)])
@@ -199,10 +213,10 @@ def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(b
 def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(heads, head_size, num_sms, block_memory):
     chip = {"num_sms": num_sms, "block_memory": block_memory, "is_cut": True, "least_share": 6}
     planner = GpuPlanner(num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, windows=(), **chip)
-    _, num_tokens, works = check_steps(64, np.random.default_rng(0))
+    _, num_tokens, works = check_steps(64, LONG_CONTEXT, np.random.default_rng(0))
     plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)
-    planner.plan(works[-1], sum(works), plan)
-    (small,) = planner.orders(planner.max_units(num_tokens, 8))[0]
+    planner.plan(works[-1], sum(works), num_tokens=num_tokens, num_rows=8, out=plan)
+    (small,) = planner.orders(num_tokens, 8)[0]
     assert plan[small.num_merges] == 1
 
 
