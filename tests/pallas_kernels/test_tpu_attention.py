@@ -51,10 +51,10 @@ def interpreted(mode: str) -> pltpu.InterpretParams:
 
 def backend(mode: str, page_size: int, dtype: str, **cut: int) -> TpuBackend:
     """Tiles of a few tokens, so that rows of a few dozen have many. `cut` are other sizes than these."""
-    sizes = {"tile": 32, "full": cut.get("tile", 32), "tail": page_size, "most_rows": 8, "sub_kv": page_size, **cut}
-    sub_kv = sizes.pop("sub_kv")
+    sizes = {"tile": 32, "full": cut.get("tile", 32), "tail": page_size, "most_rows": 8, **cut}
+    sub_kv, tile_q = sizes.pop("sub_kv", page_size), sizes.pop("tile_q", 16)
     decode = DecodeSizes(**sizes, height=write_height("v6e", dtype))
-    return TpuBackend(sizes=TpuSizes(decode, decode.tile, sub_kv), tile_q=16, interpret=interpreted(mode))
+    return TpuBackend(sizes=TpuSizes(decode, decode.tile, sub_kv), tile_q=tile_q, interpret=interpreted(mode))
 
 
 def world(
@@ -102,18 +102,20 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
 
 
 def run_rows_of_many_tiles(some: World) -> None:
-    """Rows at and beside the edges of a tile of 64 keys, while others decode."""
+    """Rows at and beside the edges of a tile of 64 keys, while others decode; one goes on two before a page ends."""
     some.add_rows(4)
     for length in (63, 64, 65):
         some.step({0: length})
     some.step({1: 64, 0: 1})
     some.step({2: 63, 1: 1, 0: 1})
-    for _ in range(3):
-        some.step({2: 1, 1: 1, 0: 1, 3: 5})
+    for length in (14, 5, 5):
+        some.step({2: 1, 1: 1, 0: 1, 3: length})
 
 
 def test_tiles_of_many_pages_and_rows_of_many_tiles() -> None:
-    run_rows_of_many_tiles(world(mode="on_wait", cut={"tile": 64}, num_heads=2, num_kv_heads=2, table_len=16))
+    """Tiles of queries have several blocks that are written, too: more than there is room for at once."""
+    cut = {"tile": 64, "tile_q": 64}
+    run_rows_of_many_tiles(world(mode="on_wait", cut=cut, num_heads=2, num_kv_heads=2, table_len=16))
 
 
 @pytest.mark.parametrize("window", [None, 70])
