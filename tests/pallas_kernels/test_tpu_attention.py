@@ -129,7 +129,7 @@ def test_full_tiles_in_pieces_and_heads_in_groups(window: int | None, monkeypatc
 
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16: two of a full tile's four pieces at once; half of a piece of prefill's, where no more is seen."""
-    monkeypatch.setattr(tpu_decode_kernel, "MOST_UNROLLED", 2)
+    monkeypatch.setattr(tpu_decode_kernel, "MOST_PRODUCTS", 2)
     monkeypatch.setattr(tpu_prefill, "MOST_ROWS", 32)
     cut = {"tile": 64, "full": 16, "sub_kv": 32}
     run_rows_of_many_tiles(world(cut=cut, num_heads=4, num_kv_heads=1, table_len=16, dtype="bfloat16"))
