@@ -10,18 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, tpu_decode_kernel, tpu_prefill
+from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, tpu_decode_kernel, tpu_prefill
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
-from ..paged_steps import plan_of
-from .paged_world import World, shape_of
+from ..paged_steps import metadata, plan_of
+from .paged_world import World, bits_of, shape_of
 from .scenarios import (
     TWO_GROUPS,
     check_any_order,
@@ -216,6 +217,38 @@ def test_a_single_token_step() -> None:
 
 def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
     run_layer_without_keys(world())
+
+
+def test_decode_rows_without_tokens_among_others() -> None:
+    """They keep their queries; nothing is fetched for them or written, and nothing waits for it."""
+    some = world()
+    some.add_rows(2)
+    some.step({0: 40, 1: 5})
+    attend = jax.jit(lambda q, k, v, step: some.cache.attend(0, q, k, v, step, scale=0.125))
+    inputs = [some.padded(2, heads)[0] for heads in (4, 2, 2)]
+
+    def results(rows: list[int | None]) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step of such rows, of which some have a sequence: the outputs of these, and the pages."""
+        context_lens = [0 if row is None else (41, 6)[row] for row in rows]
+        tables = [[[NULL_PAGE] if row is None else some.tables[0][row] for row in rows]]
+        sizes = {"page_size": 16, "num_tokens": some.shape.num_tokens, "num_rows": 6, "table_len": 8}
+        step = metadata(some.shape.backend, [1] * len(rows), context_lens, tables, **sizes)
+        tokens = np.array([row for row, length in enumerate(context_lens) if length])
+        q, k, v = (np.full_like(x, np.nan) for x in inputs)
+        q[: len(rows)] = 7.0
+        for x, given in zip((q, k, v), inputs, strict=True):
+            x[tokens] = given[:2]
+        out, cache = attend(q, k, v, step)
+        outs = np.array(out)[: len(rows)]
+        assert np.array_equal(np.delete(outs, tokens, axis=0), np.delete(q[: len(rows)], tokens, axis=0))
+        return outs[tokens], bits_of(cache.pages[0])
+
+    wanted_out, wanted_pages = results([0, 1])
+    assert np.isfinite(wanted_out).all()
+    for rows in ([None, 0, None, 1], [0, 1, None]):
+        out, pages = results(rows)
+        assert np.array_equal(out, wanted_out)
+        assert np.array_equal(pages, wanted_pages)
 
 
 @pytest.mark.parametrize("error", [-1, 1])
