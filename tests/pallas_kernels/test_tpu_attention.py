@@ -265,7 +265,10 @@ KINDS = st.tuples(
 ).filter(lambda kind: kind[0] >= write_height("v6e", kind[2]))
 
 
-def test_any_order_of_chunks_and_decodes() -> None:
+@pytest.mark.parametrize("max_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_any_order_of_chunks_and_decodes(max_examples: int) -> None:
+    """Each kind is compiled, which takes longer than its steps."""
+
     def make(seed: int, page_size: int, heads: tuple[int, int], dtype: str, features: str, mode: str) -> World:
         options = {} if features == "plain" else {**FEATURES["all of them"], "sinks": jnp.linspace(-1, 3, heads[0])}
         return world(
@@ -273,7 +276,7 @@ def test_any_order_of_chunks_and_decodes() -> None:
         )
 
     steps = ragged_steps(most_steps=3, most_tokens=60, most_context=100, lengths=(15, 16, 17, 33))
-    check_any_order(make, steps, kinds=KINDS, max_examples=10)
+    check_any_order(make, steps, kinds=KINDS, max_examples=max_examples)
 
 
 def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> None:
