@@ -195,14 +195,15 @@ def main() -> int:
         for entry in summary["survivors"]["unargued"]:
             print(f"survives: {entry['id']}  {entry['original']}  →  {entry['mutated']}")
         print(f"killed {summary['killed']} of {summary['mutants']} ({summary['kill_rate']:.1%})")
-    fates = {result.id: result for result in suite.run(named)}
     summary["named"] = []
-    for mutant in named:
-        fate = fates[mutant.id]
-        got = "killed" if fate.stage else "passes"
-        entry = {"name": mutant.id, "expect": mutant.expect, "got": got, "stage": fate.stage, "detail": fate.detail}
+    expected = {mutant.id: mutant.expect for mutant in named}  # Told as they end, reported in the order of the file.
+    for result in suite.run(named):
+        expect, got = expected[result.id], "killed" if result.stage else "passes"
+        entry = {"name": result.id, "expect": expect, "got": got, "stage": result.stage, "detail": result.detail}
         summary["named"].append(entry)
-        print(f"{mutant.id}: {got}{'' if got == mutant.expect else ', NOT ' + mutant.expect}  {fate.detail}")
+        wrong = "" if got == expect else f", NOT {expect}"
+        print(f"{result.id}: {got}{wrong}, {result.seconds:.0f} s  {result.detail}", flush=True)
+    summary["named"].sort(key=lambda entry: list(expected).index(entry["name"]))
     summary |= {
         "minutes": round((time.monotonic() - started) / 60, 1),
         "jobs": args.jobs,

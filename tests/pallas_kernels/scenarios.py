@@ -141,16 +141,21 @@ def ragged_steps(
     return steps
 
 
-def check_any_order(make: Callable[[int], World], steps: st.SearchStrategy[Steps], *, max_examples: int) -> None:
-    """Chunks and decodes in any order; `make` takes a seed and returns a new world."""
-    run = None
+def check_any_order(
+    make: Callable[..., World],
+    steps: st.SearchStrategy[Steps],
+    *,
+    kinds: st.SearchStrategy[tuple[Any, ...]] = st.just(()),  # noqa: B008  (as constant as a number)
+    max_examples: int,
+) -> None:
+    """Chunks and decodes in any order; `make` takes a seed, and one of `kinds` item by item, and returns a world."""
+    runs: dict[tuple[Any, ...], Any] = {}
 
     @settings(max_examples=max_examples, deadline=None)
-    @given(steps=steps, seed=st.integers(0, 2**16))
-    def check(steps: Steps, seed: int) -> None:
-        nonlocal run
-        world = make(seed)
-        world.run = run = run or world.run  # One compilation for all examples.
+    @given(steps=steps, seed=st.integers(0, 2**16), kind=kinds)
+    def check(steps: Steps, seed: int, kind: tuple[Any, ...]) -> None:
+        world = make(seed, *kind)
+        world.run = runs.setdefault(kind, world.run)  # One compilation for all examples of a kind.
         world.add_rows(5)
         for work in steps:
             world.step(work)

@@ -1,22 +1,28 @@
 """The TPU kernels against the dense oracle, in an interpreter that knows the TPU's memories, copies and semaphores.
 
 Memory that was never written is NaN, and so is every slot that no token was given. Copies happen as late as they may
-(`on_wait`: one that is not waited for was never made) or at once, where races between copies and accesses are reported.
+(`on_wait`: one that is not waited for was never made) or at once (`eager`: a wait for fewer bytes than were copied
+leaves a count behind). In both, accesses that no wait has put in order with a copy are races.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, tpu_decode_kernel, tpu_prefill
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
-from ..paged_steps import plan_of
-from .paged_world import World, shape_of
+from ..paged_steps import metadata, plan_of
+from .paged_world import World, bits_of, shape_of
 from .scenarios import (
     TWO_GROUPS,
     check_any_order,
@@ -40,22 +46,54 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
 
 
-def backend(mode: str = "eager", *, tile: int = 32, piece: int = 16, dtype: str = "float32") -> TpuBackend:
-    """Tiles of a few tokens, so that rows of a few dozen have many."""
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
-    decode = DecodeSizes(tile=tile, full=tile, tail=piece, most_rows=8, height=write_height("v6e", dtype))
-    return TpuBackend(sizes=TpuSizes(decode, tile_kv=tile, sub_kv=piece), tile_q=16, interpret=params)
+def interpreted(mode: str) -> pltpu.InterpretParams:
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
 
 
-def world(page_size: int = 16, *, mode: str = "eager", tile: int = 32, seed: int = 0, **changes: Any) -> World:
-    some = backend(mode, tile=tile, piece=page_size, dtype=changes.get("dtype", "float32"))
+def backend(mode: str, page_size: int, dtype: str, **cut: int) -> TpuBackend:
+    """Tiles of a few tokens, so that rows of a few dozen have many. `cut` are other sizes than these."""
+    sizes = {"tile": 32, "full": cut.get("tile", 32), "tail": page_size, "most_rows": 8, **cut}
+    sub_kv, tile_q = sizes.pop("sub_kv", page_size), sizes.pop("tile_q", 16)
+    decode = DecodeSizes(**sizes, height=write_height("v6e", dtype))
+    return TpuBackend(sizes=TpuSizes(decode, decode.tile, sub_kv), tile_q=tile_q, interpret=interpreted(mode))
+
+
+def world(
+    page_size: int = 16, *, mode: str = "eager", cut: dict[str, int] | None = None, seed: int = 0, **changes: Any
+) -> World:
+    some = backend(mode, page_size, changes.get("dtype", "float32"), **(cut or {}))
     return World(shape_of(page_size, backend=some, slot_axes=(3,), **changes), seed=seed)
 
 
 @pytest.fixture(autouse=True)
-def no_races():
+def nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints what it finds, a race or a semaphore's count behind a kernel, and goes on."""
     yield
-    assert interpreter.races is None or not interpreter.races.races_found
+    pltpu.reset_tpu_interpret_mode_state()  # What a failure has left would make the next kernel fail.
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read before it came", "never waited for"])
+def test_a_copy_without_its_wait_is_reported(reads: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control of the fixture above: by what is printed, or, as later versions of jax report a race, raised."""
+
+    def kernel(x: Any, out: Any, room: Any, came: Any) -> None:
+        copy = pltpu.make_async_copy(x, room, came)
+        copy.start()
+        out[...] = room[...] if reads else jnp.zeros(out.shape)
+        if reads:
+            copy.wait()
+
+    x = jnp.ones((8, 128))
+    scratch = [pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA(())]
+    in_hbm = [pl.BlockSpec(memory_space=pl.ANY)]
+    run = pl.pallas_call(kernel, x, in_specs=in_hbm, scratch_shapes=scratch, interpret=interpreted("eager"))
+    raised = ""
+    try:
+        jax.block_until_ready(run(x))
+    except RuntimeError as error:
+        raised = str(error)
+    assert ("RACE DETECTED" if reads else "non-zero count") in raised + capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,17 +102,38 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
     run_ragged(world(page_size, mode=mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tiles_of_many_pages_and_rows_of_many_tiles(mode: str) -> None:
-    """Rows at and beside the edges of a tile of 64 keys, while others decode."""
-    some = world(16, mode=mode, tile=64, num_heads=2, num_kv_heads=2, table_len=16)
+def run_rows_of_many_tiles(some: World) -> None:
+    """Rows at and beside the edges of a tile of 64 keys, while others decode; one goes on two before a page ends."""
     some.add_rows(4)
     for length in (63, 64, 65):
         some.step({0: length})
     some.step({1: 64, 0: 1})
     some.step({2: 63, 1: 1, 0: 1})
-    for _ in range(3):
-        some.step({2: 1, 1: 1, 0: 1, 3: 5})
+    for length in (14, 5, 5):
+        some.step({2: 1, 1: 1, 0: 1, 3: length})
+
+
+def test_tiles_of_many_pages_and_rows_of_many_tiles() -> None:
+    """Tiles of queries have several blocks that are written, too: more than there is room for at once."""
+    cut = {"tile": 64, "tile_q": 64}
+    run_rows_of_many_tiles(world(mode="on_wait", cut=cut, num_heads=2, num_kv_heads=2, table_len=16))
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_full_tiles_in_pieces_and_heads_in_groups(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two KV heads a product, and two such groups; prefill takes a KV head's two query heads one by one."""
+    monkeypatch.setattr(tpu_prefill, "MOST_ROWS", 16)
+    cut = {"tile": 64, "full": 16, "most_rows": 4}
+    mode, options = ("eager", {}) if window is None else ("on_wait", {"window": window})
+    run_rows_of_many_tiles(world(mode=mode, cut=cut, num_heads=8, num_kv_heads=4, table_len=16, options=options))
+
+
+def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16: two of a full tile's four pieces at once; half of a piece of prefill's, where no more is seen."""
+    monkeypatch.setattr(tpu_decode_kernel, "MOST_PRODUCTS", 2)
+    monkeypatch.setattr(tpu_prefill, "MOST_ROWS", 32)
+    cut = {"tile": 64, "full": 16, "sub_kv": 32}
+    run_rows_of_many_tiles(world(cut=cut, num_heads=4, num_kv_heads=1, table_len=16, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (16, 1), (5, 1), *slow((3, 3), (16, 8))])
@@ -83,39 +142,64 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_size", "dtype"),
+    ("head_size", "dtype", "mode"),
     [
-        *((80, "bfloat16"), (128, "bfloat16"), (192, "float32"), (256, "bfloat16")),
+        (80, "bfloat16", "eager"),
+        (128, "bfloat16", "on_wait"),
+        (192, "float32", "eager"),
+        (256, "bfloat16", "on_wait"),
         *slow(
-            (80, "float32"), (128, "float32"), (192, "bfloat16"), (256, "float32"), (64, "bfloat16"), (96, "bfloat16")
+            (64, "bfloat16", "eager"),
+            (80, "float32", "on_wait"),
+            (96, "bfloat16", "on_wait"),
+            (128, "float32", "eager"),
+            (192, "bfloat16", "on_wait"),
+            (256, "float32", "eager"),
         ),
     ],
 )
-def test_every_head_size(head_size: int, dtype: str) -> None:
-    run_ragged(world(head_size=head_size, dtype=dtype))
+def test_every_head_size(head_size: int, dtype: str, mode: str) -> None:
+    run_ragged(world(mode=mode, head_size=head_size, dtype=dtype))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size"), [("int8", 64), ("float8_e4m3fn", 128), *slow(("int8", 128), ("float8_e4m3fn", 64))]
+    ("dtype", "head_size", "mode"),
+    [
+        ("int8", 64, "on_wait"),
+        ("float8_e4m3fn", 128, "eager"),
+        *slow(("int8", 128, "eager"), ("float8_e4m3fn", 64, "on_wait")),
+    ],
 )
-def test_pages_of_one_byte_a_number(dtype: str, head_size: int) -> None:
+def test_pages_of_one_byte_a_number(dtype: str, head_size: int, mode: str) -> None:
     """Every head and layer has scales of its own; dead slots hold the largest number, or NaN."""
     layers = (LayerPlace(0, 0), LayerPlace(0, 1))
-    run_ragged(world(32, dtype=dtype, head_size=head_size, layers=layers, num_group_layers=2))
+    run_ragged(world(32, mode=mode, dtype=dtype, head_size=head_size, layers=layers, num_group_layers=2))
 
 
-def test_pages_of_one_byte_with_all_features() -> None:
-    run_ragged(world(32, dtype="int8", options=FEATURES["all of them"]))
+@pytest.mark.parametrize("mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
+def test_pages_of_one_byte_with_all_features(mode: str) -> None:
+    run_ragged(world(32, mode=mode, dtype="int8", options=FEATURES["all of them"]))
 
 
-@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
-def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
-    run_ragged(world(options=options))
+ON_WAIT = ("window of a page and one", "soft cap", "all of them")
+"""Features that are tried in this mode; windows and all of them in the other one too."""
 
 
-@pytest.mark.parametrize("window", [1, 15, 17, 40])
-def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
-    run_beyond_the_window(world(options={"window": window}), num_steps=4, chunk=9)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "eager") for name in FEATURES if name not in ("soft cap", "window of a page and one")),
+        *((name, "on_wait") for name in ON_WAIT),
+        *slow(("soft cap", "eager"), ("window of a page and one", "eager")),
+    ],
+)
+def test_window_soft_cap_and_sinks(name: str, mode: str) -> None:
+    run_ragged(world(mode=mode, options=FEATURES[name]))
+
+
+@pytest.mark.parametrize(("window", "mode"), [(1, "on_wait"), (15, "eager"), (17, "on_wait"), (40, "eager")])
+def test_pages_that_the_window_has_left_may_be_null(window: int, mode: str) -> None:
+    run_beyond_the_window(world(mode=mode, options={"window": window}), num_steps=4, chunk=9)
 
 
 def test_rows_that_share_their_first_pages() -> None:
@@ -135,15 +219,64 @@ def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
     run_layer_without_keys(world())
 
 
+def test_decode_rows_without_tokens_among_others() -> None:
+    """They keep their queries; nothing is fetched for them or written, and nothing waits for it."""
+    some = world()
+    some.add_rows(2)
+    some.step({0: 40, 1: 5})
+    attend = jax.jit(lambda q, k, v, step: some.cache.attend(0, q, k, v, step, scale=0.125))
+    inputs = [some.padded(2, heads)[0] for heads in (4, 2, 2)]
+
+    def results(rows: list[int | None]) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step of such rows, of which some have a sequence: the outputs of these, and the pages."""
+        context_lens = [0 if row is None else (41, 6)[row] for row in rows]
+        tables = [[[NULL_PAGE] if row is None else some.tables[0][row] for row in rows]]
+        sizes = {"page_size": 16, "num_tokens": some.shape.num_tokens, "num_rows": 6, "table_len": 8}
+        step = metadata(some.shape.backend, [1] * len(rows), context_lens, tables, **sizes)
+        tokens = np.array([row for row, length in enumerate(context_lens) if length])
+        q, k, v = (np.full_like(x, np.nan) for x in inputs)
+        q[: len(rows)] = 7.0
+        for x, given in zip((q, k, v), inputs, strict=True):
+            x[tokens] = given[:2]
+        out, cache = attend(q, k, v, step)
+        outs = np.array(out)[: len(rows)]
+        assert np.array_equal(np.delete(outs, tokens, axis=0), np.delete(q[: len(rows)], tokens, axis=0))
+        return outs[tokens], bits_of(cache.pages[0])
+
+    wanted_out, wanted_pages = results([0, 1])
+    assert np.isfinite(wanted_out).all()
+    for rows in ([None, 0, None, 1], [0, 1, None]):
+        out, pages = results(rows)
+        assert np.array_equal(out, wanted_out)
+        assert np.array_equal(pages, wanted_pages)
+
+
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
     check_that_a_wrong_window_is_noticed(world(options={"window": 12}), error)
 
 
-@pytest.mark.parametrize("options", [{}, FEATURES["all of them"]], ids=["plain", "all"])
-def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
+KINDS = st.tuples(
+    st.sampled_from([16, 32]),
+    st.sampled_from([(4, 2), (9, 3), (6, 1)]),
+    st.sampled_from(["float32", "bfloat16", "int8"]),
+    st.sampled_from(["plain", "all of them"]),
+    st.sampled_from(MODES),
+).filter(lambda kind: kind[0] >= write_height("v6e", kind[2]))
+
+
+@pytest.mark.parametrize("max_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_any_order_of_chunks_and_decodes(max_examples: int) -> None:
+    """Each kind is compiled, which takes longer than its steps."""
+
+    def make(seed: int, page_size: int, heads: tuple[int, int], dtype: str, features: str, mode: str) -> World:
+        options = {} if features == "plain" else {**FEATURES["all of them"], "sinks": jnp.linspace(-1, 3, heads[0])}
+        return world(
+            page_size, mode=mode, seed=seed, num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype, options=options
+        )
+
     steps = ragged_steps(most_steps=3, most_tokens=60, most_context=100, lengths=(15, 16, 17, 33))
-    check_any_order(lambda seed: world(options=options, seed=seed), steps, max_examples=10)
+    check_any_order(make, steps, kinds=KINDS, max_examples=max_examples)
 
 
 def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> None:
