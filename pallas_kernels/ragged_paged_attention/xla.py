@@ -26,7 +26,9 @@ from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales
+from .page_writes import write_rows
 from .xla_decode import DecodeTiles
+from .xla_pages import LayerPages
 from .xla_prefill import PrefillTiles, prefill
 from .xla_shared import SharedPlan, see_shared
 from .xla_softmax import Softmax
@@ -49,7 +51,7 @@ class Tiles:
     """Rows that take their common pages together."""
 
 
-CPU_TILES = Tiles(rows=8, decode_keys=1024, queries=64, prefill_keys=64)
+CPU_TILES = Tiles(rows=16, decode_keys=1024, queries=64, prefill_keys=64)
 """Keys of 16 pages of 64 tokens, 3 heads of 64: 0.8 MB, which stay in a core's cache until they are used."""
 DEVICE_TILES = Tiles(rows=64, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
 
@@ -196,7 +198,7 @@ class XlaBackend:
         tables: Int[Array, "R P"],
         step: AttentionMetadata,
         num_seen: Int[Array, " R"],
-        state: Softmax,
+        before: Softmax | None,
     ) -> Float[Array, "T2 K G H"]:
         """Rows with one query, a tile of them at a time. Other tokens get zeros.
 
@@ -208,7 +210,7 @@ class XlaBackend:
         lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
         rows = jax.tree.map(
             lambda x: jnp.pad(x, [(0, num_padded - num_rows), *[(0, 0)] * (x.ndim - 1)]),
-            (q[:num_rows], tables, lens, num_seen, state),
+            (q[:num_rows], tiles.live(tables, lens), lens, num_seen, before),
         )
         out = jnp.zeros((max(num_padded, num_tokens + min(self.sizes.queries, num_tokens)), *q.shape[1:]), jnp.float32)
         if num_padded == tile:  # One tile, that may find nothing to do.
@@ -249,40 +251,39 @@ def _attend_layer(
     """Write and attend in the layer whose pages begin at `first_page`."""
     k_pages, v_pages = kv_pages
     if k is not None and v is not None:
-        page_size = jnp.int32(layout.page_size)
-        pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
         if layout.are_keys_transposed:
+            page_size = jnp.int32(layout.page_size)
+            pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
             k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
-            v_pages = v_pages.at[pages, :, offsets, :].set(v.astype(v_pages.dtype))
         else:
-            k_pages, v_pages = _write_rows(k_pages, k, pages, offsets), _write_rows(v_pages, v, pages, offsets)
+            k_pages = write_rows(k_pages, k, first_page, slots)
+        v_pages = write_rows(v_pages, v, first_page, slots)
     num_tokens, num_heads, head_size = q.shape
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)
     sizes, num_prefill = backend.sizes, backend._num_prefill(num_tokens, num_rows)
     q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
-    of_layer: dict[str, Any] = dict(
-        k_pages=k_pages,
-        v_pages=v_pages,
+    layer = LayerPages(
+        k_pages,
+        v_pages,
         are_keys_transposed=layout.are_keys_transposed,
-        first_page=first_page,
+        first=first_page,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
     )
-    prefill_tiles = PrefillTiles(**of_layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
+    prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     rows_a_turn = min(sizes.rows, num_rows)
-    decode_tiles = DecodeTiles(
-        **of_layer,
-        pages_a_turn=max(1, sizes.decode_keys // (rows_a_turn * layout.page_size)),
-    )
-    state, num_seen = Softmax.start(q_TKGH[:num_rows], sinks_KG), jnp.zeros_like(step.context_lens)
+    decode_tiles = DecodeTiles(layer, pages_a_turn=max(1, sizes.decode_keys // (rows_a_turn * layout.page_size)))
+    before = None if sinks is None else Softmax.start(q_TKGH[:num_rows], sinks_KG)
+    num_seen = jnp.zeros_like(step.context_lens)
     if backend.share_prefixes and window is None:
         shared, plan = backend._shared(num_rows), step.plan[num_prefill:]
-        state = see_shared(prefill_tiles, q_TKGH[:num_rows], tables, shared, plan, state)
+        before = Softmax.start(q_TKGH[:num_rows], sinks_KG)
+        before = see_shared(prefill_tiles, q_TKGH[:num_rows], tables, shared, plan, before)
         num_seen = shared.sections(plan).num_seen
-    out = backend.decode(decode_tiles, q_TKGH, tables, step, num_seen, state)
+    out = backend.decode(decode_tiles, q_TKGH, tables, step, num_seen, before)
     if num_tokens > 1:  # A step of one token has no prefill row.
         out = prefill(
             prefill_tiles,
@@ -296,13 +297,3 @@ def _attend_layer(
             min(sizes.queries, num_tokens),
         )
     return out[:num_tokens].reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
-
-
-def _write_rows(
-    pages: Float[Array, "C K Z H"], new: Float[Array, "T K H"], at_page: Int[Array, " T"], offsets: Int[Array, " T"]
-) -> Float[Array, "C K Z H"]:
-    """Write tokens one row of H values at a time: any other way a TPU lays the whole cache out anew, in a copy."""
-    _, num_heads, page_size, head_size = pages.shape
-    rows = (at_page[:, None] * num_heads + jnp.arange(num_heads)[None]) * page_size + offsets[:, None]
-    flat = pages.reshape(-1, head_size).at[rows.reshape(-1)].set(new.reshape(-1, head_size).astype(pages.dtype))
-    return flat.reshape(pages.shape)

@@ -6,8 +6,10 @@
     row 2       ◧ ·       · ·
                 k [r × p, K, H, Z], v [r × p, K, Z, H], q [r × p, K, G, H]: two batched products a turn
 
-Rows come longest first, so those of a tile have about as many pages. What is computed for a row, and in which order,
-does not depend on the other rows: its bits are the same in any company.
+A row's pages are dealt over p strands, one column of the picture each, with a softmax each; in the end they become
+one. So a turn sums nothing over pages, and knows nothing of p. Rows come longest first, so those of a tile have about
+as many pages. What is computed for a row, and in which order, does not depend on the other rows: its bits are the same
+in any company.
 
 On a CPU the time goes into copying the pages together. XLA copies rows of 64 values or fewer one value at a time: it
 unrolls the inner loop before it could make vectors of it. With some arithmetic on the way the loop is too long to be
@@ -24,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import NULL_PAGE
+from .xla_pages import LayerPages
 from .xla_softmax import Softmax
 
 COPIED_AS = 0.5
@@ -32,18 +35,17 @@ COPIED_AS = 0.5
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """The pages of one layer, and how those of a tile of rows are taken."""
+    """How the pages of a tile of rows are taken."""
 
-    k_pages: Float[Array, "C K H Z"]
-    """Or [C, K, Z, H], if the keys are not transposed."""
-    v_pages: Float[Array, "C K Z H"]
-    are_keys_transposed: bool
-    first_page: Int[Array, ""]
-    """Where the layer's pages begin."""
+    pages: LayerPages
     pages_a_turn: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    """Of each row."""
+
+    def live(self, tables: Int[Array, "R P"], lens: Int[Array, " R"]) -> Int[Array, "R P"]:
+        """Where in the cache the pages of each row are; the null page past its end."""
+        num_pages = (lens + self.pages.page_size - 1) // self.pages.page_size
+        is_live = jnp.arange(tables.shape[1])[None] < num_pages[:, None]
+        return self.pages.first + jnp.where(is_live, tables, NULL_PAGE)
 
     def attend(
         self,
@@ -51,51 +53,45 @@ class DecodeTiles:
         tables: Int[Array, "r P"],
         lens: Int[Array, " r"],
         num_seen: Int[Array, " r"],
-        state: Softmax,
+        before: Softmax | None,
     ) -> Float[Array, "r K G H"]:
-        """Attend to the first `lens` tokens of each row, of whose pages `state` has seen the first `num_seen`."""
-        page_size = self.v_pages.shape[2]
+        """Attend to the first `lens` tokens of each row, of whose pages `before` has seen the first `num_seen`.
+
+        `tables` are `live`: one for all tiles, because each would take longer to make its own.
+        """
+        page_size, window, num_strands = self.pages.page_size, self.pages.window, self.pages_a_turn
         num_pages = (lens + page_size - 1) // page_size
-        first = num_seen if self.window is None else jnp.maximum(lens - self.window, 0) // page_size
-        # In the loop it would take longer to compile.
-        is_live = jnp.arange(tables.shape[1])[None] < num_pages[:, None]
-        tables = self.first_page + jnp.where(is_live, tables, NULL_PAGE)
-        q = jnp.broadcast_to(q[:, None], (q.shape[0], self.pages_a_turn, *q.shape[1:]))
+        first = num_seen if window is None else jnp.maximum(lens - window, 0) // page_size
+        q, lens = jnp.repeat(q, num_strands, axis=0), jnp.repeat(lens, num_strands)
+        strands = first[:, None] + jnp.arange(num_strands)[None]
 
         def see_pages(turn: Array, state: Softmax) -> Softmax:
-            indices = first[:, None] + turn * self.pages_a_turn + jnp.arange(self.pages_a_turn)[None]
-            return self._see(q, jnp.take_along_axis(tables, indices, axis=1, mode="clip"), indices, lens, state)
+            indices = strands + turn * num_strands
+            pages = jnp.take_along_axis(tables, indices, axis=1, mode="clip")
+            return self._see(q, pages.reshape(-1), indices.reshape(-1), lens, state)
 
-        num_turns = (jnp.max(num_pages - first) + self.pages_a_turn - 1) // self.pages_a_turn
-        state = lax.fori_loop(0, num_turns, see_pages, replace(state, values=state.values * COPIED_AS))
-        return state.result() / COPIED_AS
+        num_turns = (jnp.max(num_pages - first) + num_strands - 1) // num_strands
+        state = lax.fori_loop(0, num_turns, see_pages, Softmax.start(q, None))
+        state = replace(state, values=state.values / COPIED_AS).merged(num_strands)
+        return (state if before is None else state.and_also(before)).result()
 
     def _see(
         self,
-        q: Float[Array, "r p K G H"],
-        pages: Int[Array, "r p"],
-        indices: Int[Array, "r p"],
-        lens: Int[Array, " r"],
+        q: Float[Array, "b K G H"],
+        pages: Int[Array, " b"],
+        indices: Int[Array, " b"],
+        lens: Int[Array, " b"],
         state: Softmax,
     ) -> Softmax:
-        page_size = self.v_pages.shape[2]
-        slots = indices[..., None] * page_size + jnp.arange(page_size)[None, None]
-        is_seen = slots < lens[:, None, None]
-        if self.window is not None:
-            is_seen &= slots >= (lens - self.window)[:, None, None]
-        is_seen = is_seen.reshape(-1, 1, 1, page_size)
-        k = self.k_pages.at[pages.reshape(-1)].get(mode="promise_in_bounds").astype(jnp.float32) * self.scale
-        spec = "bkgh,bkhs->bkgs" if self.are_keys_transposed else "bkgh,bksh->bkgs"
-        scores = jnp.einsum(spec, q.reshape(-1, *q.shape[2:]), k, preferred_element_type=jnp.float32)
-        if self.soft_cap is not None:
-            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
-        scores = jnp.where(is_seen, scores, -jnp.inf)
+        """See one page of each strand, the one at `indices` in its row."""
+        page_size, window = self.pages.page_size, self.pages.window
+        slots = indices[:, None] * page_size + jnp.arange(page_size)[None]
+        is_seen = slots < lens[:, None]
+        if window is not None:
+            is_seen &= slots >= (lens - window)[:, None]
+        k = self.pages.keys.at[pages].get(mode="promise_in_bounds").astype(jnp.float32) * self.pages.scale
+        scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
         # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
-        v = self.v_pages.at[pages.reshape(-1)].get(mode="promise_in_bounds").astype(jnp.float32)
-        v = jnp.where(jnp.swapaxes(is_seen, 2, 3), v * COPIED_AS, 0.0)
-
-        def weigh(weights: Array) -> Array:
-            values = jnp.einsum("bkgs,bksh->bkgh", weights.reshape(scores.shape), v, preferred_element_type=jnp.float32)
-            return jnp.sum(values.reshape(q.shape), axis=1)
-
-        return state.add(scores.reshape(*q.shape[:4], page_size), weigh)
+        v = self.pages.values.at[pages].get(mode="promise_in_bounds").astype(jnp.float32)
+        v = jnp.where(is_seen[:, None, :, None], v * COPIED_AS, 0.0)
+        return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))
