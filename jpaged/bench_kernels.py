@@ -276,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     result = {
-        "what": "attention over pages; medians over interleaved runs; 9 query and 3 KV heads of 64 if no model is named",
+        "what": "attention over pages; medians of interleaved runs; 9 query and 3 KV heads of 64 if no model is named",
         **result,
         "backend": args.backend,
         "block_size": args.block_size,
