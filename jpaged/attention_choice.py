@@ -22,11 +22,11 @@ from . import __version__
 from .errors import ConfigError
 from .models.config import ModelConfig
 from .pallas_kernels.ragged_paged_attention import (
-    AttentionMetadata,
     Backend,
     LayerPlace,
     PagedCache,
     XlaBackend,
+    step_of_rows,
 )
 from .user_cache import make_private, user_cache
 
@@ -221,8 +221,7 @@ def kernel_error(
     """The largest difference from the XLA path, as a share of an output row's norm, over prefill and decode steps."""
     rng = np.random.default_rng(0)
     prefills, decodes = [1, 17, block_size - 1, block_size + 1], [1] * 4
-    tables = np.zeros((1, CHECK_ROWS, CHECK_TABLE), np.int32)
-    tables[0, :4] = 1 + rng.permutation(CHECK_PAGES - 1)[:16].reshape(4, CHECK_TABLE)
+    tables = 1 + rng.permutation(CHECK_PAGES - 1)[: 4 * CHECK_TABLE].reshape(4, CHECK_TABLE)
     num_tokens = -(-sum(prefills) // CHECK_TOKENS) * CHECK_TOKENS
     worst = 0.0
     caches = [_empty_cache(each, num_kv_heads, head_size, dtype, block_size) for each in (backend, _xla(device))]
@@ -232,7 +231,15 @@ def kernel_error(
         inputs = [rng.normal(size=(num_tokens, n, head_size)) for n in (num_heads, num_kv_heads, num_kv_heads)]
         outs = []
         for index, cache in enumerate(caches):
-            step = _step(cache.backend, work, lens, tables, block_size, num_tokens)
+            step = step_of_rows(
+                cache.backend,
+                work,
+                lens,
+                tables,
+                page_size=block_size,
+                num_tokens=num_tokens,
+                num_rows=CHECK_ROWS,
+            )
             q, k, v = (jnp.asarray(x, dtype) for x in inputs)
             with jax.default_device(device):
                 out, caches[index] = jax.jit(PagedCache.attend, static_argnames=("layer", "scale"))(
@@ -259,43 +266,3 @@ def _empty_cache(backend: Backend, num_kv_heads: int, head_size: int, dtype: str
     )
     pages = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
     return PagedCache(pages, layout, (LayerPlace(0, 0),), backend)
-
-
-def _step(
-    backend: Backend, work: list[int], lens: list[int], tables: np.ndarray, block_size: int, num_tokens: int
-) -> AttentionMetadata:
-    """Rows with one query first, as the contract has it: the lengths given are in that order."""
-    total, num_rows = sum(work), len(work)
-    positions = np.concatenate([np.arange(end - new, end) for new, end in zip(work, lens, strict=True)])
-    row_of = np.repeat(np.arange(num_rows), work)
-    slots = tables[0, row_of, positions // block_size] * block_size + positions % block_size
-    num_decode_rows = sum(1 for new in work if new == 1)
-    starts = np.full(CHECK_ROWS + 1, total, np.int32)
-    starts[: num_rows + 1] = np.cumsum([0, *work])
-    plan = np.zeros(backend.plan_len(num_tokens, CHECK_ROWS), np.int32)
-    query_lens, context_lens = np.array(work, np.int32), np.array(lens, np.int32)
-    backend.plan(
-        query_lens,
-        context_lens,
-        num_decode_rows,
-        tables,
-        np.arange(num_rows),
-        page_size=block_size,
-        num_tokens=num_tokens,
-        num_rows=CHECK_ROWS,
-        out=plan,
-    )
-
-    def padded(values: np.ndarray, length: int) -> Any:
-        return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)
-
-    return AttentionMetadata(
-        positions=padded(positions, num_tokens),
-        slots=padded(slots, num_tokens)[None],
-        query_starts=jnp.asarray(starts),
-        context_lens=padded(context_lens, CHECK_ROWS),
-        page_tables=jnp.asarray(tables),
-        num_rows=jnp.int32(num_rows),
-        num_decode_rows=jnp.int32(num_decode_rows),
-        plan=jnp.asarray(plan),
-    )

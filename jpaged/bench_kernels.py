@@ -39,6 +39,7 @@ from .pallas_kernels.ragged_paged_attention import (
     LayerPlace,
     PagedCache,
     XlaBackend,
+    step_of_rows,
 )
 from .progress import say
 
@@ -338,35 +339,15 @@ def _pages(
 
 def _step(backend: Backend, workload: Workload, tables: np.ndarray, page_size: int) -> AttentionMetadata:
     num_rows, query_len = workload.num_rows, workload.query_len
-    num_tokens = num_rows * query_len
     table_len = -(-(workload.table_len or workload.context_len) // page_size)
-    page_tables = np.full((1, num_rows, table_len), NULL_PAGE, np.int32)
-    page_tables[0, :, : tables.shape[1]] = tables
-    positions = np.tile(np.arange(workload.context_len - query_len, workload.context_len), num_rows)
-    slots = tables[np.repeat(np.arange(num_rows), query_len), positions // page_size] * page_size
-    query_lens, context_lens = (np.full(num_rows, value, np.int32) for value in (query_len, workload.context_len))
-    num_decode_rows = num_rows if query_len == 1 else 0
-    plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
-    backend.plan(
-        query_lens,
-        context_lens,
-        num_decode_rows,
-        page_tables,
-        np.arange(num_rows),
+    return step_of_rows(
+        backend,
+        [query_len] * num_rows,
+        [workload.context_len] * num_rows,
+        np.pad(tables, ((0, 0), (0, table_len - tables.shape[1])), constant_values=NULL_PAGE),
         page_size=page_size,
-        num_tokens=num_tokens,
+        num_tokens=num_rows * query_len,
         num_rows=num_rows,
-        out=plan,
-    )
-    return AttentionMetadata(
-        positions=jnp.asarray(positions, jnp.int32),
-        slots=jnp.asarray(slots + positions % page_size, jnp.int32)[None],
-        query_starts=jnp.arange(num_rows + 1, dtype=jnp.int32) * query_len,
-        context_lens=jnp.asarray(context_lens),
-        page_tables=jnp.asarray(page_tables),
-        num_rows=jnp.int32(num_rows),
-        num_decode_rows=jnp.int32(num_decode_rows),
-        plan=jnp.asarray(plan),
     )
 
 

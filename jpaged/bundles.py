@@ -95,11 +95,11 @@ class Compiler:
         slots = next(path for path in named if path.name.endswith("-final_hlo-static-per-bundle-utilization.txt"))
         return _loops(bundles.read_text(), slots.read_text())
 
-    def attention_loops(self, backend: TpuBackend, shape: TpuShape) -> tuple[list[Loop], list[Loop]]:
-        """The loops of decode and of prefill, over pages of two or four bytes a number."""
+    def attention_loops(self, backend: TpuBackend, shape: TpuShape, **options: float) -> tuple[list[Loop], list[Loop]]:
+        """The loops of decode and of prefill, over pages of that shape; `options` are `attend`'s."""
         import jax.numpy as jnp
 
-        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
+        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
 
         shaped = self.shaped
         layout = backend.layout(
@@ -111,7 +111,10 @@ class Compiler:
             dtype=shape.dtype,
         )
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
-        cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend)
+        scales, dtype = None, layout.dtype
+        if dtype.itemsize == 1:
+            scales, dtype = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2), jnp.bfloat16
+        cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
         ints: Any = functools.partial(shaped, dtype=jnp.int32)
         step = AttentionMetadata(
             positions=ints((TOKENS,)),
@@ -124,40 +127,79 @@ class Compiler:
             plan=ints((backend.plan_len(TOKENS, ROWS),)),
         )
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        q, k, v = (shaped((TOKENS, n, shape.head_size), jnp.dtype(shape.dtype)) for n in heads)
+        q, k, v = (shaped((TOKENS, n, shape.head_size), dtype) for n in heads)
 
         def attend(cache: Any, q: Any, k: Any, v: Any, step: Any) -> Any:
-            return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5)
+            return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5, **options)
 
         self.compile(attend, cache, q, k, v, step)
         return self.loops_of("ragged_paged_decode"), self.loops_of("ragged_paged_prefill")
 
 
 class DecodeLoops(NamedTuple):
-    """Of the decode kernel: a block of rows, what surrounds its full tiles, one of these, and tails of a pair."""
+    """Bundles of the decode kernel: a block of rows without its tiles, full tiles, and tails.
 
-    block: Loop
-    around_full: Loop
+    `full` and `tail` are innermost loops; what is more than one stretch of instructions has loops within a tile's.
+    """
+
+    around: int
+    """A block of rows, its tails not counted."""
+    around_full: int
+    """A row that has full tiles, and no tile."""
+    full_tile: int
+    tail_piece: int
     full: Loop
     tail: Loop
+    num_pairs: int
 
     @classmethod
-    def of(cls, loops: list[Loop]) -> DecodeLoops:
+    def of(cls, loops: list[Loop], shape: TpuShape, sizes: DecodeSizes) -> DecodeLoops:
+        """From the loops of a kernel that was compiled with these sizes."""
+        import jax.numpy as jnp
+
+        from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK, heads_together
+        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import at_once, products_at_once, rows_paired
+
+        dtype = jnp.dtype(shape.dtype)
+        heads = heads_together(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.most_rows)
+        num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, rows_paired(dtype)
+        most = products_at_once(shape.num_heads // num_groups, dtype)
         full, tail = (loop for loop in loops if loop.slots["MXU"])
-        around_full = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
-        return cls(loops[0], around_full, full, tail)
+
+        def turns(num: int, most: int) -> list[int]:
+            """Of the loop over so many, if there is one."""
+            size = at_once(num, most)
+            return [num // size] if size < num else []
+
+        def bundles(nest: list[Loop], turns: list[int]) -> int:
+            """Of one turn of the outermost, whose inner loops take so many turns."""
+            if len(nest) == 1:
+                return nest[0].size
+            return nest[0].size - nest[1].size + turns[0] * bundles(nest[1:], turns[1:])
+
+        def nest_of(inner: Loop) -> list[Loop]:
+            return [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
+
+        full_nest, tail_nest = nest_of(full), nest_of(tail)
+        of_row = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
+        return cls(
+            around=loops[0].size - of_row.size - tail_nest[0].size,
+            around_full=of_row.size - full_nest[0].size,
+            full_tile=bundles(full_nest, turns(num_pieces, most // num_groups) + turns(num_groups, most)),
+            tail_piece=bundles(tail_nest, turns(num_groups, most // pair)),
+            full=full,
+            tail=tail,
+            num_pairs=BLOCK // pair,
+        )
 
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
         """Of one of many rows of this length."""
         from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK
-        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import PAIR
 
         num_full = (context_len - 1) // sizes.tile
         num_pieces = -(-(context_len - num_full * sizes.tile) // sizes.tail)
-        total = self.block.size - self.around_full.size + (BLOCK // PAIR * num_pieces - 1) * self.tail.size
-        if num_full:
-            total += BLOCK * (self.around_full.size + (num_full - 1) * self.full.size)
-        return total / BLOCK
+        total = self.around / BLOCK + self.num_pairs / BLOCK * num_pieces * self.tail_piece
+        return total + (self.around_full + num_full * self.full_tile if num_full else 0)
 
 
 def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: TpuSizes, tile_q: int) -> int:

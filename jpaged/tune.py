@@ -76,7 +76,7 @@ class Bundles:
         except Exception as error:
             return _reason(error)
         if kind == "decode":
-            loops = DecodeLoops.of(decode)
+            loops = DecodeLoops.of(decode, self.shape, sizes.decode)
             return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
         return {f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS}
 

@@ -6,8 +6,9 @@
     python scripts/compile_gate.py --chip v6e --list
 
 One process a chip: compilers read their environment when they are loaded. Each cell of `gate_cells` has to compile, to
-alias the whole cache, and to need little memory beside it; on a GPU no register may be spilled. What a backend refuses
-by name is listed with its message: it goes to the XLA path. Needs the wheels of the extra `aot`.
+alias the whole cache, and to need little memory beside it; on a GPU no register may be spilled. What the kernels refuse
+by name (`gate_cells.REFUSED`) is listed with its message: it goes to the XLA path. Any other refusal is a failure.
+Needs the wheels of the extra `aot`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import compile_gpu
 import compile_tpu
-from gate_cells import MODELS, VALUES, all_cells, check_sharded_layer
+from gate_cells import MODELS, REFUSED, VALUES, all_cells, check_sharded_layer
 
 ROOT = Path(__file__).parents[1]
 CHIPS = tuple(chip for values in VALUES.values() for chip in values["chip"])
@@ -53,11 +54,15 @@ def main() -> int:
         print(f"{args.chip}, a layer over four chips: {result['fault'] or 'compiles'}, {result}")
         return bool(result["fault"])
     found = []
+    is_refused, why = REFUSED["tpu" if is_tpu else "gpu"]
     for cell in cells:
-        found.append(gate.compile(cell))
-        refused = found[-1].get("refused")
-        print(f"{cell}: {found[-1]['fault'] or refused or 'compiles'}", flush=True)
-    faults, num_refused = sum(bool(each["fault"]) for each in found), sum("refused" in each for each in found)
+        result = gate.compile(cell)
+        if is_refused(cell) is not ("refused" in result):
+            result["fault"] = f"refused: {result['refused']}" if "refused" in result else f"not refused, but: {why}"
+        found.append(result)
+        print(f"{cell}: {result['fault'] or result.get('refused') or 'compiles'}", flush=True)
+    faults = sum(bool(each["fault"]) for each in found)
+    num_refused = sum("refused" in each and not each["fault"] for each in found)
     good = len(found) - faults - num_refused
     print(f"{args.chip}: {good} cells compile, {num_refused} are refused by name, {faults} fail")
     if args.output:
@@ -72,7 +77,7 @@ def main() -> int:
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n")
-    return bool(faults)
+    return bool(faults) or not good
 
 
 if __name__ == "__main__":

@@ -115,19 +115,23 @@ class GpuGate:
         self.mesh = device_mesh(topology.devices[:num_devices])
 
     def compile(self, cell: Cell) -> dict[str, Any]:
-        """What became of it: `fault` says what is not as it has to be, `refused` what the backend does not take."""
+        """What became of it: `fault` says what is not as it has to be, `refused` what the kernels do not take."""
         import jax
 
         start = time.monotonic()
         for old in self.dump.iterdir():
             old.unlink()
         try:
-            program, arguments, cache_bytes = self._program(cell)
+            backend = self.backend(*cell.heads, cell.head_size, (FEATURES[cell.feature].get("window"),))
+            layout = cache_layout(cell, backend)
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
+        num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
+        program, arguments = two_layers(cell, backend, layout, self.mesh)
+        cache_bytes = layout.page_bytes * layout.num_pages
         try:
             with self.told(), jax.set_mesh(self.mesh):
-                lowered = jax.jit(program, donate_argnums=(0, 1)).lower(*arguments)
+                lowered = program.lower(*arguments)
             memory = lowered.compile().memory_analysis()
         except Exception as error:
             message = " ".join(str(error).strip().splitlines())[:400]
@@ -142,8 +146,8 @@ class GpuGate:
             fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
         elif temp_bytes > MOST_TEMP_BYTES:
             fault = f"{temp_bytes} bytes of temporary memory"
-        elif self.num_blocks * (self.block_memory + 1024) > self.chip.sm_memory:
-            fault = f"{self.num_blocks} blocks of {self.block_memory} bytes of shared memory on a multiprocessor"
+        elif num_blocks * (self.block_memory + 1024) > self.chip.sm_memory:
+            fault = f"{num_blocks} blocks of {self.block_memory} bytes of shared memory on a multiprocessor"
         elif not self.num_kernels:
             fault = "no kernel was compiled"
         elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
@@ -183,14 +187,6 @@ class GpuGate:
         registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
         spills = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
         return {"registers": max(registers), "spill_bytes": sum(spills)}
-
-    def _program(self, cell: Cell) -> tuple[Any, tuple[Any, ...], int]:
-        """A step of two layers, its arguments' shapes, and the bytes of its cache."""
-        backend = self.backend(*cell.heads, cell.head_size, (FEATURES[cell.feature].get("window"),))
-        self.num_blocks = backend.planner.blocks_per_sm(backend.planner.large_rows)
-        layout = cache_layout(cell, backend)
-        program, arguments = two_layers(cell, backend, layout, self.mesh)
-        return program, arguments, layout.page_bytes * layout.num_pages
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
         """The kernels, for that many heads on one chip."""

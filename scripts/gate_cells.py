@@ -8,64 +8,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 NUM_RANDOM = 200
-HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (28, 4), (32, 4), (16, 1), (64, 4))
-VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "tpu": {
-        "chip": ("v5e", "v6e", "v7x"),
-        "heads": HEADS,
-        "head_size": (64, 80, 96, 128, 192, 256),
-        "dtype": ("bfloat16", "float32", "int8", "float8_e4m3fn"),
-        "page_size": (16, 32, 64, 128, 256),
-        "feature": ("none", "window", "soft_cap", "sinks", "all"),
-        "step": ("decode", "mixed", "one token"),
-    },
-    "gpu": {
-        "chip": ("a100", "h200", "b200"),
-        "heads": HEADS,
-        "head_size": (64, 128, 256),
-        "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
-        "page_size": (16, 32, 64),
-        "feature": ("none", "window", "soft_cap", "sinks", "all"),
-        "step": ("decode", "mixed", "one token"),
-    },
-}
-"""Of each platform's kernels."""
-FEATURES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "window": {"window": 1000},
-    "soft_cap": {"soft_cap": 50.0},
-    "sinks": {"sinks": True},
-    "all": {"window": 128, "soft_cap": 30.0, "sinks": True},
-}
-STEPS = {"decode": (64, 64), "mixed": (256, 16), "one token": (1, 1)}
-"""Tokens and rows of a step."""
-MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
-    "Llama-3.1-8B": ((32, 8), 128, "none"),
-    "Llama-3.1-70B": ((64, 8), 128, "none"),
-    "Llama-3.2-1B": ((32, 8), 64, "none"),
-    "Llama-3.2-3B": ((24, 8), 128, "none"),
-    "Llama-2-7B": ((32, 32), 128, "none"),
-    "Mistral-7B-v0.1": ((32, 8), 128, "window"),
-    "Qwen2.5-0.5B": ((14, 2), 64, "none"),
-    "Qwen2.5-7B": ((28, 4), 128, "none"),
-    "Qwen3-0.6B": ((16, 8), 128, "none"),
-    "Qwen3-30B-A3B": ((32, 4), 128, "none"),
-    "Gemma-2-2B": ((8, 4), 256, "soft_cap"),
-    "Gemma-2-9B": ((16, 8), 256, "soft_cap"),
-    "Gemma-3-4B": ((8, 4), 256, "window"),
-    "Gemma-3-27B": ((32, 16), 128, "window"),
-    "Phi-3-mini": ((32, 32), 96, "none"),
-    "Phi-4": ((40, 10), 128, "none"),
-    "SmolLM2-135M": ((9, 3), 64, "none"),
-    "SmolLM2-1.7B": ((32, 32), 64, "none"),
-    "gpt-oss-20b": ((64, 8), 64, "all"),
-    "Falcon-7B": ((71, 1), 64, "none"),
-}
-"""As their configurations say: query and KV heads, head size."""
-MODEL_PAGES = {"tpu": (16, 128), "gpu": (16, 64)}
 
 
 class Cell(NamedTuple):
@@ -81,24 +27,107 @@ class Cell(NamedTuple):
     why: str
 
 
+HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (40, 8), (12, 2), (28, 4), (32, 4), (96, 8), (16, 1), (64, 4))
+VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "tpu": {
+        "chip": ("v5e", "v6e", "v7x"),
+        "heads": HEADS,
+        "head_size": (64, 80, 96, 128, 192, 256),
+        "dtype": ("bfloat16", "float32", "int8", "float8_e4m3fn"),
+        "page_size": (16, 32, 64, 128, 256),
+        "feature": ("none", "window", "soft_cap", "sinks", "all", "read only"),
+        "step": ("decode", "mixed", "prefill", "one token"),
+    },
+    "gpu": {
+        "chip": ("a100", "h200", "b200"),
+        "heads": HEADS,
+        "head_size": (64, 128, 256),
+        "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
+        "page_size": (16, 32, 64),
+        "feature": ("none", "window", "soft_cap", "sinks", "all", "read only"),
+        "step": ("decode", "mixed", "one token"),
+    },
+}
+"""Of each platform's kernels."""
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"window": 1000},
+    "soft_cap": {"soft_cap": 50.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 128, "soft_cap": 30.0, "sinks": True},
+    "read only": {"reads": True},
+    "mistral": {"window": 4096},
+    "gemma-2": {"window": 4096, "soft_cap": 50.0},
+    "gemma-3": {"window": 1024},
+    "gpt-oss": {"window": 128, "sinks": True},
+}
+"""What `attend` is asked for. `sinks` are given; with `reads` nothing is written, the pages are another layer's."""
+STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
+"""Tokens and rows of a step; prefill's are the most that an engine takes by default. GPU kernels sort queries by head
+first, and outputs back, so that their memory grows with the step."""
+REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
+    "tpu": (
+        lambda cell: cell.page_size < 32 and cell.dtype in ("int8", "float8_e4m3fn"),
+        "cannot statically prove that index in dimension 2 is a multiple of 32",
+    ),
+    "gpu": (lambda cell: cell.head_size not in (64, 128, 256), "no tile of shared memory has such rows"),
+}
+"""What the kernels refuse by name, and why: for TPUs in the words of their compiler. All else has to compile."""
+MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
+    "Llama-3.1-8B": ((32, 8), 128, "none"),
+    "Llama-3.1-70B": ((64, 8), 128, "none"),
+    "Llama-3.2-1B": ((32, 8), 64, "none"),
+    "Llama-3.2-3B": ((24, 8), 128, "none"),
+    "Llama-2-7B": ((32, 32), 128, "none"),
+    "Mistral-7B-v0.1": ((32, 8), 128, "mistral"),
+    "Qwen2.5-0.5B": ((14, 2), 64, "none"),
+    "Qwen2.5-7B": ((28, 4), 128, "none"),
+    "Qwen3-0.6B": ((16, 8), 128, "none"),
+    "Qwen3-30B-A3B": ((32, 4), 128, "none"),
+    "Gemma-2-2B": ((8, 4), 256, "gemma-2"),
+    "Gemma-2-9B": ((16, 8), 256, "gemma-2"),
+    "Gemma-3-4B": ((8, 4), 256, "gemma-3"),
+    "Gemma-3-27B": ((32, 16), 128, "gemma-3"),
+    "Phi-3-mini": ((32, 32), 96, "none"),
+    "Phi-4": ((40, 10), 128, "none"),
+    "SmolLM2-135M": ((9, 3), 64, "none"),
+    "SmolLM2-1.7B": ((32, 32), 64, "none"),
+    "gpt-oss-20b": ((64, 8), 64, "gpt-oss"),
+    "Falcon-7B": ((71, 1), 64, "none"),
+}
+"""As their configurations say: query and KV heads, head size, and what their layers with a window or sinks ask for."""
+MODEL_PAGES = {"tpu": 128, "gpu": 64}
+"""What an engine takes by default."""
+
+
 def covering_cells(platform: str) -> list[Cell]:
-    """Cells that together have every pair of values, greedily chosen, the same each time."""
-    values_of = VALUES[platform]
+    """Cells that together have every pair of values but those that are refused; greedily chosen, the same each time."""
+    values_of, is_refused = VALUES[platform], REFUSED[platform][0]
     names = list(values_of)
     pairs = list(itertools.combinations(range(len(names)), 2))
-    missing = {(a, x, b, y) for a, b in pairs for x in values_of[names[a]] for y in values_of[names[b]]}
+    first = [values[0] for values in values_of.values()]
+    missing = {
+        (a, x, b, y)
+        for a, b in pairs
+        for x in values_of[names[a]]
+        for y in values_of[names[b]]
+        if not is_refused(Cell(*_with_pair(first, a, x, b, y), why=""))
+    }
     rng, cells = random.Random(0), []
     while missing:
         candidates = []
-        for _ in range(60):
-            a, x, b, y = rng.choice(sorted(missing, key=repr))
-            values = [rng.choice(values_of[name]) for name in names]
-            values[a], values[b] = x, y
-            candidates.append(values)
+        while len(candidates) < 60:
+            values = _with_pair([rng.choice(values_of[name]) for name in names], *rng.choice(sorted(missing, key=repr)))
+            if not is_refused(Cell(*values, why="")):
+                candidates.append(values)
         best = max(candidates, key=lambda values: len(missing & set(_pairs_of(values, pairs))))
         missing -= set(_pairs_of(best, pairs))
         cells.append(Cell(*best, why="pairs"))
     return cells
+
+
+def _with_pair(values: list[Any], a: int, x: Any, b: int, y: Any) -> list[Any]:
+    return [x if index == a else y if index == b else value for index, value in enumerate(values)]
 
 
 def _pairs_of(values: list[Any], pairs: list[tuple[int, int]]) -> list[tuple[int, Any, int, Any]]:
@@ -107,12 +136,12 @@ def _pairs_of(values: list[Any], pairs: list[tuple[int, int]]) -> list[tuple[int
 
 def all_cells(platform: str) -> list[Cell]:
     """Pairs, public models, random ones; the same each time."""
-    rng, pages = random.Random(20261120), MODEL_PAGES[platform]
+    rng = random.Random(20261120)
     models = [
-        Cell(chip, heads, head_size, "bfloat16", pages[index % 2], feature, step, why=model)
+        Cell(chip, heads, head_size, "bfloat16", MODEL_PAGES[platform], feature, step, why=model)
         for chip in VALUES[platform]["chip"]
-        for index, (model, (heads, head_size, feature)) in enumerate(MODELS.items())
-        for step in ("decode", "mixed")
+        for model, (heads, head_size, feature) in MODELS.items()
+        for step in ("decode", "prefill" if platform == "tpu" else "mixed")
     ]
     values = VALUES[platform].values()
     chance = [Cell(*(rng.choice(each) for each in values), why="random") for _ in range(NUM_RANDOM)]
@@ -132,9 +161,10 @@ def cache_layout(cell: Cell, backend: Any) -> Any:
 
 
 def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A step of two layers, and its arguments' shapes: the cache, then the queries."""
+    """A step of two layers, to be lowered, and its arguments' shapes: the cache, then the queries."""
     import jax
     import jax.numpy as jnp
+    from jax.experimental.layout import Format, Layout
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
@@ -144,6 +174,11 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
 
     def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    def by_token(num_heads: int) -> Any:
+        """As kernels take it; of a program's arguments XLA would lay out some by head, and copy them."""
+        layout = Format(Layout((0, 1, 2)), everywhere)
+        return jax.ShapeDtypeStruct((num_tokens, num_heads, cell.head_size), dtype, sharding=layout)
 
     pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
     scales, dtype = None, layout.dtype
@@ -162,15 +197,22 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     )
     options = dict(FEATURES[cell.feature])
     sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
-    q, k, v = (shaped(num_tokens, n, cell.head_size, dtype=dtype) for n in (num_heads, num_kv_heads, num_kv_heads))
+    k, v = (None, None) if options.pop("reads", False) else (by_token(num_kv_heads), by_token(num_kv_heads))
 
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
         for layer in range(2):
             out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
-            q, k = out, k + out[:, :num_kv_heads]  # Queries are not needed again, as in a model.
-        return q, cache
+            # As in a model: queries are not needed again, and what the next layer writes depends on this one. A write
+            # that did not could come before this layer's read, and would want a copy of the cache.
+            if k is not None:
+                k, v = k + out[:, :num_kv_heads], v + out[:, :num_kv_heads]
+            q, k, v = jax.lax.optimization_barrier((out, k, v))
+        return (q, k, v), cache
 
-    return program, (cache, q, k, v, step, sinks)
+    q = by_token(num_heads)
+    layouts = tuple(x and x.format for x in (q, k, v))
+    to_lower = jax.jit(program, donate_argnums=(0, 1, 2, 3), out_shardings=(layouts, None))
+    return to_lower, (cache, q, k, v, step, sinks)
 
 
 def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[Any, ...], int]:

@@ -35,6 +35,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import (  # noqa: E402
     LayerPlace,
     PagedCache,
     quantize,
+    step_of_rows,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention  # noqa: E402
 
@@ -133,34 +134,16 @@ def works(rows: Rows) -> Iterator[Work]:
     yield Work(every, rows.query_lens, rows.context_lens, rows.num_tokens, rows.num_rows)
 
 
-def metadata(backend: Backend, work: Work, tables: np.ndarray, page_size: int) -> AttentionMetadata:
-    """What attention is told of a step; `tables` [rows, P]."""
-    total, count = sum(work.query_lens), len(work.rows)
-    query_lens, context_lens = np.array(work.query_lens, np.int32), np.array(work.context_lens, np.int32)
-    own_tables = np.zeros((work.num_rows, tables.shape[1]), np.int32)
-    own_tables[:count] = tables[list(work.rows)]
-    row = np.repeat(np.arange(count), query_lens)
-    starts = np.full(work.num_rows + 1, total, np.int32)
-    starts[: count + 1] = np.cumsum([0, *query_lens])
-    positions = np.arange(total) - starts[row] + (context_lens - query_lens)[row]
-    slots = own_tables[row, positions // page_size] * page_size + positions % page_size
-    num_decode_rows = sum(length == 1 for length in work.query_lens)
-    plan = np.zeros(backend.plan_len(work.num_tokens, work.num_rows), np.int32)
-    sizes = {"page_size": page_size, "num_tokens": work.num_tokens, "num_rows": work.num_rows}
-    backend.plan(query_lens, context_lens, num_decode_rows, own_tables[None], np.arange(count), **sizes, out=plan)
-
-    def padded(values: np.ndarray, length: int) -> jax.Array:
-        return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)
-
-    return AttentionMetadata(
-        positions=padded(positions, work.num_tokens),
-        slots=padded(slots, work.num_tokens)[None],
-        query_starts=jnp.asarray(starts),
-        context_lens=padded(context_lens, work.num_rows),
-        page_tables=jnp.asarray(own_tables[None]),
-        num_rows=jnp.int32(count),
-        num_decode_rows=jnp.int32(num_decode_rows),
-        plan=jnp.asarray(plan),
+def step_of(backend: Backend, work: Work, tables: np.ndarray, page_size: int) -> AttentionMetadata:
+    """What attention is told of a step; `tables` [rows, P] are those of all rows."""
+    return step_of_rows(
+        backend,
+        work.query_lens,
+        work.context_lens,
+        tables[list(work.rows)],
+        page_size=page_size,
+        num_tokens=work.num_tokens,
+        num_rows=work.num_rows,
     )
 
 
@@ -240,7 +223,7 @@ class Bench:
         tables = self.tables(case, context_lens)
         cache = self.cache(case, int(tables.max()) + 1, is_dead=False)
         work = Work(tuple(range(rows)), tuple(query_lens), tuple(context_lens), total, rows)
-        step = metadata(cache.backend, work, tables, case.page_size)
+        step = step_of(cache.backend, work, tables, case.page_size)
         return Batch(case, cache, step, *self.inputs(case, total, total), self.options(case))
 
     def error(self, case: Case) -> float:
@@ -257,7 +240,7 @@ class Bench:
                 stored = as_stored(x, scale, case.dtype)
                 for row, start, length in zip(work.rows, starts, work.query_lens, strict=False):
                     history[row].append(stored[start : start + length])
-            out, cache = attend(cache, q, k, v, metadata(cache.backend, work, tables, case.page_size))
+            out, cache = attend(cache, q, k, v, step_of(cache.backend, work, tables, case.page_size))
         options = {name: np.asarray(x) if name == "sinks" else x for name, x in options.items()}
         keys, values = ([np.concatenate(row) for row in history] for history in histories)
         expected = dense_attention(np.asarray(q[:total], np.float64), keys, values, work.query_lens, **options)

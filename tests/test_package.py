@@ -111,6 +111,16 @@ def test_importing_a_room_loads_no_engine(module: str) -> None:
     assert run(f"import sys, {module}; print('jpaged.engine' in sys.modules, 'jax' in sys.modules)") == "False False"
 
 
+def test_an_engine_is_put_together_without_the_kernels_it_may_not_need() -> None:
+    """Importing Pallas and what is written in it would be part of every start, and many serve by XLA."""
+    code = "import sys, jpaged.assembly; print(*sys.modules, sep='\\n')"
+    kernels = "jpaged.pallas_kernels.ragged_paged_attention."
+    modules = run(code).splitlines()
+    assert kernels + "xla" in modules
+    never = ("jax.experimental.pallas", kernels + "tpu", kernels + "gpu")
+    assert [name for name in modules if name.startswith(never)] == []
+
+
 def test_exports_are_what_the_package_says() -> None:
     import jpaged
 

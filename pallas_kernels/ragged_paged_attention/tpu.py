@@ -20,16 +20,15 @@ from jaxtyping import Array, Float
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
-from .tpu_decode import decode_attention
+from .tpu_decode import decode_attention, decode_vmem
 from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
+from .tpu_sizes import CHIPS, VMEM_BYTES, TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
 from .tpu_write import write_prefill
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float32", *QUANTIZED_DTYPES)
-ALIGN = 16
-"""The smallest page."""
+LEAST_PAGE = 16
 PLAN_HEADER = 1
 
 
@@ -49,22 +48,43 @@ class TpuLayout(KVLayout):
         return ((None, "kv_heads", None, None, None),)
 
 
+def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
+    """ValueError if decode's tiles, of a page or of 128 tokens at least, would not fit into the chip's VMEM."""
+    token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
+    needed = decode_vmem(max(layout.page_size, LANES) * token_bytes)
+    if needed > VMEM_BYTES[chip]:
+        raise ValueError(
+            f"block_size: got {layout.page_size}; with {layout.num_kv_heads} KV heads of {layout.head_size} in "
+            f"{layout.dtype.name} the pallas-tpu backend would need {needed >> 20} MiB of a core's "
+            f"{VMEM_BYTES[chip] >> 20} MiB of VMEM; "
+            + ("set block_size to 128, or use" if layout.page_size > LANES else "use")
+            + " --attention-backend xla"
+        )
+
+
 @dataclass(frozen=True)
 class TpuBackend:
     """Attention by Pallas kernels for TPU.
 
     `chip` is what sizes are looked up for, in `tuned` before our own table; `sizes` are taken instead if given.
     `tile_q` is the most queries of a tile, a power of two. `interpret` runs the kernels anywhere, step by step:
-    `pltpu.InterpretParams`, for tests.
+    `pltpu.InterpretParams`, for tests. `check_bounds` has a TPU stop at a copy beyond its memory, which takes time.
     """
 
     chip: str = "v6e"
     sizes: TpuSizes | None = None
     tile_q: int = 256
     interpret: Any = False
+    check_bounds: bool = False
     tuned: tuple[TunedEntry, ...] = ()
 
     name = "pallas-tpu"
+
+    def __post_init__(self) -> None:
+        if self.chip not in CHIPS:
+            raise ValueError(
+                f"chip: got {self.chip}, the pallas-tpu backend knows {', '.join(CHIPS)}; use --attention-backend xla"
+            )
 
     @classmethod
     def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
@@ -75,6 +95,8 @@ class TpuBackend:
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
     ) -> TpuLayout:
         """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads: got {num_kv_heads}, allowed: an integer ≥ 1")
         for name, got, allowed, way_out in (
             ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, "use kv_cache_dtype=auto"),
             ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
@@ -83,13 +105,15 @@ class TpuBackend:
                 raise ValueError(
                     f"{name}: got {got}, the pallas-tpu backend takes {', '.join(map(str, allowed))}; {way_out}"
                 )
-        least = max(ALIGN, write_height(self.chip, dtype))
+        least = max(LEAST_PAGE, write_height(self.chip, dtype))
         if page_size < least or page_size & (page_size - 1):
             raise ValueError(
                 f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {least} on in pages "
                 f"of {np.dtype(dtype).name}; leave it out or use --attention-backend xla"
             )
-        return TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        layout = TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        refuse_large_pages(self.chip, layout)
+        return layout
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and four values per tile of queries; each prefill row may begin and end with a short one."""
@@ -149,6 +173,7 @@ class TpuBackend:
         )
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
+        how: dict[str, Any] = dict(interpret=self.interpret, check_bounds=self.check_bounds)
         tiles = QueryTiles(rows, tokens, positions, tile_lens, step.plan[0])
         if k is not None and v is not None:
             if kv_scales is None:
@@ -156,10 +181,8 @@ class TpuBackend:
             else:  # In q's dtype, which holds them exactly: kernels sort heads of two or four bytes a number.
                 k, v = (quantize(x, s, pages.dtype).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
             if num_tokens > 1:  # A step of one token has no prefill row.
-                pages = write_prefill(
-                    k, v, pages, tables, tiles, first_page, tile_q=self.tile_q, interpret=self.interpret
-                )
-        options: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap, interpret=self.interpret)
+                pages = write_prefill(k, v, pages, tables, tiles, first_page, tile_q=self.tile_q, **how)
+        options: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap, **how)
         lens = step.context_lens[:num_tokens]
         out, pages = decode_attention(
             q,

@@ -43,6 +43,11 @@ SPARE_VMEM = 16 << 20
 """Beside the tiles: queries, outputs, scores and what the compiler spills."""
 
 
+def decode_vmem(tile_bytes: int, block: int = BLOCK) -> int:
+    """Bytes of VMEM that decode may need: two slots of a full tile and of each tail of a block, and the rest."""
+    return SPARE_VMEM + (2 + 2 * block) * tile_bytes
+
+
 def heads_together(num_kv_heads: int, group: int, most_rows: int) -> int:
     """KV heads whose scores are computed in one product: a divisor of their number."""
     fitting = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n * group <= most_rows]
@@ -141,7 +146,7 @@ def decode_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=SPARE_VMEM + (2 + 2 * block) * tile_bytes,
+            vmem_limit_bytes=decode_vmem(tile_bytes, block),
         ),
         interpret=interpret,
         name="ragged_paged_decode",

@@ -6,6 +6,8 @@ DecodeKernel.run:  next block's tails ◀─ DMA    begin_rows    full_tiles    
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,8 +32,7 @@ from .tpu_tiles import (
     wide,
 )
 
-PAIR = 2
-"""Rows of a block whose tails are computed together: more of them do not fit into registers."""
+MOST_PRODUCTS, MOST_PRODUCT_ROWS = 8, 160
 
 
 class DecodeSizes(NamedTuple):
@@ -122,6 +123,8 @@ class DecodeKernel:
         self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
         self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
         self.tail_slot = lax.rem(self.this, 2)
+        self.pair = min(rows_paired(ref.tails.dtype), self.block)
+        self.most_products = products_at_once(self.rows, ref.tails.dtype)
 
     def run(self) -> None:
         """All of the block."""
@@ -140,14 +143,15 @@ class DecodeKernel:
             copies = [self._put_new(index, row) for index, row in enumerate(rows)]
             for row, copy in zip(rows, copies, strict=True):
                 pl.when(row.length > 0)(copy.start)
-        pl.loop(0, self.block // min(PAIR, self.block))(self._tails_of_pair)
+        pl.loop(0, self.block // self.pair)(self._tails_of_pair)
         for index in range(self.block):
             self._end_row(index)
-        pl.when((self.this + 1) * self.block > self.num_rows)(functools.partial(self._keep_queries, rows))
+        least = functools.reduce(jnp.minimum, (row.length for row in rows))
+        pl.when(least == 0)(functools.partial(self._keep_queries, rows))
         if self.ref.k is not None:
-            num_real = jnp.minimum(self.num_rows - self.this * self.block, self.block)
-            some = self.ref.tails.at[self.tail_slot, pl.ds(0, num_real), :, :, pl.ds(0, self.sizes.height)]
-            pltpu.make_async_copy(some, some, self.ref.written).wait()
+            num_written = sum(jnp.minimum(row.length, 1) for row in rows)
+            some = self.ref.tails.at[self.tail_slot, pl.ds(0, num_written), :, :, pl.ds(0, self.sizes.height)]
+            pl.when(num_written > 0)(pltpu.make_async_copy(some, some, self.ref.written).wait)
         if self.window is None:
             is_last = (self.this + 1) * self.block >= self.num_rows
             pl.when(is_last & (self.ref.next_long[0] < self.num_rows))(
@@ -207,7 +211,7 @@ class DecodeKernel:
             ref.out[index, its_rows] = out.astype(ref.out.dtype)
 
     def _keep_queries(self, rows: list[Row]) -> None:
-        """Of those tokens of the last block that are not decoded here: they are prefill's."""
+        """Of those tokens of the block that are not decoded here: they are prefill's, or nobody's."""
         for index, row in enumerate(rows):
 
             @pl.when(row.length == 0)
@@ -262,9 +266,17 @@ class DecodeKernel:
                 ref.next_slot[0] = 1 - slot
                 self._fetch_next(row, number, 1 - slot)
                 self._wait_full(row, number, slot)
-                for at in range(0, self.tile, full):
+
+                def attend(piece: Any) -> None:
+                    at = pl.multiple_of(piece * full, full)
                     work = Work(index, ref.tiles.at[slot, :, :, pl.ds(at, full)], number * self.tile + at, row.length)
                     self._attend([work], is_masked=self.window is not None)
+
+                if self.window is None:
+                    in_turns(self.tile // full, self.most_products // self.num_groups, attend)
+                else:  # The first pieces may lie before the window.
+                    unseen = jnp.maximum(self._first_seen(row.length) - number * self.tile, 0)
+                    pl.loop(divide(unseen, full), self.tile // full)(attend)
 
     # Tails
 
@@ -281,8 +293,8 @@ class DecodeKernel:
             self.copies.wait(jnp.maximum(end - begin, 0), self.ref.tail_fetched.at[self.tail_slot])
 
     def _tails_of_pair(self, number: Any) -> None:
-        pair, sub = min(PAIR, self.block), self.sizes.tail
-        indices = [number * pair + index for index in range(pair)]
+        sub = self.sizes.tail
+        indices = [number * self.pair + index for index in range(self.pair)]
         rows = [self._row(self.this * self.block + index) for index in indices]
         begins = [row.last * self.tile for row in rows]
         ends = [row.length - begin for row, begin in zip(rows, begins, strict=True)]
@@ -323,25 +335,26 @@ class DecodeKernel:
 
     def _attend(self, works: list[Work], *, is_masked: bool) -> None:
         """Add tokens to each row's state: stage by stage, so that the rows' products and maxima overlap."""
-        for group in range(self.num_groups):
-            scores = [self._scores(work, group, is_masked=is_masked) for work in works]
-            before = [self.ref.tops[work.index, group] for work in works]
-            tops = [
-                jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-                for top, score in zip(before, scores, strict=True)
-            ]
-            weights = [jnp.exp2(score - wide(top, score.shape[1])) for score, top in zip(scores, tops, strict=True)]
-            products = [
-                self._product(work, group, weight, is_masked=is_masked)
-                for work, weight in zip(works, weights, strict=True)
-            ]
-            for work, old, top, weight, product in zip(works, before, tops, weights, products, strict=True):
-                self._add(work.index, group, jnp.exp2(old - top), top, weight, product)
+        attend_group = functools.partial(self._attend_group, works, is_masked)
+        in_turns(self.num_groups, self.most_products // len(works), attend_group)
 
-    def _heads_of(self, group: int) -> range:
-        return range(group * self.heads, (group + 1) * self.heads)
+    def _attend_group(self, works: list[Work], is_masked: bool, group: Any) -> None:
+        scores = [self._scores(work, group, is_masked=is_masked) for work in works]
+        before = [self.ref.tops[work.index, group] for work in works]
+        tops = [
+            jnp.maximum(top, jnp.max(score, axis=1, keepdims=True)) for top, score in zip(before, scores, strict=True)
+        ]
+        weights = [jnp.exp2(score - wide(top, score.shape[1])) for score, top in zip(scores, tops, strict=True)]
+        products = [
+            self._product(work, group, weight, is_masked=is_masked) for work, weight in zip(works, weights, strict=True)
+        ]
+        for work, old, top, weight, product in zip(works, before, tops, weights, products, strict=True):
+            self._add(work.index, group, jnp.exp2(old - top), top, weight, product)
 
-    def _scores(self, work: Work, group: int, *, is_masked: bool) -> Array:
+    def _heads_of(self, group: Any) -> list[Any]:
+        return [group * self.heads + index for index in range(self.heads)]
+
+    def _scores(self, work: Work, group: Any, *, is_masked: bool) -> Array:
         """[rows, T], times log₂ e."""
         ref, lanes = self.ref, self.lanes
         keys = side_by_side([lanes.keys(work.tile, head) for head in self._heads_of(group)])
@@ -352,7 +365,7 @@ class DecodeKernel:
         scores = base2_scores(products, factor, self.soft_cap)
         return jnp.where(self._is_seen(work, iota(scores.shape, 1)), scores, LEAST_MAX) if is_masked else scores
 
-    def _product(self, work: Work, group: int, weights: Array, *, is_masked: bool) -> Array:
+    def _product(self, work: Work, group: Any, weights: Array, *, is_masked: bool) -> Array:
         """Weighted values of all heads of the group for each of its rows, [rows, heads·W]."""
         dtype = self.ref.wide_q.dtype
         values = [self.lanes.values(work.tile, head) for head in self._heads_of(group)]
@@ -361,7 +374,7 @@ class DecodeKernel:
             values = [keep(value, alive) for value in values]
         return dot_nn(weights.astype(dtype), side_by_side(values).astype(dtype))
 
-    def _add(self, index: Any, group: int, decay: Array, top: Array, weights: Array, product: Array) -> None:
+    def _add(self, index: Any, group: Any, decay: Array, top: Array, weights: Array, product: Array) -> None:
         """A row's state with these tokens; of the products, the blocks on the diagonal."""
         ref, width, height = self.ref, self.lanes.width, self.rows // self.heads
         own = product[:, :width]
@@ -377,3 +390,36 @@ class DecodeKernel:
         """Whether the row sees tokens of its piece."""
         is_seen = token < work.length - work.begin
         return is_seen if self.window is None else is_seen & (token >= work.length - work.begin - self.window)
+
+
+def rows_paired(dtype: Any) -> int:
+    """Rows of a block whose tails are computed together: more of them do not fit into registers."""
+    return 1 if dtype == jnp.float32 else 2
+
+
+def products_at_once(rows: int, dtype: Any) -> int:
+    """Products in one stretch of instructions, each of so many rows of scores: of more the compiler spills registers.
+
+    Those in float32 take six passes, of three parts of each number; float8 is widened in many steps.
+    """
+    most = {"float32": 1, "float8_e4m3fn": MOST_PRODUCTS // 2}.get(dtype.name, MOST_PRODUCTS)
+    return max(min(most, MOST_PRODUCT_ROWS // rows), 1)
+
+
+def at_once(num: int, most: int) -> int:
+    """How many of `num` are in one stretch: a divisor, all of them if so many may be."""
+    return num if num <= most else math.gcd(num, max(most, 1))
+
+
+def in_turns(num: int, most: int, do: Callable[[Any], None]) -> None:
+    """`do` 0 … `num` − 1: a loop over stretches of at most `most`, or no loop if one stretch does."""
+    size = at_once(num, most)
+
+    def stretch(number: Any) -> None:
+        for index in range(size):
+            do(number * size + index)
+
+    if size == num:
+        stretch(0)
+    else:
+        pl.loop(0, num // size)(stretch)

@@ -53,6 +53,10 @@ SPARE_VMEM = 12 << 20
 """Beside tiles and accumulators: what the compiler spills."""
 
 
+NUM_SCALARS = 6
+"""Arguments that lie in scalar memory: the first of `_Refs`."""
+
+
 class QueryTiles(NamedTuple):
     """Tiles of queries, in order; `num_tiles` of them are real."""
 
@@ -75,8 +79,38 @@ class _Options(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
-    has_sinks: bool
-    has_scales: bool
+
+
+class _Refs(NamedTuple):
+    """Memory that the kernel works on, in the order of `pallas_call`; what is not used is None."""
+
+    tables: Any
+    tile_rows: Any
+    tile_tokens: Any
+    tile_positions: Any
+    tile_lens: Any
+    scalars: Any
+    sinks: Any
+    scales: Any
+    q: Any
+    pages: Any
+    out: Any
+    q_tiles: Any
+    """Two slots: the next tile's queries come while this one's are used."""
+    out_tile: Any
+    queries: Any
+    """By bunch of heads."""
+    kv_tiles: Any
+    """Two slots."""
+    tops: Any
+    totals: Any
+    acc: Any
+    heads_rows: Any
+    """Of `tpu_heads`."""
+    q_came: Any
+    out_went: Any
+    fetched: Any
+    next_slot: Any
 
 
 def heads_of_bunch(group: int, tile_q: int) -> int:
@@ -112,49 +146,49 @@ def prefill_attention(
     lanes, group = HeadLanes(head_size), num_heads // num_kv_heads
     bunch = heads_of_bunch(group, tile_q)
     num_bunches, rows = num_heads // bunch, bunch * tile_q
-    inputs: list[Array] = []
-    specs = []
+    in_hbm, in_scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
+    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {}
     if sinks is not None:
-        by_head = (sinks.astype(jnp.float32) * LOG2_E).reshape(num_bunches, bunch, 1, 1)
-        inputs.append(jnp.broadcast_to(by_head, (num_bunches, bunch, tile_q, LANES)).reshape(num_bunches, rows, LANES))
-        specs.append(pl.BlockSpec((num_bunches, rows, LANES), lambda *_: (0, 0, 0)))
+        inputs["sinks"] = sinks.astype(jnp.float32) * LOG2_E, in_scalar_memory
     if kv_scales is not None:
-        inputs.append(jnp.stack(kv_scales).astype(jnp.float32))
-        specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
-    inputs += [q, pages]
-    specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
-    scratch = [
-        ((2, tile_q, num_heads, head_size), q.dtype),
-        ((tile_q, num_heads, head_size), q.dtype),
-        ((num_bunches, rows, lanes.width), compute_dtype(q, pages)),
-        ((2, num_kv_heads, num_lane_rows, tile, LANES), pages.dtype),
-        ((num_bunches, rows, LANES), jnp.float32),
-        ((num_bunches, rows, LANES), jnp.float32),
-        ((num_bunches, rows, lanes.width), jnp.float32),
-        (rows_shape(tile_q, num_heads, q.dtype), jnp.int32),
-    ]
-    num_bytes = sum(jnp.dtype(dtype).itemsize * _padded_size(shape) for shape, dtype in scratch)
-    options = _Options(
-        lanes, sub, page_size, tables.shape[1], scale, window, soft_cap, sinks is not None, kv_scales is not None
-    )
+        inputs["scales"] = jnp.stack(kv_scales).astype(jnp.float32), in_scalar_memory
+    inputs |= {"q": (q, in_hbm), "pages": (pages, in_hbm)}
+    tiles: dict[str, tuple[tuple[int, ...], Any]] = {
+        "q_tiles": ((2, tile_q, num_heads, head_size), q.dtype),
+        "out_tile": ((tile_q, num_heads, head_size), q.dtype),
+        "queries": ((num_bunches, rows, lanes.width), compute_dtype(q, pages)),
+        "kv_tiles": ((2, num_kv_heads, num_lane_rows, tile, LANES), pages.dtype),
+        "tops": ((num_bunches, rows, LANES), jnp.float32),
+        "totals": ((num_bunches, rows, LANES), jnp.float32),
+        "acc": ((num_bunches, rows, lanes.width), jnp.float32),
+        "heads_rows": (rows_shape(tile_q, num_heads, q.dtype), jnp.int32),
+    }
+    scratch = {name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in tiles.items()} | {
+        "q_came": pltpu.SemaphoreType.DMA((2,)),
+        "out_went": pltpu.SemaphoreType.DMA(()),
+        "fetched": pltpu.SemaphoreType.DMA((2,)),
+        "next_slot": pltpu.SMEM((1,), jnp.int32),
+    }
+    names = [*_Refs._fields[:NUM_SCALARS], *inputs, "out", *scratch]
+    num_bytes = sum(jnp.dtype(dtype).itemsize * _padded_size(shape) for shape, dtype in tiles.values())
+    options = _Options(lanes, sub, page_size, tables.shape[1], scale, window, soft_cap)
+
+    def kernel(*refs: Any) -> None:
+        given = dict(zip(names, refs, strict=True))
+        _kernel(_Refs(**{name: given.get(name) for name in _Refs._fields}), options)
+
     scalars = jnp.stack([first_page, query_tiles.num_tiles])
     out: Array = pl.pallas_call(
-        partial(_kernel, options=options),
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=NUM_SCALARS,
             grid=(query_tiles.num_tiles,),
-            in_specs=specs,
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[
-                *(pltpu.VMEM(shape, dtype) for shape, dtype in scratch),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SemaphoreType.DMA(()),
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=in_hbm,
+            scratch_shapes=list(scratch.values()),
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases={6 + len(inputs) - 2: 0},
+        input_output_aliases={names.index("q"): 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=not check_bounds,
@@ -162,62 +196,53 @@ def prefill_attention(
         ),
         interpret=interpret,
         name="ragged_paged_prefill",
-    )(tables.reshape(-1), *query_tiles[:4], scalars, *inputs)
+    )(tables.reshape(-1), *query_tiles[:4], scalars, *(array for array, _ in inputs.values()))
     return out
 
 
-def _kernel(
-    tables: Any,
-    tile_rows: Any,
-    tile_tokens: Any,
-    tile_positions: Any,
-    tile_lens: Any,
-    scalars: Any,
-    *refs: Any,
-    options: _Options,
-) -> None:
-    """One tile of queries. `refs`: sinks and scales if there are any, queries, pages, out, VMEM, semaphores, SMEM."""
-    lanes, sub, page_size, table_len, scale, window, soft_cap, has_sinks, has_scales = options
-    optional, (q_hbm, pages, out_hbm) = refs[:-15], refs[-15:-12]
-    q_tiles, out_tile, queries, kv_tiles, tops, totals, acc, heads_rows = refs[-12:-4]
-    q_came, out_went, fetched, next_slot = refs[-4:]
-    sinks_ref = optional[0] if has_sinks else None
-    scales_ref = optional[-1] if has_scales else None
-    tile_q, num_heads = out_tile.shape[:2]
-    num_kv_heads, tile = kv_tiles.shape[1], kv_tiles.shape[3]
-    num_bunches, bunch = queries.shape[0], num_heads // queries.shape[0]
-    is_half_whole = sub // 2 % (LANES if sub > LANES else 32 // kv_tiles.dtype.itemsize) == 0
+def _kernel(ref: _Refs, options: _Options) -> None:
+    """One tile of queries."""
+    lanes, sub, page_size, table_len, scale, window, soft_cap = options
+    tile_positions, tile_lens, next_slot = ref.tile_positions, ref.tile_lens, ref.next_slot
+    tile_q, num_heads = ref.out_tile.shape[:2]
+    num_kv_heads, tile = ref.kv_tiles.shape[1], ref.kv_tiles.shape[3]
+    num_bunches, bunch = ref.queries.shape[0], num_heads // ref.queries.shape[0]
+    is_half_whole = sub // 2 % (LANES if sub > LANES else 32 // ref.kv_tiles.dtype.itemsize) == 0
     half = sub // 2 if is_half_whole else sub
-    this, first_page, count = pl.program_id(0), scalars[0], scalars[1]
+    this, first_page, count = pl.program_id(0), ref.scalars[0], ref.scalars[1]
     position, end = tile_positions[this], tile_positions[this] + tile_lens[this]
     q_slot = lax.rem(this, 2)
-    copies = PageCopies(pages, tables, table_len, first_page, page_size, tile)
+    copies = PageCopies(ref.pages, ref.tables, table_len, first_page, page_size, tile)
 
     def first_seen(index: Any) -> Any:
         return jnp.int32(0) if window is None else jnp.maximum(tile_positions[index] - window + 1, 0)
+
+    def rows_of(head: int) -> Any:
+        """Those of a query head among its bunch's."""
+        return pl.ds(head % bunch * tile_q, tile_q)
 
     # Copies
 
     def q_copy(index: Any, slot: Any) -> Any:
         some = pl.ds(0, tile_lens[index])
-        its_tokens = pl.ds(tile_tokens[index], tile_lens[index])
-        return pltpu.make_async_copy(q_hbm.at[its_tokens], q_tiles.at[slot, some], q_came.at[slot])
+        its_tokens = pl.ds(ref.tile_tokens[index], tile_lens[index])
+        return pltpu.make_async_copy(ref.q.at[its_tokens], ref.q_tiles.at[slot, some], ref.q_came.at[slot])
 
     def out_copy(index: Any) -> Any:
         some = pl.ds(0, tile_lens[index])
-        its_tokens = pl.ds(tile_tokens[index], tile_lens[index])
-        return pltpu.make_async_copy(out_tile.at[some], out_hbm.at[its_tokens], out_went)
+        its_tokens = pl.ds(ref.tile_tokens[index], tile_lens[index])
+        return pltpu.make_async_copy(ref.out_tile.at[some], ref.out.at[its_tokens], ref.out_went)
 
     def span(index: Any, number: Any) -> tuple[Any, Any]:
         """Pages of a tile of keys that some query of a tile of queries sees."""
         return copies.span(number, first_seen(index), tile_positions[index] + tile_lens[index])
 
     def fetch(index: Any, number: Any, slot: Any) -> None:
-        copies.fetch(tile_rows[index], number, span(index, number), kv_tiles.at[slot], fetched.at[slot])
+        copies.fetch(ref.tile_rows[index], number, span(index, number), ref.kv_tiles.at[slot], ref.fetched.at[slot])
 
     def wait(number: Any, slot: Any) -> None:
         begin, past = span(this, number)
-        copies.wait(past - begin, fetched.at[slot])
+        copies.wait(past - begin, ref.fetched.at[slot])
 
     # Compute
 
@@ -225,10 +250,10 @@ def _kernel(
         """Add the tokens from `begin` on, which lie in `some` [K, S, n, 128], to every bunch of heads."""
 
         def attend_bunch(number: Any, _: Any) -> Any:
-            dtype, head = queries.dtype, divide(number, num_bunches // num_kv_heads)
+            dtype, head = ref.queries.dtype, divide(number, num_bunches // num_kv_heads)
             keys, values = lanes.keys(some, head), lanes.values(some, head)
-            factor = scale if scales_ref is None else scale * scales_ref[0, head]
-            scores = base2_scores(dot_nt(queries[number], keys.astype(dtype)), factor, soft_cap)
+            factor = scale if ref.scales is None else scale * ref.scales[0, head]
+            scores = base2_scores(dot_nt(ref.queries[number], keys.astype(dtype)), factor, soft_cap)
             if is_masked:
                 at = begin + iota(scores.shape, 1)
                 own = position + iota((bunch, tile_q, scores.shape[1]), 1).reshape(scores.shape)
@@ -237,12 +262,13 @@ def _kernel(
                     is_seen &= at > own - window
                 scores = jnp.where(is_seen, scores, LEAST_MAX)
                 values = keep(values, row_bits(is_alive, values))
-            top = tops[number]
+            top = ref.tops[number]
             new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
             weights, decay = jnp.exp2(scores - wide(new_top, scores.shape[1])), jnp.exp2(top - new_top)
-            tops[number] = new_top
-            totals[number] = totals[number] * decay + jnp.sum(weights, axis=1, keepdims=True)
-            acc[number] = acc[number] * wide(decay, lanes.width) + dot_nn(weights.astype(dtype), values.astype(dtype))
+            ref.tops[number] = new_top
+            ref.totals[number] = ref.totals[number] * decay + jnp.sum(weights, axis=1, keepdims=True)
+            product = dot_nn(weights.astype(dtype), values.astype(dtype))
+            ref.acc[number] = ref.acc[number] * wide(decay, lanes.width) + product
             return 0
 
         def is_alive(token: Array) -> Array:
@@ -264,20 +290,21 @@ def _kernel(
     def _() -> None:
         q_copy(this + 1, 1 - q_slot).start()
 
-    acc[...] = jnp.zeros(acc.shape, jnp.float32)
-    if sinks_ref is None:
-        tops[...] = jnp.full(tops.shape, LEAST_MAX, jnp.float32)
-        totals[...] = jnp.zeros(totals.shape, jnp.float32)
+    ref.acc[...] = jnp.zeros(ref.acc.shape, jnp.float32)
+    if ref.sinks is None:
+        ref.tops[...] = jnp.full(ref.tops.shape, LEAST_MAX, jnp.float32)
+        ref.totals[...] = jnp.zeros(ref.totals.shape, jnp.float32)
     else:
-        tops[...] = sinks_ref[...]
-        totals[...] = jnp.ones(totals.shape, jnp.float32)
+        for head in range(num_heads):
+            sink = jnp.full((tile_q, LANES), ref.sinks[head], jnp.float32)
+            ref.tops[head // bunch, rows_of(head)] = sink
+        ref.totals[...] = jnp.ones(ref.totals.shape, jnp.float32)
     q_copy(this, q_slot).wait()
 
     for lane in range(0, lanes.width, LANES):
-        take_tokens(q_tiles.at[q_slot], lane, heads_rows)
-        for head, some in enumerate(heads_of(heads_rows, 0, tile_q, num_heads, q_tiles.dtype)):
-            its_rows = pl.ds(head % bunch * tile_q, tile_q)
-            queries[head // bunch, its_rows, pl.ds(lane, LANES)] = some.astype(queries.dtype)
+        take_tokens(ref.q_tiles.at[q_slot], lane, ref.heads_rows)
+        for head, some in enumerate(heads_of(ref.heads_rows, 0, tile_q, num_heads, ref.q_tiles.dtype)):
+            ref.queries[head // bunch, rows_of(head), pl.ds(lane, LANES)] = some.astype(ref.queries.dtype)
     num_tiles = divide(end + tile - 1, tile)
 
     @pl.loop(divide(first_seen(this), tile), num_tiles)
@@ -306,7 +333,7 @@ def _kernel(
             if window is not None:
                 is_whole &= begin + at > end - 1 - window
             is_long = visible - at > half
-            keys_of = lambda length: kv_tiles.at[slot, :, :, pl.ds(at, length)]  # noqa: E731
+            keys_of = lambda length: ref.kv_tiles.at[slot, :, :, pl.ds(at, length)]  # noqa: E731
             pl.when(is_whole)(lambda: some(keys_of(sub), is_masked=False))
             pl.when(~is_whole & is_long)(lambda: some(keys_of(sub), is_masked=True))
             pl.when(~is_whole & ~is_long)(lambda: some(keys_of(half), is_masked=True))
@@ -316,16 +343,16 @@ def _kernel(
         out_copy(this - 1).wait()
 
     def output(head: int, lane: int) -> Array:
-        number, its_rows = head // bunch, pl.ds(head % bunch * tile_q, tile_q)
-        out = acc[number, its_rows, pl.ds(lane, LANES)] / totals[number, its_rows]
-        if scales_ref is not None:
-            out = out * scales_ref[1, head // (num_heads // num_kv_heads)]
+        number, its_rows = head // bunch, rows_of(head)
+        out = ref.acc[number, its_rows, pl.ds(lane, LANES)] / ref.totals[number, its_rows]
+        if ref.scales is not None:
+            out = out * ref.scales[1, head // (num_heads // num_kv_heads)]
         if lanes.is_packed:
             out = pltpu.roll(out, LANES - lanes.value_lane, 1)
-        return out.astype(out_tile.dtype)
+        return out.astype(ref.out_tile.dtype)
 
     for lane in range(0, lanes.width, LANES):
-        give_tokens(partial(output, lane=lane), lane, heads_rows, out_tile)
+        give_tokens(partial(output, lane=lane), lane, ref.heads_rows, ref.out_tile)
     out_copy(this).start()
 
     @pl.when(this + 1 == count)

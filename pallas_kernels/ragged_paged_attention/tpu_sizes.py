@@ -22,13 +22,13 @@ from .tpu_decode_kernel import DecodeSizes
 from .tpu_tiles import LANES, HeadLanes
 
 CHIPS = ("v5e", "v6e", "v7x")
+VMEM_BYTES = {"v5e": 128 << 20, "v6e": 128 << 20, "v7x": 64 << 20}
+"""Of a core."""
 TILE_BYTES = 2 << 20
 """Of keys and values of all heads in one tile: enough to hide the latency of a copy; ten of them fit into VMEM."""
 MOST_SCORE_ROWS = {"v5e": 8, "v6e": 16, "v7x": 32}
 FULL_TOKENS = {"v5e": 256, "v6e": 256, "v7x": 512}
 """With these the schedule of a full tile is shortest, at 32/8 heads of 128 (docs/kernels.md)."""
-
-
 QUERY_BYTES = 40 << 20
 MOST_PREFILL_KEYS = 512
 """Of the scores that prefill computes together."""
@@ -131,10 +131,15 @@ def ruled_sizes(chip: str, shape: TpuShape) -> TpuSizes:
     token_bytes = shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * itemsize
     fitting = min(max(TILE_BYTES // token_bytes, LANES), 2048)
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
-    full = tail * _power_of_two(min(FULL_TOKENS[chip], fitting) // tail)
+    most_rows, full = MOST_SCORE_ROWS[chip], FULL_TOKENS[chip]
+    if shape.dtype == "float32":
+        most_rows, full = 1, tail
+    # Queries of one KV head may be more rows than that.
+    full = min(full, 2 * most_rows * full // max(shape.num_heads // shape.num_kv_heads, most_rows))
+    full = tail * _power_of_two(min(full, fitting) // tail)
     unit = math.lcm(page_size, full)
     tile = unit * _power_of_two(fitting // unit)
-    decode = DecodeSizes(tile, full, tail, MOST_SCORE_ROWS[chip], write_height(chip, shape.dtype))
+    decode = DecodeSizes(tile, full, tail, most_rows, write_height(chip, shape.dtype))
     pieces = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MOST_PREFILL_KEYS]
     return TpuSizes(decode, tile, max(pieces, default=tail))
 

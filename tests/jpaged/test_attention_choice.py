@@ -19,6 +19,7 @@ from .tiny_model import CONFIG
 
 MODEL = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
 CPU = jax.devices("cpu")[0]
+HAS_MMA = hasattr(mosaic_gpu, "mma")
 
 
 def model_with(**changes):
@@ -59,7 +60,7 @@ def test_what_is_asked_for_is_taken():
     assert choose_attention("pallas-tpu", model_with(head_size=128), tpu()).reason == "asked for"
 
 
-@pytest.mark.skipif(not hasattr(mosaic_gpu, "mma"), reason="the GPU kernels need jax 0.11")
+@pytest.mark.skipif(not HAS_MMA, reason="the GPU kernels need jax 0.11")
 def test_gpu_kernels_are_made_for_the_chip_they_are_asked_for_on():
     gpu = SimpleNamespace(
         platform="gpu",
@@ -76,9 +77,8 @@ def test_gpu_kernels_are_made_for_the_chip_they_are_asked_for_on():
         choose_attention("pallas-gpu", model, gpu)
 
 
+@pytest.mark.skipif(HAS_MMA, reason="this jax has what the GPU kernels need")
 def test_gpu_kernels_need_a_later_jax_than_some_have():
-    if hasattr(mosaic_gpu, "mma"):
-        pytest.skip("this one has what they need")
     gpu = SimpleNamespace(
         platform="gpu", device_kind="x", compute_capability="9.0", core_count=132, shared_memory_per_block_optin=232448
     )

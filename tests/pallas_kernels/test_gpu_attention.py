@@ -7,22 +7,34 @@ raise. Interpreted, products are `jnp.dot` and not `mma`; everything else is wha
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu_tiles import Chip, as_operand
 
-from ..paged_steps import metadata, plan_of
-from .paged_world import World, run_ragged, shape_of
+from ..paged_steps import plan_of
+from .paged_world import World, shape_of
+from .scenarios import (
+    TWO_GROUPS,
+    check_any_order,
+    check_that_a_layout_is_refused,
+    check_that_a_wrong_window_is_noticed,
+    features,
+    ragged_steps,
+    run_beyond_the_window,
+    run_layer_without_keys,
+    run_ragged,
+    run_shared_pages,
+    run_single_tokens,
+    run_three_steps,
+)
 
 CUT = {"num_sms": 4, "least_share": 1}
 """Options under which rows of more than 64 keys are cut into pieces."""
+FEATURES = features(page_size=16)
 
 
 def backend(num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64, **options: Any) -> GpuBackend:
@@ -30,20 +42,10 @@ def backend(num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 64, **op
     return GpuBackend(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, **options)
 
 
-def world(page_size: int = 16, *, made_with: dict[str, Any] | None = None, **changes: Any) -> World:
+def world(page_size: int = 16, *, made_with: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> World:
     sizes = {name: changes[name] for name in ("num_heads", "num_kv_heads", "head_size") if name in changes}
     some = backend(**sizes, **(made_with or {}))
-    return World(shape_of(page_size, backend=some, slot_axes=(2, 2), **{"dtype": "bfloat16", **changes}))
-
-
-def run_some(some: World) -> None:
-    """A step of prefill, one mixed and one of decode, over rows that begin, cross and end at edges of pages."""
-    page = some.shape.page_size
-    for _ in range(3):
-        some.add_row()
-    some.step({0: 2 * page + 1, 1: page, 2: 1})
-    some.step({0: 1, 1: 2, 2: page - 1})
-    some.step({0: 1, 1: 1, 2: 1})
+    return World(shape_of(page_size, backend=some, slot_axes=(2, 2), **{"dtype": "bfloat16", **changes}), seed=seed)
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
@@ -54,8 +56,7 @@ def test_ragged_rows_match_the_oracle(page_size: int) -> None:
 def test_rows_of_several_tiles_in_one_piece_each() -> None:
     """Rows at and beside the edges of a tile of 64 keys, while others decode."""
     some = world(16, table_len=16)
-    for _ in range(3):
-        some.add_row()
+    some.add_rows(3)
     some.step({0: 63})
     some.step({0: 1, 1: 64})
     some.step({0: 1, 1: 1, 2: 65})
@@ -66,8 +67,7 @@ def test_rows_of_several_tiles_in_one_piece_each() -> None:
 def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> None:
     """The rows are long enough for pieces, as the plan says: `count_merges` sees them."""
     some = world(64, made_with=CUT, table_len=8, options=options)
-    for _ in range(3):
-        some.add_row()
+    some.add_rows(3)
     some.step({0: 200, 1: 65})
     some.step({0: 1, 1: 60})
     assert count_merges(some, [1, 1], [202, 126]) > 0
@@ -85,43 +85,32 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int]) ->
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (71, 1)])
 def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
-    run_some(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
+    run_three_steps(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_every_head_size_and_dtype_of_pages(head_size: int, dtype: str) -> None:
-    run_some(world(head_size=head_size, dtype=dtype, num_heads=2, num_kv_heads=2))
-
-
-FEATURES = {
-    "window 1": {"window": 1},
-    "window of a page less one": {"window": 15},
-    "window of a page and one": {"window": 17},
-    "window beyond the context": {"window": 1000},
-    "soft cap": {"soft_cap": 1.5},
-    "sinks": {"sinks": jnp.array([-1.0, 0.0, 2.0, 30.0])},
-    "all of them": {"window": 21, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])},
-}
+    run_three_steps(world(head_size=head_size, dtype=dtype, num_heads=2, num_kv_heads=2))
 
 
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
-    run_some(world(options=options))
+    run_three_steps(world(options=options))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_candidate_for_prefill_on_hopper_matches_the_oracle(dtype: str) -> None:
     """By `wgmma`, which the interpreter knows, from shared memory."""
-    run_some(world(dtype=dtype, made_with={"prefill": "wgmma"}))
+    run_three_steps(world(dtype=dtype, made_with={"prefill": "wgmma"}))
 
 
 def test_keys_in_tiles_of_half_a_page() -> None:
-    run_some(world(64, head_size=256, num_heads=1, num_kv_heads=1))
+    run_three_steps(world(64, head_size=256, num_heads=1, num_kv_heads=1))
 
 
 def test_a_window_with_an_order_of_its_own() -> None:
-    run_some(world(options={"window": 17}, made_with={"windows": (None, 17, 40)}))
+    run_three_steps(world(options={"window": 17}, made_with={"windows": (None, 17, 40)}))
 
 
 @pytest.mark.parametrize(("window", "index"), [(None, 0), (17, 1), (40, 2), (30, 0)])
@@ -135,14 +124,7 @@ def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window:
 
 @pytest.mark.parametrize("window", [1, 17])
 def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
-    some = world(options={"window": window}, made_with={"windows": (window,)})
-    for _ in range(3):
-        some.add_row()
-    some.step({0: 30, 1: 17})
-    for _ in range(3):
-        for row in (0, 1):
-            some.forget(row, max(0, len(some.keys[row][0]) - window + 1) // 16)
-        some.step({0: 1, 1: 9, 2: 3})
+    run_beyond_the_window(world(options={"window": window}, made_with={"windows": (window,)}), num_steps=3, chunk=9)
 
 
 def test_a_row_that_fills_its_page_table_reads_nothing_behind_it() -> None:
@@ -155,42 +137,20 @@ def test_a_row_that_fills_its_page_table_reads_nothing_behind_it() -> None:
 
 
 def test_rows_that_share_their_first_pages() -> None:
-    some = world()
-    first = some.add_row()
-    some.step({first: 41})
-    second = some.add_row(prefix_of=first, num_shared=2)
-    some.step({first: 1, second: 3})
-    some.step({first: 1, second: 1})
+    run_shared_pages(world())
 
 
 def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
-    layers = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
-    run_some(world(layers=layers, num_group_layers=2))
+    run_three_steps(world(**TWO_GROUPS))
 
 
 def test_a_single_token_step() -> None:
-    """The smallest bucket: one token, one row, no large tiles at all."""
-    some = world()
-    some.shape = dataclasses.replace(some.shape, num_tokens=1, num_rows=1)
-    some.add_row()
-    for _ in range(18):
-        some.step({0: 1})
+    """No large tiles at all."""
+    run_single_tokens(world())
 
 
 def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
-    some = world()
-    some.add_row()
-    some.add_row()
-    some.step({0: 5})
-    tables = [[some.tables[0][0], [some.free.pop()]]]
-    step = metadata(some.shape.backend, [1, 9], [6, 9], tables, page_size=16, num_tokens=16, num_rows=4, table_len=8)
-    q, k, v = (jnp.asarray(some._padded(10, heads)[0, :16], jnp.bfloat16) for heads in (4, 2, 2))
-    attend = jax.jit(lambda cache, k, v: cache.attend(0, q, k, v, step, scale=0.125))
-    first, written = attend(some.cache, k, v)
-    second, shared = attend(written, None, None)
-    np.testing.assert_array_equal(np.asarray(first)[:10], np.asarray(second)[:10])
-    for pages in zip(written.pages, shared.pages, strict=True):
-        np.testing.assert_array_equal(*(np.asarray(x).view(np.int16) for x in pages))
+    run_layer_without_keys(world())
 
 
 def test_a_plan_for_longer_contexts_does_for_the_steps_before() -> None:
@@ -207,43 +167,13 @@ def test_a_plan_for_longer_contexts_does_for_the_steps_before() -> None:
 
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
-    some = world(options={"window": 12})
-    some.add_row()
-    with pytest.raises(AssertionError):
-        some.step({0: 40}, window=12 + error)
-
-
-@st.composite
-def ragged_steps(draw: st.DrawFn) -> list[dict[int, int]]:
-    """Up to three steps over up to five rows; a step has 1 to 80 tokens and a row at most 128."""
-    lens, steps = [0] * 5, []
-    for _ in range(draw(st.integers(1, 3))):
-        work: dict[int, int] = {}
-        for row in draw(st.lists(st.integers(0, 4), min_size=1, unique=True)):
-            most = min(80 - sum(work.values()), 128 - lens[row])
-            if most > 0:
-                work[row] = draw(st.sampled_from([1, most, *(length for length in (15, 16, 17, 33) if length < most)]))
-                lens[row] += work[row]
-        if work:
-            steps.append(work)
-    return steps
+    check_that_a_wrong_window_is_noticed(world(options={"window": 12}), error)
 
 
 @pytest.mark.parametrize("options", [{}, FEATURES["all of them"]], ids=["plain", "all"])
 def test_drawn_raggedness_matches_the_oracle(options: dict[str, Any]) -> None:
-    some = world(made_with=CUT, options=options)
-
-    @settings(max_examples=12, deadline=None)
-    @given(ragged_steps())
-    def run(steps: list[dict[int, int]]) -> None:
-        again = world(made_with=CUT, options=options)
-        again.run = some.run
-        for _ in range(5):
-            again.add_row()
-        for work in steps:
-            again.step(work)
-
-    run()
+    steps = ragged_steps(most_steps=3, most_tokens=80, most_context=128, lengths=(15, 16, 17, 33))
+    check_any_order(lambda seed: world(made_with=CUT, options=options, seed=seed), steps, max_examples=12)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
@@ -266,9 +196,7 @@ def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any)
     ],
 )
 def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    sizes = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_size": 64}
-    with pytest.raises(ValueError, match=message):
-        backend().layout(**{**sizes, "dtype": "bfloat16", **options})
+    check_that_a_layout_is_refused(backend(), message, **{"dtype": "bfloat16", **options})
 
 
 @pytest.mark.parametrize("options", [{"prefill": "tcgen05"}, {"prefill": "wgmma", "head_size": 256}], ids=str)

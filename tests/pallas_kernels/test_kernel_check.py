@@ -1,7 +1,6 @@
 """What the scripts for machines with a GPU or a TPU share, around a backend that runs anywhere."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,14 +9,7 @@ import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 
-Script = Callable[[str], ModuleType]
-
-
-class Blind(XlaBackend):
-    """A kernel that knows nothing of windows."""
-
-    def attend(self, *args: Any, **options: Any) -> Any:
-        return super().attend(*args, **{**options, "window": None})
+from .check_scripts import Script, blind
 
 
 class Forgetful(XlaBackend):
@@ -60,7 +52,7 @@ def test_it_prints_and_writes_what_it_found(script: Script, tmp_path: Path, caps
     assert "2 of 2 cases right" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("wrong", [Blind, Forgetful])
+@pytest.mark.parametrize("wrong", [blind(XlaBackend), Forgetful])
 def test_a_wrong_result_is_named_and_fails(
     script: Script, wrong: type[XlaBackend], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,15 +4,9 @@ Memory that was never written is NaN, and so is every slot that no token was giv
 (`on_wait`: one that is not waited for was never made) or at once, where races between copies and accesses are reported.
 """
 
-import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
@@ -21,10 +15,24 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
 
-from ..paged_steps import metadata, plan_of
-from .paged_world import World, run_ragged, shape_of
+from ..paged_steps import plan_of
+from .paged_world import World, shape_of
+from .scenarios import (
+    TWO_GROUPS,
+    check_any_order,
+    check_that_a_layout_is_refused,
+    check_that_a_wrong_window_is_noticed,
+    features,
+    ragged_steps,
+    run_beyond_the_window,
+    run_layer_without_keys,
+    run_ragged,
+    run_shared_pages,
+    run_single_tokens,
+)
 
 MODES = ("on_wait", "eager")
+FEATURES = features(page_size=16)
 
 
 def slow(*values: Any) -> list[Any]:
@@ -39,9 +47,9 @@ def backend(mode: str = "eager", *, tile: int = 32, piece: int = 16, dtype: str 
     return TpuBackend(sizes=TpuSizes(decode, tile_kv=tile, sub_kv=piece), tile_q=16, interpret=params)
 
 
-def world(page_size: int = 16, *, mode: str = "eager", tile: int = 32, **changes: Any) -> World:
+def world(page_size: int = 16, *, mode: str = "eager", tile: int = 32, seed: int = 0, **changes: Any) -> World:
     some = backend(mode, tile=tile, piece=page_size, dtype=changes.get("dtype", "float32"))
-    return World(shape_of(page_size, backend=some, slot_axes=(3,), **changes))
+    return World(shape_of(page_size, backend=some, slot_axes=(3,), **changes), seed=seed)
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +68,7 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
 def test_tiles_of_many_pages_and_rows_of_many_tiles(mode: str) -> None:
     """Rows at and beside the edges of a tile of 64 keys, while others decode."""
     some = world(16, mode=mode, tile=64, num_heads=2, num_kv_heads=2, table_len=16)
-    for _ in range(4):
-        some.add_row()
+    some.add_rows(4)
     for length in (63, 64, 65):
         some.step({0: length})
     some.step({1: 64, 0: 1})
@@ -98,19 +105,7 @@ def test_pages_of_one_byte_a_number(dtype: str, head_size: int) -> None:
 
 
 def test_pages_of_one_byte_with_all_features() -> None:
-    options = {"window": 21, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])}
-    run_ragged(world(32, dtype="int8", options=options))
-
-
-FEATURES = {
-    "window 1": {"window": 1},
-    "window of a page less one": {"window": 15},
-    "window of a page and one": {"window": 17},
-    "window beyond the context": {"window": 1000},
-    "soft cap": {"soft_cap": 1.5},
-    "sinks": {"sinks": jnp.array([-1.0, 0.0, 2.0, 30.0])},
-    "all of them": {"window": 21, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])},
-}
+    run_ragged(world(32, dtype="int8", options=FEATURES["all of them"]))
 
 
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
@@ -120,94 +115,35 @@ def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("window", [1, 15, 17, 40])
 def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
-    some = world(options={"window": window})
-    for _ in range(3):
-        some.add_row()
-    some.step({0: 30, 1: 17})
-    for _ in range(4):
-        for row in (0, 1):
-            some.forget(row, max(0, len(some.keys[row][0]) - window + 1) // 16)
-        some.step({0: 1, 1: 9, 2: 3})
+    run_beyond_the_window(world(options={"window": window}), num_steps=4, chunk=9)
 
 
 def test_rows_that_share_their_first_pages() -> None:
-    some = world()
-    first = some.add_row()
-    some.step({first: 41})
-    second = some.add_row(prefix_of=first, num_shared=2)
-    some.step({first: 1, second: 3})
-    some.step({first: 1, second: 1})
+    run_shared_pages(world())
 
 
 def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
-    layers = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
-    run_ragged(world(layers=layers, num_group_layers=2))
+    run_ragged(world(**TWO_GROUPS))
 
 
 def test_a_single_token_step() -> None:
-    """The smallest bucket: one token, one row, no prefill code at all."""
-    some = world()
-    some.shape = dataclasses.replace(some.shape, num_tokens=1, num_rows=1)
-    some.add_row()
-    for _ in range(18):
-        some.step({0: 1})
+    """No prefill code at all."""
+    run_single_tokens(world())
 
 
 def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
-    some = world()
-    some.add_row()
-    some.add_row()
-    some.step({0: 5})
-    tables = [[some.tables[0][0], [some.free.pop()]]]
-    step = metadata(some.shape.backend, [1, 9], [6, 9], tables, page_size=16, num_tokens=16, num_rows=4, table_len=8)
-    q, k, v = (jnp.asarray(some._padded(10, heads)[0, :16]) for heads in (4, 2, 2))
-    attend = jax.jit(lambda cache, k, v: cache.attend(0, q, k, v, step, scale=0.125))
-    first, written = attend(some.cache, k, v)
-    second, shared = attend(written, None, None)
-    np.testing.assert_array_equal(np.asarray(first)[:10], np.asarray(second)[:10])
-    np.testing.assert_array_equal(*(np.asarray(cache.pages[0]).view(np.int32) for cache in (written, shared)))
+    run_layer_without_keys(world())
 
 
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
-    some = world(options={"window": 12})
-    some.add_row()
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        some.step({0: 40}, window=12 + error)
-
-
-@st.composite
-def ragged_steps(draw: st.DrawFn) -> list[dict[int, int]]:
-    """Up to three steps over up to five rows; a step has 1 to 60 tokens and a row at most 100."""
-    lens, steps = [0] * 5, []
-    for _ in range(draw(st.integers(1, 3))):
-        work: dict[int, int] = {}
-        for row in draw(st.lists(st.integers(0, 4), min_size=1, unique=True)):
-            most = min(60 - sum(work.values()), 100 - lens[row])
-            if most > 0:
-                work[row] = draw(st.sampled_from([1, most, *(length for length in (15, 16, 17, 33) if length < most)]))
-                lens[row] += work[row]
-        if work:
-            steps.append(work)
-    return steps
+    check_that_a_wrong_window_is_noticed(world(options={"window": 12}), error)
 
 
 @pytest.mark.parametrize("options", [{}, FEATURES["all of them"]], ids=["plain", "all"])
 def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
-    run = None
-
-    @settings(max_examples=10, deadline=None, derandomize=True)
-    @given(steps=ragged_steps(), seed=st.integers(0, 2**16))
-    def check(steps: list[dict[int, int]], seed: int) -> None:
-        nonlocal run
-        some = World(shape_of(16, backend=backend(), slot_axes=(3,), options=dict(options)), seed=seed)
-        some.run = run = run or some.run  # One compilation for all examples.
-        for _ in range(5):
-            some.add_row()
-        for work in steps:
-            some.step(work)
-
-    check()
+    steps = ragged_steps(most_steps=3, most_tokens=60, most_context=100, lengths=(15, 16, 17, 33))
+    check_any_order(lambda seed: world(options=options, seed=seed), steps, max_examples=10)
 
 
 def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> None:
@@ -227,6 +163,4 @@ def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> Non
     ids=str,
 )
 def test_what_the_kernels_cannot_take_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    sizes: dict[str, Any] = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_size": 64}
-    with pytest.raises(ValueError, match=message):
-        TpuBackend().layout(**{**sizes, "dtype": "float32", **options})
+    check_that_a_layout_is_refused(TpuBackend(), message, **{"dtype": "float32", **options})

@@ -1,43 +1,27 @@
 """The script for a TPU VM, as far as it goes without one: interpreted, on tiny shapes."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, sizes_of
 
-Script = Callable[[str], ModuleType]
-
-
-class Blind(TpuBackend):
-    """Kernels that know nothing of windows."""
-
-    def attend(self, *args: Any, **options: Any) -> Any:
-        return super().attend(*args, **{**options, "window": None})
+from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
 
 
 def test_it_checks_prints_and_writes_what_it_found(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "found.json"
-    assert script("tpu_check").main(["--interpret", "--seed", "7", "--output", str(output)]) == 0
-    found = json.loads(output.read_text())
-    assert found["passed"]
-    assert found["interpreted"]
-    assert set(found["checks"]) == {"plain", "one token", "all, int8"}
-    assert all(0 < error <= script("kernel_check").MOST_ERROR for error in found["checks"].values())
-    assert "3 of 3 cases right" in capsys.readouterr().out.splitlines()[-1]
+    check_interpreted_run(script, "tpu_check", {"plain", "one token", "all, int8"}, tmp_path, capsys)
 
 
 def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
     check, tpu = script("kernel_check"), script("tpu_check")
     case = check.Case("window", 2, 1, head_size=64, page_size=16, window=9, rows=check.TINY)
-    assert check.Bench(lambda case: Blind(**vars(tpu.interpreted(case))), 1).error(case) > 10 * case.most_error
+    bench = check.Bench(lambda case: blind(TpuBackend)(**vars(tpu.interpreted(case))), 1)
+    assert bench.error(case) > 10 * case.most_error
 
 
 def test_without_a_tpu_and_on_one_without_sizes_it_says_so(script: Script) -> None:
@@ -77,28 +61,11 @@ def test_every_case_is_taken_and_has_full_tiles_and_tails(script: Script, chip: 
 @pytest.mark.slow
 def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     """Interpreted, on tiny shapes: what the ratios are means nothing, and v2 is not there."""
-    check, tpu, speed = script("kernel_check"), script("tpu_check"), script("kernel_speed")
-    sizes = speed.Sizes(
-        decode=((40, 40),),
-        skewed=(10, 70),
-        prefill=20,
-        ragged=(17, 3),
-        window=2,
-        windowed_rows=1,
-        copied_bytes=64,
-        matmul=8,
-        rounds=1,
-        trial_calls=1,
-        round_s=0.0,
-    )
+    check, tpu = script("kernel_check"), script("tpu_check")
     case = check.Case("tiny", num_heads=2, num_kv_heads=1, head_size=64, page_size=32)
-    measures = tpu.measures(check.Bench(tpu.interpreted, 1), case, sizes)
-    ratios = {"decode": "K1,K2,decode ÷ v2", "prefill": "K3,prefill ÷ v2", "window": "K5", "bytes": "K6"}
-    assert set(measures) == set(ratios)
-    for name, measure in measures.items():
-        found = measure()
-        assert {key for key in found if key in tpu.GOALS} == set(ratios[name].split(","))
-        assert all(isinstance(found[key], float) for key in ratios[name].split(",") if "v2" not in key)
-        if name in ("decode", "prefill"):
-            assert found[f"{name} ÷ v2"] is None
-            assert found["refused"]["v2"]
+    check_measurements(
+        tpu.measures(check.Bench(tpu.interpreted, 1), case, tiny_sizes(script)),
+        set(tpu.GOALS),
+        {"decode": {"K1", "K2", "decode ÷ v2"}, "prefill": {"K3", "prefill ÷ v2"}, "window": {"K5"}, "bytes": {"K6"}},
+        refused={"decode": ("decode ÷ v2", "v2"), "prefill": ("prefill ÷ v2", "v2")},
+    )

@@ -1,6 +1,5 @@
 """The XLA path against the dense oracle: ragged rows, windows, shared pages, NaN wherever nothing may be read."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
@@ -16,7 +15,21 @@ from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attenti
 from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES
 
 from ..paged_steps import metadata, plan_of
-from .paged_world import ATOL, Shape, World, run_ragged, shape_of
+from .paged_world import ATOL, Shape, World, shape_of
+from .scenarios import (
+    TWO_GROUPS,
+    check_any_order,
+    check_that_a_wrong_window_is_noticed,
+    features,
+    ragged_steps,
+    run_beyond_the_window,
+    run_layer_without_keys,
+    run_ragged,
+    run_shared_pages,
+    run_single_tokens,
+)
+
+FEATURES = features(page_size=8)
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
@@ -34,18 +47,6 @@ def test_every_head_size(head_size: int) -> None:
     run_ragged(World(shape_of(head_size=head_size)))
 
 
-FEATURES = {
-    "window 1": {"window": 1},
-    "window of a page less one": {"window": 7},
-    "window of a page": {"window": 8},
-    "window of a page and one": {"window": 9},
-    "window beyond the context": {"window": 1000},
-    "soft cap": {"soft_cap": 1.5},
-    "sinks": {"sinks": jnp.array([-1.0, 0.0, 2.0, 30.0])},
-    "all of them": {"window": 11, "soft_cap": 1.5, "sinks": jnp.array([-1.0, 0.0, 2.0, 3.0])},
-}
-
-
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
     run_ragged(World(shape_of(options=options)))
@@ -53,29 +54,17 @@ def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
 def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
-    world = World(shape_of(options={"window": window}))
-    for _ in range(3):
-        world.add_row()
-    world.step({0: 30, 1: 17})
-    for _ in range(10):
-        for row in (0, 1):
-            # The next query stands at position len, and sees from len − window + 1 on.
-            world.forget(row, max(0, len(world.keys[row][0]) - window + 1) // 8)
-        world.step({0: 1, 1: 2, 2: 3})
+    run_beyond_the_window(World(shape_of(options={"window": window})), num_steps=10, chunk=2)
 
 
 def test_a_single_token_step() -> None:
-    """The smallest bucket: one token, one row, no prefill code at all."""
-    world = World(Shape(num_tokens=1, num_rows=1, options={"scale": 0.125}))
-    world.add_row()
-    for _ in range(20):
-        world.step({0: 1})
+    """No prefill code at all."""
+    run_single_tokens(World(shape_of()))
 
 
 def test_more_rows_than_a_tile_and_no_multiple_of_it() -> None:
     world = World(Shape(num_tokens=7, num_rows=7, options={"scale": 0.125}))
-    for _ in range(7):
-        world.add_row()
+    world.add_rows(7)
     for count in (7, 6, 5, 4, 1, 7):
         world.step(dict.fromkeys(range(count), 1))
 
@@ -84,8 +73,7 @@ def test_default_tiles_over_a_long_context() -> None:
     world = World(
         Shape(page_size=64, num_tokens=512, num_rows=9, table_len=20, options={"scale": 0.125}, backend=XlaBackend())
     )
-    for _ in range(9):
-        world.add_row()
+    world.add_rows(9)
     world.step({0: 512})
     world.step({0: 490, 1: 13, 2: 1, 3: 1})
     world.step({0: 1, 1: 1, 2: 1, 3: 300, 4: 64, 5: 65, 6: 63, 7: 1, 8: 1})
@@ -93,32 +81,15 @@ def test_default_tiles_over_a_long_context() -> None:
 
 
 def test_rows_that_share_their_first_pages() -> None:
-    world = World(shape_of())
-    first = world.add_row()
-    world.step({first: 21})
-    second = world.add_row(prefix_of=first, num_shared=2)
-    world.step({first: 1, second: 3})
-    world.step({first: 1, second: 1})
+    run_shared_pages(World(shape_of()))
 
 
 def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
-    layers = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
-    run_ragged(World(shape_of(layers=layers, num_group_layers=2), num_pages=96))
+    run_ragged(World(shape_of(**TWO_GROUPS), num_pages=96))
 
 
 def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
-    """k = v = None writes nothing: both calls see the same pages, and the pages are those of the first."""
-    world = World(shape_of())
-    step = metadata(
-        world.shape.backend, [1, 9], [1, 9], [[[5], [3, 2]]], page_size=8, num_tokens=16, num_rows=4, table_len=4
-    )
-    q, k, v = (jnp.asarray(world._padded(10, heads)[0, :16]) for heads in (4, 2, 2))
-    attend = jax.jit(lambda cache, k, v: cache.attend(0, q, k, v, step, scale=0.125))
-    first, written = attend(world.cache, k, v)
-    second, shared = attend(written, None, None)
-    assert np.array_equal(np.asarray(first)[:10], np.asarray(second)[:10])
-    for old, new in zip(written.pages, shared.pages, strict=True):
-        assert np.array_equal(np.asarray(old).view(np.int32), np.asarray(new).view(np.int32))
+    run_layer_without_keys(World(shape_of()))
 
 
 def test_keys_without_values_are_refused_by_name() -> None:
@@ -133,11 +104,7 @@ def test_keys_without_values_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("error", [-1, 1])
 def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
-    """The control: with the oracle's window off by one, every comparison above would fail by far."""
-    world = World(shape_of(options={"window": 12}))
-    world.add_row()
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        world.step({0: 40}, tolerance=1000 * ATOL, window=12 + error)
+    check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12})), error)
 
 
 def test_a_causal_mask_off_by_one_would_be_noticed() -> None:
@@ -169,38 +136,10 @@ FUZZED = {
 }
 
 
-@st.composite
-def ragged_steps(draw: st.DrawFn) -> list[dict[int, int]]:
-    """Up to four steps over up to five rows; a step has 1 to 40 tokens and a row at most 64."""
-    lens, steps = [0] * 5, []
-    for _ in range(draw(st.integers(1, 4))):
-        work: dict[int, int] = {}
-        for row in draw(st.lists(st.integers(0, 4), min_size=1, unique=True)):
-            most = min(40 - sum(work.values()), 64 - lens[row])
-            if most > 0:
-                work[row] = draw(st.sampled_from([1, most, min(7, most), min(8, most), min(9, most)]))
-                lens[row] += work[row]
-        if work:
-            steps.append(work)
-    return steps
-
-
 @pytest.mark.parametrize("options", FUZZED.values(), ids=FUZZED.keys())
 def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
-    run = None
-
-    @settings(max_examples=15, deadline=None, derandomize=True)
-    @given(steps=ragged_steps(), seed=st.integers(0, 2**16))
-    def check(steps: Sequence[dict[int, int]], seed: int) -> None:
-        nonlocal run
-        world = World(shape_of(options=options), seed=seed)
-        world.run = run = run or world.run  # One compilation for all examples.
-        for _ in range(5):
-            world.add_row()
-        for work in steps:
-            world.step(work)
-
-    check()
+    steps = ragged_steps(most_steps=4, most_tokens=40, most_context=64, lengths=(7, 8, 9))
+    check_any_order(lambda seed: World(shape_of(options=options), seed=seed), steps, max_examples=15)
 
 
 def two_layers(cache: PagedCache, q: jax.Array, k: jax.Array, step: Any) -> tuple[jax.Array, PagedCache]:

@@ -1,0 +1,67 @@
+"""`AttentionMetadata` of rows given by their lengths: for checks and benches of a backend by itself.
+
+The engine packs its steps in `jpaged.step_inputs`; what both make is the contract of `AttentionMetadata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .interface import AttentionMetadata, Backend
+
+
+def step_of_rows(
+    backend: Backend,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    tables: np.ndarray,
+    *,
+    page_size: int,
+    num_tokens: int,
+    num_rows: int,
+) -> AttentionMetadata:
+    """A step of these rows, those with one query first, padded to room for `num_tokens` and `num_rows`.
+
+    `tables` are the page numbers of each row [rows, P], in one page-table group.
+    """
+    lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
+    count, total, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))
+    if (lens[:num_decode_rows] != 1).any():
+        raise ValueError(f"query_lens: got {list(query_lens)}, rows with one query come first")
+    starts = np.full(num_rows + 1, total, np.int32)
+    starts[: count + 1] = np.cumsum([0, *query_lens])
+    row = np.repeat(np.arange(count), lens)
+    positions = np.arange(total) - starts[row] + (contexts - lens)[row]
+    slots = tables[row, positions // page_size] * page_size + positions % page_size
+    page_tables = np.zeros((1, num_rows, tables.shape[1]), np.int32)
+    page_tables[0, :count] = tables
+    plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
+    backend.plan(
+        lens,
+        contexts,
+        num_decode_rows,
+        page_tables,
+        np.arange(count),
+        page_size=page_size,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        out=plan,
+    )
+
+    def padded(values: np.ndarray, length: int) -> jax.Array:
+        return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)
+
+    return AttentionMetadata(
+        positions=padded(positions, num_tokens),
+        slots=padded(slots, num_tokens)[None],
+        query_starts=jnp.asarray(starts),
+        context_lens=padded(contexts, num_rows),
+        page_tables=jnp.asarray(page_tables),
+        num_rows=jnp.int32(count),
+        num_decode_rows=jnp.int32(num_decode_rows),
+        plan=jnp.asarray(plan),
+    )

@@ -1,0 +1,78 @@
+"""What the tests of `gpu_check` and `tpu_check` have in common: a run without a chip, and what it has to have found."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jpaged.pallas_kernels.ragged_paged_attention import Backend
+
+Script = Callable[[str], ModuleType]
+"""Name → that module of the folder `scripts`."""
+
+
+def blind(backend: type[Backend]) -> type[Backend]:
+    """Of kernels, those that know nothing of windows."""
+
+    class Blind(backend):
+        def attend(self, *args: Any, **options: Any) -> Any:
+            return super().attend(*args, **{**options, "window": None})
+
+    return Blind
+
+
+def check_interpreted_run(
+    script: Script, name: str, cases: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script `name` checks these cases, finds them right, says so and writes it down."""
+    output = tmp_path / "found.json"
+    assert script(name).main(["--interpret", "--seed", "7", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert found["passed"]
+    assert found["interpreted"]
+    assert set(found["checks"]) == cases
+    assert all(0 < error <= script("kernel_check").MOST_ERROR for error in found["checks"].values())
+    assert f"{len(cases)} of {len(cases)} cases right" in capsys.readouterr().out.splitlines()[-1]
+
+
+def tiny_sizes(script: Script) -> Any:
+    """Of measurements: what their ratios are means nothing."""
+    return script("kernel_speed").Sizes(
+        decode=((40, 40),),
+        skewed=(10, 70),
+        prefill=20,
+        ragged=(17, 3),
+        window=2,
+        windowed_rows=1,
+        copied_bytes=64,
+        matmul=8,
+        rounds=1,
+        trial_calls=1,
+        round_s=0.0,
+    )
+
+
+def check_measurements(
+    measures: dict[str, Callable[[], dict[str, Any]]],
+    goals: set[str],
+    ratios: dict[str, set[str]],
+    *,
+    refused: dict[str, tuple[str, str]],
+) -> None:
+    """Every measurement gives its `ratios`, which `goals` name.
+
+    `refused`: measurement → the ratio that it cannot have here, and whom it would be to, who says why.
+    """
+    assert set(measures) == set(ratios)
+    for name, measure in measures.items():
+        found, wanted = measure(), ratios[name]
+        assert {key for key in found if key in goals} == wanted
+        if name in refused:
+            ratio, other = refused[name]
+            assert found[ratio] is None
+            assert found["refused"][other]
+            wanted = wanted - {ratio}
+        assert all(isinstance(found[key], float) for key in wanted)
