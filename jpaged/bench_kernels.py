@@ -4,7 +4,8 @@ The shapes are those of SmolLM2-135M, 9 query and 3 KV heads of 64; full gathers
 32 and 8 of 128. Layers are chained, each with pages of its own: what one writes depends on what the one before attended
 to, as in a model. Programs that are compared run in turns.
 
-    decode        rows with one query; bytes of keys and values ÷ time, beside the bandwidth of reading an array
+    decode        rows with one query; bytes of keys and values ÷ time, beside the bandwidth of reading an array; rows
+                  of one length, and ragged ones, longest first
     full gather   the same result from every page that the page tables have room for, copied together and masked, the
                   KV heads repeated for each query head; grouped: without repeating them; naive: repeated, from pages
                   of tokens [C, Z, K, H] by one product over all heads, as one would write it down
@@ -51,15 +52,17 @@ BACKENDS = ("xla", "pallas-tpu", "pallas-gpu")
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of one length in a step."""
+    """Rows of a step: of one length, or of lengths spread evenly between two."""
 
     num_rows: int
     context_len: int
-    """With the step's own tokens."""
+    """Of the longest row, with the step's own tokens."""
     num_layers: int
     query_len: int = 1
     num_shared: int = 0
     """Tokens that all rows begin with, whose pages are the same."""
+    shortest_len: int | None = None
+    """Context of the shortest row; None: as long as the longest."""
     table_len: int | None = None
     """Tokens that a page table has room for; None: as many as the context."""
     num_heads: int = NUM_HEADS
@@ -67,9 +70,15 @@ class Workload:
     head_size: int = HEAD_SIZE
 
     @property
+    def context_lens(self) -> list[int]:
+        """Of each row, longest first, as the engine orders them."""
+        shortest = self.context_len if self.shortest_len is None else self.shortest_len
+        return np.linspace(self.context_len, shortest, self.num_rows).astype(int).tolist()
+
+    @property
     def kv_bytes(self) -> int:
         """Of keys and values of all rows in one layer, in float32."""
-        return self.num_rows * self.context_len * 2 * self.num_kv_heads * self.head_size * 4
+        return sum(self.context_lens) * 2 * self.num_kv_heads * self.head_size * 4
 
     @property
     def scale(self) -> float:
@@ -77,7 +86,12 @@ class Workload:
         return self.head_size**-0.5
 
 
-DECODES = {"16 × 200": Workload(16, 200, 30), "16 × 1000": Workload(16, 1000, 30)}
+DECODES = {
+    "16 × 200": Workload(16, 200, 30),
+    "16 × 1000": Workload(16, 1000, 30),
+    "16 × 60…1000": Workload(16, 1000, 30, shortest_len=60),
+    "32 × 30…1000": Workload(32, 1000, 30, shortest_len=30),
+}
 GATHERS = {
     "16 × 2048": Workload(16, 2048, 4, table_len=2048),
     "16 × 128 in tables of 2048": Workload(16, 128, 4, table_len=2048),
@@ -319,10 +333,13 @@ def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
 def _pages(
     backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
 ) -> tuple[PagedCache, AttentionMetadata]:
-    num_pages = -(-workload.context_len // page_size)
+    num_pages = [-(-length // page_size) for length in workload.context_lens]
     num_shared = workload.num_shared // page_size
-    total = workload.num_rows * num_pages
-    tables = np.random.default_rng(0).permutation(np.arange(1, total + 1)).reshape(workload.num_rows, num_pages)
+    total = sum(num_pages)
+    pages_of_rows = np.split(np.random.default_rng(0).permutation(np.arange(1, total + 1)), np.cumsum(num_pages)[:-1])
+    tables = np.full((workload.num_rows, max(num_pages)), NULL_PAGE)
+    for row, own in zip(tables, pages_of_rows, strict=True):
+        row[: len(own)] = own
     tables[:, :num_shared] = tables[0, :num_shared]
     layout = backend.layout(
         num_layers=workload.num_layers,
@@ -343,7 +360,7 @@ def _step(backend: Backend, workload: Workload, tables: np.ndarray, page_size: i
     return step_of_rows(
         backend,
         [query_len] * num_rows,
-        [workload.context_len] * num_rows,
+        workload.context_lens,
         np.pad(tables, ((0, 0), (0, table_len - tables.shape[1])), constant_values=NULL_PAGE),
         page_size=page_size,
         num_tokens=num_rows * query_len,

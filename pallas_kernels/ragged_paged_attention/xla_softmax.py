@@ -35,21 +35,15 @@ class Softmax:
             return cls(jnp.full(shape, LEAST_MAX, jnp.float32), jnp.zeros(shape, jnp.float32), values)
         return cls(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), values)
 
-    def merged(self, num_strands: int) -> Softmax:
-        """What so many softmaxes, one after the other for each row, have seen together."""
-        strands = jax.tree.map(lambda x: x.reshape(-1, num_strands, *x.shape[1:]), self)
-        greatest = jnp.max(strands.greatest, axis=1)
-        decay = jnp.exp(strands.greatest - greatest[:, None])
-        return Softmax(
-            greatest,
-            jnp.sum(strands.total * decay, axis=1),
-            jnp.sum(strands.values * decay[..., None], axis=1),
-        )
-
     def and_also(self, other: Softmax) -> Softmax:
         """What two softmaxes of the same queries have seen together."""
-        both = jax.tree.map(lambda a, b: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]), self, other)
-        return both.merged(2)
+        greatest = jnp.maximum(self.greatest, other.greatest)
+        decay, other_decay = jnp.exp(self.greatest - greatest), jnp.exp(other.greatest - greatest)
+        return Softmax(
+            greatest,
+            self.total * decay + other.total * other_decay,
+            self.values * decay[..., None] + other.values * other_decay[..., None],
+        )
 
     def add(
         self,
