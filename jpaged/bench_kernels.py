@@ -1,11 +1,14 @@
 """`jpaged bench kernels`: what attention over pages costs here, beside what the machine could do and what is naive.
 
-The shapes are those of SmolLM2-135M: 9 query and 3 KV heads of 64. Layers are chained, each with pages of its own: what
-one writes depends on what the one before attended to, as in a model. Programs that are compared run in turns.
+The shapes are those of SmolLM2-135M, 9 query and 3 KV heads of 64; full gathers are made at those of Llama 3 8B too,
+32 and 8 of 128. Layers are chained, each with pages of its own: what one writes depends on what the one before attended
+to, as in a model. Programs that are compared run in turns.
 
-    decode        rows with one query; bytes of keys and values ÷ time, beside the bandwidth of reading an array
+    decode        rows with one query; bytes of keys and values ÷ time, beside the bandwidth of reading an array; rows
+                  of one length, and ragged ones, longest first
     full gather   the same result from every page that the page tables have room for, copied together and masked, the
-                  KV heads repeated for each query head; and grouped: without repeating them
+                  KV heads repeated for each query head; grouped: without repeating them; naive: repeated, from pages
+                  of tokens [C, Z, K, H] by one product over all heads, as one would write it down
     shared        rows that begin with the same pages: attended to once, beside each by itself
     prefill       a chunk of one row, beside dense attention over contiguous keys and values
 """
@@ -42,22 +45,24 @@ from .pallas_kernels.ragged_paged_attention import (
 from .progress import say
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64
-SCALE = HEAD_SIZE**-0.5
+LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 READ_BYTES = 256 << 20
 BACKENDS = ("xla", "pallas-tpu", "pallas-gpu")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows of one length in a step."""
+    """Rows of a step: of one length, or of lengths spread evenly between two."""
 
     num_rows: int
     context_len: int
-    """With the step's own tokens."""
+    """Of the longest row, with the step's own tokens."""
     num_layers: int
     query_len: int = 1
     num_shared: int = 0
     """Tokens that all rows begin with, whose pages are the same."""
+    shortest_len: int | None = None
+    """Context of the shortest row; None: as long as the longest."""
     table_len: int | None = None
     """Tokens that a page table has room for; None: as many as the context."""
     num_heads: int = NUM_HEADS
@@ -65,15 +70,33 @@ class Workload:
     head_size: int = HEAD_SIZE
 
     @property
+    def context_lens(self) -> list[int]:
+        """Of each row, longest first, as the engine orders them."""
+        shortest = self.context_len if self.shortest_len is None else self.shortest_len
+        return np.linspace(self.context_len, shortest, self.num_rows).astype(int).tolist()
+
+    @property
     def kv_bytes(self) -> int:
         """Of keys and values of all rows in one layer, in float32."""
-        return self.num_rows * self.context_len * 2 * NUM_KV_HEADS * HEAD_SIZE * 4
+        return sum(self.context_lens) * 2 * self.num_kv_heads * self.head_size * 4
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.head_size**-0.5
 
 
-DECODES = {"16 × 200": Workload(16, 200, 30), "16 × 1000": Workload(16, 1000, 30)}
+DECODES = {
+    "16 × 200": Workload(16, 200, 30),
+    "16 × 1000": Workload(16, 1000, 30),
+    "16 × 60…1000": Workload(16, 1000, 30, shortest_len=60),
+    "32 × 30…1000": Workload(32, 1000, 30, shortest_len=30),
+}
 GATHERS = {
     "16 × 2048": Workload(16, 2048, 4, table_len=2048),
     "16 × 128 in tables of 2048": Workload(16, 128, 4, table_len=2048),
+    "Llama 8B, 16 × 2048": Workload(16, 2048, 1, table_len=2048, **LLAMA_8B),
+    "Llama 8B, 16 × 128 in tables of 2048": Workload(16, 128, 1, table_len=2048, **LLAMA_8B),
 }
 SHARED = {
     "16 × 1000, 896 shared": Workload(16, 1000, 8, num_shared=896),
@@ -105,7 +128,7 @@ def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, n
     """The workload over pages in no order, in a cache of `num_copies` as many pages as its rows have."""
     cache, step = _pages(backend, workload, page_size, dtype, num_copies)
     return _compiled(
-        lambda layer, cache, q, k, v: cache.attend(layer, q, k, v, step, scale=workload.head_size**-0.5),
+        lambda layer, cache, q, k, v: cache.attend(layer, q, k, v, step, scale=workload.scale),
         cache,
         workload,
         dtype,
@@ -127,13 +150,13 @@ def full_gather(backend: Backend, workload: Workload, page_size: int, *, is_grou
         k_pages, v_pages = k_pages.at[pages, :, :, offsets].set(k), v_pages.at[pages, :, offsets].set(v)
         tables = first + step.page_tables[0]
         keys, values = jnp.transpose(k_pages[tables], (0, 1, 4, 2, 3)), jnp.transpose(v_pages[tables], (0, 1, 3, 2, 4))
-        keys, values = (x.reshape(len(q), -1, NUM_KV_HEADS, HEAD_SIZE) for x in (keys, values))
+        keys, values = (x.reshape(len(q), -1, workload.num_kv_heads, workload.head_size) for x in (keys, values))
         is_seen = jnp.arange(keys.shape[1])[None] < step.context_lens[:, None]
         values = jnp.where(is_seen[:, :, None, None], values, 0.0)
-        group = NUM_HEADS // NUM_KV_HEADS
+        group = workload.num_heads // workload.num_kv_heads
         if not is_grouped:
             keys, values, group = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2), 1
-        scores = jnp.einsum("rkgh,rskh->rkgs", q.reshape(len(q), -1, group, HEAD_SIZE), keys) * SCALE
+        scores = jnp.einsum("rkgh,rskh->rkgs", q.reshape(len(q), -1, group, workload.head_size), keys) * workload.scale
         weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
         out = jnp.einsum("rkgs,rskh->rkgh", weights, values)
         return out.reshape(q.shape), replace(cache, pages=(k_pages, v_pages))
@@ -141,16 +164,38 @@ def full_gather(backend: Backend, workload: Workload, page_size: int, *, is_grou
     return _compiled(attend, cache, workload, "float32")
 
 
+def naive_gather(backend: Backend, workload: Workload, page_size: int) -> Program:
+    """The same as one would write it down: pages of tokens [C, Z, K, H], taken, repeated, and one softmax."""
+    cache, step = _pages(backend, workload, page_size, "float32", 1)
+    num_pages, group = cache.layout.num_pages, workload.num_heads // workload.num_kv_heads
+    k_pages, v_pages = cache.pages
+
+    def attend(layer: int, pages: tuple[Any, Any], q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, Any]]:
+        first = layer * num_pages
+        page, offset = first + step.slots[0] // page_size, step.slots[0] % page_size
+        pages = pages[0].at[page, offset].set(k), pages[1].at[page, offset].set(v)
+        taken = (jnp.take(x, first + step.page_tables[0], axis=0) for x in pages)
+        keys, values = (jnp.repeat(x.reshape(len(q), -1, *x.shape[3:]), group, axis=2) for x in taken)
+        is_seen = jnp.arange(keys.shape[1])[None] < step.context_lens[:, None]
+        scores = jnp.einsum("rnh,rsnh->rns", q, keys) * workload.scale
+        weights = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("rns,rsnh->rnh", weights, values), pages
+
+    return _compiled(attend, (k_pages.transpose(0, 3, 1, 2), v_pages.transpose(0, 2, 1, 3)), workload, "float32")
+
+
 def dense(workload: Workload, dtype: str) -> Program:
     """The queries of one row over contiguous keys and values: all scores at once, masked."""
-    context = jax.random.normal(jax.random.key(3), (2, workload.context_len, NUM_KV_HEADS, HEAD_SIZE), dtype)
+    context = jax.random.normal(
+        jax.random.key(3), (2, workload.context_len, workload.num_kv_heads, workload.head_size), dtype
+    )
     positions = jnp.arange(workload.context_len - workload.query_len, workload.context_len)
 
     def attend(layer: int, context: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         start = workload.context_len - workload.query_len
         context = context.at[0, start:].set(k).at[1, start:].set(v)
-        q_TKGH = q.reshape(len(q), NUM_KV_HEADS, -1, HEAD_SIZE)
-        scores = jnp.einsum("tkgh,skh->kgts", q_TKGH, context[0], preferred_element_type=jnp.float32) * SCALE
+        q_TKGH = q.reshape(len(q), workload.num_kv_heads, -1, workload.head_size)
+        scores = jnp.einsum("tkgh,skh->kgts", q_TKGH, context[0], preferred_element_type=jnp.float32) * workload.scale
         is_seen = jnp.arange(workload.context_len)[None] <= positions[:, None]
         weights = jax.nn.softmax(jnp.where(is_seen[None, None], scores, -jnp.inf), axis=-1).astype(dtype)
         return jnp.einsum("kgts,skh->tkgh", weights, context[1]).reshape(q.shape), context
@@ -210,10 +255,11 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
                 "paged": paged(backend, workload, page_size, "float32"),
                 "full gather": full_gather(backend, workload, page_size, is_grouped=False),
                 "grouped": full_gather(backend, workload, page_size, is_grouped=True),
+                "naive": naive_gather(backend, workload, page_size),
             }
             found = compare("full gather", name, programs)
             ratios[f"full gather, {name}"] = {
-                f"{key} ÷ paged": _ratio(found, key, "paged", 1) for key in ("full gather", "grouped")
+                f"{key} ÷ paged": _ratio(found, key, "paged", 1) for key in ("full gather", "grouped", "naive")
             }
         for name, workload in SHARED.items():
             pair = {"off": paged(backend, workload, page_size, dtype), "on": paged(sharing, workload, page_size, dtype)}
@@ -245,7 +291,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     result = {
-        "what": "attention over pages; medians over interleaved runs; 9 query and 3 KV heads of 64",
+        "what": "attention over pages; medians of interleaved runs; 9 query and 3 KV heads of 64 if no model is named",
         **result,
         "backend": args.backend,
         "block_size": args.block_size,
@@ -287,10 +333,13 @@ def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
 def _pages(
     backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
 ) -> tuple[PagedCache, AttentionMetadata]:
-    num_pages = -(-workload.context_len // page_size)
+    num_pages = [-(-length // page_size) for length in workload.context_lens]
     num_shared = workload.num_shared // page_size
-    total = workload.num_rows * num_pages
-    tables = np.random.default_rng(0).permutation(np.arange(1, total + 1)).reshape(workload.num_rows, num_pages)
+    total = sum(num_pages)
+    pages_of_rows = np.split(np.random.default_rng(0).permutation(np.arange(1, total + 1)), np.cumsum(num_pages)[:-1])
+    tables = np.full((workload.num_rows, max(num_pages)), NULL_PAGE)
+    for row, own in zip(tables, pages_of_rows, strict=True):
+        row[: len(own)] = own
     tables[:, :num_shared] = tables[0, :num_shared]
     layout = backend.layout(
         num_layers=workload.num_layers,
@@ -311,7 +360,7 @@ def _step(backend: Backend, workload: Workload, tables: np.ndarray, page_size: i
     return step_of_rows(
         backend,
         [query_len] * num_rows,
-        [workload.context_len] * num_rows,
+        workload.context_lens,
         np.pad(tables, ((0, 0), (0, table_len - tables.shape[1])), constant_values=NULL_PAGE),
         page_size=page_size,
         num_tokens=num_rows * query_len,

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from . import gpu_mma, gpu_wgmma
@@ -30,6 +29,7 @@ from .gpu_queries import QueryRows
 from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales, quantize
+from .page_writes import write_rows
 
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEAD_SIZES = (64, 128, 256)
@@ -252,7 +252,7 @@ def _attend_layer(
     if k is not None and v is not None:
         if kv_scales is not None:
             k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
-        k_pages, v_pages = (_scatter(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
+        k_pages, v_pages = (write_rows(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
     planner = backend.planner
     rows = QueryRows(step, backend.num_kv_heads, planner.group, planner.large_rows)
     results = jax.new_ref(rows.align(q))
@@ -283,14 +283,3 @@ def _repeated(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> F
     by_head = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
     group = by_head.shape[1]
     return jnp.tile(by_head, (1, -(-tile_rows // group) + 1))[:, : group + tile_rows]
-
-
-def _scatter(
-    pages: Float[Array, "C K Z H"], new: Float[Array, "T K H"], first_page: Int[Array, ""], slots: Int[Array, " T"]
-) -> Float[Array, "C K Z H"]:
-    """Write tokens, a row of H values each."""
-    _, num_kv_heads, page_size, head_size = pages.shape
-    page, offset = first_page + lax.div(slots, jnp.int32(page_size)), lax.rem(slots, jnp.int32(page_size))
-    places = (page[:, None] * num_kv_heads + jnp.arange(num_kv_heads)[None]) * page_size + offset[:, None]
-    rows = new.astype(pages.dtype).reshape(-1, head_size)
-    return pages.reshape(-1, head_size).at[places.reshape(-1)].set(rows).reshape(pages.shape)

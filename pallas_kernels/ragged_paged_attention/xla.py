@@ -4,8 +4,8 @@
     keys and values:      all scattered into the donated pages
     attention:            xla_shared, pages that rows   xla_prefill, tile of
                           have in common (optional);    queries by tile
-                          xla_decode, tile of rows
-                          by tile
+                          xla_decode, by strands
+                          of pages
 
 Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. Keys
 are stored transposed, [page, K, H, Z], values [page, K, Z, H], so that both products run over the page
@@ -26,7 +26,9 @@ from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales
-from .xla_decode import DecodeTiles
+from .page_writes import write_rows
+from .xla_decode import DecodeStrands
+from .xla_pages import LayerPages
 from .xla_prefill import PrefillTiles, prefill
 from .xla_shared import SharedPlan, see_shared
 from .xla_softmax import Softmax
@@ -36,22 +38,34 @@ PLAN_HEADER = 1
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much is taken at once. `rows` and `queries` count those of a tile; the others key positions."""
+    """How much is taken at once. `strands` and `queries` count those; the others key positions."""
 
-    rows: int
-    """Of decode rows."""
+    strands: int
+    """Of all decode rows together; one of each if there are more rows."""
     decode_keys: int
-    """Of all rows of a full tile together, in one turn."""
+    """Of the strands of a turn together."""
     queries: int
     """Of one prefill row."""
     prefill_keys: int
     shared_rows: int = 16
     """Rows that take their common pages together."""
+    strand_keys: int = 1
+    """Of a strand, if its row has as many and the rows fill a turn."""
+
+    def deal(self, pages: LayerPages, num_rows: int) -> DecodeStrands:
+        """How the pages of that many rows are dealt: few rows over more strands, which are shorter."""
+        a_turn = max(1, self.decode_keys // pages.page_size)
+        return DecodeStrands(
+            pages,
+            strands_a_turn=a_turn,
+            most_strands=max(1, min(self.strands // num_rows, a_turn)),
+            strand_pages=max(1, self.strand_keys // pages.page_size * min(num_rows, a_turn) // a_turn),
+        )
 
 
-CPU_TILES = Tiles(rows=8, decode_keys=1024, queries=64, prefill_keys=64)
+CPU_TILES = Tiles(strands=64, decode_keys=1024, queries=64, prefill_keys=64, strand_keys=128)
 """Keys of 16 pages of 64 tokens, 3 heads of 64: 0.8 MB, which stay in a core's cache until they are used."""
-DEVICE_TILES = Tiles(rows=64, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
+DEVICE_TILES = Tiles(strands=1024, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
 
 
 @dataclass(frozen=True)
@@ -189,38 +203,6 @@ class XlaBackend:
             soft_cap=soft_cap,
         )
 
-    def decode(
-        self,
-        tiles: DecodeTiles,
-        q: Float[Array, "T K G H"],
-        tables: Int[Array, "R P"],
-        step: AttentionMetadata,
-        num_seen: Int[Array, " R"],
-        state: Softmax,
-    ) -> Float[Array, "T2 K G H"]:
-        """Rows with one query, a tile of them at a time. Other tokens get zeros.
-
-        T2 leaves room for what the last query tile of `prefill` computes past the end.
-        """
-        num_rows, num_tokens = step.context_lens.shape[0], q.shape[0]
-        tile = min(self.sizes.rows, num_rows)
-        num_padded = num_rows + -num_rows % tile
-        lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
-        rows = jax.tree.map(
-            lambda x: jnp.pad(x, [(0, num_padded - num_rows), *[(0, 0)] * (x.ndim - 1)]),
-            (q[:num_rows], tables, lens, num_seen, state),
-        )
-        out = jnp.zeros((max(num_padded, num_tokens + min(self.sizes.queries, num_tokens)), *q.shape[1:]), jnp.float32)
-        if num_padded == tile:  # One tile, that may find nothing to do.
-            return lax.dynamic_update_slice_in_dim(out, tiles.attend(*rows), 0, 0)
-
-        def attend_tile(index: Array, out: Array) -> Array:
-            start = index * tile
-            some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows)
-            return lax.dynamic_update_slice_in_dim(out, tiles.attend(*some), start, 0)
-
-        return lax.fori_loop(0, (step.num_decode_rows + tile - 1) // tile, attend_tile, out)
-
     def _num_prefill(self, num_tokens: int, num_rows: int) -> int:
         return PLAN_HEADER + 3 * (num_tokens // self.sizes.queries + num_rows)
 
@@ -249,40 +231,42 @@ def _attend_layer(
     """Write and attend in the layer whose pages begin at `first_page`."""
     k_pages, v_pages = kv_pages
     if k is not None and v is not None:
-        page_size = jnp.int32(layout.page_size)
-        pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
         if layout.are_keys_transposed:
+            page_size = jnp.int32(layout.page_size)
+            pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
             k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
-            v_pages = v_pages.at[pages, :, offsets, :].set(v.astype(v_pages.dtype))
         else:
-            k_pages, v_pages = _write_rows(k_pages, k, pages, offsets), _write_rows(v_pages, v, pages, offsets)
+            k_pages = write_rows(k_pages, k, first_page, slots)
+        v_pages = write_rows(v_pages, v, first_page, slots)
     num_tokens, num_heads, head_size = q.shape
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)
     sizes, num_prefill = backend.sizes, backend._num_prefill(num_tokens, num_rows)
     q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
-    of_layer: dict[str, Any] = dict(
-        k_pages=k_pages,
-        v_pages=v_pages,
+    layer = LayerPages(
+        k_pages,
+        v_pages,
         are_keys_transposed=layout.are_keys_transposed,
-        first_page=first_page,
+        first=first_page,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
     )
-    prefill_tiles = PrefillTiles(**of_layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
-    rows_a_turn = min(sizes.rows, num_rows)
-    decode_tiles = DecodeTiles(
-        **of_layer,
-        pages_a_turn=max(1, sizes.decode_keys // (rows_a_turn * layout.page_size)),
-    )
-    state, num_seen = Softmax.start(q_TKGH[:num_rows], sinks_KG), jnp.zeros_like(step.context_lens)
+    prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
+    decode_rows = sizes.deal(layer, num_rows)
+    q_RKGH = q_TKGH[:num_rows]
+    before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)
+    lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
+    num_seen = jnp.zeros_like(lens)
     if backend.share_prefixes and window is None:
         shared, plan = backend._shared(num_rows), step.plan[num_prefill:]
-        state = see_shared(prefill_tiles, q_TKGH[:num_rows], tables, shared, plan, state)
+        before = see_shared(prefill_tiles, q_RKGH, tables, shared, plan, before or Softmax.start(q_RKGH, None))
         num_seen = shared.sections(plan).num_seen
-    out = backend.decode(decode_tiles, q_TKGH, tables, step, num_seen, state)
+    decoded = decode_rows.attend(q_RKGH, tables, lens, num_seen, before).result()
+    # Room for what the last query tile computes past the end.
+    tile_q = min(sizes.queries, num_tokens)
+    out = lax.dynamic_update_slice_in_dim(jnp.zeros((num_tokens + tile_q, *q_TKGH.shape[1:])), decoded, 0, 0)
     if num_tokens > 1:  # A step of one token has no prefill row.
         out = prefill(
             prefill_tiles,
@@ -293,16 +277,6 @@ def _attend_layer(
             step.plan[0],
             step,
             sinks_KG,
-            min(sizes.queries, num_tokens),
+            tile_q,
         )
     return out[:num_tokens].reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
-
-
-def _write_rows(
-    pages: Float[Array, "C K Z H"], new: Float[Array, "T K H"], at_page: Int[Array, " T"], offsets: Int[Array, " T"]
-) -> Float[Array, "C K Z H"]:
-    """Write tokens one row of H values at a time: any other way a TPU lays the whole cache out anew, in a copy."""
-    _, num_heads, page_size, head_size = pages.shape
-    rows = (at_page[:, None] * num_heads + jnp.arange(num_heads)[None]) * page_size + offsets[:, None]
-    flat = pages.reshape(-1, head_size).at[rows.reshape(-1)].set(new.reshape(-1, head_size).astype(pages.dtype))
-    return flat.reshape(pages.shape)

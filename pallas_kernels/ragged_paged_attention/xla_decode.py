@@ -1,13 +1,15 @@
-"""Rows with one query each, in plain XLA: a tile of rows, some pages of each at a time.
+"""Rows with one query each, in plain XLA: their pages dealt over strands, a turn's worth of strands at a time.
 
-                turn 0    turn 1
-    row 0       ■ ■       ■ ◧          ■ page whose slots are all seen     ◧ the row's last page
-    row 1       ■ ◧       · ·          · nothing left: the null page, which stays in the processor's cache
-    row 2       ◧ ·       · ·
-                k [r × p, K, H, Z], v [r × p, K, Z, H], q [r × p, K, G, H]: two batched products a turn
+    row 0, 7 pages   strand 0  ■ ■ ■ ◧      ■ page whose slots are all seen     ◧ the row's last page
+                     strand 1  ■ ■ ■ ·      · nothing left: the null page, which stays in the processor's cache
+    row 1, 3 pages   strand 2  ■ ■ ◧ ·
+    row 2, 2 pages   strand 3  ■ ◧ · ·      ─▶ turns
+                k [w, K, H, Z], v [w, K, Z, H], q [w, K, G, H]: two batched products a turn, w strands at once
 
-Rows come longest first, so those of a tile have about as many pages. What is computed for a row, and in which order,
-does not depend on the other rows: its bits are the same in any company.
+Strands lie one after the other whatever row they are of, so that a short row takes no more turns than it needs beside
+a long one. Each has a softmax of its own; those of all rows are kept, and become one for each row in the end. Over how
+many strands a row's pages are dealt, what is computed for it, and in which order, does not depend on the other rows:
+its bits are the same in any company.
 
 On a CPU the time goes into copying the pages together. XLA copies rows of 64 values or fewer one value at a time: it
 unrolls the inner loop before it could make vectors of it. With some arithmetic on the way the loop is too long to be
@@ -19,11 +21,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import NULL_PAGE
+from .xla_pages import LayerPages
 from .xla_softmax import Softmax
 
 COPIED_AS = 0.5
@@ -31,71 +35,89 @@ COPIED_AS = 0.5
 
 
 @dataclass(frozen=True)
-class DecodeTiles:
-    """The pages of one layer, and how those of a tile of rows are taken."""
+class DecodeStrands:
+    """How the pages of rows are dealt over strands, and how these are taken."""
 
-    k_pages: Float[Array, "C K H Z"]
-    """Or [C, K, Z, H], if the keys are not transposed."""
-    v_pages: Float[Array, "C K Z H"]
-    are_keys_transposed: bool
-    first_page: Int[Array, ""]
-    """Where the layer's pages begin."""
-    pages_a_turn: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    pages: LayerPages
+    strands_a_turn: int
+    most_strands: int
+    """Of a row."""
+    strand_pages: int
+    """A strand has as many, if its row has, and more only if the row had too many strands otherwise."""
 
     def attend(
         self,
-        q: Float[Array, "r K G H"],
-        tables: Int[Array, "r P"],
-        lens: Int[Array, " r"],
-        num_seen: Int[Array, " r"],
-        state: Softmax,
-    ) -> Float[Array, "r K G H"]:
-        """Attend to the first `lens` tokens of each row, of whose pages `state` has seen the first `num_seen`."""
-        page_size = self.v_pages.shape[2]
-        num_pages = (lens + page_size - 1) // page_size
-        first = num_seen if self.window is None else jnp.maximum(lens - self.window, 0) // page_size
-        # In the loop it would take longer to compile.
+        q: Float[Array, "R K G H"],
+        tables: Int[Array, "R P"],
+        lens: Int[Array, " R"],
+        num_seen: Int[Array, " R"],
+        before: Softmax | None,
+    ) -> Softmax:
+        """Attend to the first `lens` tokens of each row, of whose pages `before` has seen the first `num_seen`.
+
+        A row of length 0 sees nothing and takes no time.
+        """
+        page_size, window, width = self.pages.page_size, self.pages.window, self.strands_a_turn
+        num_rows, num_pages = len(lens), (lens + page_size - 1) // page_size
+        first = num_seen if window is None else jnp.maximum(lens - window, 0) // page_size
+        count = num_pages - first
+        longest = jnp.maximum((count + self.most_strands - 1) // self.most_strands, self.strand_pages)
+        num_strands = (count + longest - 1) // longest
+        num_turns = jnp.minimum(longest, count)
+        ends = jnp.cumsum(num_strands)
+        starts = ends - num_strands
+        # Behind the last row stands one of length 0, for strands of a last turn that are nobody's.
         is_live = jnp.arange(tables.shape[1])[None] < num_pages[:, None]
-        tables = self.first_page + jnp.where(is_live, tables, NULL_PAGE)
-        q = jnp.broadcast_to(q[:, None], (q.shape[0], self.pages_a_turn, *q.shape[1:]))
+        tables = self.pages.first + jnp.pad(jnp.where(is_live, tables, NULL_PAGE), ((0, 1), (0, 0)))
+        rows = jnp.pad(jnp.stack([lens, first - starts, num_strands, num_turns], axis=1), ((0, 1), (0, 0)))
 
-        def see_pages(turn: Array, state: Softmax) -> Softmax:
-            indices = first[:, None] + turn * self.pages_a_turn + jnp.arange(self.pages_a_turn)[None]
-            return self._see(q, jnp.take_along_axis(tables, indices, axis=1, mode="clip"), indices, lens, state)
+        def see_strands(index: Array, strands: Softmax) -> Softmax:
+            places = index * width + jnp.arange(width)
+            of_row = jnp.sum(ends[None] <= places[:, None], axis=1, dtype=jnp.int32)
+            row_lens, offsets, steps, turns = rows[of_row].T
+            queries, first_pages = q[jnp.minimum(of_row, num_rows - 1)], offsets + places
 
-        num_turns = (jnp.max(num_pages - first) + self.pages_a_turn - 1) // self.pages_a_turn
-        state = lax.fori_loop(0, num_turns, see_pages, replace(state, values=state.values * COPIED_AS))
-        return state.result() / COPIED_AS
+            def see_pages(turn: Array, state: Softmax) -> Softmax:
+                indices = first_pages + turn * steps
+                pages = tables.at[of_row, indices].get(mode="clip")
+                return self._see(queries, pages, indices, row_lens, state)
+
+            state = lax.fori_loop(0, jnp.max(turns), see_pages, Softmax.start(queries, None))
+            state = replace(state, values=state.values / COPIED_AS)
+            return jax.tree.map(
+                lambda all_, some: lax.dynamic_update_slice_in_dim(all_, some, index * width, 0), strands, state
+            )
+
+        most = num_rows * self.most_strands
+        most += -most % width
+        # One more than can be written: it has seen nothing, and is merged into rows that have no strand left.
+        strands = Softmax.start(jnp.zeros((most + 1, *q.shape[1:])), None)
+        strands = lax.fori_loop(0, (ends[-1] + width - 1) // width, see_strands, strands)
+
+        def strand(index: Array | int) -> Softmax:
+            places = jnp.where(index < num_strands, starts + index, most)
+            return jax.tree.map(lambda x: x[places], strands)
+
+        state = lax.fori_loop(1, jnp.max(num_strands), lambda index, state: state.and_also(strand(index)), strand(0))
+        return state if before is None else state.and_also(before)
 
     def _see(
         self,
-        q: Float[Array, "r p K G H"],
-        pages: Int[Array, "r p"],
-        indices: Int[Array, "r p"],
-        lens: Int[Array, " r"],
+        q: Float[Array, "b K G H"],
+        pages: Int[Array, " b"],
+        indices: Int[Array, " b"],
+        lens: Int[Array, " b"],
         state: Softmax,
     ) -> Softmax:
-        page_size = self.v_pages.shape[2]
-        slots = indices[..., None] * page_size + jnp.arange(page_size)[None, None]
-        is_seen = slots < lens[:, None, None]
-        if self.window is not None:
-            is_seen &= slots >= (lens - self.window)[:, None, None]
-        is_seen = is_seen.reshape(-1, 1, 1, page_size)
-        k = self.k_pages.at[pages.reshape(-1)].get(mode="promise_in_bounds").astype(jnp.float32) * self.scale
-        spec = "bkgh,bkhs->bkgs" if self.are_keys_transposed else "bkgh,bksh->bkgs"
-        scores = jnp.einsum(spec, q.reshape(-1, *q.shape[2:]), k, preferred_element_type=jnp.float32)
-        if self.soft_cap is not None:
-            scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
-        scores = jnp.where(is_seen, scores, -jnp.inf)
+        """See one page of each strand, the one at `indices` in its row."""
+        page_size, window = self.pages.page_size, self.pages.window
+        slots = indices[:, None] * page_size + jnp.arange(page_size)[None]
+        is_seen = slots < lens[:, None]
+        if window is not None:
+            is_seen &= slots >= (lens - window)[:, None]
+        k = self.pages.keys.at[pages].get(mode="promise_in_bounds").astype(jnp.float32) * self.pages.scale
+        scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
         # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
-        v = self.v_pages.at[pages.reshape(-1)].get(mode="promise_in_bounds").astype(jnp.float32)
-        v = jnp.where(jnp.swapaxes(is_seen, 2, 3), v * COPIED_AS, 0.0)
-
-        def weigh(weights: Array) -> Array:
-            values = jnp.einsum("bkgs,bksh->bkgh", weights.reshape(scores.shape), v, preferred_element_type=jnp.float32)
-            return jnp.sum(values.reshape(q.shape), axis=1)
-
-        return state.add(scores.reshape(*q.shape[:4], page_size), weigh)
+        v = self.pages.values.at[pages].get(mode="promise_in_bounds").astype(jnp.float32)
+        v = jnp.where(is_seen[:, None, :, None], v * COPIED_AS, 0.0)
+        return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))

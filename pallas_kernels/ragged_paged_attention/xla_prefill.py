@@ -15,22 +15,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata
+from .xla_pages import LayerPages
 from .xla_softmax import Softmax
 
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """The pages of one layer, and how they are taken."""
+    """How the pages of one row are taken."""
 
-    k_pages: Float[Array, "C K H Z"]
-    """Or [C, K, Z, H], if the keys are not transposed."""
-    v_pages: Float[Array, "C K Z H"]
-    are_keys_transposed: bool
-    first_page: Int[Array, ""]
+    pages: LayerPages
     pages_a_turn: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
 
     def attend(
         self,
@@ -41,29 +35,25 @@ class PrefillTiles:
         state: Softmax,
     ) -> Softmax:
         """Attend queries at `positions`, the least of which comes first, to the first `end` tokens of a row."""
-        tile_kv = self.pages_a_turn * self.v_pages.shape[2]
-        table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.first_page
-        q *= self.scale
-        first_key = jnp.int32(0) if self.window is None else jnp.maximum(positions[0] - self.window + 1, 0)
+        tile_kv, window = self.pages_a_turn * self.pages.page_size, self.pages.window
+        table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.pages.first
+        q *= self.pages.scale
+        first_key = jnp.int32(0) if window is None else jnp.maximum(positions[0] - window + 1, 0)
 
         def see_tile(tile: Array, state: Softmax) -> Softmax:
             k, v = self._tile(lax.dynamic_slice_in_dim(table, tile * self.pages_a_turn, self.pages_a_turn))
-            spec = "kmh,khs->kms" if self.are_keys_transposed else "kmh,ksh->kms"
-            scores = jnp.einsum(spec, q, k, preferred_element_type=jnp.float32)
-            if self.soft_cap is not None:
-                scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
             keys = tile * tile_kv + jnp.arange(tile_kv)
             # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
             is_alive = (keys < end) & (keys >= first_key)
             is_seen = (keys[None] <= positions[:, None]) & is_alive[None]
-            if self.window is not None:
-                is_seen &= keys[None] > positions[:, None] - self.window
-            scores = jnp.where(is_seen[None], scores, -jnp.inf)
+            if window is not None:
+                is_seen &= keys[None] > positions[:, None] - window
+            scores = jnp.where(is_seen[None], self.pages.scores(q, k), -jnp.inf)
             # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
             v = jnp.where(is_alive[None, :, None], v, 0.0)
             return state.add(
-                scores[None, None],
-                lambda weights: jnp.einsum("kms,ksh->kmh", weights[0, 0], v, preferred_element_type=jnp.float32)[None],
+                scores[None],
+                lambda weights: jnp.einsum("kms,ksh->kmh", weights[0], v, preferred_element_type=jnp.float32)[None],
             )
 
         return lax.fori_loop(first_key // tile_kv, (end + tile_kv - 1) // tile_kv, see_tile, state)
@@ -71,10 +61,10 @@ class PrefillTiles:
     def _tile(self, pages: Int[Array, " p"]) -> tuple[Float[Array, "K H S"], Float[Array, "K S H"]]:
         """Keys and values of some pages, in order of position."""
         if self.pages_a_turn == 1:
-            k, v = self.k_pages[pages[0]], self.v_pages[pages[0]]
+            k, v = self.pages.keys[pages[0]], self.pages.values[pages[0]]
         else:
-            slot_axis = 2 if self.are_keys_transposed else 1
-            k, v = _joined(self.k_pages[pages], slot_axis), _joined(self.v_pages[pages], 1)
+            slot_axis = 2 if self.pages.are_keys_transposed else 1
+            k, v = _joined(self.pages.keys[pages], slot_axis), _joined(self.pages.values[pages], 1)
         return k.astype(jnp.float32), v.astype(jnp.float32)
 
 

@@ -136,7 +136,7 @@ def see_shared(
 ) -> Softmax:
     """Let the rows of each tile see the pages that they share."""
     sections = place.sections(plan)
-    page_size, group, tile = tiles.v_pages.shape[2], q.shape[2], place.tile_rows
+    page_size, group, tile = tiles.pages.page_size, q.shape[2], place.tile_rows
     rows = jnp.pad(sections.rows, (0, tile))
 
     def see_tile(index: Array, state: Softmax) -> Softmax:

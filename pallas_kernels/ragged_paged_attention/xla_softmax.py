@@ -35,16 +35,26 @@ class Softmax:
             return cls(jnp.full(shape, LEAST_MAX, jnp.float32), jnp.zeros(shape, jnp.float32), values)
         return cls(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), values)
 
+    def and_also(self, other: Softmax) -> Softmax:
+        """What two softmaxes of the same queries have seen together."""
+        greatest = jnp.maximum(self.greatest, other.greatest)
+        decay, other_decay = jnp.exp(self.greatest - greatest), jnp.exp(other.greatest - greatest)
+        return Softmax(
+            greatest,
+            self.total * decay + other.total * other_decay,
+            self.values * decay[..., None] + other.values * other_decay[..., None],
+        )
+
     def add(
         self,
-        scores: Float[Array, "r p K M Z"],
-        weigh: Callable[[Float[Array, "r p K M Z"]], Float[Array, "r K M H"]],
+        scores: Float[Array, "r K M S"],
+        weigh: Callable[[Float[Array, "r K M S"]], Float[Array, "r K M H"]],
     ) -> Softmax:
-        """See p pages more of each row; `weigh` returns their values' sum under given weights."""
-        greatest = jnp.maximum(self.greatest, jnp.max(jnp.max(scores, axis=4), axis=1))
-        weights = jnp.exp(scores - greatest[:, None, :, :, None])
+        """See S keys more of each row; `weigh` returns their values' sum under given weights."""
+        greatest = jnp.maximum(self.greatest, jnp.max(scores, axis=3))
+        weights = jnp.exp(scores - greatest[..., None])
         decay = jnp.exp(self.greatest - greatest)
-        total = self.total * decay + jnp.sum(jnp.sum(weights, axis=4), axis=1)
+        total = self.total * decay + jnp.sum(weights, axis=3)
         return Softmax(greatest, total, self.values * decay[..., None] + weigh(weights))
 
     def result(self) -> Float[Array, "r K M H"]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpaged import bench_kernels
-from jpaged.bench_kernels import Workload, dense, full_gather, paged
+from jpaged.bench_kernels import Workload, dense, full_gather, naive_gather, paged
 from jpaged.cli import main
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 
@@ -20,11 +20,20 @@ def final(program):
     return [np.asarray(x) for x in program.run(program.state)[1:]]
 
 
-@pytest.mark.parametrize("is_grouped", [False, True])
-def test_the_full_gather_computes_what_paged_attention_does(is_grouped):
+OTHER_HEADS = Workload(
+    num_rows=3, context_len=50, num_layers=2, table_len=80, num_heads=4, num_kv_heads=1, head_size=32
+)
+
+
+@pytest.mark.parametrize("workload", [SMALL, OTHER_HEADS], ids=["9/3 heads", "4/1 heads"])
+@pytest.mark.parametrize("baseline", ["full gather", "grouped", "naive"])
+def test_every_gather_computes_what_paged_attention_does(baseline, workload):
     backend = XlaBackend()
-    gathered = final(full_gather(backend, SMALL, 16, is_grouped=is_grouped))
-    for got, wanted in zip(final(paged(backend, SMALL, 16, "float32")), gathered, strict=True):
+    if baseline == "naive":
+        gathered = naive_gather(backend, workload, 16)
+    else:
+        gathered = full_gather(backend, workload, 16, is_grouped=baseline == "grouped")
+    for got, wanted in zip(final(paged(backend, workload, 16, "float32")), final(gathered), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)  # Means of unit normals in another order.
 
 
@@ -89,3 +98,4 @@ def test_what_cannot_run_here_is_refused_by_name(argv, message, capsys):
 def test_a_workload_counts_keys_and_values_of_its_rows():
     # 3 rows × 50 tokens × keys and values × 3 heads × 64 × 4 bytes.
     assert SMALL.kv_bytes == 3 * 50 * 2 * 3 * 64 * jnp.dtype("float32").itemsize
+    assert OTHER_HEADS.kv_bytes == 3 * 50 * 2 * 1 * 32 * jnp.dtype("float32").itemsize

@@ -44,7 +44,7 @@ class Shape:
     layers: tuple[LayerPlace, ...] = ONE_LAYER
     num_group_layers: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    backend: Backend = XlaBackend(Tiles(rows=4, decode_keys=64, queries=16, prefill_keys=16))  # noqa: RUF009  (frozen)
+    backend: Backend = XlaBackend(Tiles(strands=24, decode_keys=64, queries=16, prefill_keys=16))  # noqa: RUF009  (frozen)
     slot_axes: tuple[int, ...] = (3, 2)
     """Of each array of the cache, the axis that counts the tokens of a page."""
     dtype: str = "float32"

@@ -18,7 +18,9 @@ from .paged_world import Shape, World
 
 PAGE = 8
 SHARING = XlaBackend(
-    Tiles(rows=4, decode_keys=64, queries=16, prefill_keys=16, shared_rows=3), share_prefixes=True, min_saved_tokens=1
+    Tiles(strands=48, decode_keys=64, queries=16, prefill_keys=16, shared_rows=3),
+    share_prefixes=True,
+    min_saved_tokens=1,
 )
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,0 +1,33 @@
+"""The pages of one layer as the loops of the XLA path see them: where they are, and how queries meet keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Keys and values of one layer, and what makes scores of them."""
+
+    keys: Float[Array, "C K H Z"]
+    """Or [C, K, Z, H], if they are not transposed."""
+    values: Float[Array, "C K Z H"]
+    are_keys_transposed: bool
+    first: Int[Array, ""]
+    """Where the layer's pages begin."""
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def page_size(self) -> int:
+        return self.values.shape[2]
+
+    def scores(self, q: Float[Array, "*rows K M H"], keys: Float[Array, "*rows K H S"]) -> Array:
+        """Products [*rows, K, M, S] of queries and keys, one of which the caller has scaled; capped if the layer is."""
+        spec = "...mh,...hs->...ms" if self.are_keys_transposed else "...mh,...sh->...ms"
+        scores = jnp.einsum(spec, q, keys, preferred_element_type=jnp.float32)
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
