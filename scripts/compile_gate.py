@@ -79,10 +79,11 @@ def main() -> int:
             "compile": good,
             "refused": num_refused,
             "fail": faults,
-            "found": found,
         }
+        rows = ",\n".join(f"  {json.dumps(each)}" for each in found)  # A line each.
+        text = json.dumps(report, indent=1).removesuffix("\n}") + f',\n "found": [\n{rows}\n ]\n}}\n'
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        args.output.write_text(text)
     return bool(faults) or not good
 
 
