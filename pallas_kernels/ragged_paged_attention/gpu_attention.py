@@ -89,7 +89,7 @@ def ragged_attention(
         scratch |= dict.fromkeys(("k_wide", "v_wide"), gpu_tiles.tile_memory((tile_kv, head_size), COMPUTE_DTYPE, chip))
     if chip.has_tma:
         copies = 2 * max(tile_kv // k_pages.shape[2], 1)
-        scratch["q_here"] = plgpu.Barrier()
+        scratch["q_here"] = plgpu.Barrier(num_arrivals=tiles.tile_rows // ALIGN)
         scratch["kv_here"] = plgpu.Barrier(num_arrivals=copies, num_barriers=options.num_stages)
     inputs = {
         "queries": queries,
@@ -254,7 +254,8 @@ def _do_piece(
         return acc, new_top, total, pages
 
     gpu_tiles.release(chip)
-    gpu_tiles.copy_in(refs["queries"].at[head, pl.ds(place, tile_rows)], refs["q_tile"], refs.get("q_here"), chip)
+    num_rows = num_queries * group - first
+    gpu_tiles.read_rows(refs["queries"], head, place, num_rows, refs["q_tile"], refs.get("q_here"), chip)
     for index in range(stages - 1):
         fetch_if_any(jnp.int32(index), pages_of(jnp.int32(index)))
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, head_size), jnp.float32), sums)
@@ -275,7 +276,7 @@ def _do_piece(
     @pl.when(slot < 0)
     def finish() -> None:
         results = acc / lax.broadcast_in_dim(total, acc.shape, [0])
-        gpu_tiles.write_rows(refs["queries"], head, place, num_queries * group - first, results, refs["q_tile"], chip)
+        gpu_tiles.write_rows(refs["queries"], head, place, num_rows, results, refs["q_tile"], chip)
 
     @pl.when(slot >= 0)
     def put_aside() -> None:

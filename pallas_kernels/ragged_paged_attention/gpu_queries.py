@@ -3,10 +3,9 @@
     q [T, N, H]   token t, head k · G + g is query row (t − its row's first token) · G + g of KV head k
 
     aligned [K, A, H]   ├─ row 0 ─────────┤├─ row 1 ─┤├─ row 2 …       each row from a multiple of ALIGN on
-                        [ tile ][ tile ][ ti|le ]                     a row's last tile reaches into the next row
+                        [ tile ][ tile ][ ti|le ]                     a row's last tile would reach into the next row
 
-Results take the place of the queries that they belong to. A tile computes what lies behind its row's end, another
-row's queries or already its results, and writes none of it.
+Results take the place of the queries that they belong to. What a tile computes behind its row's end it does not write.
 """
 
 from __future__ import annotations

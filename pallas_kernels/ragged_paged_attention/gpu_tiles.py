@@ -76,6 +76,20 @@ def write_out(target: Any, value: jax.Array) -> None:
         target[...] = value
 
 
+def read_rows(source: Any, head: Any, place: Any, num_rows: Any, target: Any, barrier: Any, chip: Chip) -> None:
+    """Start copies of source[head, place:], ALIGN rows at a time, to a tile of which `num_rows` or all are meant. Those
+    behind them are the last ones once more: what follows in `source` may be another thread block's, just being written.
+
+    Ampere cannot copy so few rows, and takes what is there: rows that are computed of it are not written.
+    """
+    if not chip.has_tma:
+        return copy_in(source.at[head, pl.ds(place, target.shape[0])], target, barrier, chip)
+    last = lax.div(num_rows - 1, jnp.int32(ALIGN)) * ALIGN
+    for first in range(0, target.shape[0], ALIGN):
+        begin = pl.multiple_of(place + jnp.minimum(first, last), ALIGN)
+        copy_in(source.at[head, pl.ds(begin, ALIGN)], target.at[pl.ds(first, ALIGN)], barrier, chip)
+
+
 def write_rows(target: Any, head: Any, place: Any, num_rows: Any, values: jax.Array, staging: Any, chip: Chip) -> None:
     """The first `num_rows` of a tile to target[head, place:], by way of `staging`, ALIGN at a time and sixteen bytes
     a thread; rows behind them in the last ALIGN are padding and may be written."""

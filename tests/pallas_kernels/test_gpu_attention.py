@@ -85,6 +85,15 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
     some.step({0: 1, 1: 30, 2: 3})
 
 
+def test_a_tile_reads_none_of_the_next_row_which_another_block_may_be_writing() -> None:
+    """A row of 30 query rows, in a tile of 64, before one that another list has: the race detector sees it."""
+    some = world(made_with=CUT)
+    for _ in range(5):
+        some.add_row()
+    some.step({0: 80})
+    some.step({1: 1, 4: 1, 2: 33, 3: 15, 0: 30})
+
+
 def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:
     room = {"num_tokens": some.shape.num_tokens, "num_rows": some.shape.num_rows}
     planner = some.shape.backend.planner
