@@ -242,7 +242,7 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
     for name, workload in DECODES.items():
         found = compare("decode", name, {"paged": paged(backend, workload, page_size, dtype)})
         per_s = workload.kv_bytes * size / median(found["paged"].times_s)
-        temps = [_temp_bytes(paged(backend, workload, page_size, dtype, num_copies=copies)) for copies in (1, 2)]
+        temps = [_temp_bytes(found["paged"]), _temp_bytes(paged(backend, workload, page_size, dtype, num_copies=2))]
         cache_bytes = sum(page.nbytes for page in found["paged"].state[0].pages)
         ratios[f"decode, {name}"] = {
             "KV bytes/s ÷ read bandwidth": round(per_s / bandwidths[-1], 3),

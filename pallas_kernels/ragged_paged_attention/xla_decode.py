@@ -85,13 +85,15 @@ class DecodeStrands:
             state = lax.fori_loop(0, jnp.max(turns), see_pages, Softmax.start(queries, None))
             state = replace(state, values=state.values / COPIED_AS)
             return jax.tree.map(
-                lambda all_, some: lax.dynamic_update_slice_in_dim(all_, some, index * width, 0), strands, state
+                lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new, index * width, 0), strands, state
             )
 
         most = num_rows * self.most_strands
         most += -most % width
-        # One more than can be written: it has seen nothing, and is merged into rows that have no strand left.
+        # The last one is never written: it has seen nothing, and is merged into rows that have no strand left. Others
+        # begin as copies of a query, which nobody reads: zeros for all layers XLA:CPU would make before the first.
         strands = Softmax.start(jnp.zeros((most + 1, *q.shape[1:])), None)
+        strands = replace(strands, values=jnp.concatenate([jnp.repeat(q[:1], most, axis=0), strands.values[-1:]]))
         strands = lax.fori_loop(0, (ends[-1] + width - 1) // width, see_strands, strands)
 
         def strand(index: Array | int) -> Softmax:

@@ -20,12 +20,13 @@ def final(program):
     return [np.asarray(x) for x in program.run(program.state)[1:]]
 
 
+RAGGED = Workload(num_rows=4, context_len=70, num_layers=2, shortest_len=5)
 OTHER_HEADS = Workload(
     num_rows=3, context_len=50, num_layers=2, table_len=80, num_heads=4, num_kv_heads=1, head_size=32
 )
 
 
-@pytest.mark.parametrize("workload", [SMALL, OTHER_HEADS], ids=["9/3 heads", "4/1 heads"])
+@pytest.mark.parametrize("workload", [SMALL, RAGGED, OTHER_HEADS], ids=["9/3 heads", "ragged", "4/1 heads"])
 @pytest.mark.parametrize("baseline", ["full gather", "grouped", "naive"])
 def test_every_gather_computes_what_paged_attention_does(baseline, workload):
     backend = XlaBackend()
@@ -98,4 +99,6 @@ def test_what_cannot_run_here_is_refused_by_name(argv, message, capsys):
 def test_a_workload_counts_keys_and_values_of_its_rows():
     # 3 rows × 50 tokens × keys and values × 3 heads × 64 × 4 bytes.
     assert SMALL.kv_bytes == 3 * 50 * 2 * 3 * 64 * jnp.dtype("float32").itemsize
+    assert RAGGED.context_lens == [70, 48, 26, 5]
+    assert RAGGED.kv_bytes == (70 + 48 + 26 + 5) * 2 * 3 * 64 * jnp.dtype("float32").itemsize
     assert OTHER_HEADS.kv_bytes == 3 * 50 * 2 * 1 * 32 * jnp.dtype("float32").itemsize
