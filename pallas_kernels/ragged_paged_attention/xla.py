@@ -65,7 +65,7 @@ class Tiles:
 
 CPU_TILES = Tiles(strands=64, decode_keys=1024, queries=64, prefill_keys=64, strand_keys=128)
 """Keys of 16 pages of 64 tokens, 3 heads of 64: 0.8 MB, which stay in a core's cache until they are used."""
-DEVICE_TILES = Tiles(strands=1024, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
+DEVICE_TILES = Tiles(strands=256, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
 
 
 @dataclass(frozen=True)
