@@ -30,6 +30,7 @@ from .pallas_kernels.ragged_paged_attention import (
     PagedCache,
     XlaBackend,
     interface,
+    random_tables,
     step_of_rows,
 )
 from .user_cache import make_private, user_cache
@@ -318,10 +319,7 @@ def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[n
     num_tokens = -(-(short.sum() + long) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
     first = int(num_tokens - short.sum())
     works = [np.array(work) for work in ([*short, first], [0, 0, 0, 0, long - first], [1] * 5, [1] * 5)]
-    lens = -(-np.sum(works, axis=0) // block_size)
-    tables = np.zeros((len(lens), lens.max()), np.int32)
-    tables[np.arange(lens.max()) < lens[:, None]] = 1 + rng.permutation(lens.sum())
-    return tables, int(num_tokens), works
+    return random_tables(np.sum(works, axis=0).tolist(), block_size, rng), int(num_tokens), works
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "window"))

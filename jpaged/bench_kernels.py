@@ -40,6 +40,7 @@ from .pallas_kernels.ragged_paged_attention import (
     LayerPlace,
     PagedCache,
     XlaBackend,
+    random_tables,
     step_of_rows,
 )
 from .progress import say
@@ -333,13 +334,8 @@ def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
 def _pages(
     backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
 ) -> tuple[PagedCache, AttentionMetadata]:
-    num_pages = [-(-length // page_size) for length in workload.context_lens]
-    num_shared = workload.num_shared // page_size
-    total = sum(num_pages)
-    pages_of_rows = np.split(np.random.default_rng(0).permutation(np.arange(1, total + 1)), np.cumsum(num_pages)[:-1])
-    tables = np.full((workload.num_rows, max(num_pages)), NULL_PAGE)
-    for row, own in zip(tables, pages_of_rows, strict=True):
-        row[: len(own)] = own
+    tables = random_tables(workload.context_lens, page_size, np.random.default_rng(0))
+    total, num_shared = int(tables.max()), workload.num_shared // page_size
     tables[:, :num_shared] = tables[0, :num_shared]
     layout = backend.layout(
         num_layers=workload.num_layers,

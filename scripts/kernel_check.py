@@ -32,6 +32,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import (  # noqa: E402
     KVScales,
     LayerPlace,
     PagedCache,
+    random_tables,
     step_of_rows,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention  # noqa: E402
@@ -187,12 +188,9 @@ class Bench:
 
     def tables(self, case: Case, context_lens: Sequence[int]) -> np.ndarray:
         """Pages in random order [rows, P]; of those numbers 0 is the null page."""
-        lens = -(-np.array(context_lens) // case.page_size)
-        tables = np.zeros((len(lens), lens.max()), np.int32)
         page_numbers = min(math.prod(shape) for shape in self.layout(case, 1).shapes)
         first = 1 + -(-case.num_numbers // page_numbers)
-        tables[np.arange(lens.max()) < lens[:, None]] = first + self.rng.permutation(lens.sum())
-        return tables
+        return random_tables(context_lens, case.page_size, self.rng, first=first)
 
     def layout(self, case: Case, num_pages: int) -> KVLayout:
         """Of that many pages a layer."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .interface import NULL_PAGE, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
     from .kv_scales import KVScales, quantize
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
-    from .plain_steps import step_of_rows
+    from .plain_steps import random_tables, step_of_rows
     from .tpu import TpuBackend
     from .xla import XlaBackend
 
@@ -33,6 +33,7 @@ __all__ = [
     "copy_pages",
     "put_pages",
     "quantize",
+    "random_tables",
     "step_of_rows",
     "take_pages",
 ]
@@ -41,7 +42,7 @@ _HOMES = {
     "GpuBackend": ".gpu",
     "TpuBackend": ".tpu",
     "XlaBackend": ".xla",
-    "step_of_rows": ".plain_steps",
+    **dict.fromkeys(("random_tables", "step_of_rows"), ".plain_steps"),
     **dict.fromkeys(("KVScales", "quantize"), ".kv_scales"),
     **dict.fromkeys(("MAX_MOVES", "Page", "copy_pages", "put_pages", "take_pages"), ".page_moves"),
 }

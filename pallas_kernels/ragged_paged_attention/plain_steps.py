@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .interface import AttentionMetadata, Backend
+from .interface import NULL_PAGE, AttentionMetadata, Backend
+
+
+def random_tables(
+    context_lens: Sequence[int], page_size: int, rng: np.random.Generator, *, first: int = NULL_PAGE + 1
+) -> np.ndarray:
+    """Page tables [rows, P] of rows that share no page: numbers from `first` on in random order, then null pages."""
+    lens = -(-np.asarray(context_lens) // page_size)
+    tables = np.full((len(lens), lens.max()), NULL_PAGE, np.int32)
+    tables[np.arange(lens.max()) < lens[:, None]] = first + rng.permutation(lens.sum())
+    return tables
 
 
 def step_of_rows(
