@@ -13,7 +13,8 @@ from typing import Protocol
 import jax
 from jax.sharding import Mesh
 
-from .attention_choice import block_size_of, check_kernels, choose_attention
+from .attention_check import check_kernels
+from .attention_choice import block_size_of, choose_attention
 from .block_manager import BlockManager
 from .buckets import Buckets, make_buckets
 from .compile_plan import CompilePlan, Key

@@ -123,8 +123,9 @@ class DecodeKernel:
         self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
         self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
         self.tail_slot = lax.rem(self.this, 2)
-        self.pair = min(rows_paired(ref.tails.dtype), self.block)
-        self.most_products = products_at_once(self.rows, ref.tails.dtype)
+        dtype = ref.wide_q.dtype if ref.wide_q.dtype == jnp.float32 else ref.tails.dtype
+        self.pair = min(rows_paired(dtype), self.block)
+        self.most_products = products_at_once(self.rows, dtype)
 
     def run(self) -> None:
         """All of the block."""
@@ -393,14 +394,18 @@ class DecodeKernel:
 
 
 def rows_paired(dtype: Any) -> int:
-    """Rows of a block whose tails are computed together: more of them do not fit into registers."""
+    """Rows of a block whose tails are computed together: more of them do not fit into registers.
+
+    `dtype` is that of the pages, or float32 if products are computed in it.
+    """
     return 1 if dtype == jnp.float32 else 2
 
 
 def products_at_once(rows: int, dtype: Any) -> int:
     """Products in one stretch of instructions, each of so many rows of scores: of more the compiler spills registers.
 
-    Those in float32 take six passes, of three parts of each number; float8 is widened in many steps.
+    `dtype` as in `rows_paired`. Those in float32 take six passes, of three parts of each number; float8 is widened in
+    many steps.
     """
     most = {"float32": 1, "float8_e4m3fn": MOST_PRODUCTS // 2}.get(dtype.name, MOST_PRODUCTS)
     return max(min(most, MOST_PRODUCT_ROWS // rows), 1)

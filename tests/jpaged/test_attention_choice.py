@@ -1,34 +1,17 @@
-"""Which attention serves, what its pages are, and that a kernel which computes something else does not start."""
+"""Which attention serves, and what its pages are."""
 
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
-from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.attention_choice import (
-    LARGEST_ERROR,
-    LONG_CONTEXT,
-    block_size_of,
-    check_kernels,
-    check_key,
-    check_steps,
-    choose_attention,
-    kernel_error,
-    long_context,
-    source_digest,
-)
+from jpaged.attention_choice import block_size_of, choose_attention
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend, XlaBackend
-from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import GpuPlanner
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
 
 from .tiny_model import CONFIG
 
@@ -123,113 +106,3 @@ def test_pages_grow_until_the_page_table_fits():
         block_size_of(kernels, None, 256, 1048576)
     with pytest.raises(ConfigError, match="pages of 16 tokens"):
         block_size_of(kernels, 16, 256, 131072)
-
-
-class WrongHeads(TpuBackend):
-    """Attends with the query heads of the neighbour."""
-
-    def attend(self, cache, place, q, *args, **options):
-        return super().attend(cache, place, jnp.roll(q, 1, axis=1), *args, **options)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, most_rows=16, height=8), tile_kv=256, sub_kv=128)
-    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 128, "sizes": sizes}
-
-
-def test_a_kernel_that_agrees_is_checked_once(interpreted, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    backend = TpuBackend(**interpreted)
-    check_kernels(backend, model_with(head_size=64), "float32", 16, CPU)
-    (mark,) = (tmp_path / "jpaged" / "checked").iterdir()
-    written = mark.stat().st_mtime_ns
-    check_kernels(backend, model_with(head_size=64), "float32", 16, CPU)
-    assert mark.stat().st_mtime_ns == written
-
-
-def test_a_kernel_that_computes_something_else_does_not_start(interpreted, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"pallas-tpu differs from the XLA path on cpu by .*--attention-backend xla"):
-        check_kernels(WrongHeads(**interpreted), model_with(head_size=64), "float32", 16, CPU)
-    assert not (tmp_path / "jpaged" / "checked").exists()
-
-
-def test_a_kernel_that_cannot_run_does_not_start(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"pallas-tpu failed its check on cpu: .*use --attention-backend xla"):
-        check_kernels(TpuBackend(), model_with(head_size=64), "float32", 16, CPU)
-
-
-def test_the_error_is_that_of_rounding(interpreted):
-    assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", 16, CPU) < 1e-5
-
-
-class Blind(XlaBackend):
-    """Knows nothing of windows."""
-
-    def attend(self, *args, **options):
-        return super().attend(*args, **{**options, "window": None})
-
-
-class ReadsFirstLayer(XlaBackend):
-    """Writes where it is told, and reads the first layer."""
-
-    def attend(self, cache, place, q, k, v, step, **options):
-        _, pages = super().attend(cache, place, q, k, v, step, **options)
-        cache = dataclasses.replace(cache, pages=pages)
-        return super().attend(cache, LayerPlace(0, 0), q, None, None, step, **options)
-
-
-def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
-    shape = 4, 2, 64, "float32", 16, CPU
-    assert kernel_error(XlaBackend(), *shape, windows=(None, 9)) < 1e-5
-    assert kernel_error(Blind(), *shape, windows=(None,)) < 1e-5
-    assert kernel_error(Blind(), *shape, windows=(None, 9)) > LARGEST_ERROR
-    assert not kernel_error(ReadsFirstLayer(), *shape) <= LARGEST_ERROR
-
-
-@pytest.mark.parametrize("long", [LONG_CONTEXT, 4097])
-@pytest.mark.parametrize("block_size", [16, 64, 128, 256])
-def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(block_size, long):
-    tables, num_tokens, works = check_steps(block_size, long, np.random.default_rng(0))
-    assert all(work.sum() <= num_tokens for work in works)
-    assert sum(works).tolist() == [3, 19, block_size + 1, block_size + 3, long + 2]
-    numbers = tables[tables > 0]
-    assert len(set(numbers.tolist())) == len(numbers) == sum(-(-length // block_size) for length in sum(works))
-
-
-def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
-    backend, sizes = TpuBackend(), {"num_layers": 1, "num_pages": 1, "page_size": 128, "head_size": 128}
-    few = backend.layout(num_kv_heads=1, dtype="bfloat16", **sizes)
-    assert backend.sizes_for(16, few).decode.tile == 2048
-    assert long_context(backend, 16, few) == 4097
-    assert long_context(backend, 32, backend.layout(num_kv_heads=8, dtype="bfloat16", **sizes)) == 1025
-    assert long_context(XlaBackend(platform="gpu"), 16, few) == LONG_CONTEXT
-
-
-@pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 4), 256), ((9, 3), 64)])
-@pytest.mark.parametrize(("num_sms", "block_memory"), [(132, 232448), (108, 166912)])
-def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(heads, head_size, num_sms, block_memory):
-    chip = {"num_sms": num_sms, "block_memory": block_memory, "is_cut": True, "least_share": 6}
-    planner = GpuPlanner(num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, windows=(), **chip)
-    _, num_tokens, works = check_steps(64, LONG_CONTEXT, np.random.default_rng(0))
-    plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)
-    planner.plan(works[-1], sum(works), num_tokens=num_tokens, num_rows=8, out=plan)
-    (small,) = planner.orders(num_tokens, 8)[0]
-    assert plan[small.num_merges] == 1
-
-
-def test_another_driver_source_or_window_is_compared_anew(tmp_path):
-    def key(model=MODEL, **device):
-        client = SimpleNamespace(platform_version=device.pop("driver", "12.8"))
-        return check_key(XlaBackend(), model, "bfloat16", 64, SimpleNamespace(device_kind="x", client=client))
-
-    assert key() == key()
-    assert key(driver="12.9") != key()
-    assert key(model_with(windows=(None, 512))) != key()
-    (tmp_path / "gpu.py").write_text("a kernel")
-    before = source_digest(tmp_path)
-    (tmp_path / "gpu.py").write_text("another")
-    assert source_digest(tmp_path) != before
-    assert source_digest() in key()
