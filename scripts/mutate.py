@@ -82,6 +82,13 @@ def run_and_tell(suite: Suite, mutants: list[Any], progress: Path | None, resume
     return {mutant.id: results[mutant.id] for mutant in mutants}
 
 
+def sample(mutants: list[Any], num: int | None) -> list[Any]:
+    """So many of them, evenly spread; all, if there are no more or none is said."""
+    if not num or num >= len(mutants):
+        return mutants
+    return [mutants[index * len(mutants) // num] for index in range(num)]
+
+
 def report(
     suite: Suite, mutants: list[Mutant], results: dict[str, Result], arguments: dict[tuple[Any, ...], str]
 ) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="keep what a stopped run with the same --output found of files that are as they were",
     )
-    parser.add_argument("--only", type=int, metavar="N", help="a sample: N mutants, evenly spread over the files")
+    parser.add_argument("--only", type=int, metavar="N", help="a sample: N of the mutants, evenly spread")
     parser.add_argument("--named", action="store_true", help="the named mutants alone")
     parser.add_argument("--show", metavar="ID", help="one mutant, with what the suite prints")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless all is as the issue wants it")
@@ -172,8 +179,9 @@ def main() -> int:
     files = args.files or suite_data["files"]
     named = load_named(root, folder / "named.toml") if args.named or not args.files else []
     mutants = [mutant for file in files for mutant in mutants_of((root / file).read_text(), file)]
-    if args.only and args.only < len(mutants):
-        mutants = [mutants[index * len(mutants) // args.only] for index in range(args.only)]
+    if args.named:
+        named = sample(named, args.only)
+    mutants = sample(mutants, args.only)
     started = time.monotonic()
     suite = Suite(root, args.tests or suite_data["tests"], limit_s=args.limit, jobs=args.jobs)
     suite.prepare(files, suite_data.get("libraries", []))

@@ -280,6 +280,8 @@ def test_named_mutants_are_held_to_what_is_expected_of_them(checkout):
         ("large is small", "killed"),
         ("said otherwise", "passes"),
     ]
+    _, summary = mutate(checkout, "--named", "--only", "1")
+    assert [entry["name"] for entry in summary["named"]] == ["large is small"]
     path.write_text(NAMED.replace('"killed"', '"?"').replace('"passes"', '"killed"').replace('"?"', '"passes"'))
     result, _ = mutate(checkout, "--named", "--check")
     assert result.returncode == 1
