@@ -96,8 +96,8 @@ DECODES = {
 GATHERS = {
     "16 × 2048": Workload(16, 2048, 4, table_len=2048),
     "16 × 128 in tables of 2048": Workload(16, 128, 4, table_len=2048),
-    "Llama 8B, 16 × 2048": Workload(16, 2048, 1, table_len=2048, **LLAMA_8B),
-    "Llama 8B, 16 × 128 in tables of 2048": Workload(16, 128, 1, table_len=2048, **LLAMA_8B),
+    "Llama 8B, 16 × 2048": Workload(16, 2048, 4, table_len=2048, **LLAMA_8B),
+    "Llama 8B, 16 × 128 in tables of 2048": Workload(16, 128, 4, table_len=2048, **LLAMA_8B),
 }
 SHARED = {
     "16 × 1000, 896 shared": Workload(16, 1000, 8, num_shared=896),

@@ -14,6 +14,7 @@ without a transpose (0.27 ms against 0.36 ms for 16 rows × 200 tokens on a CPU)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ PLAN_HEADER = 1
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much is taken at once. `strands` and `queries` count those; the others key positions."""
+    """How much is taken at once. `strands` and `queries` count those, `..._keys` key positions."""
 
     strands: int
     """Of all decode rows together; one of each if there are more rows."""
@@ -51,10 +52,13 @@ class Tiles:
     """Rows that take their common pages together."""
     strand_keys: int = 1
     """Of a strand, if its row has as many and the rows fill a turn."""
+    decode_bytes: int = 1 << 20
+    """Of the keys of a turn's strands together, at most: copied together, they are read again by a product."""
 
     def deal(self, pages: LayerPages, num_rows: int) -> DecodeStrands:
         """How the pages of that many rows are dealt: few rows over more strands, which are shorter."""
-        a_turn = max(1, self.decode_keys // pages.page_size)
+        page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
+        a_turn = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
         return DecodeStrands(
             pages,
             strands_a_turn=a_turn,
@@ -64,8 +68,10 @@ class Tiles:
 
 
 CPU_TILES = Tiles(strands=64, decode_keys=1024, queries=64, prefill_keys=64, strand_keys=128)
-"""Keys of 16 pages of 64 tokens, 3 heads of 64: 0.8 MB, which stay in a core's cache until they are used."""
-DEVICE_TILES = Tiles(strands=256, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64)
+"""Keys of 16 pages of 64 tokens with 3 heads of 64, or of 4 with 8 of 128: they stay in a core's cache."""
+DEVICE_TILES = Tiles(
+    strands=256, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64, decode_bytes=32 << 20
+)
 
 
 @dataclass(frozen=True)

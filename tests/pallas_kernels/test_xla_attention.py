@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES
+from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages
 
 from ..paged_steps import metadata, plan_of
 from .paged_world import ATOL, Shape, World, shape_of
@@ -270,3 +271,22 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
         out = attend(world.cache, others.at[place].set(q[0]), step)
         found.append(np.asarray(out[place]).view(np.int32))
     assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_size", "num_rows", "expected"),
+    [
+        ((9, 3), 64, 16, (16, 4, 2)),
+        ((9, 3), 64, 1, (16, 16, 1)),
+        ((32, 8), 128, 16, (4, 4, 2)),
+        ((32, 32), 256, 64, (1, 1, 2)),
+    ],
+)
+def test_a_turn_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, expected):
+    layout = XlaBackend().layout(
+        num_layers=1, num_pages=1, page_size=64, num_kv_heads=heads[1], head_size=head_size, dtype="float32"
+    )
+    keys, values = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in layout.shapes)
+    pages = LayerPages(keys, values, are_keys_transposed=True, first=0, scale=1.0, window=None, soft_cap=None)
+    dealt = CPU_TILES.deal(pages, num_rows)
+    assert (dealt.strands_a_turn, dealt.most_strands, dealt.strand_pages) == expected
