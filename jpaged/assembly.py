@@ -110,7 +110,7 @@ def assemble(
         max_num_seqs=sizes.max_num_seqs,
         max_pages=-(-sizes.max_model_len // sizes.block_size),
     )
-    check_kernels(backend, model, sizes.kv_cache_dtype, sizes.block_size, device)
+    check_kernels(backend, model, sizes.dtype, sizes.kv_cache_dtype, sizes.block_size, device)
     programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
     # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
     plan = CompilePlan(programs.lower)

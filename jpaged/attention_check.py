@@ -46,14 +46,16 @@ LONG_CONTEXT = 1000
 CHECK_TOKENS, CHECK_ROWS = 64, 8
 
 
-def check_kernels(backend: Backend, model: ModelConfig, dtype: str, block_size: int, device: jax.Device) -> None:
+def check_kernels(
+    backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
+) -> None:
     """Compare a kernel with the XLA path on this device, unless that was done before with the same versions.
 
     ConfigError if they differ, or if the kernel cannot be run.
     """
     if isinstance(backend, XlaBackend):
         return
-    key = check_key(backend, model, dtype, block_size, device)
+    key = check_key(backend, model, dtype, kv_dtype, block_size, device)
     folder = user_cache("checked")
     mark = folder / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
     if mark.exists():
@@ -65,6 +67,7 @@ def check_kernels(backend: Backend, model: ModelConfig, dtype: str, block_size: 
             model.num_kv_heads,
             model.head_size,
             dtype,
+            kv_dtype,
             block_size,
             device,
             windows=model.windows,
@@ -87,11 +90,13 @@ def check_kernels(backend: Backend, model: ModelConfig, dtype: str, block_size: 
         logger.warning("the check of %s is made at each start: %s", backend.name, problem)
 
 
-def check_key(backend: Backend, model: ModelConfig, dtype: str, block_size: int, device: jax.Device) -> list[Any]:
+def check_key(
+    backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
+) -> list[Any]:
     """What a comparison holds for: another kernel, shape, chip, driver or version is compared anew."""
     shape = [model.num_heads, model.num_kv_heads, model.head_size, sorted({window or 0 for window in model.windows})]
     versions = [device.client.platform_version, jax.__version__, __version__, source_digest()]
-    return [repr(backend), *shape, dtype, block_size, device.device_kind, *versions]
+    return [repr(backend), *shape, dtype, kv_dtype, block_size, device.device_kind, *versions]
 
 
 def source_digest(folder: Path = Path(interface.__file__).parent) -> str:
@@ -108,6 +113,7 @@ def kernel_error(
     num_kv_heads: int,
     head_size: int,
     dtype: str,
+    kv_dtype: str,
     block_size: int,
     device: jax.Device,
     *,
@@ -115,17 +121,17 @@ def kernel_error(
 ) -> float:
     """The largest difference from the XLA path, as a share of an output row's norm, over prefill and decode steps.
 
-    In the second of two layers, for each of `windows`. All steps have the same shapes, so that each backend compiles
-    one program a window.
+    In the second of two layers, for each of `windows`, of queries, keys and values in `dtype`. All steps have the same
+    shapes, so that each backend compiles one program a window.
     """
     worst = 0.0
     for window in dict.fromkeys(windows):
         rng = np.random.default_rng(0)
-        layout = _layout(backend, 1, num_kv_heads, head_size, dtype, block_size)
-        tables, num_tokens, works = check_steps(block_size, long_context(backend, num_heads, layout), rng)
+        layout = _layout(backend, 1, num_kv_heads, head_size, kv_dtype, block_size)
+        tables, num_tokens, works = check_steps(block_size, long_context(backend, num_heads, layout, dtype), rng)
         num_pages = int(tables.max()) + 1
         caches = [
-            _empty_cache(each, _layout(each, num_pages, num_kv_heads, head_size, dtype, block_size))
+            _empty_cache(each, _layout(each, num_pages, num_kv_heads, head_size, kv_dtype, block_size))
             for each in (backend, XlaBackend(platform=device.platform))
         ]
         lens = np.zeros(len(tables), int)
@@ -153,11 +159,11 @@ def kernel_error(
     return worst
 
 
-def long_context(backend: Backend, num_heads: int, layout: KVLayout) -> int:
+def long_context(backend: Backend, num_heads: int, layout: KVLayout, dtype: str) -> int:
     """Of a row that takes all ways through a kernel: cut and merged on a GPU, more than two full tiles on a TPU."""
     if backend.name != "pallas-tpu":
         return LONG_CONTEXT
-    return 2 * cast("TpuBackend", backend).sizes_for(num_heads, layout).decode.tile + 1
+    return 2 * cast("TpuBackend", backend).sizes_for(num_heads, layout, dtype).decode.tile + 1
 
 
 def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:

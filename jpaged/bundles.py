@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .pallas_kernels.ragged_paged_attention import TpuBackend
+    from .pallas_kernels.ragged_paged_attention import KVLayout, TpuBackend
     from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
     from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, TpuSizes
 
@@ -95,14 +95,9 @@ class Compiler:
         slots = next(path for path in named if path.name.endswith("-final_hlo-static-per-bundle-utilization.txt"))
         return _loops(bundles.read_text(), slots.read_text())
 
-    def attention_loops(self, backend: TpuBackend, shape: TpuShape, **options: float) -> tuple[list[Loop], list[Loop]]:
-        """The loops of decode and of prefill, over pages of that shape; `options` are `attend`'s."""
-        import jax.numpy as jnp
-
-        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
-
-        shaped = self.shaped
-        layout = backend.layout(
+    def layout(self, backend: TpuBackend, shape: TpuShape) -> KVLayout:
+        """Of the pages that `attention_loops` compiles for."""
+        return backend.layout(
             num_layers=1,
             num_pages=PAGES,
             page_size=shape.page_size,
@@ -110,10 +105,25 @@ class Compiler:
             head_size=shape.head_size,
             dtype=shape.dtype,
         )
+
+    def attention_loops(
+        self, backend: TpuBackend, shape: TpuShape, dtype: str | None = None, **options: float
+    ) -> tuple[list[Loop], list[Loop]]:
+        """The loops of decode and of prefill, over pages of that shape; `options` are `attend`'s.
+
+        `dtype` is that of queries, keys and values; None: as the pages', or bfloat16 if these are of one byte a number.
+        """
+        import jax.numpy as jnp
+
+        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
+
+        shaped = self.shaped
+        layout = self.layout(backend, shape)
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
-        scales, dtype = None, layout.dtype
-        if dtype.itemsize == 1:
-            scales, dtype = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2), jnp.bfloat16
+        scales = None
+        if layout.dtype.itemsize == 1:
+            scales = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2)
+        own_dtype = jnp.dtype(dtype or ("bfloat16" if layout.dtype.itemsize == 1 else layout.dtype))
         cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
         ints: Any = functools.partial(shaped, dtype=jnp.int32)
         step = AttentionMetadata(
@@ -127,7 +137,7 @@ class Compiler:
             plan=ints((backend.plan_len(TOKENS, ROWS),)),
         )
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-        q, k, v = (shaped((TOKENS, n, shape.head_size), dtype) for n in heads)
+        q, k, v = (shaped((TOKENS, n, shape.head_size), own_dtype) for n in heads)
 
         def attend(cache: Any, q: Any, k: Any, v: Any, step: Any) -> Any:
             return cache.attend(0, q, k, v, step, scale=shape.head_size**-0.5, **options)

@@ -35,14 +35,19 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N shares of the cells")
     parser.add_argument("--kind", choices=("pairs", "models", "random"), help="only these cells")
     parser.add_argument("--layer", action="store_true", help="a layer spread over four chips, and no cell")
-    parser.add_argument("--prefill", help="wgmma: Hopper's candidate, in the place of mma")
+    parser.add_argument("--prefill", choices=("wgmma",), help="Hopper's candidate, in the place of mma")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     parser.add_argument("--list", action="store_true", help="print the cells, compile nothing")
     args = parser.parse_args()
     is_tpu = args.chip in VALUES["tpu"]["chip"]
     if args.prefill and is_tpu:
         parser.error(f"--prefill is an option of GPUs, got {args.chip}")
-    index, count = map(int, args.share.split("/"))
+    try:
+        index, count = map(int, args.share.split("/"))
+    except ValueError:
+        index, count = 0, 0
+    if not 1 <= index <= count:
+        parser.error(f"--share: got {args.share}, allowed: I/N with 1 ≤ I ≤ N, as 1/3")
     cells = [cell for cell in all_cells("tpu" if is_tpu else "gpu") if cell.chip == args.chip]
     if args.kind:
         kinds = {"pairs": {"pairs"}, "random": {"random"}, "models": set(MODELS)}
@@ -59,7 +64,7 @@ def main() -> int:
         print(f"{args.chip}, a layer over four chips: {result['fault'] or 'compiles'}, {result}")
         return bool(result["fault"])
     found = []
-    is_refused, why = REFUSED["tpu" if is_tpu else "gpu"]
+    is_refused, why = REFUSED["tpu" if is_tpu else f"gpu, {args.prefill}" if args.prefill else "gpu"]
     for cell in cells:
         result = gate.compile(cell)
         if is_refused(cell) is not ("refused" in result):

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gate_cells import FEATURES, STEPS, Cell, cache_layout, two_layers
+from gate_cells import FEATURES, STEPS, Cell, aliased_parameters, cache_layout, two_layers
 
 ROOT = Path(__file__).parents[1]
 MOST_TEMP_BYTES = 16 << 20
@@ -107,7 +107,8 @@ class GpuGate:
 
     def __init__(self, chip: str, num_devices: int = 1, **backend_options: Any):
         self.chip, self.dump, self.backend_options = CHIPS[chip], prepare(), backend_options
-        self.num_kernels = 0
+        self.judged: set[str] = set()
+        """Kernels, by what Mosaic calls them, that ptxas has taken."""
         import jax
         from jax.experimental import topologies
 
@@ -124,8 +125,6 @@ class GpuGate:
         import jax
 
         start = time.monotonic()
-        for old in self.dump.iterdir():
-            old.unlink()
         try:
             backend = self.backend(*cell.heads, cell.head_size, (FEATURES[cell.feature].get("window"),))
             layout = cache_layout(cell, backend)
@@ -134,40 +133,64 @@ class GpuGate:
         launches = backend.launches(*STEPS[cell.step], scale=1.0, window=None, soft_cap=None)
         self.planner, self.tiles = backend.planner, [launch.order.tiles for launch in launches]
         program, arguments = two_layers(cell, backend, layout, self.mesh)
-        cache_bytes = layout.page_bytes * layout.num_pages
         try:
             with self.told(), jax.set_mesh(self.mesh):
                 lowered = program.lower(*arguments)
-            memory = lowered.compile().memory_analysis()
+            executable = lowered.compile()
         except Exception as error:
             message = " ".join(str(error).strip().splitlines())[:400]
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {message}"}
-        # A kernel that is the same as an earlier cell's is not compiled again: what was said of it then stands there.
+        kernels, fault = self.kernels(lowered.as_text())
+        memory = executable.memory_analysis()
+        own_bytes = _own_bytes(arguments[1])
+        if fault:
+            pass
+        elif not set(range(len(layout.shapes))) <= aliased_parameters(executable.as_text()):
+            fault = "the cache is not aliased whole"
+        elif memory.temp_size_in_bytes > MOST_TEMP_BYTES + own_bytes:
+            fault = f"{memory.temp_size_in_bytes} bytes of temporary memory, {own_bytes} the program's own"
+        else:
+            fault = self._crowd(kernels)
+        found = {
+            "temp_bytes": memory.temp_size_in_bytes,
+            "own_bytes": own_bytes,
+            "kernels": kernels,
+            "block_memory": self.block_memory,
+        }
+        return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
+
+    def spilled(self, lowered: str) -> str | None:
+        """What ptxas has against the kernels of a program that was compiled."""
+        return self.kernels(lowered)[1]
+
+    def kernels(self, lowered: str) -> tuple[list[dict[str, Any]], str | None]:
+        """What ptxas says of the kernels that were compiled since they were `told`, and what is wrong with them.
+
+        `lowered` is the program that they are of. A kernel that is the same as an earlier cell's is not compiled
+        again: what was said of it then stands there.
+        """
+        names = set(re.findall(r'kernel_hash = "([^"]*)"', lowered))
         kernels = [self._kernel(ptx) for ptx in sorted(self.dump.glob("*.ptx"))]
-        self.num_kernels += len(kernels)
-        # Between the layers lies the result of the first, which is no memory that a call needs beside it.
-        temp_bytes = memory.temp_size_in_bytes - math.prod(arguments[1].shape) * arguments[1].dtype.itemsize
         fault = None
-        if memory.alias_size_in_bytes < cache_bytes:
-            fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
-        elif temp_bytes > MOST_TEMP_BYTES:
-            fault = f"{temp_bytes} bytes of temporary memory"
-        elif not self.num_kernels:
-            fault = "no kernel was compiled"
+        if not names or len(kernels) != len(names - self.judged):
+            fault = f"{len(kernels)} kernels were compiled, of {len(names - self.judged)} new ones"
         elif errors := [kernel["error"] for kernel in kernels if "error" in kernel]:
             fault = f"ptxas: {errors[0]}"
         elif spills := sum(kernel["spill_bytes"] for kernel in kernels):
             fault = f"{spills} bytes of spills"
-        else:
-            fault = self._crowd(kernels)
-        found = {"temp_bytes": temp_bytes, "kernels": kernels, "block_memory": self.block_memory}
-        return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
+        self.judged |= names
+        return kernels, fault
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Mosaic asks the first device for its architecture and memory, which here is a CPU: it is told the chip's."""
+        """Mosaic asks the first device for its architecture and memory, which here is a CPU: it is told the chip's.
+
+        What was compiled before is forgotten.
+        """
         from jax.experimental.mosaic.gpu import core, utils
 
+        for old in self.dump.iterdir():
+            old.unlink()
         sizes: list[int] = []
         infer, bound, tree_size = utils._infer_arch, core._SMEM_SIZE_BOUND, core._smem_tree_size
 
@@ -226,6 +249,11 @@ class GpuGate:
             capability=self.chip.capability,
             **self.backend_options,
         )
+
+
+def _own_bytes(q: Any) -> int:
+    """Of the queries sorted by head, in whose place the results come: they grow with the step."""
+    return int(math.prod(q.shape)) * q.dtype.itemsize
 
 
 def main() -> int:

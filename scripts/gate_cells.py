@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,14 @@ class Cell(NamedTuple):
     step: str
     why: str
 
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """Of queries, keys and values, and of the pages."""
+        first, _, pages = self.dtype.partition(" on ")
+        if pages:
+            return first, pages
+        return ("bfloat16" if first in ("int8", "float8_e4m3fn") else first), first
+
 
 HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (40, 8), (12, 2), (28, 4), (32, 4), (96, 8), (16, 1), (64, 4))
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -33,19 +42,27 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "chip": ("v5e", "v6e", "v7x"),
         "heads": HEADS,
         "head_size": (64, 80, 96, 128, 192, 256),
-        "dtype": ("bfloat16", "float32", "int8", "float8_e4m3fn"),
+        "dtype": (
+            "bfloat16",
+            "float32",
+            "int8",
+            "float8_e4m3fn",
+            "float32 on bfloat16",
+            "bfloat16 on float32",
+            "float32 on int8",
+        ),
         "page_size": (16, 32, 64, 128, 256),
         "feature": ("none", "window", "soft_cap", "sinks", "all", "read only"),
         "step": ("decode", "mixed", "prefill", "one token"),
     },
     "gpu": {
         "chip": ("a100", "h200", "b200"),
-        "heads": HEADS,
+        "heads": (*HEADS, (24, 1)),
         "head_size": (64, 128, 256),
         "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
         "page_size": (16, 32, 64),
         "feature": ("none", "window", "soft_cap", "sinks", "all", "read only"),
-        "step": ("decode", "mixed", "one token"),
+        "step": ("decode", "mixed", "prefill", "one token"),
     },
 }
 """Of each platform's kernels."""
@@ -63,14 +80,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 """What `attend` is asked for. `sinks` are given; with `reads` nothing is written, the pages are another layer's."""
 STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
-"""Tokens and rows of a step; prefill's are the most that an engine takes by default. GPU kernels sort queries by head
-first, and outputs back, so that their memory grows with the step."""
+"""Tokens and rows of a step; prefill's are the most that an engine takes by default."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
     "tpu": (
-        lambda cell: cell.page_size < 32 and cell.dtype in ("int8", "float8_e4m3fn"),
+        lambda cell: cell.page_size < 32 and cell.dtypes[1] in ("int8", "float8_e4m3fn"),
         "cannot statically prove that index in dimension 2 is a multiple of 32",
     ),
     "gpu": (lambda cell: cell.head_size not in (64, 128, 256), "no tile of shared memory has such rows"),
+    "gpu, wgmma": (lambda cell: cell.head_size not in (64, 128), "a tile's sums would fill the registers"),
 }
 """What the kernels refuse by name, and why: for TPUs in the words of their compiler. All else has to compile."""
 MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
@@ -96,6 +113,8 @@ MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
     "Falcon-7B": ((71, 1), 64, "none"),
 }
 """As their configurations say: query and KV heads, head size, and what their layers with a window or sinks ask for."""
+MOST_LAYER_BYTES = 32 << 20
+"""Of temporary memory: a layer's activations of 256 tokens, in bfloat16 and float32."""
 MODEL_PAGES = {"tpu": 128, "gpu": 64}
 """What an engine takes by default."""
 
@@ -141,7 +160,7 @@ def all_cells(platform: str) -> list[Cell]:
         Cell(chip, heads, head_size, "bfloat16", MODEL_PAGES[platform], feature, step, why=model)
         for chip in VALUES[platform]["chip"]
         for model, (heads, head_size, feature) in MODELS.items()
-        for step in ("decode", "prefill" if platform == "tpu" else "mixed")
+        for step in ("decode", "prefill")
     ]
     values = VALUES[platform].values()
     chance = [Cell(*(rng.choice(each) for each in values), why="random") for _ in range(NUM_RANDOM)]
@@ -156,7 +175,7 @@ def cache_layout(cell: Cell, backend: Any) -> Any:
         page_size=cell.page_size,
         num_kv_heads=cell.heads[1],
         head_size=cell.head_size,
-        dtype=cell.dtype,
+        dtype=cell.dtypes[1],
     )
 
 
@@ -181,9 +200,9 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         return jax.ShapeDtypeStruct((num_tokens, num_heads, cell.head_size), dtype, sharding=layout)
 
     pages = tuple(shaped(*shape, dtype=layout.dtype) for shape in layout.shapes)
-    scales, dtype = None, layout.dtype
-    if dtype.itemsize == 1:
-        scales, dtype = KVScales(*[shaped(2, num_kv_heads, dtype=jnp.float32)] * 2), jnp.bfloat16
+    scales, dtype = None, jnp.dtype(cell.dtypes[0])
+    if layout.dtype.itemsize == 1:
+        scales = KVScales(*[shaped(2, num_kv_heads, dtype=jnp.float32)] * 2)
     cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
     step = AttentionMetadata(
         positions=shaped(num_tokens),
@@ -215,20 +234,28 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     return to_lower, (cache, q, k, v, step, sinks)
 
 
-def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[Any, ...], int]:
-    """Attention of one transformer layer, 32/8 heads of 128 spread over the mesh: projections, attention, their sum.
+def aliased_parameters(hlo: str) -> set[int]:
+    """Numbers of a compiled program's parameters whose memory its results take, from its first line."""
+    return {int(number) for number in re.findall(r"\((\d+), \{\}, (?:may|must)-alias\)", hlo.split("\n", 1)[0])}
 
-    `backend` is made for what lies on one chip. Returns the program, its arguments' shapes, and the bytes of the cache
-    that lie on one chip.
+
+def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[Any, ...], int]:
+    """One layer of Llama 3 8B, its 32/8 heads of 128 and its MLP spread over the mesh: norms, rotary embedding and all.
+
+    `backend` is made for what lies on one chip. Returns the program, its arguments' shapes, and the number of arrays
+    that the cache has on one chip.
     """
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from jpaged.models.config import RopeConfig
+    from jpaged.models.rope import inverse_frequencies, rope
     from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
     from jpaged.sharding import TENSOR_AXIS
 
-    (num_heads, num_kv_heads), head_size, hidden_size, num_tokens, num_rows = (32, 8), 128, 4096, 256, 16
+    (num_heads, num_kv_heads), head_size, num_tokens, num_rows = (32, 8), 128, 256, 16
+    hidden_size, inner_size = 4096, 14336
     num_chips, num_pages = mesh.shape[TENSOR_AXIS], 8192 // page_size
     sizes = {"num_layers": 1, "num_pages": num_pages, "page_size": page_size, "head_size": head_size}
     whole, local = (
@@ -245,6 +272,9 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
         "k": shaped((hidden_size, num_kv_heads, head_size), by_head),
         "v": shaped((hidden_size, num_kv_heads, head_size), by_head),
         "o": shaped((num_heads, head_size, hidden_size), PartitionSpec(TENSOR_AXIS)),
+        "gate": shaped((hidden_size, inner_size), by_head),
+        "up": shaped((hidden_size, inner_size), by_head),
+        "down": shaped((inner_size, hidden_size), PartitionSpec(TENSOR_AXIS)),
     }
     specs = {name: weight.sharding.spec for name, weight in weights.items()}
     shapes = {
@@ -259,12 +289,23 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     }
     step = AttentionMetadata(**{name: shaped(shape, everywhere, jnp.int32) for name, shape in shapes.items()})
 
+    def normed(x_TD: Any) -> Any:
+        x_f32 = x_TD.astype(jnp.float32)
+        return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + 1e-5)).astype(x_TD.dtype)
+
+    def summed(spec: str, x: Any, weight: Any) -> Any:
+        out_TD = jnp.einsum(spec, x, weight, preferred_element_type=jnp.float32)
+        return jax.lax.psum(out_TD, TENSOR_AXIS).astype(x.dtype)
+
     def on_a_chip(pages: Any, x_TD: Any, weights: Any, step: Any) -> Any:
-        q, k, v = (jnp.einsum("TD,DNH->TNH", x_TD, weights[name]) for name in "qkv")
+        q, k, v = (jnp.einsum("TD,DNH->TNH", normed(x_TD), weights[name]) for name in "qkv")
+        frequencies = inverse_frequencies(RopeConfig(theta=500000.0), head_size)
+        q, k = (rope(x, step.positions, frequencies, 1.0) for x in (q, k))
         cache = PagedCache(pages, local, (LayerPlace(0, 0),), backend)
         out_TNH, cache = cache.attend(0, q, k, v, step, scale=head_size**-0.5)
-        out_TD = jnp.einsum("TNH,NHD->TD", out_TNH, weights["o"], preferred_element_type=jnp.float32)
-        return cache.pages, x_TD + jax.lax.psum(out_TD, TENSOR_AXIS).astype(x_TD.dtype)
+        x_TD += summed("TNH,NHD->TD", out_TNH, weights["o"])
+        gate, up = (jnp.einsum("TD,DF->TF", normed(x_TD), weights[name]) for name in ("gate", "up"))
+        return cache.pages, x_TD + summed("TF,FD->TD", jax.nn.silu(gate) * up, weights["down"])
 
     program = jax.shard_map(
         on_a_chip,
@@ -274,29 +315,28 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
         check_vma=False,  # Kernels do not say how their results vary over the mesh.
     )
     arguments = pages, shaped((num_tokens, hidden_size), everywhere), weights, step
-    return program, arguments, local.page_bytes * num_pages
+    return program, arguments, len(pages)
 
 
 def check_sharded_layer(gate: Any, page_size: int) -> dict[str, Any]:
-    """Compile it by a gate of four chips: one sum over the chips, and the cache aliased whole."""
-    import re
-
+    """Compile it by a gate of four chips: two sums over the chips, the cache aliased whole, nothing spilled."""
     import jax
 
     backend = gate.backend(8, 2, 128, ())
-    program, arguments, cache_bytes = sharded_layer(backend, gate.mesh, page_size)
+    program, arguments, num_arrays = sharded_layer(backend, gate.mesh, page_size)
     with gate.told(), jax.set_mesh(gate.mesh):
-        executable = jax.jit(program, donate_argnums=0).lower(*arguments).compile()
-    memory = executable.memory_analysis()
+        lowered = jax.jit(program, donate_argnums=0).lower(*arguments)
+    executable = lowered.compile()
+    hlo, temp_bytes = executable.as_text(), executable.memory_analysis().temp_size_in_bytes
     collectives = len(
-        re.findall(
-            r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",
-            executable.as_text(),
-        )
+        re.findall(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", hlo)
     )
-    fault = None
-    if memory.alias_size_in_bytes < cache_bytes:
-        fault = f"{memory.alias_size_in_bytes} bytes of a cache of {cache_bytes} are aliased"
-    elif collectives != 1:
-        fault = f"{collectives} collectives, wanted one sum"
-    return {"temp_bytes": memory.temp_size_in_bytes, "collectives": collectives, "fault": fault}
+    if not set(range(num_arrays)) <= aliased_parameters(hlo):
+        fault = "the cache is not aliased whole"
+    elif collectives != 2:
+        fault = f"{collectives} collectives, wanted two sums"
+    elif temp_bytes > MOST_LAYER_BYTES:
+        fault = f"{temp_bytes} bytes of temporary memory"
+    else:
+        fault = gate.spilled(lowered.as_text())
+    return {"temp_bytes": temp_bytes, "collectives": collectives, "fault": fault}

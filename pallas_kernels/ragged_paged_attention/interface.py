@@ -196,12 +196,22 @@ class PagedCache:
             raise ValueError(f"attend: got a window of {window}, wanted at least 1, the query's own; None sees all")
         if soft_cap is not None and soft_cap <= 0:
             raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
         self._refuse_misfits(q, {"k": k, "v": v}, sinks)
         if is_quantized(self.layout.dtype) is (self.scales is None):
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "
                 "scales; PagedCache.scales is given for int8 and float8_e4m3fn, and for no other dtype"
             )
+        if self.scales is not None:
+            of_cache = (len(self.layers), self.layout.num_kv_heads)
+            for name, scales in (("k", self.scales.k), ("v", self.scales.v)):
+                if scales.shape != of_cache:
+                    raise ValueError(
+                        f"attend: got scales of {name} {list(scales.shape)}, wanted {list(of_cache)}: one for each "
+                        "layer and KV head of the cache"
+                    )
         out, pages = self.backend.attend(
             self,
             self.layers[layer],

@@ -21,8 +21,9 @@ from jaxtyping import Array, Float
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
 from .tpu_decode import decode_attention, decode_vmem
+from .tpu_heads import TOKENS
 from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import CHIPS, VMEM_BYTES, TpuShape, TpuSizes, TunedEntry, sizes_of, tile_q_of, write_height
+from .tpu_sizes import CHIPS, VMEM_BYTES, TpuShape, TpuSizes, TunedEntry, ruled_sizes, sizes_of, tile_q_of, write_height
 from .tpu_tiles import LANES, HeadLanes
 from .tpu_write import write_prefill
 
@@ -81,6 +82,8 @@ class TpuBackend:
     name = "pallas-tpu"
 
     def __post_init__(self) -> None:
+        if self.tile_q < TOKENS or self.tile_q & (self.tile_q - 1):
+            raise ValueError(f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKENS} on")
         if self.chip not in CHIPS:
             raise ValueError(
                 f"chip: got {self.chip}, the pallas-tpu backend knows {', '.join(CHIPS)}; use --attention-backend xla"
@@ -115,10 +118,15 @@ class TpuBackend:
         refuse_large_pages(self.chip, layout)
         return layout
 
-    def sizes_for(self, num_heads: int, layout: KVLayout) -> TpuSizes:
-        """Of the tiles of keys, for so many query heads over such pages."""
+    def sizes_for(self, num_heads: int, layout: KVLayout, dtype: Any) -> TpuSizes:
+        """Of the tiles of keys, for so many query heads of `dtype` over such pages."""
+        if self.sizes is not None:
+            return self.sizes
         shape = TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size)
-        return self.sizes or sizes_of(self.chip, shape, self.tuned)
+        # Sizes are tuned for queries in the pages' dtype, or in bfloat16 over pages of one byte a number.
+        if np.dtype(dtype) == np.float32 and layout.dtype != np.float32:
+            return ruled_sizes(self.chip, shape, in_float32=True)
+        return sizes_of(self.chip, shape, self.tuned)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and four values per tile of queries; each prefill row may begin and end with a short one."""
@@ -171,7 +179,7 @@ class TpuBackend:
         refuse_one_of(k, v)
         layout, (pages,) = cache.layout, cache.pages
         num_tokens, num_heads, _ = q.shape
-        sizes = self.sizes_for(num_heads, layout)
+        sizes = self.sizes_for(num_heads, layout, q.dtype)
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
         how: dict[str, Any] = dict(interpret=self.interpret, check_bounds=self.check_bounds)

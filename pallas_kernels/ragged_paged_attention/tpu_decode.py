@@ -106,7 +106,7 @@ def decode_attention(
     scratch = {
         "tiles": pltpu.VMEM((2, *tile_shape), pages.dtype),
         "tails": pltpu.VMEM((2, block, *tile_shape), pages.dtype),
-        "wide_q": pltpu.VMEM((block, num_groups, rows, heads * lanes.width), compute_dtype(q, pages)),
+        "wide_q": pltpu.VMEM((block, num_groups, rows, heads * lanes.width), compute_dtype(q.dtype, pages.dtype)),
         "tops": pltpu.VMEM((block, num_groups, rows, LANES), jnp.float32),
         "totals": pltpu.VMEM((block, num_groups, rows, LANES), jnp.float32),
         "acc": pltpu.VMEM((block, num_groups, rows, lanes.width), jnp.float32),

@@ -18,6 +18,7 @@ Source: Dao 2023, arXiv:2307.08691 (tiles of queries outside, of keys inside).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,6 +119,34 @@ def heads_of_bunch(group: int, tile_q: int) -> int:
     return max(size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MOST_ROWS))
 
 
+Tiles = dict[str, tuple[tuple[int, ...], Any]]
+"""Shape and dtype of each buffer in VMEM."""
+
+
+def prefill_tiles(
+    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile: int, dtype: Any, kv_dtype: Any
+) -> Tiles:
+    """The buffers for tiles of `tile_q` queries of `dtype` and `tile` keys of `kv_dtype`."""
+    lanes, bunch = HeadLanes(head_size), heads_of_bunch(num_heads // num_kv_heads, tile_q)
+    num_bunches, rows = num_heads // bunch, bunch * tile_q
+    return {
+        "q_tiles": ((2, tile_q, num_heads, head_size), dtype),
+        "out_tile": ((tile_q, num_heads, head_size), dtype),
+        "queries": ((num_bunches, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
+        "kv_tiles": ((2, num_kv_heads, lanes.num_rows, tile, LANES), kv_dtype),
+        "tops": ((num_bunches, rows, LANES), jnp.float32),
+        "totals": ((num_bunches, rows, LANES), jnp.float32),
+        "acc": ((num_bunches, rows, lanes.width), jnp.float32),
+        "heads_rows": (rows_shape(tile_q, num_heads, dtype), jnp.int32),
+    }
+
+
+def prefill_vmem(tiles: Tiles, sub: int) -> int:
+    """Bytes of VMEM that prefill may need: its buffers, three arrays of scores, and the rest."""
+    rows = tiles["queries"][0][1]
+    return SPARE_VMEM + sum(padded_bytes(shape, dtype) for shape, dtype in tiles.values()) + 3 * 4 * rows * sub
+
+
 def prefill_attention(
     q: Float[Array, "T N H"],
     pages: Float[Array, "C K S Z L"],
@@ -142,10 +171,8 @@ def prefill_attention(
     the place of their queries in `q`, which is given up.
     """
     _, num_heads, head_size = q.shape
-    _, num_kv_heads, num_lane_rows, page_size, _ = pages.shape
-    lanes, group = HeadLanes(head_size), num_heads // num_kv_heads
-    bunch = heads_of_bunch(group, tile_q)
-    num_bunches, rows = num_heads // bunch, bunch * tile_q
+    _, num_kv_heads, _, page_size, _ = pages.shape
+    lanes = HeadLanes(head_size)
     in_hbm, in_scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {}
     if sinks is not None:
@@ -153,16 +180,7 @@ def prefill_attention(
     if kv_scales is not None:
         inputs["scales"] = jnp.stack(kv_scales).astype(jnp.float32), in_scalar_memory
     inputs |= {"q": (q, in_hbm), "pages": (pages, in_hbm)}
-    tiles: dict[str, tuple[tuple[int, ...], Any]] = {
-        "q_tiles": ((2, tile_q, num_heads, head_size), q.dtype),
-        "out_tile": ((tile_q, num_heads, head_size), q.dtype),
-        "queries": ((num_bunches, rows, lanes.width), compute_dtype(q, pages)),
-        "kv_tiles": ((2, num_kv_heads, num_lane_rows, tile, LANES), pages.dtype),
-        "tops": ((num_bunches, rows, LANES), jnp.float32),
-        "totals": ((num_bunches, rows, LANES), jnp.float32),
-        "acc": ((num_bunches, rows, lanes.width), jnp.float32),
-        "heads_rows": (rows_shape(tile_q, num_heads, q.dtype), jnp.int32),
-    }
+    tiles = prefill_tiles(tile_q, num_heads, num_kv_heads, head_size, tile, q.dtype, pages.dtype)
     scratch = {name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in tiles.items()} | {
         "q_came": pltpu.SemaphoreType.DMA((2,)),
         "out_went": pltpu.SemaphoreType.DMA(()),
@@ -170,7 +188,6 @@ def prefill_attention(
         "next_slot": pltpu.SMEM((1,), jnp.int32),
     }
     names = [*_Refs._fields[:NUM_SCALARS], *inputs, "out", *scratch]
-    num_bytes = sum(jnp.dtype(dtype).itemsize * _padded_size(shape) for shape, dtype in tiles.values())
     options = _Options(lanes, sub, page_size, tables.shape[1], scale, window, soft_cap)
 
     def kernel(*refs: Any) -> None:
@@ -192,7 +209,7 @@ def prefill_attention(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=SPARE_VMEM + num_bytes + 3 * 4 * rows * sub,
+            vmem_limit_bytes=prefill_vmem(tiles, sub),
         ),
         interpret=interpret,
         name="ragged_paged_prefill",
@@ -360,9 +377,8 @@ def _kernel(ref: _Refs, options: _Options) -> None:
         out_copy(this).wait()
 
 
-def _padded_size(shape: tuple[int, ...]) -> int:
-    """Numbers that an array takes in VMEM, whose tiles are 128 lanes wide and at most 32 rows high."""
-    size = 1
-    for length in (*shape[:-2], -(-shape[-2] // 32) * 32, -(-shape[-1] // LANES) * LANES):
-        size *= length
-    return size
+def padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """What an array takes in VMEM, whose tiles are 128 lanes wide and, of bytes, 32 rows high."""
+    itemsize = jnp.dtype(dtype).itemsize
+    rows = 32 // itemsize
+    return itemsize * math.prod((*shape[:-2], -(-shape[-2] // rows) * rows, -(-shape[-1] // LANES) * LANES))

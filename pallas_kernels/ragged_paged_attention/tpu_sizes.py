@@ -125,13 +125,13 @@ def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
             raise ValueError(f"{name}: got {number}, allowed: {allowed}")
 
 
-def ruled_sizes(chip: str, shape: TpuShape) -> TpuSizes:
-    """Tiles of about `TILE_BYTES`, cut into pieces whose scores fit into registers."""
+def ruled_sizes(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
+    """Tiles of about `TILE_BYTES`, cut into pieces whose scores fit into registers; `in_float32`: all products are."""
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes = shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * itemsize
     fitting = min(max(TILE_BYTES // token_bytes, LANES), 2048)
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
-    most_rows, full = (1, tail) if shape.dtype == "float32" else _rule(chip)
+    most_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _rule(chip)
     # Queries of one KV head may be more rows than that.
     full = min(full, MOST_SCORES // max(shape.num_heads // shape.num_kv_heads, most_rows))
     full = tail * _power_of_two(min(full, fitting) // tail)

@@ -123,9 +123,9 @@ def side_by_side(parts: list[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def compute_dtype(q: jax.Array, pages: jax.Array) -> Any:
-    """What products are computed in: pages of one byte a number are widened to the queries' dtype."""
-    return q.dtype if pages.dtype.itemsize == 1 else jnp.promote_types(q.dtype, pages.dtype)
+def compute_dtype(dtype: Any, kv_dtype: Any) -> Any:
+    """What products of queries of `dtype` with keys of `kv_dtype` are computed in: the wider one."""
+    return max(jnp.dtype(dtype), jnp.dtype(kv_dtype), key=lambda each: each.itemsize)
 
 
 def row_bits(is_kept: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:

@@ -43,28 +43,28 @@ def interpreted():
 def test_a_kernel_that_agrees_is_checked_once(interpreted, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     backend = TpuBackend(**interpreted)
-    check_kernels(backend, model_with(head_size=64), "float32", 16, CPU)
+    check_kernels(backend, model_with(head_size=64), "float32", "float32", 16, CPU)
     (mark,) = (tmp_path / "jpaged" / "checked").iterdir()
     written = mark.stat().st_mtime_ns
-    check_kernels(backend, model_with(head_size=64), "float32", 16, CPU)
+    check_kernels(backend, model_with(head_size=64), "float32", "float32", 16, CPU)
     assert mark.stat().st_mtime_ns == written
 
 
 def test_a_kernel_that_computes_something_else_does_not_start(interpreted, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"pallas-tpu differs from the XLA path on cpu by .*--attention-backend xla"):
-        check_kernels(WrongHeads(**interpreted), model_with(head_size=64), "float32", 16, CPU)
+        check_kernels(WrongHeads(**interpreted), model_with(head_size=64), "float32", "float32", 16, CPU)
     assert not (tmp_path / "jpaged" / "checked").exists()
 
 
 def test_a_kernel_that_cannot_run_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"pallas-tpu failed its check on cpu: .*use --attention-backend xla"):
-        check_kernels(TpuBackend(), model_with(head_size=64), "float32", 16, CPU)
+        check_kernels(TpuBackend(), model_with(head_size=64), "float32", "float32", 16, CPU)
 
 
 def test_the_error_is_that_of_rounding(interpreted):
-    assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", 16, CPU) < 1e-5
+    assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", "float32", 16, CPU) < 1e-5
 
 
 class Blind(XlaBackend):
@@ -84,7 +84,7 @@ class ReadsFirstLayer(XlaBackend):
 
 
 def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
-    shape = 4, 2, 64, "float32", 16, CPU
+    shape = 4, 2, 64, "float32", "float32", 16, CPU
     assert kernel_error(XlaBackend(), *shape, windows=(None, 9)) < 1e-5
     assert kernel_error(Blind(), *shape, windows=(None,)) < 1e-5
     assert kernel_error(Blind(), *shape, windows=(None, 9)) > LARGEST_ERROR
@@ -104,10 +104,10 @@ def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(b
 def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
     backend, sizes = TpuBackend(), {"num_layers": 1, "num_pages": 1, "page_size": 128, "head_size": 128}
     few = backend.layout(num_kv_heads=1, dtype="bfloat16", **sizes)
-    assert backend.sizes_for(16, few).decode.tile == 2048
-    assert long_context(backend, 16, few) == 4097
-    assert long_context(backend, 32, backend.layout(num_kv_heads=8, dtype="bfloat16", **sizes)) == 1025
-    assert long_context(XlaBackend(platform="gpu"), 16, few) == LONG_CONTEXT
+    assert backend.sizes_for(16, few, "bfloat16").decode.tile == 2048
+    assert long_context(backend, 16, few, "bfloat16") == 4097
+    assert long_context(backend, 32, backend.layout(num_kv_heads=8, dtype="bfloat16", **sizes), "bfloat16") == 1025
+    assert long_context(XlaBackend(platform="gpu"), 16, few, "bfloat16") == LONG_CONTEXT
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 4), 256), ((9, 3), 64)])
@@ -123,12 +123,13 @@ def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(head
 
 
 def test_another_driver_source_or_window_is_compared_anew(tmp_path):
-    def key(model=MODEL, **device):
+    def key(model=MODEL, dtype="bfloat16", **device):
         client = SimpleNamespace(platform_version=device.pop("driver", "12.8"))
-        return check_key(XlaBackend(), model, "bfloat16", 64, SimpleNamespace(device_kind="x", client=client))
+        return check_key(XlaBackend(), model, dtype, "bfloat16", 64, SimpleNamespace(device_kind="x", client=client))
 
     assert key() == key()
     assert key(driver="12.9") != key()
+    assert key(dtype="float32") != key()
     assert key(model_with(windows=(None, 512))) != key()
     (tmp_path / "gpu.py").write_text("a kernel")
     before = source_digest(tmp_path)

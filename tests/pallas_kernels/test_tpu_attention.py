@@ -5,7 +5,9 @@ Memory that was never written is NaN, and so is every slot that no token was giv
 leaves a count behind). In both, accesses that no wait has put in order with a copy are races.
 """
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, tpu_decode_kernel, tpu_prefill
+from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, KVScales, LayerPlace, tpu_decode_kernel, tpu_prefill
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
@@ -100,6 +102,13 @@ def test_a_copy_without_its_wait_is_reported(reads: bool, capsys: pytest.Capture
 @pytest.mark.parametrize("page_size", [16, pytest.param(32, marks=pytest.mark.slow)])
 def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
     run_ragged(world(page_size, mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("step_dtype", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "int8")]
+)
+def test_queries_and_pages_of_different_dtypes(step_dtype: str, dtype: str) -> None:
+    run_ragged(world(32, mode="on_wait", dtype=dtype, step_dtype=step_dtype))
 
 
 def run_rows_of_many_tiles(some: World) -> None:
@@ -297,3 +306,14 @@ def test_plan_cuts_prefill_rows_where_positions_are_multiples_of_a_tile() -> Non
 )
 def test_what_the_kernels_cannot_take_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     check_that_a_layout_is_refused(TpuBackend(), message, **{"dtype": "float32", **options})
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (2, 8), (2,)])
+def test_scales_that_are_not_one_for_each_layer_and_head_are_refused(shape: tuple[int, ...]) -> None:
+    layers = LayerPlace(0, 0), LayerPlace(0, 1)
+    some = world(32, dtype="int8", num_heads=4, num_kv_heads=4, num_group_layers=2, layers=layers)
+    cache = replace(some.cache, scales=KVScales(some.scales.k, jnp.ones(shape)))  # type: ignore[union-attr]
+    step = metadata(some.shape.backend, [1], [1], [[[5]]], page_size=32, num_tokens=8, num_rows=4, table_len=4)
+    q = jnp.zeros((8, 4, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=rf"scales of v {re.escape(str(list(shape)))}, wanted \[2, 4\]"):
+        cache.attend(1, q, q, q, step, scale=0.125)

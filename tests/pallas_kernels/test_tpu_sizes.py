@@ -14,9 +14,11 @@ from jpaged.pallas_kernels import ragged_paged_attention
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import heads_together
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import products_at_once
+from jpaged.pallas_kernels.ragged_paged_attention.tpu_prefill import prefill_tiles, prefill_vmem
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     CHIPS,
     MOST_SCORES,
+    VMEM_BYTES,
     TpuShape,
     read_tuned,
     refuse_invalid,
@@ -165,3 +167,36 @@ def test_a_piece_of_a_full_tile_has_no_more_scores_than_registers_hold(
     rows = heads * num_heads // num_kv_heads
     assert rows * sizes.full <= MOST_SCORES or sizes.full == 128
     assert products_at_once(rows, jnp.dtype(dtype)) * rows <= 160
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [(32, 8), (40, 8), (48, 8), (96, 8), (40, 40), (64, 64), (71, 1)])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_prefill_fits_into_the_memory_of_a_core(chip: str, heads: tuple[int, int], head_size: int, dtype: str) -> None:
+    num_heads, num_kv_heads = heads
+    backend = TpuBackend.for_heads(chip, num_heads, head_size)
+    step_dtype = "float32" if dtype == "float32" else "bfloat16"
+    for page_size in (128, 256):
+        layout = {"num_layers": 1, "num_pages": 1, "num_kv_heads": num_kv_heads, "head_size": head_size}
+        try:
+            pages = backend.layout(page_size=page_size, dtype=dtype, **layout)
+        except ValueError:
+            continue  # Refused by name, for decode's sake.
+        sizes = backend.sizes_for(num_heads, pages, step_dtype)
+        tiles = prefill_tiles(backend.tile_q, *heads, head_size, sizes.tile_kv, step_dtype, dtype)
+        assert prefill_vmem(tiles, sizes.sub_kv) <= VMEM_BYTES[chip]
+
+
+def test_products_in_float32_are_cut_as_those_of_float32_pages() -> None:
+    backend = TpuBackend("v6e")
+    pages = backend.layout(num_layers=1, num_pages=1, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    assert backend.sizes_for(32, pages, "bfloat16").decode[1::2] == (256, 16)
+    mixed, sizes = backend.sizes_for(32, pages, "float32"), ruled_sizes("v6e", TpuShape(32, 8, 128, "float32", 128))
+    assert (mixed.decode.full, mixed.decode.most_rows) == (sizes.decode.full, sizes.decode.most_rows) == (128, 1)
+
+
+@pytest.mark.parametrize("tile_q", [0, -16, 8, 24, 100])
+def test_tiles_of_queries_that_cannot_be_laid_out_are_refused(tile_q: int) -> None:
+    with pytest.raises(ValueError, match=f"tile_q: got {tile_q}, the pallas-tpu backend takes powers of two from 16"):
+        TpuBackend(tile_q=tile_q)

@@ -122,16 +122,18 @@ def test_a_window_without_a_key_is_refused_by_number(window: int) -> None:
         ({"v": (7, 2, 64)}, r"v \[7, 2, 64\], wanted"),
         ({"sinks": (2,)}, r"sinks \[2\], wanted one for each of 4 query heads"),
         ({"soft_cap": 0.0}, r"soft cap of 0.0, wanted a positive number"),
+        ({"layer": 1}, r"layer 1, wanted one of the cache's 1, from 0 on"),
+        ({"layer": -1}, r"layer -1, wanted one of the cache's 1"),
     ],
 )
 def test_what_does_not_fit_the_cache_is_refused_before_any_backend_sees_it(given: dict, message: str) -> None:
     world = World(shape_of())
     step = metadata(world.shape.backend, [1], [1], [[[5]]], page_size=8, num_tokens=8, num_rows=4, table_len=4)
     arrays = {"q": (8, 4, 64), "k": (8, 2, 64), "v": (8, 2, 64), **given}
-    soft_cap = arrays.pop("soft_cap", None)
+    soft_cap, layer = arrays.pop("soft_cap", None), arrays.pop("layer", 0)
     arguments = {name: jnp.zeros(shape) for name, shape in arrays.items()}
     with pytest.raises(ValueError, match=message):
-        world.cache.attend(0, step=step, scale=0.125, soft_cap=soft_cap, **arguments)
+        world.cache.attend(layer, step=step, scale=0.125, soft_cap=soft_cap, **arguments)
 
 
 @pytest.mark.parametrize("error", [-1, 1])
