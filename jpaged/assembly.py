@@ -88,7 +88,9 @@ def assemble(
         model,
         platform=device.platform,
         free_bytes=_free_bytes(device),
-        block_size_of=lambda num_seqs, max_len: block_size_of(backend, config.block_size, num_seqs, max_len),
+        block_size_of=lambda dtype, num_seqs, max_len: block_size_of(
+            backend, model, dtype, config.block_size, num_seqs, max_len
+        ),
         page_bytes=lambda block_size, dtype: _layout(backend, model, 1, block_size, dtype).page_bytes,
         weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
         host_free_bytes=free_host_bytes(),

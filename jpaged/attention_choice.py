@@ -35,7 +35,7 @@ LEAST_GPU_CAPABILITY = (8, 0)
 GPU_KERNELS_NEED = (0, 11)
 """Of JAX, the version that has their instructions first."""
 XLA_BLOCK_SIZE = 64
-TPU_BLOCK_SIZES = (128, 256)
+TPU_BLOCK_SIZES = (128, 256, 512, 1024)
 MAX_TABLE_ENTRIES = 255_000
 """Page numbers that fit into a TPU core's scalar memory, 1 MiB, beside the rest of a step's plan."""
 
@@ -154,18 +154,36 @@ def _gpu_backend(
     )
 
 
-def block_size_of(backend: Backend, asked: int | None, max_num_seqs: int, max_model_len: int) -> int:
+def block_size_of(
+    backend: Backend, model: ModelConfig, kv_dtype: str, asked: int | None, max_num_seqs: int, max_model_len: int
+) -> int:
     """Tokens per page. ConfigError if the page table of so many sequences would not fit the device."""
     if backend.name != "pallas-tpu":
         return asked or XLA_BLOCK_SIZE
-    sizes = TPU_BLOCK_SIZES if asked is None else (asked,)
-    tables = {size: max_num_seqs * -(-max_model_len // size) for size in sizes}
-    # Half of the memory, where a larger page gives it: a page table is fetched anew by every layer.
-    size = next((size for size in sizes if 2 * tables[size] <= MAX_TABLE_ENTRIES), sizes[-1])
-    if tables[size] > MAX_TABLE_ENTRIES:
-        raise ConfigError(
-            f"max_model_len: got {max_model_len} for {max_num_seqs} sequences and pages of {size} tokens, "
-            f"{tables[size]} page numbers, allowed: {MAX_TABLE_ENTRIES} with pallas-tpu; lower max_num_seqs or "
-            "max_model_len, raise block_size, or use --attention-backend xla"
-        )
-    return size
+    sizes = [asked or TPU_BLOCK_SIZES[0]]
+    if asked is None and 2 * _table_entries(sizes[0], max_num_seqs, max_model_len) > MAX_TABLE_ENTRIES:
+        # A page table is fetched anew by every layer: one of more than half of the memory is worth larger pages.
+        sizes = [size for size in TPU_BLOCK_SIZES[1:] if _takes_pages(backend, model, kv_dtype, size)] + sizes
+    for size in sizes:
+        if _table_entries(size, max_num_seqs, max_model_len) <= MAX_TABLE_ENTRIES:
+            return size
+    largest = max(sizes)
+    raise ConfigError(
+        f"max_model_len: got {max_model_len} for {max_num_seqs} sequences and pages of {largest} tokens, "
+        f"{_table_entries(largest, max_num_seqs, max_model_len)} page numbers, allowed: {MAX_TABLE_ENTRIES} with "
+        f"pallas-tpu; lower max_num_seqs or max_model_len{', raise block_size' if asked else ''}, or use "
+        "--attention-backend xla"
+    )
+
+
+def _table_entries(block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    return max_num_seqs * -(-max_model_len // block_size)
+
+
+def _takes_pages(backend: Backend, model: ModelConfig, kv_dtype: str, block_size: int) -> bool:
+    shape = {"num_kv_heads": model.num_kv_heads, "head_size": model.head_size, "dtype": kv_dtype}
+    try:
+        backend.layout(num_layers=1, num_pages=1, page_size=block_size, **shape)
+    except ValueError:
+        return False
+    return True

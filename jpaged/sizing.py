@@ -82,15 +82,16 @@ def size_engine(
     platform: str,
     free_bytes: int,
     host_free_bytes: int,
-    block_size_of: Callable[[int, int], int],
+    block_size_of: Callable[[str, int, int], int],
     page_bytes: Callable[[int, str], int],
     weights_bytes: Callable[[str], int],
     demands: Sequence[Demand] = (),
 ) -> EngineSizes:
     """Choose every size that the options leave open.
 
-    `block_size_of(max_num_seqs, max_model_len)` says how many tokens a page has, `page_bytes(block_size, dtype)` and
-    `weights_bytes(dtype)` what a page and the weights take; `free_bytes` is the memory free before the weights,
+    `block_size_of(kv_dtype, max_num_seqs, max_model_len)` says how many tokens a page has; it raises ConfigError if the
+    page tables of so many sequences have no room; `page_bytes(block_size, dtype)` and
+    `weights_bytes(dtype)` say what a page and the weights take; `free_bytes` is the memory free before the weights,
     `host_free_bytes` that of the host, which on a CPU is the same one. `demands` are the requests known beforehand, if
     all are: a pool need not hold more sequences than there will be. Raises ConfigError.
     """
@@ -99,7 +100,15 @@ def size_engine(
     kv_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if is_cpu else dtype
     max_model_len = requested_max_len(config, model)
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, demands, max_model_len)
-    block_size = block_size_of(max_num_seqs, max_model_len)
+    wanted_seqs = max_num_seqs
+    while True:
+        try:
+            block_size = block_size_of(kv_dtype, max_num_seqs, max_model_len)
+            break
+        except ConfigError:
+            if config.max_num_seqs is not None or max_num_seqs == 1:
+                raise
+            max_num_seqs //= 2
     bytes_per_page = page_bytes(block_size, kv_dtype)
     pages_per_sequence = -(-max_model_len // block_size)
     weights = weights_bytes(dtype)
@@ -128,6 +137,11 @@ def size_engine(
             f"pages of {block_size} tokens, {bytes_per_page} bytes each"
         )
     notes = []
+    if max_num_seqs < wanted_seqs:
+        notes.append(
+            f"max_num_seqs lowered to {max_num_seqs}: the device has no room for the page tables of more sequences of "
+            f"{max_model_len} tokens"
+        )
     if num_pages < pages_per_sequence:
         max_model_len = _lowered_len(config, num_pages * block_size, max_model_len, bytes_per_page, demands)
         notes.append(

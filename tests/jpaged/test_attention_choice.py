@@ -94,15 +94,31 @@ def test_gpu_kernels_need_a_later_jax_than_some_have():
         choose_attention("pallas-gpu", MODEL, gpu)
 
 
+def pages_of(backend, asked, max_num_seqs, max_model_len, num_kv_heads=8, dtype="bfloat16"):
+    model = model_with(num_kv_heads=num_kv_heads, head_size=128)
+    return block_size_of(backend, model, dtype, asked, max_num_seqs, max_model_len)
+
+
 def test_pages_grow_until_the_page_table_fits():
     kernels = TpuBackend()
-    assert block_size_of(XlaBackend(), None, 256, 131072) == 64
-    assert block_size_of(kernels, None, 64, 8192) == 128
-    assert block_size_of(kernels, None, 256, 131072) == 256, "Llama-3.1 as it comes"
-    assert block_size_of(kernels, 16, 64, 8192) == 16
+    assert pages_of(XlaBackend(), None, 256, 131072) == 64
+    assert pages_of(kernels, None, 64, 8192) == 128
+    assert pages_of(kernels, None, 256, 131072) == 256, "Llama-3.1 as it comes"
+    assert pages_of(kernels, None, 256, 262144) == 512
+    assert pages_of(kernels, None, 128, 1048576) == 1024
+    assert pages_of(kernels, 16, 64, 8192) == 16
     with pytest.raises(
-        ConfigError, match=r"max_model_len: got 1048576 for 256 sequences.*allowed: 255000.*lower max_num"
+        ConfigError, match=r"max_model_len: got 1048576 for 256 sequences.*allowed: 255000.*lower max_num_seqs or max_"
     ):
-        block_size_of(kernels, None, 256, 1048576)
-    with pytest.raises(ConfigError, match="pages of 16 tokens"):
-        block_size_of(kernels, 16, 256, 131072)
+        pages_of(kernels, None, 256, 1048576)
+    with pytest.raises(ConfigError, match=r"pages of 16 tokens.*raise block_size"):
+        pages_of(kernels, 16, 256, 131072)
+
+
+def test_pages_grow_no_further_than_a_core_has_room_for():
+    """32 KV heads in float32 on v7x: a page of 256 tokens is too large for the tiles of decode."""
+    small, large = TpuBackend("v7x"), TpuBackend("v6e")
+    assert pages_of(large, None, 256, 131072, num_kv_heads=32, dtype="float32") == 256
+    assert pages_of(small, None, 128, 131072, num_kv_heads=32, dtype="float32") == 128
+    with pytest.raises(ConfigError, match=r"pages of 128 tokens, 262144 page numbers"):
+        pages_of(small, None, 256, 131072, num_kv_heads=32, dtype="float32")

@@ -26,6 +26,7 @@ def sized(
     context=2048,
     weights=WEIGHTS,
     model=None,
+    block_size_of=None,
     **options,
 ):
     """On a CPU the host's free memory is the memory of the pool."""
@@ -36,7 +37,7 @@ def sized(
         platform=platform,
         free_bytes=free_bytes,
         host_free_bytes=free_bytes if host_free_bytes is None else host_free_bytes,
-        block_size_of=lambda num_seqs, max_len: config.block_size or 64,
+        block_size_of=block_size_of or (lambda dtype, num_seqs, max_len: config.block_size or 64),
         page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),
         weights_bytes=lambda dtype: weights // (1 if dtype == "float32" else 2),
         demands=demands,
@@ -406,3 +407,20 @@ def test_without_linux_the_whole_memory_is_taken_for_free(tmp_path):
 
 def test_this_machines_free_memory_is_a_plausible_number():
     assert 0 <= free_host_bytes() < 1 << 50
+
+
+def scalar_memory(dtype, num_seqs, max_len):
+    """Room for the page numbers of 2 sequences of 64 pages."""
+    if num_seqs * max_len // 64 > 128:
+        raise ConfigError("max_model_len: too many page numbers")
+    return 64
+
+
+def test_sequences_are_as_many_as_have_room_for_their_page_tables_unless_a_number_was_asked_for():
+    sizes = sized("tpu", context=4096, block_size_of=scalar_memory)
+    assert (sizes.max_num_seqs, sizes.max_model_len) == (2, 4096)
+    assert sizes.notes[0].startswith("max_num_seqs lowered to 2: the device has no room for the page tables")
+    assert refused("tpu", context=4096, block_size_of=scalar_memory, max_num_seqs=3) == (
+        "max_model_len: too many page numbers"
+    )
+    refused("tpu", context=128 * 64 + 64, block_size_of=scalar_memory)
