@@ -85,6 +85,17 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
     some.step({0: 1, 1: 30, 2: 3})
 
 
+def test_small_tiles_of_32_rows_in_pieces_that_are_merged() -> None:
+    """24 heads of one query fill more than 16 rows and less than a large tile."""
+    some = world(64, made_with=CUT, table_len=8, num_heads=24, num_kv_heads=1, head_size=128)
+    small, _ = some.shape.backend.planner.orders(some.shape.num_tokens, some.shape.num_rows)
+    assert small[0].tiles.tile_rows == 32
+    some.add_rows(2)
+    some.step({0: 200, 1: 65})
+    assert count_merges(some, [1, 1], [201, 66]) > 0
+    some.step({0: 1, 1: 1})
+
+
 def test_a_tile_reads_none_of_the_next_row_which_another_block_may_be_writing() -> None:
     """A row of 30 query rows, in a tile of 64, before one that another list has: the race detector sees it."""
     some = world(made_with=CUT)
@@ -103,7 +114,7 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int]) ->
     return sum(int(plan[of_class[0].num_merges]) for of_class in orders)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (71, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (24, 1), (71, 1)])
 def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     run_three_steps(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
 
