@@ -252,6 +252,19 @@ def test_heads_that_the_backend_was_not_made_for_are_refused_by_number() -> None
         some.step({0: 1})
 
 
+@pytest.mark.parametrize(("planned", "wanted"), [((), (1024,)), ((1024,), ())], ids=str)
+def test_a_plan_of_a_backend_with_other_windows_is_refused_by_its_length(planned: Any, wanted: Any) -> None:
+    """The order of a window that it lacks would be read from behind it."""
+    some, maker = world(made_with={"windows": wanted}), backend(windows=planned)
+    some.add_row()
+    run, room = some.run, (some.shape.num_tokens, some.shape.num_rows)
+    plan = jnp.asarray(plan_of(maker, [1], [1], *room))
+    some.run = lambda cache, q, k, v, step: run(cache, q, k, v, dataclasses.replace(step, plan=plan))
+    wanted_len = some.shape.backend.plan_len(*room)
+    with pytest.raises(ValueError, match=f"got a plan of {len(plan)} numbers, .* takes {wanted_len} for 80 tokens"):
+        some.step({0: 1})
+
+
 def test_queries_of_float32_are_refused_by_name() -> None:
     """Rounded to bfloat16 they would come out as float32 that is none."""
     some = world()
