@@ -120,6 +120,12 @@ def test_the_rows_of_every_case_have_room_and_those_of_one_query_are_first(scrip
         assert all(new <= known for new, known in zip(rows.query_lens, rows.context_lens, strict=True)), case.name
 
 
+def test_what_cudnn_may_refuse_of_skewed_rows_is_no_goal(script: Script) -> None:
+    """It is given 64 × 512 pages of them, 2³¹ numbers of keys: without a ratio that is a goal no run would pass."""
+    assert "decode ÷ cuDNN" in script("gpu_check").GOALS
+    assert "skewed ÷ cuDNN" not in script("gpu_check").GOALS
+
+
 @pytest.mark.slow
 def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     """Interpreted, on tiny shapes: what the ratios are means nothing, and cuDNN is not there."""
