@@ -120,7 +120,8 @@ class Report:
         for figure in figures:
             value = "not measured" if figure["found"] is None else f"{figure['found']:.3f}"
             short = "  short of it" if figure["is_met"] is False else ""
-            print(f"{figure['name']:16} {value:>12}  goal {figure['goal']:<8} {figure['from'] or ''}{short}")
+            note = f"  ({figure['note']})" if "note" in figure else ""
+            print(f"{figure['name']:16} {value:>12}  goal {figure['goal']:<8} {figure['from'] or ''}{short}{note}")
         print(f"{len(checks) - len(wrong)} of {len(checks)} cases right in {found['seconds']} s")
         titles = {"wrong": wrong, "broken": broken, "not measured": unmeasured, "given up": hung}
         for title, names in {**titles, "not done": found["not_done"]}.items():
@@ -130,14 +131,20 @@ class Report:
         return bool(found["passed"])
 
     def _figures(self) -> list[dict[str, Any]]:
-        """Each ratio that has a goal, by each measurement that has it; if none has it, it was not measured."""
+        """Each ratio that has a goal, by each measurement that has it; if none has it, it was not measured.
+
+        A measurement's `notes`, by name of a ratio, are printed beside it.
+        """
         figures = []
         for key, (relation, goal) in self.goals.items():
             measured = self.found["measured"].items()
-            values = {name: each[key] for name, each in measured if isinstance(each, dict) and key in each}
-            for name, value in (values or {None: None}).items():
+            having = {name: each for name, each in measured if isinstance(each, dict) and key in each}
+            for name, each in (having or {None: {}}).items():
+                value = each.get(key)
                 is_met = None if value is None else value >= goal if relation == "≥" else value <= goal
                 figure = {"name": key, "goal": f"{relation} {goal}", "found": value, "is_met": is_met, "from": name}
+                if note := each.get("notes", {}).get(key):
+                    figure["note"] = note
                 figures.append(figure)
         return figures
 

@@ -34,6 +34,7 @@ from kernel_check import (
     Batch,
     Bench,
     Case,
+    Rows,
     checks,
     random_numbers,
 )
@@ -42,11 +43,19 @@ from kernel_speed import LLAMA, Loop, Sizes, causal_flops
 from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, GpuBackend
 
 GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1), "decode ÷ cuDNN": ("≤", 1.0), "prefill ÷ cuDNN": ("≤", 1.1)}
-"""Of decode the worst of all shapes, against cuDNN's paged attention; of prefill one prompt, against its dense one."""
+"""Of decode the worst of all shapes of equally long rows, against cuDNN's paged attention; others are padded for
+it, and may be refused. Of prefill one prompt, against its dense one."""
 
 RATIOS = ((9, 3), (8, 8), (24, 1), (40, 1), (71, 1))
 """Of heads: groups that fill a small tile of 16 or 32 rows, a large one, and more than one."""
 EVERY: dict[str, Any] = {"window": 77, "soft_cap": 2.0, "has_sinks": True}
+FEW_SMS = {"num_sms": 4}
+"""On so few multiprocessors a thread block has as many pieces as a long prefill gives it on a whole chip."""
+CROWDED = Rows((*[1] * 57, 2, 64, 65, 300, 33), (*range(1, 1009, 18), 5000, 2, 64, 640, 800, 2500), 640, num_rows=64)
+FULL = Rows(
+    (*[1] * 400, *[64] * 64), (*(1 + 37 * row % 160 for row in range(400)), *range(64, 320, 4)), 4608, num_rows=512
+)
+"""With 32/8 heads: several pieces for every thread block of a chip of 132 multiprocessors."""
 
 
 def cases() -> list[Case]:
@@ -70,6 +79,12 @@ def cases() -> list[Case]:
     found.append(replace(base, name="null pages behind the window", window=100, is_freed=True))
     found.append(replace(base, name="uncut", backend={"is_cut": False}))
     found.append(replace(base, name="cut often, all, int8", dtype="int8", backend={"least_share": 1}, **EVERY))
+    many = replace(base, name="many pieces", rows=CROWDED, backend=FEW_SMS)
+    found += [many, replace(many, name="many pieces, 256", head_size=256)]
+    found.append(replace(many, name="many pieces, all, int8, 64", head_size=64, dtype="int8", page_size=16, **EVERY))
+    own = {**FEW_SMS, "windows": (100,)}
+    found.append(replace(many, name="many pieces, window with an order of its own", window=100, backend=own))
+    found.append(replace(base, name="full chip", num_heads=32, num_kv_heads=8, rows=FULL))
     found.append(replace(base, name="cut often", backend={"least_share": 1}))
     return found
 
@@ -77,10 +92,13 @@ def cases() -> list[Case]:
 def hopper_cases() -> list[Case]:
     """Those of the candidate for prefill."""
     base = Case("wgmma", backend={"prefill": "wgmma"})
+    many = replace(base, name="wgmma, many pieces", rows=CROWDED, backend={"prefill": "wgmma", **FEW_SMS})
     return [
         base,
         replace(base, name="wgmma, int8, 64", head_size=64, dtype="int8", window=100),
         replace(base, name="wgmma, cut often, all", backend={"prefill": "wgmma", "least_share": 1}, **EVERY),
+        many,
+        replace(many, name="wgmma, many pieces, all, int8, 64", head_size=64, dtype="int8", **EVERY),
     ]
 
 
@@ -90,9 +108,9 @@ def tiny_cases() -> list[Case]:
 
 
 def backend_of(chip: dict[str, Any]) -> Callable[[Case], GpuBackend]:
-    """The backend of each case on that chip."""
+    """The backend of each case on that chip, or on the part of it that the case asks for."""
     return lambda case: GpuBackend(
-        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size, **chip, **case.backend
+        num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size, **{**chip, **case.backend}
     )
 
 

@@ -79,3 +79,14 @@ def test_attention_in_plain_xla_writes_and_reads_the_cache_in_place(compiled):
     for kind, sizes in temporary.items():
         assert len(sizes) == 1, kind
         assert max(sizes) < NUM_PAGES * compiled["page_bytes"] // 16 // 4
+
+
+@pytest.mark.parametrize("compiled", [("v6e", 1), ("h100", 1)], ids=str, indirect=True)
+def test_what_kernels_are_timed_by_copies_no_more_than_it_is_said_to(compiled):
+    """K1 is a rate to that of a copy: were there another copy in its loop, attention would seem twice as good; and one
+    of the pages in the loop of attention would hide what that takes."""
+    assert set(compiled["loops"]) == {"copy", "decode"}
+    for name, found in compiled["loops"].items():
+        assert found["copies"] == [], name
+        # Whatever writes a buffer that is not the one it reads needs room for it.
+        assert found["temporary"] < found["buffer"] // 2, name

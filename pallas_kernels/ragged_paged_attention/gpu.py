@@ -210,6 +210,13 @@ class GpuBackend:
                 f"was made for {self.num_heads}, {self.num_kv_heads} and {self.head_size}; make it with what lies on "
                 "one chip"
             )
+        num_tokens, num_rows = q.shape[0], step.context_lens.shape[0]
+        if step.plan.shape[0] != (wanted_len := self.plan_len(num_tokens, num_rows)):
+            # The kernels find the order of each class and window by its place: in another plan that lies elsewhere.
+            raise ValueError(
+                f"attend: got a plan of {step.plan.shape[0]} numbers, this pallas-gpu backend takes {wanted_len} for "
+                f"{num_tokens} tokens in {num_rows} rows; make the plan with the backend that attends"
+            )
         # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
         return _attend_layer(
             cache.pages,

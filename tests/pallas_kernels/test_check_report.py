@@ -95,6 +95,18 @@ def test_a_figure_short_of_its_goal_says_so_and_passes(report: ModuleType, capsy
     assert short == {"K1": True, "K5": False}
 
 
+def test_what_a_measurement_notes_of_a_figure_stands_beside_it(
+    report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found.json"
+    measures = {"decode": lambda: {"K1": 0.95, "K2": 1.0, "notes": {"K1": "of a slow copy"}}}
+    assert report.run(arguments(report, output), {}, measures, {"K1": ("≥", 0.9), "K2": ("≥", 0.9)}) == 0
+    first, second, _ = capsys.readouterr().out.splitlines()[-3:]
+    assert first.endswith("decode  (of a slow copy)")
+    assert second.endswith("decode")
+    assert [figure.get("note") for figure in json.loads(output.read_text())["figures"]] == ["of a slow copy", None]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_no_number_is_wrong_or_broken_and_the_file_stays_json(
     report: ModuleType, tmp_path: Path, value: float

@@ -85,6 +85,17 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
     some.step({0: 1, 1: 30, 2: 3})
 
 
+def test_small_tiles_of_32_rows_in_pieces_that_are_merged() -> None:
+    """24 heads of one query fill more than 16 rows and less than a large tile."""
+    some = world(64, made_with=CUT, table_len=8, num_heads=24, num_kv_heads=1, head_size=128)
+    small, _ = some.shape.backend.planner.orders(some.shape.num_tokens, some.shape.num_rows)
+    assert small[0].tiles.tile_rows == 32
+    some.add_rows(2)
+    some.step({0: 200, 1: 65})
+    assert count_merges(some, [1, 1], [201, 66]) > 0
+    some.step({0: 1, 1: 1})
+
+
 def test_a_tile_reads_none_of_the_next_row_which_another_block_may_be_writing() -> None:
     """A row of 30 query rows, in a tile of 64, before one that another list has: the race detector sees it."""
     some = world(made_with=CUT)
@@ -103,7 +114,7 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int]) ->
     return sum(int(plan[of_class[0].num_merges]) for of_class in orders)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (71, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (24, 1), (71, 1)])
 def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     run_three_steps(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
 
@@ -238,6 +249,19 @@ def test_heads_that_the_backend_was_not_made_for_are_refused_by_number() -> None
     some = World(shape_of(16, backend=backend(8, 2), slot_axes=(2, 2), dtype="bfloat16"))
     some.add_row()
     with pytest.raises(ValueError, match=r"got 4 query heads, 2 KV heads and head size 64, .* made for 8, 2 and 64"):
+        some.step({0: 1})
+
+
+@pytest.mark.parametrize(("planned", "wanted"), [((), (1024,)), ((1024,), ())], ids=str)
+def test_a_plan_of_a_backend_with_other_windows_is_refused_by_its_length(planned: Any, wanted: Any) -> None:
+    """The order of a window that it lacks would be read from behind it."""
+    some, maker = world(made_with={"windows": wanted}), backend(windows=planned)
+    some.add_row()
+    run, room = some.run, (some.shape.num_tokens, some.shape.num_rows)
+    plan = jnp.asarray(plan_of(maker, [1], [1], *room))
+    some.run = lambda cache, q, k, v, step: run(cache, q, k, v, dataclasses.replace(step, plan=plan))
+    wanted_len = some.shape.backend.plan_len(*room)
+    with pytest.raises(ValueError, match=f"got a plan of {len(plan)} numbers, .* takes {wanted_len} for 80 tokens"):
         some.step({0: 1})
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
@@ -60,6 +61,69 @@ def test_every_case_is_taken_and_groups_fill_tiles_of_every_size(script: Script)
         backend.layout(num_layers=1, num_pages=1, page_size=case.page_size, **heads)
         sizes.add((backend.planner.small_rows, case.num_heads // case.num_kv_heads > 64))
     assert sizes == {(16, False), (32, False), (64, False), (64, True)}
+
+
+def pieces_of(backend: GpuBackend, case: Any) -> list[np.ndarray]:
+    """How many each thread block of a KV head gets in the checked step: of small tiles, and of large ones."""
+    rows, planner, counts = case.rows, backend.planner, []
+    room = {"num_tokens": rows.num_tokens, "num_rows": rows.num_rows}
+    plan = np.zeros(planner.plan_len(**room), np.int32)
+    planner.plan(np.array(rows.query_lens), np.array(rows.context_lens), **room, out=plan)
+    for orders in planner.orders(**room):
+        windows = planner.planned_windows
+        order = orders[windows.index(case.window) if case.window in windows else 0]
+        counts.append(np.diff(plan[order.list_starts : order.num_merges]))
+    return counts
+
+
+@pytest.mark.parametrize("block_memory", [232448, 166912])
+def test_thread_blocks_get_as_many_pieces_as_in_long_steps(script: Script, block_memory: int) -> None:
+    """By what is used again from one piece to the next: stages, barriers and the tile of queries. An H200 that all of
+    a step is spread over gives a block two pieces of most cases."""
+    gpu = script("gpu_check")
+    chip = {"num_sms": 132, "block_memory": block_memory}
+    crowded = [case for case in gpu.cases() + gpu.hopper_cases() if case.backend.get("num_sms")]
+    for case in crowded:
+        backend = gpu.backend_of(chip)(case)
+        assert backend.num_sms == 4
+        small, large = pieces_of(backend, case)
+        assert min(small.max(), large.max()) > 8, case.name
+    of_them = {(case.head_size, case.dtype, case.backend.get("prefill"), case.has_sinks) for case in crowded}
+    assert of_them == {
+        (128, "bfloat16", None, False),
+        (256, "bfloat16", None, False),
+        (64, "int8", None, True),
+        (128, "bfloat16", "wgmma", False),
+        (64, "int8", "wgmma", True),
+    }
+    assert any(case.window in case.backend.get("windows", ()) for case in crowded)
+
+
+def test_one_case_gives_every_thread_block_of_a_chip_several_pieces(script: Script) -> None:
+    """What blocks that run at once do to one another: the case is run again and has to give the same bits."""
+    gpu = script("gpu_check")
+    (case,) = (case for case in gpu.cases() if case.name == "full chip")
+    backend = gpu.backend_of({"num_sms": 132})(case)
+    assert backend.num_sms == 132
+    for counts in pieces_of(backend, case):
+        assert counts.min() >= 3
+        assert counts.mean() >= 7
+
+
+def test_the_rows_of_every_case_have_room_and_those_of_one_query_are_first(script: Script) -> None:
+    gpu = script("gpu_check")
+    for case in gpu.cases() + gpu.hopper_cases():
+        rows = case.rows
+        assert sum(rows.query_lens) <= rows.num_tokens, case.name
+        assert len(rows.query_lens) == len(rows.context_lens) <= rows.num_rows, case.name
+        assert sorted(rows.query_lens, key=lambda length: length != 1) == list(rows.query_lens), case.name
+        assert all(new <= known for new, known in zip(rows.query_lens, rows.context_lens, strict=True)), case.name
+
+
+def test_what_cudnn_may_refuse_of_skewed_rows_is_no_goal(script: Script) -> None:
+    """It is given 64 × 512 pages of them, 2³¹ numbers of keys: without a ratio that is a goal no run would pass."""
+    assert "decode ÷ cuDNN" in script("gpu_check").GOALS
+    assert "skewed ÷ cuDNN" not in script("gpu_check").GOALS
 
 
 @pytest.mark.slow

@@ -47,28 +47,61 @@ def test_each_call_takes_the_output_of_the_one_before_and_nothing_else_changes(s
     assert float(speed.copy_loop(1 << 12)(3)[0]) == -1.0
 
 
-def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> None:
-    """Of two shapes it takes one: its ratio would be that of an easier task, so there is none."""
+def decode_found(script, other: Any) -> dict[str, Any]:
+    """Of rows of equal length in two shapes, and of skewed ones, beside what `other` does."""
     check, speed = script("kernel_check"), script("kernel_speed")
-
-    def other(batch: Any) -> Any:
-        if len(batch.q) == 3:
-            raise NotImplementedError("three rows")
-        return speed.loop_of(batch)
-
     sizes = speed.Sizes(
         decode=((40, 40), (20,) * 3),
-        skewed=(10, 70),
+        skewed=(10, 70, 20, 20),
         copied_bytes=64,
         rounds=1,
         trial_calls=1,
         round_s=0.0,
     )
     case = check.Case("tiny", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, dtype="float32")
-    bench = check.Bench(lambda case: XlaBackend(), 1)
-    found = speed.measure_decode(bench, case, sizes, {"other": other})
-    assert found["refused"] == {"3 × 20 by other": "NotImplementedError: three rows"}
+    return speed.measure_decode(check.Bench(lambda case: XlaBackend(), 1), case, sizes, {"other": other})
+
+
+def refusing(script, num_rows: int) -> Any:
+    """Another that does not take so many rows."""
+
+    def other(batch: Any) -> Any:
+        if len(batch.q) == num_rows:
+            raise NotImplementedError(f"{num_rows} rows")
+        return script("kernel_speed").loop_of(batch)
+
+    return other
+
+
+def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> None:
+    """Of two shapes it takes one: its ratio would be that of an easier task, so there is none."""
+    found = decode_found(script, refusing(script, 3))
+    assert found["refused"] == {"3 × 20 by other": "NotImplementedError: 3 rows"}
     assert found["decode ÷ other"] is None
     assert found["K1"] > 0
     assert {"2 × 40 by other", "skewed by other"} <= set(found["seconds"])
-    assert speed.worst_ratio({"a": 1.0, "a by x": 2.0, "b": 3.0, "b by x": 2.0}, ["a", "b"], "x") == 1.5
+    worst_ratio = script("kernel_speed").worst_ratio
+    assert worst_ratio({"a": 1.0, "a by x": 2.0, "b": 3.0, "b by x": 2.0}, ["a", "b"], "x") == 1.5
+
+
+def test_rows_of_different_length_are_compared_by_themselves_and_may_be_refused(script) -> None:
+    """Padded to the longest they may be more than another takes: the ratio of equally long rows stands without them."""
+    found = decode_found(script, refusing(script, 4))
+    taken = found["seconds"]
+    worst = max(taken[name] / taken[f"{name} by other"] for name in ("2 × 40", "3 × 20"))
+    assert found["decode ÷ other"] == worst
+    assert found["skewed ÷ other"] is None
+    assert found["refused"] == {"skewed by other": "NotImplementedError: 4 rows"}
+    assert found["notes"] == {"decode ÷ other": "skewed refused: NotImplementedError: 4 rows"}
+    found = decode_found(script, script("kernel_speed").loop_of)
+    ratio = found["skewed ÷ other"]
+    assert ratio == found["seconds"]["skewed"] / found["seconds"]["skewed by other"]
+    assert found["notes"] == {"decode ÷ other": f"skewed: {ratio:.3f}"}
+
+
+def test_a_copy_is_compared_to_the_data_sheet_of_a_device_that_has_one(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "copy_of_data_sheet" not in decode_found(script, script("kernel_speed").loop_of)
+    monkeypatch.setitem(script("kernel_speed").BYTES_PER_S, jax.devices()[0].device_kind, 2.0)
+    found = decode_found(script, script("kernel_speed").loop_of)
+    assert found["copy_of_data_sheet"] == found["copy_bytes_per_s"] / 2
+    assert found["notes"]["K1"] == f"the copy: {found['copy_of_data_sheet']:.3f} of the data sheet's bandwidth"
