@@ -10,10 +10,12 @@ jax ≥ 0.11; one process a chip.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,6 +93,7 @@ def prepare() -> Path:
 
     cuda = Path(next(iter(nvidia.cuda_nvcc.__path__)))
     dump = Path(tempfile.mkdtemp(prefix="ptx-"))
+    atexit.register(shutil.rmtree, dump, ignore_errors=True)
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
