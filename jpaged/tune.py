@@ -73,12 +73,14 @@ class Bundles:
         backend = _backend(self.compiler.chip, self.shape, sizes)
         try:
             decode, prefill = self.compiler.attention_loops(backend, self.shape)
+            if kind == "decode":
+                loops = DecodeLoops.of(decode, self.shape, sizes.decode)
+                return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
+            return {
+                f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS
+            }
         except Exception as error:
             return _reason(error)
-        if kind == "decode":
-            loops = DecodeLoops.of(decode, self.shape, sizes.decode)
-            return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
-        return {f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS}
 
 
 class Measured:

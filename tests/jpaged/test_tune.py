@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.attention_choice import choose_attention, kernel_backend, tuned_path
+from jpaged.bundles import Compiler, Loop
 from jpaged.cli import main
 from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
@@ -26,7 +27,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     ruled_sizes,
     sizes_of,
 )
-from jpaged.tune import Measured, search, write_entry
+from jpaged.tune import Bundles, Measured, search, write_entry
 
 from .test_attention_choice import model_with
 
@@ -96,6 +97,14 @@ def test_sizes_that_do_not_compile_are_left_out_and_said(capsys: pytest.CaptureF
     assert "decode: full 512: no room" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="tune: no room, with sizes that a start would take"):
         search("v6e", SHAPE, ByRule({}, refused=(start.decode.full,)), start)
+
+
+def test_loops_that_are_not_as_known_are_one_error_with_their_number() -> None:
+    loops = [Loop(0, 900, 1, 300, {"MXU": 0}), Loop(100, 700, 2, 600, {"MXU": 5})]
+    compiler = SimpleNamespace(chip="v6e", attention_loops=lambda backend, shape: (loops, loops))
+    source = Bundles(cast(Compiler, compiler), SHAPE)
+    with pytest.raises(ConfigError, match="the compiler's loops: got 1 of 2 with products, wanted 2, with sizes that"):
+        search("v6e", SHAPE, source, ruled_sizes("v6e", SHAPE))
 
 
 def entry_of(sizes: TpuSizes, **changes: Any) -> dict[str, Any]:
@@ -168,10 +177,11 @@ def test_what_cannot_be_tuned_is_refused_by_name(
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[aot]'")
-def test_bundles_tune_a_chip_that_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [("8", "2"), ("4", "1")], ids=["two bunches of heads", "one"])
+def test_bundles_tune_a_chip_that_is_not_there(heads: tuple[str, str], tmp_path: Path) -> None:
     """A few heads, so that a compilation takes a second: an entry is written, or it is said that none is better."""
     table = tmp_path / "table.json"
-    flags = ["tune", "--num-heads", "8", "--num-kv-heads", "2", "--head-size", "128", "--source", "bundles"]
+    flags = ["tune", "--num-heads", heads[0], "--num-kv-heads", heads[1], "--head-size", "128", "--source", "bundles"]
     code = "import sys; from jpaged.cli import main; sys.exit(main(sys.argv[1:]))"
     run = subprocess.run(
         [sys.executable, "-c", code, *flags, "--chip", "v6e", "-o", str(table)],
