@@ -279,7 +279,10 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     from .user_cache import make_private
 
     shape = TpuShape(args.num_heads, args.num_kv_heads, args.head_size, args.dtype, args.block_size)
-    table: Path = args.output or tuned_path()
+    try:
+        table: Path = args.output or tuned_path()
+    except RuntimeError as error:
+        raise ConfigError(f"--output: got none, and this user has no table ({error}); name one, or set HOME") from error
     try:
         tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else user_tuned()
         start = sizes_of(chip, shape, tuned)

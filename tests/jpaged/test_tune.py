@@ -27,7 +27,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     ruled_sizes,
     sizes_of,
 )
-from jpaged.tune import Bundles, Measured, search, write_entry
+from jpaged.tune import Bundles, Measured, _tune, search, write_entry
 
 from .test_attention_choice import model_with
 
@@ -173,6 +173,15 @@ def test_what_cannot_be_tuned_is_refused_by_name(
 ) -> None:
     assert main([*FLAGS, *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_tuning_without_a_home_asks_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # Of no user that the system knows.
+    args = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=128, output=None)
+    with pytest.raises(ConfigError, match=r"--output: got none, and this user has no table .*; name one, or set HOME"):
+        _tune(args, "v6e", None)
 
 
 @pytest.mark.slow
