@@ -37,7 +37,9 @@ DECODE_SIZES, PREFILL_SIZES = ("most_rows", "full", "tail", "tile"), ("sub_kv", 
 FETCHED = ("tile", "tile_kv")
 CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
 DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
-"""Context length → rows and layers that are timed: at most 1 GiB of pages for 8 heads of 128."""
+"""Context length → rows and layers that are timed, as far as `MOST_BYTES` go: all of them for 8 heads of 128."""
+MOST_BYTES = 1 << 30
+"""Of pages in one workload: of five sizes that have their turns each has pages of its own, on chips of 16 GB."""
 
 Figures = dict[str, float]
 
@@ -101,8 +103,19 @@ class Measured:
 
         heads = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_size")}
         if kind == "decode":
-            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in DECODES.items()}
-        return {f"prompt of {n}": Workload(1, n, 2, query_len=n, **heads) for n in PROMPT_LENS}
+            found = {n: self._fitting(n, *most) for n, most in DECODES.items()}
+            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in found.items()}
+        found = {n: self._fitting(n, 1, 2) for n in PROMPT_LENS}
+        return {f"prompt of {n}": Workload(1, n, layers, query_len=n, **heads) for n, (_, layers) in found.items()}
+
+    def _fitting(self, context_len: int, num_rows: int, num_layers: int) -> tuple[int, int]:
+        """As many rows and layers of these as have pages of `MOST_BYTES`, or one of each."""
+        row_bytes = -(-context_len // self.shape.page_size) * _page_bytes(self.chip, self.shape)
+        while num_layers > 1 and num_rows * num_layers * row_bytes > MOST_BYTES:
+            num_layers //= 2
+        while num_rows > 1 and num_rows * num_layers * row_bytes > MOST_BYTES:
+            num_rows //= 2
+        return num_rows, num_layers
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
         from .bench_kernels import measure, paged
@@ -111,11 +124,19 @@ class Measured:
         for name, workload in self.workloads(kind).items():
             programs = {}
             for index, sizes in enumerate(candidates):
+                if isinstance(found[index], str):
+                    continue
                 try:
-                    programs[str(index)] = paged(self.backend(sizes), workload, self.shape.page_size, self.shape.dtype)
+                    program = paged(self.backend(sizes), workload, self.shape.page_size, self.shape.dtype)
+                    program.time()  # Some that compile cannot be run.
                 except Exception as error:
                     found[index] = _reason(error)
-            measure(programs, self.num_runs)
+                else:
+                    programs[str(index)] = program
+            try:
+                measure(programs, self.num_runs)
+            except Exception as error:  # Each alone could be run: of all of them it cannot be told which is at fault.
+                return [_reason(error)] * len(candidates)
             for index, figures in enumerate(found):
                 if isinstance(figures, dict):
                     figures[name] = programs[str(index)].ms
@@ -195,6 +216,21 @@ def _backend(chip: str, shape: TpuShape, sizes: TpuSizes) -> TpuBackend:
     from .pallas_kernels.ragged_paged_attention import TpuBackend
 
     return dataclasses.replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
+
+
+def _page_bytes(chip: str, shape: TpuShape) -> int:
+    """Of a page in one layer. ValueError if the kernels do not take the shape."""
+    from .pallas_kernels.ragged_paged_attention import TpuBackend
+
+    layout = TpuBackend.for_heads(chip, shape.num_heads, shape.head_size).layout(
+        num_layers=1,
+        num_pages=1,
+        page_size=shape.page_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        dtype=shape.dtype,
+    )
+    return layout.page_bytes
 
 
 def _reason(error: Exception) -> str:
@@ -286,14 +322,7 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     try:
         tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else user_tuned()
         start = sizes_of(chip, shape, tuned)
-        _backend(chip, shape, start).layout(
-            num_layers=1,
-            num_pages=1,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            dtype=shape.dtype,
-        )
+        _page_bytes(chip, shape)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     source: Source = Bundles(compiler, shape) if compiler else Measured(chip, shape, args.runs)

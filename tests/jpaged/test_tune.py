@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,7 +20,7 @@ from jpaged.attention_choice import choose_attention, kernel_backend, tuned_path
 from jpaged.bundles import Compiler, Loop
 from jpaged.cli import main
 from jpaged.errors import ConfigError
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     TpuShape,
@@ -27,11 +30,12 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     ruled_sizes,
     sizes_of,
 )
-from jpaged.tune import Bundles, Measured, _tune, search, write_entry
+from jpaged.tune import DECODES, Bundles, Measured, _tune, search, write_entry
 
 from .test_attention_choice import model_with
 
 ROOT = Path(__file__).parents[2]
+WIDE_SHAPES = [(32, 8, 128, "bfloat16"), (32, 32, 128, "bfloat16"), (32, 32, 128, "float32"), (64, 64, 80, "float32")]
 SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
 FLAGS = ["tune", "--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128"]
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
@@ -153,6 +157,70 @@ def test_what_is_measured_are_the_kernels_themselves() -> None:
     assert isinstance(good, dict)
     assert good["rows of 40"] > 0
     assert isinstance(bad, str)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "dtype"), WIDE_SHAPES)
+def test_pages_of_what_is_measured_fit_beside_those_of_other_sizes(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: str
+) -> None:
+    shape = TpuShape(num_heads, num_kv_heads, head_size, dtype, 128)
+    source = Measured("v5e", shape, num_runs=1)
+    for workload in (*source.workloads("decode").values(), *source.workloads("prefill").values()):
+        num_pages = workload.num_rows * -(-workload.context_len // 128)
+        layout = TpuBackend(chip="v5e").layout(
+            num_layers=workload.num_layers,
+            num_pages=num_pages,
+            page_size=128,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+        )
+        assert num_pages * layout.page_bytes <= 1 << 30
+        assert min(workload.num_rows, workload.num_layers) >= 1
+
+
+def test_workloads_of_eight_heads_are_whole() -> None:
+    found = Measured("v6e", SHAPE, num_runs=1).workloads("decode").values()
+    assert {each.context_len: (each.num_rows, each.num_layers) for each in found} == DECODES
+
+
+@dataclass(frozen=True)
+class Fails(XlaBackend):
+    """From a run on."""
+
+    first: int = 0
+    runs: list[int] = field(default_factory=list, compare=False)
+
+    def attend(self, cache: Any, *args: Any, **options: Any) -> Any:
+        def run() -> np.ndarray:
+            self.runs.append(1)
+            if len(self.runs) > self.first:
+                raise MemoryError("no room")
+            return np.zeros((), np.float32)
+
+        out, pages = super().attend(cache, *args, **options)
+        return out + jax.pure_callback(run, jax.ShapeDtypeStruct((), np.float32)), pages
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["alone", "in its turn"])
+def test_sizes_that_cannot_be_run_are_named(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, a size is left out; if it fails beside the others it is not told which of them has no room."""
+
+    class Measures(Measured):
+        def backend(self, sizes: TpuSizes) -> Any:
+            return XlaBackend() if sizes.sub_kv == 128 else Fails(first=first)
+
+    monkeypatch.setattr("jpaged.tune.DECODES", {40: (2, 1)})
+    good = ruled_sizes("v6e", SHAPE)._replace(sub_kv=128)
+    source = Measures("v6e", SHAPE._replace(dtype="float32"), num_runs=1)
+    found = source.figures("decode", [good, good._replace(sub_kv=256)])
+    assert isinstance(found[1], str)
+    assert found[1].startswith("JaxRuntimeError: ")
+    if first == 0:
+        assert isinstance(found[0], dict)
+        assert found[0]["rows of 40"] > 0
+    else:
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
