@@ -51,15 +51,21 @@ def check_kernels(
 ) -> None:
     """Compare a kernel with the XLA path on this device, unless that was done before with the same versions.
 
-    ConfigError if they differ, or if the kernel cannot be run.
+    ConfigError if they differ, or if the kernel cannot be run. Where this user's files cannot be kept, it is done each
+    time, with a warning.
     """
     if isinstance(backend, XlaBackend):
         return
     key = check_key(backend, model, dtype, kv_dtype, block_size, device)
-    folder = user_cache("checked")
-    mark = folder / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
-    if mark.exists():
-        return
+    each_start = "the check of %s is made at each start: %s"
+    mark: Path | None = None
+    try:
+        mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+        if mark.exists():
+            return
+    except (OSError, RuntimeError) as problem:
+        mark = None
+        logger.warning(each_start, backend.name, problem)
     try:
         error = kernel_error(
             backend,
@@ -83,11 +89,13 @@ def check_kernels(
             f"output's norm, allowed: {LARGEST_ERROR}; use --attention-backend xla"
         )
     logger.info("%s agrees with the XLA path on %s to %.2g", backend.name, device.device_kind, error)
+    if mark is None:
+        return
     try:
-        make_private(folder)
+        make_private(mark.parent)
         mark.write_text(json.dumps({"checked": key, "error": error}))
     except OSError as problem:
-        logger.warning("the check of %s is made at each start: %s", backend.name, problem)
+        logger.warning(each_start, backend.name, problem)
 
 
 def check_key(

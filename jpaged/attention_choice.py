@@ -5,6 +5,7 @@ Nothing is switched later, or silently: what cannot be served as asked is an err
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from .user_cache import user_cache
 if TYPE_CHECKING:
     from .pallas_kernels.ragged_paged_attention import GpuBackend, TpuBackend
     from .pallas_kernels.ragged_paged_attention.tpu_sizes import TunedEntry
+
+logger = logging.getLogger("jpaged")
 
 TPU_CHIPS = {
     "TPU v5 lite": "v5e",
@@ -117,17 +120,22 @@ def _tpu_backend(device_kind: str, num_heads: int, head_size: int) -> TpuBackend
 
 
 def tuned_path() -> Path:
-    """Where `jpaged tune` keeps what this user has tuned."""
+    """Where `jpaged tune` keeps what this user has tuned. RuntimeError if the user has no home directory."""
     return user_cache("tuned") / "tpu.json"
 
 
 def user_tuned() -> tuple[TunedEntry, ...]:
-    """What this user has tuned. ConfigError if the table is broken."""
+    """What this user has tuned. ConfigError if the table is broken; one that cannot be looked for is a warning."""
     from .pallas_kernels.ragged_paged_attention.tpu_sizes import read_tuned
 
-    path = tuned_path()
     try:
-        return read_tuned(path) if path.exists() else ()
+        path = tuned_path()
+        is_there = path.exists()
+    except (OSError, RuntimeError) as problem:
+        logger.warning("this user's table of tile sizes is not looked for: %s", problem)
+        return ()
+    try:
+        return read_tuned(path) if is_there else ()
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .attention_choice import DEVICE_OF_KERNELS, kernel_backend
+from .attention_choice import DEVICE_OF_KERNELS, TPU_BLOCK_SIZES, XLA_BLOCK_SIZE, kernel_backend
 from .errors import ConfigError
 from .flags import FlagParser
 from .pallas_kernels.ragged_paged_attention import (
@@ -47,8 +47,10 @@ from .progress import say
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64
 LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
-READ_BYTES = 256 << 20
-BACKENDS = ("xla", "pallas-tpu", "pallas-gpu")
+READ_BYTES, READ_TURNS = 256 << 20, 16
+"""Of the array that is read, and how often one program reads it: so often that a launch takes little of its time."""
+BLOCK_SIZES = {"xla": XLA_BLOCK_SIZE, "pallas-tpu": TPU_BLOCK_SIZES[0], "pallas-gpu": XLA_BLOCK_SIZE}
+"""Backend → tokens of a page that it serves with, unless long page tables need larger ones."""
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,18 @@ def dense(workload: Workload, dtype: str) -> Program:
 
 
 def read_bandwidth() -> Program:
-    """The sum of a large array, in rows, so that all cores take part; a "layer" is a run."""
-    array = jnp.ones((256, READ_BYTES // 4 // 256), jnp.float32)
+    """The sum of a large array, in rows, so that all cores take part; a "layer" is a turn."""
+    state = jnp.ones((256, READ_BYTES // 4 // 256), jnp.float32), jnp.zeros(256)
+
+    def turn(_: Any, state: Any) -> Any:
+        # For all that XLA knows the barrier makes another array of it, whose sum is not the last turn's.
+        array, sums = jax.lax.optimization_barrier(state)
+        return array, sums + jnp.sum(array, axis=1)
 
     def run(state: Any) -> Any:
-        return state[0], jnp.sum(state[0], axis=1)
+        return jax.lax.fori_loop(0, READ_TURNS, turn, state)
 
-    compiled = jax.jit(run, donate_argnums=0).lower((array, jnp.zeros(256))).compile()
-    return Program(compiled, (array, jnp.zeros(256)), 1, [])
+    return Program(jax.jit(run, donate_argnums=0).lower(state).compile(), state, READ_TURNS, [])
 
 
 def measure(programs: dict[str, Program], num_runs: int) -> None:
@@ -276,26 +282,30 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
     parser = FlagParser(prog="jpaged bench kernels", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BACKENDS)}; default xla")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens per page")
+    parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BLOCK_SIZES)}; default xla")
+    defaults = ", ".join(f"{size} with {name}" for name, size in BLOCK_SIZES.items())
+    parser.add_argument(
+        "--block-size", type=int, metavar="N", help=f"tokens per page; default as the backend serves: {defaults}"
+    )
     parser.add_argument("--runs", type=int, default=7, help="interleaved runs of everything; medians are shown")
     parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
     args = parser.parse_args(argv)
-    for name in ("runs", "block_size"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    for name, number in (("runs", args.runs), ("block-size", args.block_size)):
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name}: got {number}, allowed: an integer ≥ 1")
     device = jax.devices()[0]
     backend, sharing = _backends(args.backend, device.platform)
+    page_size = BLOCK_SIZES[args.backend] if args.block_size is None else args.block_size
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     try:
-        result = bench(backend, sharing, page_size=args.block_size, dtype=dtype, num_runs=args.runs)
+        result = bench(backend, sharing, page_size=page_size, dtype=dtype, num_runs=args.runs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     result = {
         "what": "attention over pages; medians of interleaved runs; 9 query and 3 KV heads of 64 if no model is named",
         **result,
         "backend": args.backend,
-        "block_size": args.block_size,
+        "block_size": page_size,
         "dtype": dtype,
         "runs": args.runs,
         "device": device.device_kind,
@@ -316,8 +326,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
     """The backend of that name, and the same with shared prefixes, if it can share them. ConfigError if not here."""
-    if name not in BACKENDS:
-        raise ConfigError(f"--backend: got {name}, allowed: {', '.join(BACKENDS)}")
+    if name not in BLOCK_SIZES:
+        raise ConfigError(f"--backend: got {name}, allowed: {', '.join(BLOCK_SIZES)}")
     if name != "xla":
         if device != DEVICE_OF_KERNELS[name]:
             raise ConfigError(

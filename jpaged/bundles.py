@@ -11,6 +11,7 @@ environment when it is imported.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 """Chip → the topology that the compiler is asked for."""
-ROWS, TOKENS, TABLE_TOKENS, PAGES = 64, 8192, 4096, 512
+ROWS, TOKENS, TABLE_TOKENS = 64, 8192, 4096
 """Of the step that is compiled: what its loops hold does not depend on them."""
+CACHE_BYTES = 256 << 20
+"""Of the pages, at least: twice the VMEM of any chip. XLA puts a smaller cache there, and copies it with loops."""
 SPILLS = "VSTORE:SPILL"
 
 
@@ -87,24 +90,27 @@ class Compiler:
             jax.jit(function).lower(*args).compile()
 
     def loops_of(self, kernel: str) -> list[Loop]:
-        """The loops of the kernel of that name, in their order."""
-        named = [path for path in self.folder.iterdir() if kernel in path.name]
-        bundles = next(
-            path for path in named if path.name.endswith("-final_bundles.txt") and "analysis" not in path.name
-        )
-        slots = next(path for path in named if path.name.endswith("-final_hlo-static-per-bundle-utilization.txt"))
-        return _loops(bundles.read_text(), slots.read_text())
+        """The loops of the kernel of that name, in their order. ValueError if the dump is not as known here."""
+        named = [path for path in self.folder.iterdir() if kernel in path.name and "analysis" not in path.name]
+        texts = []
+        for end in ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt"):
+            path = next((path for path in named if path.name.endswith(end)), None)
+            if path is None:
+                raise ValueError(f"the compiler's dump: got {len(named)} files of {kernel}, wanted one named …{end}")
+            texts.append(path.read_text())
+        return read_loops(*texts)
 
     def layout(self, backend: TpuBackend, shape: TpuShape) -> KVLayout:
         """Of the pages that `attention_loops` compiles for."""
-        return backend.layout(
+        layout = backend.layout(
             num_layers=1,
-            num_pages=PAGES,
+            num_pages=1,
             page_size=shape.page_size,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
             dtype=shape.dtype,
         )
+        return dataclasses.replace(layout, num_pages=-(-CACHE_BYTES // layout.page_bytes))
 
     def attention_loops(
         self, backend: TpuBackend, shape: TpuShape, dtype: str | None = None, **options: float
@@ -164,7 +170,7 @@ class DecodeLoops(NamedTuple):
 
     @classmethod
     def of(cls, loops: list[Loop], shape: TpuShape, sizes: DecodeSizes) -> DecodeLoops:
-        """From the loops of a kernel that was compiled with these sizes."""
+        """From the loops of a kernel that was compiled with these sizes. ValueError if they are not as known here."""
         import jax.numpy as jnp
 
         from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK, heads_together
@@ -174,7 +180,7 @@ class DecodeLoops(NamedTuple):
         heads = heads_together(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.most_rows)
         num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, rows_paired(dtype)
         most = products_at_once(shape.num_heads // num_groups, dtype)
-        full, tail = (loop for loop in loops if loop.slots["MXU"])
+        full, tail = _with_products(loops, 2)
 
         def turns(num: int, most: int) -> list[int]:
             """Of the loop over so many, if there is one."""
@@ -183,6 +189,8 @@ class DecodeLoops(NamedTuple):
 
         def bundles(nest: list[Loop], turns: list[int]) -> int:
             """Of one turn of the outermost, whose inner loops take so many turns."""
+            if len(nest) != len(turns) + 1:
+                raise ValueError(f"the compiler's loops: got {len(nest)} of a tile in decode, wanted {len(turns) + 1}")
             if len(nest) == 1:
                 return nest[0].size
             return nest[0].size - nest[1].size + turns[0] * bundles(nest[1:], turns[1:])
@@ -191,12 +199,14 @@ class DecodeLoops(NamedTuple):
             return [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
 
         full_nest, tail_nest = nest_of(full), nest_of(tail)
-        of_row = next(loop for loop in loops if loop.depth == 2 and loop.holds(full))
+        full_tile = bundles(full_nest, turns(num_pieces, most // num_groups) + turns(num_groups, most))
+        tail_piece = bundles(tail_nest, turns(num_groups, most // pair))
+        of_row = _around(full, loops)
         return cls(
             around=loops[0].size - of_row.size - tail_nest[0].size,
             around_full=of_row.size - full_nest[0].size,
-            full_tile=bundles(full_nest, turns(num_pieces, most // num_groups) + turns(num_groups, most)),
-            tail_piece=bundles(tail_nest, turns(num_groups, most // pair)),
+            full_tile=full_tile,
+            tail_piece=tail_piece,
             full=full,
             tail=tail,
             num_pairs=BLOCK // pair,
@@ -213,13 +223,19 @@ class DecodeLoops(NamedTuple):
 
 
 def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: TpuSizes, tile_q: int) -> int:
-    """Of all query tiles of a prompt: what surrounds the loops over heads, and these once for each piece of keys."""
+    """Of all query tiles of a prompt: what surrounds the loops over heads, and these once for each piece of keys.
+
+    One bunch of heads has no such loop: the loop over pieces counts for each of them, with all sides of its branches.
+    ValueError if the loops are not as known here.
+    """
     from .pallas_kernels.ragged_paged_attention.tpu_prefill import heads_of_bunch
 
-    whole, masked, half = (loop for loop in loops if loop.slots["MXU"])
-    key_tiles = next(loop for loop in loops if loop.depth == 2 and loop.holds(whole))
-    around_queries, around_keys = loops[0].size - key_tiles.size, key_tiles.size - whole.size - masked.size - half.size
     num_bunches = shape.num_heads // heads_of_bunch(shape.num_heads // shape.num_kv_heads, tile_q)
+    found = _with_products(loops, 1 if num_bunches == 1 else 3)
+    whole, masked, half = found if len(found) == 3 else found * 3
+    key_tiles = _around(whole, loops)
+    around_queries = loops[0].size - key_tiles.size
+    around_keys = key_tiles.size - sum(loop.size for loop in found)
     total = 0
     for position in range(0, length, tile_q):
         end = position + tile_q
@@ -230,14 +246,41 @@ def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: Tp
     return total
 
 
-def _loops(bundles: str, utilization: str) -> list[Loop]:
+def _with_products(loops: list[Loop], num: int) -> list[Loop]:
+    found = [loop for loop in loops if loop.slots["MXU"]]
+    if len(found) != num:
+        raise ValueError(f"the compiler's loops: got {len(found)} of {len(loops)} with products, wanted {num}")
+    return found
+
+
+def _around(inner: Loop, loops: list[Loop]) -> Loop:
+    """The loop within the kernel's own that `inner` lies in."""
+    for loop in loops:
+        if loop.depth == 2 and loop.holds(inner):
+            return loop
+    raise ValueError(f"the compiler's loops: got products at depth {inner.depth} and no loop at depth 2 around them")
+
+
+def read_loops(bundles: str, utilization: str) -> list[Loop]:
+    """Of a kernel, from the compiler's text of its bundles and its table of the slots that each of them uses.
+
+    ValueError names what is not as it is known here.
+    """
     lines = re.findall(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:\s*((?:>\s*)*)\{", bundles, re.MULTILINE)
     marks = [(mark, depth.count(">")) for mark, depth in lines]
-    names = re.search(r"\n(MXU.*)\n", utilization)
-    assert names, "the compiler's table of slots looks different"
-    table = utilization.split("== UTILIZATION:")[1].strip().splitlines()
-    slots = [list(map(int, line.split())) for line in table if re.fullmatch(r"[\d ]+", line)]
-    assert len(slots) == len(marks), "the compiler's dump has another form than is known here"
+    names = re.search(r"\n(MXU, .*)\n", utilization)
+    _, found, table = utilization.partition("== UTILIZATION:")
+    if names is None or not found:
+        raise ValueError(
+            f"the compiler's table of slots: got {utilization[:80]!r}, wanted a line MXU, … and == UTILIZATION:"
+        )
+    columns = names[1].split(", ")
+    slots = [list(map(int, line.split())) for line in table.strip().splitlines() if re.fullmatch(r"[\d ]+", line)]
+    if len(slots) != len(marks) or any(len(row) != len(columns) for row in slots):
+        raise ValueError(
+            f"the compiler's table of slots: got {len(slots)} rows for {len(marks)} bundles, wanted one for each, "
+            f"of {len(columns)} numbers"
+        )
     # A loop goes from its mark to the next mark that lies outside it; unmarked lines may show any depth.
     spans = []
     for begin, (mark, depth) in enumerate(marks):
@@ -250,8 +293,8 @@ def _loops(bundles: str, utilization: str) -> list[Loop]:
     for begin, end, depth in spans:
         inner = {n for b, e, d in spans if d > depth and begin <= b and e <= end for n in range(b, e)}
         own = [n for n in range(begin, end) if n not in inner]
-        totals = [sum(slots[n][column] for n in own) for column in range(len(slots[0]))]
-        loops.append(Loop(begin, end, depth, len(own), dict(zip(names[1].split(", "), totals, strict=True))))
+        totals = [sum(slots[n][column] for n in own) for column in range(len(columns))]
+        loops.append(Loop(begin, end, depth, len(own), dict(zip(columns, totals, strict=True))))
     return loops
 
 

@@ -37,7 +37,9 @@ DECODE_SIZES, PREFILL_SIZES = ("most_rows", "full", "tail", "tile"), ("sub_kv", 
 FETCHED = ("tile", "tile_kv")
 CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
 DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
-"""Context length → rows and layers that are timed: at most 1 GiB of pages for 8 heads of 128."""
+"""Context length → rows and layers that are timed, as far as `MOST_BYTES` go: all of them for 8 heads of 128."""
+MOST_BYTES = 1 << 30
+"""Of pages in one workload: of five sizes that have their turns each has pages of its own, on chips of 16 GB."""
 
 Figures = dict[str, float]
 
@@ -73,12 +75,14 @@ class Bundles:
         backend = _backend(self.compiler.chip, self.shape, sizes)
         try:
             decode, prefill = self.compiler.attention_loops(backend, self.shape)
+            if kind == "decode":
+                loops = DecodeLoops.of(decode, self.shape, sizes.decode)
+                return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
+            return {
+                f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS
+            }
         except Exception as error:
             return _reason(error)
-        if kind == "decode":
-            loops = DecodeLoops.of(decode, self.shape, sizes.decode)
-            return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
-        return {f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS}
 
 
 class Measured:
@@ -99,8 +103,19 @@ class Measured:
 
         heads = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_size")}
         if kind == "decode":
-            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in DECODES.items()}
-        return {f"prompt of {n}": Workload(1, n, 2, query_len=n, **heads) for n in PROMPT_LENS}
+            found = {n: self._fitting(n, *most) for n, most in DECODES.items()}
+            return {f"rows of {n}": Workload(rows, n, layers, **heads) for n, (rows, layers) in found.items()}
+        found = {n: self._fitting(n, 1, 2) for n in PROMPT_LENS}
+        return {f"prompt of {n}": Workload(1, n, layers, query_len=n, **heads) for n, (_, layers) in found.items()}
+
+    def _fitting(self, context_len: int, num_rows: int, num_layers: int) -> tuple[int, int]:
+        """As many rows and layers of these as have pages of `MOST_BYTES`, or one of each."""
+        row_bytes = -(-context_len // self.shape.page_size) * _page_bytes(self.chip, self.shape)
+        while num_layers > 1 and num_rows * num_layers * row_bytes > MOST_BYTES:
+            num_layers //= 2
+        while num_rows > 1 and num_rows * num_layers * row_bytes > MOST_BYTES:
+            num_rows //= 2
+        return num_rows, num_layers
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
         from .bench_kernels import measure, paged
@@ -109,11 +124,19 @@ class Measured:
         for name, workload in self.workloads(kind).items():
             programs = {}
             for index, sizes in enumerate(candidates):
+                if isinstance(found[index], str):
+                    continue
                 try:
-                    programs[str(index)] = paged(self.backend(sizes), workload, self.shape.page_size, self.shape.dtype)
+                    program = paged(self.backend(sizes), workload, self.shape.page_size, self.shape.dtype)
+                    program.time()  # Some that compile cannot be run.
                 except Exception as error:
                     found[index] = _reason(error)
-            measure(programs, self.num_runs)
+                else:
+                    programs[str(index)] = program
+            try:
+                measure(programs, self.num_runs)
+            except Exception as error:  # Each alone could be run: of all of them it cannot be told which is at fault.
+                return [_reason(error)] * len(candidates)
             for index, figures in enumerate(found):
                 if isinstance(figures, dict):
                     figures[name] = programs[str(index)].ms
@@ -193,6 +216,21 @@ def _backend(chip: str, shape: TpuShape, sizes: TpuSizes) -> TpuBackend:
     from .pallas_kernels.ragged_paged_attention import TpuBackend
 
     return dataclasses.replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
+
+
+def _page_bytes(chip: str, shape: TpuShape) -> int:
+    """Of a page in one layer. ValueError if the kernels do not take the shape."""
+    from .pallas_kernels.ragged_paged_attention import TpuBackend
+
+    layout = TpuBackend.for_heads(chip, shape.num_heads, shape.head_size).layout(
+        num_layers=1,
+        num_pages=1,
+        page_size=shape.page_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        dtype=shape.dtype,
+    )
+    return layout.page_bytes
 
 
 def _reason(error: Exception) -> str:
@@ -277,18 +315,14 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     from .user_cache import make_private
 
     shape = TpuShape(args.num_heads, args.num_kv_heads, args.head_size, args.dtype, args.block_size)
-    table: Path = args.output or tuned_path()
+    try:
+        table: Path = args.output or tuned_path()
+    except RuntimeError as error:
+        raise ConfigError(f"--output: got none, and this user has no table ({error}); name one, or set HOME") from error
     try:
         tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else user_tuned()
         start = sizes_of(chip, shape, tuned)
-        _backend(chip, shape, start).layout(
-            num_layers=1,
-            num_pages=1,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            dtype=shape.dtype,
-        )
+        _page_bytes(chip, shape)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     source: Source = Bundles(compiler, shape) if compiler else Measured(chip, shape, args.runs)

@@ -6,6 +6,7 @@ public models, for every chip, and seeded random ones. A program is a step of tw
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 NUM_RANDOM = 200
+CACHE_BYTES = 256 << 20
+"""More than any chip has of memory nearer than HBM."""
 
 
 class Cell(NamedTuple):
@@ -168,15 +171,17 @@ def all_cells(platform: str) -> list[Cell]:
 
 
 def cache_layout(cell: Cell, backend: Any) -> Any:
-    """Of two layers. ValueError names what the backend does not take."""
-    return backend.layout(
+    """Of two layers, and so large that no compiler puts it anywhere but in HBM. ValueError names what the backend does
+    not take."""
+    layout = backend.layout(
         num_layers=2,
-        num_pages=8192 // cell.page_size,
+        num_pages=1,
         page_size=cell.page_size,
         num_kv_heads=cell.heads[1],
         head_size=cell.head_size,
         dtype=cell.dtypes[1],
     )
+    return dataclasses.replace(layout, num_pages=-(-CACHE_BYTES // layout.page_bytes))
 
 
 def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -18,6 +18,7 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +28,17 @@ from gate_cells import FEATURES, REFUSED, Cell, all_cells
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jpaged.bundles import ROWS, SPILLS, TOPOLOGIES, Compiler, DecodeLoops, Loop, bundles_of_prompt, prepare
+from jpaged.bundles import (
+    CACHE_BYTES,
+    ROWS,
+    SPILLS,
+    TOPOLOGIES,
+    Compiler,
+    DecodeLoops,
+    Loop,
+    bundles_of_prompt,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape
@@ -160,6 +171,8 @@ class Bench:
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
         is_narrow = jnp.dtype(shape.dtype).itemsize == 1
+        page_shape = shape.page_size, 2 * shape.num_kv_heads, shape.head_size
+        total_pages = -(-CACHE_BYTES // (math.prod(page_shape) * jnp.dtype(shape.dtype).itemsize))
         num_tokens, ints = 256, functools.partial(self.compiler.shaped, dtype=jnp.int32)
         attention = functools.partial(
             kernel.ragged_paged_attention,
@@ -173,7 +186,7 @@ class Bench:
         )
         args = (
             self.compiler.shaped((num_tokens, shape.num_heads, shape.head_size), dtype),
-            self.compiler.shaped((512, shape.page_size, 2 * shape.num_kv_heads, shape.head_size), shape.dtype),
+            self.compiler.shaped((total_pages, *page_shape), shape.dtype),
             ints((ROWS,)),
             ints((ROWS, 4096 // shape.page_size)),
             ints((ROWS + 1,)),

@@ -1,6 +1,8 @@
 """A kernel which computes something else than the XLA path, on the device it is to serve on, does not start."""
 
 import dataclasses
+import logging
+import os
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -18,11 +20,13 @@ from jpaged.attention_check import (
     long_context,
     source_digest,
 )
+from jpaged.attention_choice import user_tuned
 from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import GpuPlanner
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes
+from jpaged.user_cache import user_cache
 
 from .test_attention_choice import CPU, MODEL, model_with
 
@@ -65,6 +69,25 @@ def test_a_kernel_that_cannot_run_does_not_start(tmp_path, monkeypatch):
 
 def test_the_error_is_that_of_rounding(interpreted):
     assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", "float32", 16, CPU) < 1e-5
+
+
+@pytest.mark.parametrize("home", [None, "/" + 300 * "x"], ids=["no home", "a home that cannot be looked into"])
+def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home, interpreted, monkeypatch, caplog):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # Of no user that the system knows, as in a container.
+    if home is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+    else:
+        with pytest.raises(RuntimeError):
+            user_cache("checked")
+    assert user_tuned() == ()
+    with caplog.at_level(logging.INFO, "jpaged"):
+        check_kernels(TpuBackend(**interpreted), model_with(head_size=64), "float32", 16, CPU)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("the check of pallas-tpu is made at each start" in message for message in messages) == 1
+    assert any("pallas-tpu agrees with the XLA path" in message for message in messages)
+    assert home is not None or any("this user's table of tile sizes is not looked for" in text for text in messages)
 
 
 class Blind(XlaBackend):

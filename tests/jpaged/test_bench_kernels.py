@@ -1,6 +1,7 @@
 """`jpaged bench kernels` compares programs that compute the same, and says what it measured."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 from jpaged import bench_kernels
+from jpaged.attention_choice import block_size_of
 from jpaged.bench_kernels import Workload, dense, full_gather, naive_gather, paged
 from jpaged.cli import main
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
 
 SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
 
@@ -58,12 +60,37 @@ def test_the_dense_prefill_computes_what_paged_attention_does():
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
+def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeypatch):
+    monkeypatch.setattr(bench_kernels, "READ_BYTES", 1 << 20)
+    program = bench_kernels.read_bandwidth()
+    assert program.num_layers == bench_kernels.READ_TURNS > 1
+    outside_the_loop = program.run.as_text().split("ENTRY")[1]
+    assert "while(" in outside_the_loop
+    assert not re.search(r"reduce|fusion|call\(", outside_the_loop), "XLA has taken the sum out of the loop"
+    assert program.run.memory_analysis().temp_size_in_bytes < bench_kernels.READ_BYTES // 8
+    _, sums = program.run(program.state)
+    np.testing.assert_array_equal(sums, np.full(256, bench_kernels.READ_TURNS * (1 << 20) // 4 // 256))
+
+
+def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(capsys, monkeypatch):
+    served = {backend.name: block_size_of(backend, None, 64, 8192) for backend in (XlaBackend(), TpuBackend())}
+    assert served.items() <= bench_kernels.BLOCK_SIZES.items()
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "kernels", "--help"])
+    assert "64 with xla, 128 with pallas-tpu, 64 with pallas-gpu" in " ".join(capsys.readouterr().out.split())
+    for name in ("READ_TURNS", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
+        monkeypatch.setattr(bench_kernels, name, {"READ_TURNS": 1, "DECODES": {"small": SMALL}}.get(name, {}))
+    assert main(["bench", "kernels", "--runs", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["block_size"] == 64
+
+
 def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     small = {name: {f"small {name}": SMALL} for name in ("DECODES", "GATHERS")}
     small["SHARED"] = {"small": Workload(4, 70, 1, num_shared=64)}
     small["PREFILLS"] = {"small": Workload(1, 40, 1, 8)}
     for name, workloads in small.items():
         monkeypatch.setattr(bench_kernels, name, workloads)
+    monkeypatch.setattr(bench_kernels, "READ_TURNS", 2)
     path = tmp_path / "kernels.json"
     assert main(["bench", "kernels", "--runs", "2", "--block-size", "16", "-o", str(path)]) == 0
     result = json.loads(path.read_text())

@@ -5,18 +5,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import jax
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.attention_choice import choose_attention, kernel_backend, tuned_path
+from jpaged.bundles import Compiler, Loop
 from jpaged.cli import main
 from jpaged.errors import ConfigError
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     TpuShape,
@@ -26,11 +30,12 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
     ruled_sizes,
     sizes_of,
 )
-from jpaged.tune import Measured, search, write_entry
+from jpaged.tune import DECODES, Bundles, Measured, _tune, search, write_entry
 
 from .test_attention_choice import model_with
 
 ROOT = Path(__file__).parents[2]
+WIDE_SHAPES = [(32, 8, 128, "bfloat16"), (32, 32, 128, "bfloat16"), (32, 32, 128, "float32"), (64, 64, 80, "float32")]
 SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
 FLAGS = ["tune", "--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128"]
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
@@ -98,6 +103,14 @@ def test_sizes_that_do_not_compile_are_left_out_and_said(capsys: pytest.CaptureF
         search("v6e", SHAPE, ByRule({}, refused=(start.decode.full,)), start)
 
 
+def test_loops_that_are_not_as_known_are_one_error_with_their_number() -> None:
+    loops = [Loop(0, 900, 1, 300, {"MXU": 0}), Loop(100, 700, 2, 600, {"MXU": 5})]
+    compiler = SimpleNamespace(chip="v6e", attention_loops=lambda backend, shape: (loops, loops))
+    source = Bundles(cast(Compiler, compiler), SHAPE)
+    with pytest.raises(ConfigError, match="the compiler's loops: got 1 of 2 with products, wanted 2, with sizes that"):
+        search("v6e", SHAPE, source, ruled_sizes("v6e", SHAPE))
+
+
 def entry_of(sizes: TpuSizes, **changes: Any) -> dict[str, Any]:
     entry = {"chip": "v6e", "shape": SHAPE._asdict(), "source": "measured", "date": "2026-11-20", "jax": "0.10.2"}
     return {**entry, "sizes": {**sizes._asdict(), "decode": sizes.decode._asdict()}, "figures": {}, **changes}
@@ -146,6 +159,70 @@ def test_what_is_measured_are_the_kernels_themselves() -> None:
     assert isinstance(bad, str)
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "dtype"), WIDE_SHAPES)
+def test_pages_of_what_is_measured_fit_beside_those_of_other_sizes(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: str
+) -> None:
+    shape = TpuShape(num_heads, num_kv_heads, head_size, dtype, 128)
+    source = Measured("v5e", shape, num_runs=1)
+    for workload in (*source.workloads("decode").values(), *source.workloads("prefill").values()):
+        num_pages = workload.num_rows * -(-workload.context_len // 128)
+        layout = TpuBackend(chip="v5e").layout(
+            num_layers=workload.num_layers,
+            num_pages=num_pages,
+            page_size=128,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+        )
+        assert num_pages * layout.page_bytes <= 1 << 30
+        assert min(workload.num_rows, workload.num_layers) >= 1
+
+
+def test_workloads_of_eight_heads_are_whole() -> None:
+    found = Measured("v6e", SHAPE, num_runs=1).workloads("decode").values()
+    assert {each.context_len: (each.num_rows, each.num_layers) for each in found} == DECODES
+
+
+@dataclass(frozen=True)
+class Fails(XlaBackend):
+    """From a run on."""
+
+    first: int = 0
+    runs: list[int] = field(default_factory=list, compare=False)
+
+    def attend(self, cache: Any, *args: Any, **options: Any) -> Any:
+        def run() -> np.ndarray:
+            self.runs.append(1)
+            if len(self.runs) > self.first:
+                raise MemoryError("no room")
+            return np.zeros((), np.float32)
+
+        out, pages = super().attend(cache, *args, **options)
+        return out + jax.pure_callback(run, jax.ShapeDtypeStruct((), np.float32)), pages
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["alone", "in its turn"])
+def test_sizes_that_cannot_be_run_are_named(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, a size is left out; if it fails beside the others it is not told which of them has no room."""
+
+    class Measures(Measured):
+        def backend(self, sizes: TpuSizes) -> Any:
+            return XlaBackend() if sizes.sub_kv == 128 else Fails(first=first)
+
+    monkeypatch.setattr("jpaged.tune.DECODES", {40: (2, 1)})
+    good = ruled_sizes("v6e", SHAPE)._replace(sub_kv=128)
+    source = Measures("v6e", SHAPE._replace(dtype="float32"), num_runs=1)
+    found = source.figures("decode", [good, good._replace(sub_kv=256)])
+    assert isinstance(found[1], str)
+    assert found[1].startswith("JaxRuntimeError: ")
+    if first == 0:
+        assert isinstance(found[0], dict)
+        assert found[0]["rows of 40"] > 0
+    else:
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -166,12 +243,22 @@ def test_what_cannot_be_tuned_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
+def test_tuning_without_a_home_asks_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # Of no user that the system knows.
+    args = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=128, output=None)
+    with pytest.raises(ConfigError, match=r"--output: got none, and this user has no table .*; name one, or set HOME"):
+        _tune(args, "v6e", None)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[aot]'")
-def test_bundles_tune_a_chip_that_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [("8", "2"), ("4", "1")], ids=["two bunches of heads", "one"])
+def test_bundles_tune_a_chip_that_is_not_there(heads: tuple[str, str], tmp_path: Path) -> None:
     """A few heads, so that a compilation takes a second: an entry is written, or it is said that none is better."""
     table = tmp_path / "table.json"
-    flags = ["tune", "--num-heads", "8", "--num-kv-heads", "2", "--head-size", "128", "--source", "bundles"]
+    flags = ["tune", "--num-heads", heads[0], "--num-kv-heads", heads[1], "--head-size", "128", "--source", "bundles"]
     code = "import sys; from jpaged.cli import main; sys.exit(main(sys.argv[1:]))"
     run = subprocess.run(
         [sys.executable, "-c", code, *flags, "--chip", "v6e", "-o", str(table)],
