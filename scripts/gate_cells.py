@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 NUM_RANDOM = 200
-CACHE_BYTES = 256 << 20
-"""More than any chip has of memory nearer than HBM."""
 
 
 class Cell(NamedTuple):
@@ -171,8 +169,9 @@ def all_cells(platform: str) -> list[Cell]:
 
 
 def cache_layout(cell: Cell, backend: Any) -> Any:
-    """Of two layers, and so large that no compiler puts it anywhere but in HBM. ValueError names what the backend does
-    not take."""
+    """Of two layers, so large that it lies in HBM. ValueError names what the backend does not take."""
+    from jpaged.bundles import CACHE_BYTES
+
     layout = backend.layout(
         num_layers=2,
         num_pages=1,

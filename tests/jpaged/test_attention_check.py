@@ -83,7 +83,7 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
             user_cache("checked")
     assert user_tuned() == ()
     with caplog.at_level(logging.INFO, "jpaged"):
-        check_kernels(TpuBackend(**interpreted), model_with(head_size=64), "float32", 16, CPU)
+        check_kernels(TpuBackend(**interpreted), model_with(head_size=64), "float32", "float32", 16, CPU)
     messages = [record.getMessage() for record in caplog.records]
     assert sum("the check of pallas-tpu is made at each start" in message for message in messages) == 1
     assert any("pallas-tpu agrees with the XLA path" in message for message in messages)
