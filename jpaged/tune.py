@@ -319,6 +319,15 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
         table: Path = args.output or tuned_path()
     except RuntimeError as error:
         raise ConfigError(f"--output: got none, and this user has no table ({error}); name one, or set HOME") from error
+    try:  # Before a search that takes minutes.
+        if args.output:
+            table.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            make_private(table.parent)
+        with tempfile.TemporaryFile(dir=table.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output: {table} cannot be written ({error}); name another table") from error
     try:
         tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else user_tuned()
         start = sizes_of(chip, shape, tuned)
@@ -330,10 +339,6 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     if found.sizes == start:
         say(f"nothing is better by more than {LEAST_GAIN:.0%} than what a start takes now: {start}")
         return 0
-    if args.output:
-        table.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        make_private(table.parent)
     figures = {"unit": source.unit, "before": found.before, "after": found.after}
     entry = {"chip": chip, "shape": shape._asdict()}
     entry |= {"sizes": {**found.sizes._asdict(), "decode": found.sizes.decode._asdict()}, "source": source.name}

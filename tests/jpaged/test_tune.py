@@ -243,12 +243,22 @@ def test_what_cannot_be_tuned_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
+SHAPE_FLAGS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "block_size": 128}
+
+
 def test_tuning_without_a_home_asks_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # Of no user that the system knows.
-    args = SimpleNamespace(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=128, output=None)
+    args = SimpleNamespace(**SHAPE_FLAGS, output=None)
     with pytest.raises(ConfigError, match=r"--output: got none, and this user has no table .*; name one, or set HOME"):
+        _tune(args, "v6e", None)
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_search(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    args = SimpleNamespace(**SHAPE_FLAGS, output=tmp_path / "file" / "table.json")
+    with pytest.raises(ConfigError, match=r"--output: .*table\.json cannot be written .*; name another table"):
         _tune(args, "v6e", None)
 
 
