@@ -14,6 +14,8 @@ from jpaged.bench_kernels import Workload, dense, full_gather, naive_gather, pag
 from jpaged.cli import main
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
 
+from .test_attention_choice import MODEL
+
 SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
 
 
@@ -73,7 +75,8 @@ def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeyp
 
 
 def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(capsys, monkeypatch):
-    served = {backend.name: block_size_of(backend, None, 64, 8192) for backend in (XlaBackend(), TpuBackend())}
+    backends = XlaBackend(), TpuBackend()
+    served = {backend.name: block_size_of(backend, MODEL, "bfloat16", None, 64, 8192) for backend in backends}
     assert served.items() <= bench_kernels.BLOCK_SIZES.items()
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "kernels", "--help"])
