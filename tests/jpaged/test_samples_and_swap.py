@@ -70,7 +70,7 @@ def check_everything_came_back(engine: Engine) -> None:
     assert all(pool.num_free == pool.num_usable and not any(pool.ref_counts) for pool in pools)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [2 * Z - 1, 2 * Z, 2 * Z + 1])
+@pytest.mark.parametrize("num_prompt_tokens", [2 * Z - 1, pytest.param(2 * Z, marks=pytest.mark.slow), 2 * Z + 1])
 def test_four_samples_share_a_prompt_and_draw_as_each_alone(roomy: Engine, alone: Any, num_prompt_tokens: int) -> None:
     prompt = PROMPTS[0][:num_prompt_tokens]
     before = roomy.stats()
@@ -155,7 +155,16 @@ SWAP_CASES = {
 }
 
 
-@pytest.mark.parametrize(("options", "modes"), SWAP_CASES.values(), ids=SWAP_CASES.keys())
+SLOW_CASES = "a host pool with plenty", "recompute beside a host pool"
+
+
+@pytest.mark.parametrize(
+    ("options", "modes"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW_CASES))
+        for name, case in SWAP_CASES.items()
+    ],
+)
 def test_whoever_is_preempted_draws_as_alone(alone: Any, options: dict[str, Any], modes: set[str]) -> None:
     with Engine(**SIZES | POOL | options, enable_prefix_caching=False) as engine:
         for n in (1, 2):

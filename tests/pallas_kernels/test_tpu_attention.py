@@ -105,7 +105,7 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_dtype", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "int8")]
+    ("step_dtype", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), *slow(("float32", "int8"))]
 )
 def test_queries_and_pages_of_different_dtypes(step_dtype: str, dtype: str) -> None:
     run_ragged(world(32, mode="on_wait", dtype=dtype, step_dtype=step_dtype))
@@ -274,7 +274,7 @@ KINDS = st.tuples(
 ).filter(lambda kind: kind[0] >= write_height("v6e", kind[2]))
 
 
-@pytest.mark.parametrize("max_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_any_order_of_chunks_and_decodes(max_examples: int) -> None:
     """Each kind is compiled, which takes longer than its steps."""
 
