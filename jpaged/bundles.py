@@ -179,7 +179,7 @@ class DecodeLoops(NamedTuple):
         dtype = jnp.dtype(shape.dtype)
         heads = heads_together(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.most_rows)
         num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, rows_paired(dtype)
-        most = products_at_once(shape.num_heads // num_groups, dtype)
+        most = products_at_once(shape.num_heads // num_groups, heads, dtype)
         full, tail = _with_products(loops, 2)
 
         def turns(num: int, most: int) -> list[int]:

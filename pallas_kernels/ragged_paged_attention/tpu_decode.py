@@ -39,6 +39,8 @@ from .tpu_tiles import LANES, LOG2_E, HeadLanes, compute_dtype
 
 BLOCK = 4
 """Rows of one grid step."""
+MOST_HEADS = 8
+"""In one product: of more, whose values stand side by side, the compiler spills registers."""
 SPARE_VMEM = 16 << 20
 """Beside the tiles: queries, outputs, scores and what the compiler spills."""
 
@@ -50,7 +52,8 @@ def decode_vmem(tile_bytes: int, block: int = BLOCK) -> int:
 
 def heads_together(num_kv_heads: int, group: int, most_rows: int) -> int:
     """KV heads whose scores are computed in one product: a divisor of their number."""
-    fitting = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n * group <= most_rows]
+    most = min(num_kv_heads, MOST_HEADS)
+    fitting = [n for n in range(1, most + 1) if num_kv_heads % n == 0 and n * group <= most_rows]
     return max(fitting, default=1)
 
 

@@ -32,7 +32,7 @@ from .tpu_tiles import (
     wide,
 )
 
-MOST_PRODUCTS, MOST_PRODUCT_ROWS = 8, 160
+MOST_PRODUCTS, MOST_PRODUCT_ROWS, MOST_PRODUCT_HEADS = 8, 160, 32
 
 
 class DecodeSizes(NamedTuple):
@@ -125,7 +125,7 @@ class DecodeKernel:
         self.tail_slot = lax.rem(self.this, 2)
         dtype = ref.wide_q.dtype if ref.wide_q.dtype == jnp.float32 else ref.tails.dtype
         self.pair = min(rows_paired(dtype), self.block)
-        self.most_products = products_at_once(self.rows, dtype)
+        self.most_products = products_at_once(self.rows, heads, dtype)
 
     def run(self) -> None:
         """All of the block."""
@@ -401,14 +401,14 @@ def rows_paired(dtype: Any) -> int:
     return 1 if dtype == jnp.float32 else 2
 
 
-def products_at_once(rows: int, dtype: Any) -> int:
-    """Products in one stretch of instructions, each of so many rows of scores: of more the compiler spills registers.
+def products_at_once(rows: int, heads: int, dtype: Any) -> int:
+    """Products in one stretch of instructions, each of so many rows of scores and of so many KV heads.
 
-    `dtype` as in `rows_paired`. Those in float32 take six passes, of three parts of each number; float8 is widened in
-    many steps.
+    Of more the compiler spills registers. `dtype` as in `rows_paired`. Those in float32 take six passes, of three parts
+    of each number; float8 is widened in many steps.
     """
     most = {"float32": 1, "float8_e4m3fn": MOST_PRODUCTS // 2}.get(dtype.name, MOST_PRODUCTS)
-    return max(min(most, MOST_PRODUCT_ROWS // rows), 1)
+    return max(min(most, MOST_PRODUCT_ROWS // rows, MOST_PRODUCT_HEADS // heads), 1)
 
 
 def at_once(num: int, most: int) -> int:

@@ -166,7 +166,7 @@ def test_a_piece_of_a_full_tile_has_no_more_scores_than_registers_hold(
     heads = heads_together(num_kv_heads, num_heads // num_kv_heads, sizes.most_rows)
     rows = heads * num_heads // num_kv_heads
     assert rows * sizes.full <= MOST_SCORES or sizes.full == 128
-    assert products_at_once(rows, jnp.dtype(dtype)) * rows <= 160
+    assert products_at_once(rows, heads, jnp.dtype(dtype)) * rows <= 160
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
