@@ -189,9 +189,15 @@ def _table_entries(block_size: int, max_num_seqs: int, max_model_len: int) -> in
 
 
 def _takes_pages(backend: Backend, model: ModelConfig, kv_dtype: str, block_size: int) -> bool:
-    shape = {"num_kv_heads": model.num_kv_heads, "head_size": model.head_size, "dtype": kv_dtype}
     try:
-        backend.layout(num_layers=1, num_pages=1, page_size=block_size, **shape)
+        backend.layout(
+            num_layers=1,
+            num_pages=1,
+            page_size=block_size,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_size,
+            dtype=kv_dtype,
+        )
     except ValueError:
         return False
     return True
