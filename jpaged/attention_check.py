@@ -58,7 +58,7 @@ def check_kernels(
         return
     key = check_key(backend, model, dtype, kv_dtype, block_size, device)
     each_start = "the check of %s is made at each start: %s"
-    mark: Path | None = None
+    mark: Path | None
     try:
         mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
         if mark.exists():

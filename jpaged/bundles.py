@@ -100,18 +100,6 @@ class Compiler:
             texts.append(path.read_text())
         return read_loops(*texts)
 
-    def layout(self, backend: TpuBackend, shape: TpuShape) -> KVLayout:
-        """Of the pages that `attention_loops` compiles for."""
-        layout = backend.layout(
-            num_layers=1,
-            num_pages=1,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            dtype=shape.dtype,
-        )
-        return dataclasses.replace(layout, num_pages=-(-CACHE_BYTES // layout.page_bytes))
-
     def attention_loops(
         self, backend: TpuBackend, shape: TpuShape, dtype: str | None = None, **options: float
     ) -> tuple[list[Loop], list[Loop]]:
@@ -124,7 +112,8 @@ class Compiler:
         from .pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
 
         shaped = self.shaped
-        layout = self.layout(backend, shape)
+        page = page_layout(backend, shape)
+        layout = dataclasses.replace(page, num_pages=-(-CACHE_BYTES // page.page_bytes))
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
         scales = None
         if layout.dtype.itemsize == 1:
@@ -150,6 +139,18 @@ class Compiler:
 
         self.compile(attend, cache, q, k, v, step)
         return self.loops_of("ragged_paged_decode"), self.loops_of("ragged_paged_prefill")
+
+
+def page_layout(backend: TpuBackend, shape: TpuShape) -> KVLayout:
+    """Of one page in one layer. ValueError if the kernels do not take the shape."""
+    return backend.layout(
+        num_layers=1,
+        num_pages=1,
+        page_size=shape.page_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        dtype=shape.dtype,
+    )
 
 
 class DecodeLoops(NamedTuple):

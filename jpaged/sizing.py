@@ -101,12 +101,13 @@ def size_engine(
     max_model_len = requested_max_len(config, model)
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, demands, max_model_len)
     wanted_seqs = max_num_seqs
+    least_seqs = max((demand.num_samples for demand in demands), default=1)  # Those of a prompt run together.
     while True:
         try:
             block_size = block_size_of(kv_dtype, max_num_seqs, max_model_len)
             break
         except ConfigError:
-            if config.max_num_seqs is not None or max_num_seqs == 1:
+            if config.max_num_seqs is not None or max_num_seqs // 2 < least_seqs:
                 raise
             max_num_seqs //= 2
     bytes_per_page = page_bytes(block_size, kv_dtype)

@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .bundles import TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, prepare
+from .bundles import TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, page_layout, prepare
 from .errors import ConfigError
 from .flags import FlagParser
 from .progress import say
@@ -222,15 +222,7 @@ def _page_bytes(chip: str, shape: TpuShape) -> int:
     """Of a page in one layer. ValueError if the kernels do not take the shape."""
     from .pallas_kernels.ragged_paged_attention import TpuBackend
 
-    layout = TpuBackend.for_heads(chip, shape.num_heads, shape.head_size).layout(
-        num_layers=1,
-        num_pages=1,
-        page_size=shape.page_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        dtype=shape.dtype,
-    )
-    return layout.page_bytes
+    return page_layout(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), shape).page_bytes
 
 
 def _reason(error: Exception) -> str:
@@ -324,8 +316,7 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
             table.parent.mkdir(parents=True, exist_ok=True)
         else:
             make_private(table.parent)
-        with tempfile.TemporaryFile(dir=table.parent):
-            pass
+        tempfile.TemporaryFile(dir=table.parent).close()
     except OSError as error:
         raise ConfigError(f"--output: {table} cannot be written ({error}); name another table") from error
     try:

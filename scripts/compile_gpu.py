@@ -143,17 +143,15 @@ class GpuGate:
         except Exception as error:
             message = " ".join(str(error).strip().splitlines())[:400]
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {message}"}
-        kernels, fault = self.kernels(lowered.as_text())
+        kernels, spilled = self.kernels(lowered.as_text())
         memory = executable.memory_analysis()
         own_bytes = _own_bytes(arguments[1])
-        if fault:
-            pass
-        elif not set(range(len(layout.shapes))) <= aliased_parameters(executable.as_text()):
+        if not set(range(len(layout.shapes))) <= aliased_parameters(executable.as_text()):
             fault = "the cache is not aliased whole"
         elif memory.temp_size_in_bytes > MOST_TEMP_BYTES + own_bytes:
             fault = f"{memory.temp_size_in_bytes} bytes of temporary memory, {own_bytes} the program's own"
         else:
-            fault = self._crowd(kernels)
+            fault = spilled or self._crowd(kernels)
         found = {
             "temp_bytes": memory.temp_size_in_bytes,
             "own_bytes": own_bytes,

@@ -37,6 +37,7 @@ from jpaged.bundles import (
     DecodeLoops,
     Loop,
     bundles_of_prompt,
+    page_layout,
     prepare,
 )
 
@@ -135,7 +136,7 @@ class Bench:
         else:
             v2 = self.compiler.loops_of(V2)
             found["v2"] = all_spills(v2)
-            sub_kv = backend.sizes_for(shape.num_heads, self.compiler.layout(backend, shape), dtype).sub_kv
+            sub_kv = backend.sizes_for(shape.num_heads, page_layout(backend, shape), dtype).sub_kv
             bunch = heads_of_bunch(shape.num_heads // shape.num_kv_heads, backend.tile_q)
             body = max(loop.slots[SPILLS] for loop in prefill if loop.slots["MXU"])
             v2_heads = self._v2_heads(shape, dtype)

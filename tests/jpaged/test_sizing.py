@@ -424,3 +424,4 @@ def test_sequences_are_as_many_as_have_room_for_their_page_tables_unless_a_numbe
         "max_model_len: too many page numbers"
     )
     refused("tpu", context=128 * 64 + 64, block_size_of=scalar_memory)
+    refused("tpu", context=4096, block_size_of=scalar_memory, demands=[Demand(9, 9, num_samples=3)])

@@ -274,7 +274,7 @@ KINDS = st.tuples(
 ).filter(lambda kind: kind[0] >= write_height("v6e", kind[2]))
 
 
-@pytest.mark.parametrize("max_examples", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_any_order_of_chunks_and_decodes(max_examples: int) -> None:
     """Each kind is compiled, which takes longer than its steps."""
 
