@@ -254,6 +254,7 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jpaged.models.config import RopeConfig
+    from jpaged.models.layers import RMSNorm
     from jpaged.models.rope import inverse_frequencies, rope
     from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
     from jpaged.sharding import TENSOR_AXIS
@@ -294,8 +295,7 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     step = AttentionMetadata(**{name: shaped(shape, everywhere, jnp.int32) for name, shape in shapes.items()})
 
     def normed(x_TD: Any) -> Any:
-        x_f32 = x_TD.astype(jnp.float32)
-        return (x_f32 * jax.lax.rsqrt(jnp.mean(x_f32**2, axis=-1, keepdims=True) + 1e-5)).astype(x_TD.dtype)
+        return RMSNorm(hidden_size, eps=1e-5, make=lambda shape, axes, *, fill=None: jnp.ones(shape, x_TD.dtype))(x_TD)
 
     def summed(spec: str, x: Any, weight: Any) -> Any:
         out_TD = jnp.einsum(spec, x, weight, preferred_element_type=jnp.float32)
