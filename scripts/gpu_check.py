@@ -43,8 +43,8 @@ from kernel_speed import LLAMA, Loop, Sizes, causal_flops
 from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, GpuBackend
 
 GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1), "decode ÷ cuDNN": ("≤", 1.0), "prefill ÷ cuDNN": ("≤", 1.1)}
-"""Of decode the worst of all shapes of equally long rows, against cuDNN's paged attention; others are padded for
-it, and may be refused. Of prefill one prompt, against its dense one."""
+"""Of decode the worst of all shapes, against cuDNN's paged attention, which may refuse skewed rows: it pads them. Of
+prefill one prompt, against its dense one."""
 
 RATIOS = ((9, 3), (8, 8), (24, 1), (40, 1), (71, 1))
 """Of heads: groups that fill a small tile of 16 or 32 rows, a large one, and more than one."""

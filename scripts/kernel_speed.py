@@ -152,8 +152,8 @@ def worst_ratio(taken: dict[str, float], whats: Iterable[str], who: str) -> floa
 def measure_decode(bench: Bench, case: Case, sizes: Sizes, others: Others) -> dict[str, Any]:
     """K1 and K2: bytes of keys and values a second, against those that a copy reads and writes; decode ÷ others.
 
-    The ratio to others is of rows that are equally long. That of skewed ones is another, which may be refused: who pads
-    each row to the longest has more work of them, and more memory.
+    The ratio to others is the worst of all shapes. Skewed rows may be refused by who pads each to the longest, for want
+    of memory: the ratio is then that of equally long rows, and says so.
     """
     shapes = {f"{len(lens)} × {lens[0]}": lens for lens in sizes.decode}
     equal = list(shapes)
@@ -172,8 +172,8 @@ def measure_decode(bench: Bench, case: Case, sizes: Sizes, others: Others) -> di
         found["copy_of_data_sheet"] = of_data_sheet = copied / bandwidth
         notes["K1"] = f"the copy: {of_data_sheet:.3f} of the data sheet's bandwidth"
     for who in others:
-        found[f"decode ÷ {who}"] = worst_ratio(taken, equal, who)
         found[f"skewed ÷ {who}"] = skewed = worst_ratio(taken, ["skewed"], who)
+        found[f"decode ÷ {who}"] = worst_ratio(taken, equal if skewed is None else shapes, who)
         if skewed is None:
             notes[f"decode ÷ {who}"] = f"skewed refused: {refused[f'skewed by {who}']}"
         else:

@@ -6,8 +6,8 @@
 Needs no network and no weights, and at most 8 minutes: what would begin later is listed as not done. Every kind of
 kernel is held against the dense oracle over fresh random inputs, whose seed is printed. Then ratios are measured, each
 between things that ran in turn: decoding to a copy on the device, prefill to a product of matrices, both to jax's own
-ragged paged attention (v2; the worst of all shapes of equally long rows, others by themselves), a window to full
-attention, pages of one byte to those of two. The table is printed last.
+ragged paged attention (v2; the worst of all shapes), a window to full attention, pages of one byte to those of two. The
+table is printed last.
 """
 
 from __future__ import annotations

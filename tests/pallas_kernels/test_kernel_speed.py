@@ -84,7 +84,7 @@ def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> 
     assert worst_ratio({"a": 1.0, "a by x": 2.0, "b": 3.0, "b by x": 2.0}, ["a", "b"], "x") == 1.5
 
 
-def test_rows_of_different_length_are_compared_by_themselves_and_may_be_refused(script) -> None:
+def test_rows_of_different_length_count_unless_they_are_refused(script) -> None:
     """Padded to the longest they may be more than another takes: the ratio of equally long rows stands without them."""
     found = decode_found(script, refusing(script, 4))
     taken = found["seconds"]
@@ -97,6 +97,9 @@ def test_rows_of_different_length_are_compared_by_themselves_and_may_be_refused(
     ratio = found["skewed ÷ other"]
     assert ratio == found["seconds"]["skewed"] / found["seconds"]["skewed by other"]
     assert found["notes"] == {"decode ÷ other": f"skewed: {ratio:.3f}"}
+    taken = found["seconds"]
+    worst = max(taken[name] / taken[f"{name} by other"] for name in ("2 × 40", "3 × 20", "skewed"))
+    assert found["decode ÷ other"] == worst
 
 
 def test_a_copy_is_compared_to_the_data_sheet_of_a_device_that_has_one(script, monkeypatch: pytest.MonkeyPatch) -> None:
