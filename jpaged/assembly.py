@@ -33,7 +33,7 @@ from .runner import Runner
 from .sampler import SampleMode
 from .scheduler import Scheduler
 from .sharding import device_mesh, select_devices
-from .sizing import Demand, EngineSizes, free_host_bytes, size_engine
+from .sizing import Demand, EngineSizes, chosen_dtypes, free_host_bytes, size_engine
 from .step_inputs import StepInputBuilder
 from .user_cache import make_private, user_cache
 
@@ -80,7 +80,8 @@ def assemble(
     except RuntimeError as error:
         raise ConfigError(" ".join(str(error).split())) from error
     mesh, model = device_mesh([device]), opened.config
-    attention = choose_attention(config.attention_backend, model, device)
+    _, kv_dtype = chosen_dtypes(config, model, device.platform)
+    attention = choose_attention(config.attention_backend, model, device, kv_dtype)
     backend = attention.backend
     logger.info("attention: %s, %s", backend.name, attention.reason)
     sizes = size_engine(

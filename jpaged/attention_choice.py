@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from .buckets import sample_sizes
 from .errors import ConfigError
 from .models.config import ModelConfig
 from .pallas_kernels.ragged_paged_attention import Backend, XlaBackend
@@ -40,7 +41,9 @@ GPU_KERNELS_NEED = (0, 11)
 XLA_BLOCK_SIZE = 64
 TPU_BLOCK_SIZES = (128, 256, 512, 1024)
 MAX_TABLE_ENTRIES = 255_000
-"""Page numbers that fit into a TPU core's scalar memory, 1 MiB, beside the rest of a step's plan."""
+"""Numbers of page tables that fit into a TPU core's scalar memory, 1 MiB, with `ROW_NUMBERS` for each row."""
+ROW_NUMBERS = 8
+"""Of a row, beside its page numbers: lengths, and its share of the plan of prefill's tiles."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class AttentionChoice:
     reason: str
 
 
-def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> AttentionChoice:
-    """The backend for `attention_backend` = `asked`, on this device. ConfigError if it cannot be had."""
+def choose_attention(asked: str, model: ModelConfig, device: jax.Device, kv_dtype: str = "bfloat16") -> AttentionChoice:
+    """The backend for `attention_backend` = `asked`, on this device, over pages of `kv_dtype`. ConfigError if it cannot
+    be had."""
     xla = XlaBackend(platform=device.platform)
     if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
         return AttentionChoice(xla, "asked for" if asked == "xla" else _why_xla(device))
@@ -62,7 +66,8 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device) -> Atte
             f"attention_backend: got {name}, allowed on this device ({device.device_kind}): auto, xla; leave it out"
         )
     try:
-        backend = kernel_backend(name, device, model.num_heads, model.num_kv_heads, model.head_size, model.windows)
+        heads = model.num_heads, model.num_kv_heads, model.head_size
+        backend = kernel_backend(name, device, *heads, model.windows, kv_dtype)
     except ConfigError:
         raise  # The user's table of sizes is broken: nothing that another backend could be taken for.
     except ValueError as error:
@@ -90,8 +95,10 @@ def kernel_backend(
     num_kv_heads: int,
     head_size: int,
     windows: Sequence[int | None] = (),
+    kv_dtype: str = "bfloat16",
 ) -> Backend:
-    """The kernels of that name, for that many heads on this chip. ValueError names what they do not take."""
+    """The kernels of that name, for that many heads on this chip, over pages of the size that a start takes first.
+    ValueError names what they do not take."""
     if name == "pallas-tpu":
         backend: Backend = _tpu_backend(device.device_kind, num_heads, head_size)
     else:
@@ -99,10 +106,10 @@ def kernel_backend(
     backend.layout(
         num_layers=1,
         num_pages=1,
-        page_size=XLA_BLOCK_SIZE,
+        page_size=TPU_BLOCK_SIZES[0] if name == "pallas-tpu" else XLA_BLOCK_SIZE,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        dtype="bfloat16",
+        dtype=kv_dtype,
     )
     return backend
 
@@ -176,16 +183,17 @@ def block_size_of(
         if _table_entries(size, max_num_seqs, max_model_len) <= MAX_TABLE_ENTRIES:
             return size
     largest = max(sizes)
+    needed = _table_entries(largest, max_num_seqs, max_model_len)
     raise ConfigError(
         f"max_model_len: got {max_model_len} for {max_num_seqs} sequences and pages of {largest} tokens, "
-        f"{_table_entries(largest, max_num_seqs, max_model_len)} page numbers, allowed: {MAX_TABLE_ENTRIES} with "
-        f"pallas-tpu; lower max_num_seqs or max_model_len{', raise block_size' if asked else ''}, or use "
-        "--attention-backend xla"
+        f"{needed} numbers of page tables, allowed: {MAX_TABLE_ENTRIES} with pallas-tpu; lower max_num_seqs or "
+        f"max_model_len{', raise block_size' if asked else ''}, or use --attention-backend xla"
     )
 
 
 def _table_entries(block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    return max_num_seqs * -(-max_model_len // block_size)
+    """Of the largest steps, which have room for a few rows more than there are sequences."""
+    return sample_sizes(max_num_seqs)[-1] * (-(-max_model_len // block_size) + ROW_NUMBERS)
 
 
 def _takes_pages(backend: Backend, model: ModelConfig, kv_dtype: str, block_size: int) -> bool:

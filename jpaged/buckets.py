@@ -44,10 +44,15 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: st
     small = () if platform != "cpu" else (1, 8) if dtype == "float32" else (4, 8)
     num_tokens = small + _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
     small_samples = (1,) if platform == "cpu" else ()
-    num_samples = small_samples + _powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs)
+    num_samples = small_samples + sample_sizes(max_num_seqs)
     most = num_samples[-1]
     num_logprob_samples = (*(size for size in LOGPROB_SAMPLES if size < most), most)
     return Buckets(num_tokens, num_samples, num_logprob_samples)
+
+
+def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Of a device; the last is also how many rows the largest steps have room for."""
+    return _powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs)
 
 
 def _powers_of_two(first: int, at_least: int) -> tuple[int, ...]:

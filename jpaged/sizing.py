@@ -96,8 +96,7 @@ def size_engine(
     all are: a pool need not hold more sequences than there will be. Raises ConfigError.
     """
     is_cpu = platform == "cpu"
-    dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)
-    kv_dtype = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if is_cpu else dtype
+    dtype, kv_dtype = chosen_dtypes(config, model, platform)
     max_model_len = requested_max_len(config, model)
     max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, demands, max_model_len)
     wanted_seqs = max_num_seqs
@@ -210,6 +209,13 @@ def _free_in_group(group: Path, names: tuple[str, str, str], available: int) -> 
         return max(0, int(limit) - used + int(stat.get(reclaimable, 0)))
     except OSError:  # No such group here, or one without a memory controller: no limit.
         return available
+
+
+def chosen_dtypes(config: EngineConfig, model: ModelConfig, platform: str) -> tuple[str, str]:
+    """Of the weights and of the pages."""
+    is_cpu = platform == "cpu"
+    dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)
+    return dtype, config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if is_cpu else dtype
 
 
 def _device_dtype(model: ModelConfig) -> str:

@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from .bundles import TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, page_layout, prepare
+from .bundles import SPILLS, TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, page_layout, prepare
 from .errors import ConfigError
 from .flags import FlagParser
 from .progress import say
@@ -64,6 +64,8 @@ class Bundles:
     def __init__(self, compiler: Compiler, shape: TpuShape):
         self.compiler, self.shape = compiler, shape
         self.known: dict[tuple[str, TpuSizes], Figures | str] = {}
+        self.most_spills: int | None = None
+        """In decode's innermost loops: as many as with the sizes that a start would take."""
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
         for sizes in candidates:
@@ -77,6 +79,11 @@ class Bundles:
             decode, prefill = self.compiler.attention_loops(backend, self.shape)
             if kind == "decode":
                 loops = DecodeLoops.of(decode, self.shape, sizes.decode)
+                spills = loops.full.slots[SPILLS] + loops.tail.slots[SPILLS]
+                if self.most_spills is None:
+                    self.most_spills = spills
+                if spills > self.most_spills:
+                    return f"spills {spills} registers in its innermost loops"
                 return {f"row of {n}": loops.bundles_of_row(n, sizes.decode) for n in CONTEXT_LENS}
             return {
                 f"prompt of {n}": bundles_of_prompt(prefill, n, self.shape, sizes, backend.tile_q) for n in PROMPT_LENS

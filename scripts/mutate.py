@@ -2,7 +2,7 @@
 
     python scripts/mutate.py --jobs 2 --output docs/measurements/mutants.json --check
     python scripts/mutate.py jpaged/scheduler.py --tests tests.jpaged.simulation:simulate@0-20 --only 50
-    python scripts/mutate.py --folder tests/mutants/tpu --named --check --limit 300
+    python scripts/mutate.py --folder tests/mutants/tpu --named --check --limit 600
     python scripts/mutate.py --show jpaged/scheduler.py:113:12:comparison:0
 
 Files, stages of the suite, libraries, named mutants and the arguments for survivors are data in tests/mutants. A

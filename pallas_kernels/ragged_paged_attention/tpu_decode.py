@@ -4,10 +4,12 @@
       long rows, one after another:                    tiles [2, K, S, T, 128]: two slots of one full tile
         full tile │ full tile │ …                        slot a ◀─ DMA ── the next full tile, of whatever row
         no mask, one wait for all pages                  slot b ── compute
-      then all rows of the block together:             tails [2, BLOCK, K, S, T, 128]: what is left of each row
-        sub-tile 0 │ sub-tile 1 │ … of every row's       the next block's ◀─ DMA ── while this block is computed
-        tail, masked; they are independent, so that
-        one row's products run while another waits
+        (with a window: masked, and from the first
+        page that is seen)
+      then the block's rows by twos (float32: by ones): tails [2, BLOCK, K, S, T, 128]: what is left of each row
+        sub-tile 0 │ sub-tile 1 │ … of both rows'        the next block's ◀─ DMA ── while this block is computed
+        tails, masked; they are independent, so that
+        one row's products run while the other waits
         for its maximum
 
     heads side by side on lanes: the queries of `heads` KV heads, G rows each, are block-diagonal

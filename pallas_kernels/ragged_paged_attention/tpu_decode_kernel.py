@@ -33,6 +33,8 @@ from .tpu_tiles import (
 )
 
 MOST_PRODUCTS, MOST_PRODUCT_ROWS, MOST_PRODUCT_HEADS = 8, 160, 32
+MOST_MASKED = 256
+"""Keys of a full tile computed together in a layer with a window: of more, its masks make the compiler spill."""
 
 
 class DecodeSizes(NamedTuple):
@@ -41,7 +43,7 @@ class DecodeSizes(NamedTuple):
     tile: int
     """Fetched together."""
     full: int
-    """Computed together, of full tiles."""
+    """Computed together, of full tiles; `MOST_MASKED` at most in a layer with a window."""
     tail: int
     """Computed together, of a row's last tile."""
     most_rows: int
@@ -121,6 +123,7 @@ class DecodeKernel:
         _, self.block, self.num_kv_heads, _, self.tile, _ = ref.tails.shape
         _, self.num_groups, self.rows, _ = ref.wide_q.shape
         self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
+        self.full = sizes.full if window is None else math.gcd(sizes.full, MOST_MASKED)
         self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
         self.tail_slot = lax.rem(self.this, 2)
         dtype = ref.wide_q.dtype if ref.wide_q.dtype == jnp.float32 else ref.tails.dtype
@@ -255,7 +258,7 @@ class DecodeKernel:
         self._fetch_full(row._replace(number=next_row), next_number, slot)
 
     def _full_tiles(self) -> None:
-        ref, full = self.ref, self.sizes.full
+        ref, full = self.ref, self.full
 
         @pl.loop(0, self.block)
         def _(index: Any) -> None:
@@ -408,7 +411,8 @@ def products_at_once(rows: int, heads: int, dtype: Any) -> int:
     of each number; float8 is widened in many steps.
     """
     most = {"float32": 1, "float8_e4m3fn": MOST_PRODUCTS // 2}.get(dtype.name, MOST_PRODUCTS)
-    return max(min(most, MOST_PRODUCT_ROWS // rows, MOST_PRODUCT_HEADS // heads), 1)
+    most_heads = MOST_PRODUCT_HEADS // 2 if dtype.name == "int8" else MOST_PRODUCT_HEADS
+    return max(min(most, MOST_PRODUCT_ROWS // rows, most_heads // heads), 1)
 
 
 def at_once(num: int, most: int) -> int:

@@ -2,7 +2,7 @@
 
 Tuned numbers are data, `tuned_tpu.json` and, beside it, what a user has tuned: each entry names the chip and the shape
 that it is for, where the numbers come from (`measured` on the chip, or `bundles` of the compiler's schedule) and when.
-So are the two numbers a chip that the rule needs, `ruled_tpu.json`, tuned at one shape. An entry whose numbers the
+So are the numbers of a chip that the rule needs, `ruled_tpu.json`, tuned at a few shapes. An entry whose numbers the
 kernels could not work with is refused when its table is read.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from .tpu_decode import decode_vmem
 from .tpu_decode_kernel import DecodeSizes
 from .tpu_tiles import LANES, HeadLanes
 
@@ -104,6 +105,10 @@ def _entry(entry: dict[str, Any]) -> TunedEntry:
 
 def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     """ValueError for sizes that the kernels cannot work with."""
+    for name in ("num_heads", "num_kv_heads", "head_size", "page_size"):
+        number = getattr(shape, name)
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name}: got {number!r}, allowed: an integer ≥ 1")
     decode, page = sizes.decode, shape.page_size
     numbers = {**decode._asdict(), "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
     for name, number in numbers.items():
@@ -123,23 +128,37 @@ def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     ):
         if not is_right:
             raise ValueError(f"{name}: got {number}, allowed: {allowed}")
+    for name, number in (("tile", decode.tile), ("tile_kv", sizes.tile_kv)):
+        needed = decode_vmem(number * _token_bytes(shape))
+        if needed > VMEM_BYTES[chip]:
+            raise ValueError(
+                f"{name}: got {number}, tiles that need {needed >> 20} MiB, allowed: those that fit into the "
+                f"{VMEM_BYTES[chip] >> 20} MiB of a core of {chip}"
+            )
 
 
 def ruled_sizes(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
     """Tiles of about `TILE_BYTES`, cut into pieces whose scores fit into registers; `in_float32`: all products are."""
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
-    token_bytes = shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * itemsize
-    fitting = min(max(TILE_BYTES // token_bytes, LANES), 2048)
+    token_bytes = _token_bytes(shape)
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
-    most_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _rule(chip)
+    most_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _rule(chip, itemsize)
     # Queries of one KV head may be more rows than that.
     full = min(full, MOST_SCORES // max(shape.num_heads // shape.num_kv_heads, most_rows))
+    # Shorter pieces of one-byte numbers spill a register on v5e.
+    least = full if itemsize == 1 and full * token_bytes <= 2 * TILE_BYTES else LANES
+    fitting = min(max(TILE_BYTES // token_bytes, least), 2048)
     full = tail * _power_of_two(min(full, fitting) // tail)
     unit = math.lcm(page_size, full)
     tile = unit * _power_of_two(fitting // unit)
     decode = DecodeSizes(tile, full, tail, most_rows, write_height(chip, shape.dtype))
     pieces = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MOST_PREFILL_KEYS]
     return TpuSizes(decode, tile, max(pieces, default=tail))
+
+
+def _token_bytes(shape: TpuShape) -> int:
+    """Of the keys and values of a token."""
+    return shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * jnp.dtype(shape.dtype).itemsize
 
 
 def _power_of_two(most: int) -> int:
@@ -162,10 +181,11 @@ def write_height(chip: str, dtype: Any) -> int:
 
 
 @functools.cache
-def _rule(chip: str) -> tuple[int, int]:
-    """Rows of scores in one product and keys of one piece: with these the schedule of a full tile is shortest."""
+def _rule(chip: str, itemsize: int) -> tuple[int, int]:
+    """Rows of scores in one product and keys of one piece, by the bytes of a number in a page: of those that spill no
+    register at the table's shapes, the ones whose schedule of a full tile is shortest, within one percent."""
     rule = json.loads(resources.files(__package__).joinpath("ruled_tpu.json").read_text())["chips"][chip]
-    return rule["most_rows"], rule["full"]
+    return rule["most_rows"], rule["full"][str(itemsize)]
 
 
 @functools.cache

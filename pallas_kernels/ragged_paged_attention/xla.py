@@ -261,7 +261,7 @@ def _attend_layer(
     )
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     decode_rows = sizes.deal(layer, num_rows)
-    q_RKGH = q_TKGH[:num_rows]
+    q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
     before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)
     lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
     num_seen = jnp.zeros_like(lens)
@@ -272,7 +272,8 @@ def _attend_layer(
     decoded = decode_rows.attend(q_RKGH, tables, lens, num_seen, before).result()
     # Room for what the last query tile computes past the end.
     tile_q = min(sizes.queries, num_tokens)
-    out = lax.dynamic_update_slice_in_dim(jnp.zeros((num_tokens + tile_q, *q_TKGH.shape[1:])), decoded, 0, 0)
+    room = max(num_tokens, num_rows) + tile_q
+    out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded, 0, 0)
     if num_tokens > 1:  # A step of one token has no prefill row.
         out = prefill(
             prefill_tiles,

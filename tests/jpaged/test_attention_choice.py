@@ -53,6 +53,11 @@ def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_ref
     assert "head_size: got 48, the pallas-tpu backend takes 64, 80, 96" in chosen.reason
     with pytest.raises(ConfigError, match=r"head_size: got 48.*use --attention-backend xla"):
         choose_attention("pallas-tpu", model_with(head_size=48), tpu())
+    large = model_with(num_heads=40, num_kv_heads=40, head_size=128)
+    assert choose_attention("auto", large, tpu("TPU7x")).backend.name == "pallas-tpu"
+    chosen = choose_attention("auto", large, tpu("TPU7x"), "float32")
+    assert chosen.backend.name == "xla"
+    assert "40 KV heads of 128 in float32 the pallas-tpu backend would need 66 MiB" in chosen.reason
     assert "this device is TPU v4" in choose_attention("auto", model_with(head_size=128), tpu("TPU v4")).reason
 
 
@@ -106,7 +111,11 @@ def test_pages_grow_until_the_page_table_fits():
     assert pages_of(kernels, None, 256, 131072) == 256, "Llama-3.1 as it comes"
     assert pages_of(kernels, None, 256, 262144) == 512
     assert pages_of(kernels, None, 128, 1048576) == 1024
+    assert pages_of(kernels, None, 160, 262144) == 512, "the largest steps have room for 256 rows"
+    assert pages_of(kernels, None, 1024, 253952 // 1024 * 128) == 256, "a row's lengths and tiles need room, too"
     assert pages_of(kernels, 16, 64, 8192) == 16
+    with pytest.raises(ConfigError, match=r"max_model_len: got 163840 for 192 sequences and pages of 128 tokens, 3"):
+        pages_of(kernels, 128, 192, 163840)
     with pytest.raises(
         ConfigError, match=r"max_model_len: got 1048576 for 256 sequences.*allowed: 255000.*lower max_num_seqs or max_"
     ):
@@ -120,5 +129,5 @@ def test_pages_grow_no_further_than_a_core_has_room_for():
     small, large = TpuBackend("v7x"), TpuBackend("v6e")
     assert pages_of(large, None, 256, 131072, num_kv_heads=32, dtype="float32") == 256
     assert pages_of(small, None, 128, 131072, num_kv_heads=32, dtype="float32") == 128
-    with pytest.raises(ConfigError, match=r"pages of 128 tokens, 262144 page numbers"):
+    with pytest.raises(ConfigError, match=r"pages of 128 tokens, 264192 numbers of page tables"):
         pages_of(small, None, 256, 131072, num_kv_heads=32, dtype="float32")

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.attention_choice import choose_attention, kernel_backend, tuned_path
-from jpaged.bundles import Compiler, Loop
+from jpaged.bundles import SPILLS, Compiler, Loop
 from jpaged.cli import main
 from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
@@ -101,6 +101,29 @@ def test_sizes_that_do_not_compile_are_left_out_and_said(capsys: pytest.CaptureF
     assert "decode: full 512: no room" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="tune: no room, with sizes that a start would take"):
         search("v6e", SHAPE, ByRule({}, refused=(start.decode.full,)), start)
+
+
+@pytest.mark.parametrize(("at_start", "is_taken"), [(0, False), (1, True)])
+def test_sizes_that_spill_more_registers_in_decode_than_those_of_a_start_lose(at_start: int, is_taken: bool) -> None:
+    """However short their schedule."""
+
+    def attention_loops(backend: TpuBackend, shape: TpuShape) -> tuple[list[Loop], list[Loop]]:
+        assert backend.sizes is not None
+        size, spills = (10, 1) if backend.sizes.decode.full == 512 else (90, at_start)
+        full, tail = {"MXU": 1, SPILLS: spills}, {"MXU": 1, SPILLS: 0}
+        around = [Loop(0, 999, 1, 0, {"MXU": 0}), Loop(100, 300, 2, 0, {"MXU": 0}), Loop(400, 600, 2, 0, {"MXU": 0})]
+        return [*around, Loop(150, 150 + size, 3, size, full), Loop(450, 500, 3, 50, tail)], []
+
+    start = ruled_sizes("v6e", SHAPE)
+    longer = start._replace(decode=start.decode._replace(full=512))
+    source = Bundles(cast(Compiler, SimpleNamespace(chip="v6e", attention_loops=attention_loops)), SHAPE)
+    held, other = source.figures("decode", [start, longer])
+    assert isinstance(held, dict)
+    if is_taken:
+        assert isinstance(other, dict)
+        assert other["row of 8000"] < held["row of 8000"]
+    else:
+        assert other == "spills 1 registers in its innermost loops"
 
 
 def test_loops_that_are_not_as_known_are_one_error_with_their_number() -> None:

@@ -7,13 +7,23 @@ raise. Interpreted, products are `jnp.dot` and not `mma`; everything else is wha
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.gpu_tiles import Chip, as_operand
+from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import ALIGN
+from jpaged.pallas_kernels.ragged_paged_attention.gpu_tiles import (
+    Chip,
+    as_operand,
+    read_rows,
+    spread,
+    tile_memory,
+    write_out,
+)
 
 from ..paged_steps import plan_of
 from .paged_world import World, shape_of
@@ -96,13 +106,31 @@ def test_small_tiles_of_32_rows_in_pieces_that_are_merged() -> None:
     some.step({0: 1, 1: 1})
 
 
-def test_a_tile_reads_none_of_the_next_row_which_another_block_may_be_writing() -> None:
-    """A row of 30 query rows, in a tile of 64, before one that another list has: the race detector sees it."""
-    some = world(made_with=CUT)
-    for _ in range(5):
-        some.add_row()
-    some.step({0: 80})
-    some.step({1: 1, 4: 1, 2: 33, 3: 15, 0: 30})
+def test_a_tile_reads_nothing_behind_the_last_eight_of_its_rows() -> None:
+    """What follows is another row's, and another thread block may be just writing it. Thread blocks are interpreted one
+    after the other, so that no race of two is seen: what is read tells."""
+    chip, place, num_rows, tile_rows = Chip(interpret=plgpu.InterpretGPUParams(detect_races=True)), 16, 30, 64
+    source = jnp.broadcast_to(jnp.arange(256.0).reshape(2, 128, 1), (2, 128, 64))
+
+    def body(source: Any, out: Any, *, tile: Any, here: Any) -> None:
+        read_rows(source, 1, jnp.int32(place), jnp.int32(num_rows), tile, here, chip)
+        plgpu.barrier_wait(here)
+        for first in range(0, tile_rows, ALIGN):
+            rows = pl.ds(first, ALIGN)
+            write_out(out.at[rows], plgpu.load(tile.at[rows], layout=spread(64, chip)))
+
+    read = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((tile_rows, 64), jnp.bfloat16),
+        scratch_types={
+            "tile": tile_memory((tile_rows, 64), jnp.bfloat16, chip),
+            "here": plgpu.Barrier(num_arrivals=tile_rows // ALIGN),
+        },
+        interpret=chip.interpret,
+    )(source.astype(jnp.bfloat16))
+    first_of_eight = np.minimum(np.arange(0, tile_rows, ALIGN), (num_rows - 1) // ALIGN * ALIGN)
+    wanted = 128 + place + (first_of_eight[:, None] + np.arange(ALIGN)).ravel()
+    np.testing.assert_array_equal(np.asarray(read, np.float32), np.broadcast_to(wanted[:, None], (tile_rows, 64)))
 
 
 def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:

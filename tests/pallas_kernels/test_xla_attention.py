@@ -44,6 +44,13 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
     run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads)))
 
 
+def test_a_step_with_room_for_more_rows_than_tokens() -> None:
+    some = World(replace(shape_of(), num_tokens=4, num_rows=16))
+    some.add_rows(2)
+    for work in ({0: 3, 1: 1}, {0: 1, 1: 1}, {1: 4}):
+        some.step(work)
+
+
 @pytest.mark.parametrize("head_size", [80, 128])
 def test_every_head_size(head_size: int) -> None:
     run_ragged(World(shape_of(head_size=head_size)))
