@@ -129,10 +129,11 @@ class PromptEncoder:
                 param="prompt",
             )
         self._check_len(len(ids))
-        # Whole-list checks first: one by one, the ids of a long prompt would take as long as a step.
-        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= self.vocab_size:
-            for token_id in ids:
-                self._check_id(token_id, "prompt")
+        # As a whole: one by one, the ids of a long prompt would take as long as a step.
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
+            return list(ids)
+        for token_id in ids:
+            self._check_id(token_id, "prompt")
         return [int(token_id) for token_id in ids]
 
     def _check_id(self, token_id: Any, param: str) -> None:
