@@ -83,7 +83,7 @@ def test_in_chunks_of_16() -> None:
         assert engine.stats()["steps"] >= num_prompt_tokens / 16
 
 
-@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize("block_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (8, 16)), 32])
 def test_page_sizes_and_a_warm_prefix_cache(block_size: int) -> None:
     with Engine(**SIZES, block_size=block_size) as engine:
         check(run(engine, ITEMS), ITEMS)

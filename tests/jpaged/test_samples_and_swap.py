@@ -70,7 +70,9 @@ def check_everything_came_back(engine: Engine) -> None:
     assert all(pool.num_free == pool.num_usable and not any(pool.ref_counts) for pool in pools)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [2 * Z - 1, pytest.param(2 * Z, marks=pytest.mark.slow), 2 * Z + 1])
+@pytest.mark.parametrize(
+    "num_prompt_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2 * Z - 1, 2 * Z)), 2 * Z + 1]
+)
 def test_four_samples_share_a_prompt_and_draw_as_each_alone(roomy: Engine, alone: Any, num_prompt_tokens: int) -> None:
     prompt = PROMPTS[0][:num_prompt_tokens]
     before = roomy.stats()
@@ -95,7 +97,9 @@ def test_shared_prompt_pages_are_taken_once() -> None:
         check_everything_came_back(engine)
 
 
-@pytest.mark.parametrize("num_tokens", [2 * Z - 1, 2 * Z, 2 * Z + 1, 2 * Z + 2])
+@pytest.mark.parametrize(
+    "num_tokens", [2 * Z - 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2 * Z, 2 * Z + 2)), 2 * Z + 1]
+)
 def test_a_fork_draws_as_it_would_alone(roomy: Engine, alone: Any, num_tokens: int) -> None:
     """Forked when prompt and output count so many tokens, the last of which is not yet computed."""
     prompt = PROMPTS[1][:10]
@@ -155,7 +159,7 @@ SWAP_CASES = {
 }
 
 
-SLOW_CASES = "a host pool with plenty", "recompute beside a host pool"
+SLOW_CASES = "a host pool with plenty", "a host pool of one page", "recompute beside a host pool"
 
 
 @pytest.mark.parametrize(
