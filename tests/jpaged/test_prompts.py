@@ -233,6 +233,22 @@ def test_the_longest_prompt_leaves_room_for_one_token(encoder):
         assert caught.value.param == "prompt"
 
 
+def lines_run(run):
+    """The code of each line of Python that runs, calls and returns too."""
+    codes = []
+
+    def trace(frame, event, arg):
+        codes.append(frame.f_code)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+    return codes
+
+
 def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
     """The limit itself goes to the tokenizer, which counts; one character more is refused by its length."""
     limit = CONTEXT * MAX_CHARS_PER_TOKEN
@@ -242,8 +258,13 @@ def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
         encoder.encode("a" * (limit + 1))
     with pytest.raises(InvalidRequestError, match="characters"):
         encoder.encode({"messages": [{"role": "user", "content": "a" * limit}]})
-    with pytest.raises(InvalidRequestError, match="characters"):
-        encoder.encode("a" * 10**8)
+
+    def refuse() -> None:
+        with pytest.raises(InvalidRequestError, match="characters"):
+            encoder.encode("a" * (limit + 1))
+
+    assert Tokenizer.encode.__code__ in lines_run(lambda: encoder.encode("a"))
+    assert Tokenizer.encode.__code__ not in lines_run(refuse)
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array], ids=["list", "tuple", "array"])
@@ -251,24 +272,13 @@ def test_a_long_list_of_ids_is_not_walked_in_python(tokenizer, make):
     """100,000 ids take 4 ms as a whole; one by one they took 30, as long as a step. Lines run are counted, not time."""
     encoder = PromptEncoder(tokenizer, VOCAB, 1 << 20)
 
-    def lines(prompt):
-        count = 0
+    def count(prompt):
+        return len(lines_run(lambda: encoder.encode(prompt)))
 
-        def trace(frame, event, arg):
-            nonlocal count
-            count += 1
-            return trace
-
-        sys.settrace(trace)
-        try:
-            encoded = encoder.encode(prompt)
-        finally:
-            sys.settrace(None)
-        assert encoded.token_ids == list(prompt)
-        return count
-
-    lines(make([0]))  # The first of a type is looked up among the abstract classes, by Python.
-    assert lines(make([299, 0, 17, 5] * 25_000)) == lines(make([299]))
+    count(make([0]))  # The first of a type is looked up among the abstract classes, by Python.
+    ids = make([299, 0, 17, 5] * 25_000)
+    assert count(ids) == count(make([299]))
+    assert encoder.encode(ids).token_ids == list(ids)
     with pytest.raises(InvalidRequestError, match="token id 300"):
         encoder.encode(make([299] * 70_000 + [300] + [0] * 30_000))
 
