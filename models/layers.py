@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+Axes = tuple[str | None, ...]
+"""Logical axes of a weight's dimensions; None for one that is never spread."""
+
 
 @runtime_checkable
 class WeightMaker(Protocol):
     """Makes a new weight of one dtype: an array for a model of its own, its abstract shape for one to be loaded."""
 
-    def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, fill: float | None = None) -> Any:
+    def __call__(self, shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> Any:
         """A weight of that shape and those logical axes, all `fill` or (None) drawn at random."""
         ...
+
+
+class Part(NamedTuple):
+    """Where one projection stands in the [A, B] of a fused one: `start` to `stop` of A (`axis` 0) or of B (1)."""
+
+    axis: int
+    start: int
+    stop: int
 
 
 class Linear(nnx.Module):
@@ -35,6 +46,35 @@ class Linear(nnx.Module):
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)[None, :]
         return out
+
+
+class FusedLinear(nnx.Module):
+    """Several projections of the same input as one product: x [T, in] · W [in, A, B] → [T, A, B].
+
+    `parts` names the projections as a checkpoint knows them, each with its place in [A, B]: as many of the rows of a
+    checkpoint's matrix, in that order. Which of A and B is spread over a mesh `axes` say; no part may be cut by it.
+    """
+
+    def __init__(
+        self,
+        num_in: int,
+        shape: tuple[int, int],
+        parts: tuple[tuple[str, Part], ...],
+        *,
+        axes: tuple[str, str | None, str | None],
+        bias: bool,
+        make: WeightMaker,
+    ) -> None:
+        self.weight = nnx.Param(make((num_in, *shape), axes), logical_axes=axes, transposed=True, parts=parts)
+        self.bias = (
+            nnx.Param(make(shape, axes[1:], fill=0.0), logical_axes=axes[1:], parts=parts) if bias else nnx.data(None)
+        )
+
+    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T A B"]:
+        out = jnp.einsum("ti,iab->tab", x, self.weight[...], preferred_element_type=jnp.float32)
+        if self.bias is not None:
+            out = out + self.bias[...].astype(jnp.float32)[None]
+        return out.astype(x.dtype)
 
 
 class Embedding(nnx.Module):

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
 from .config import ModelConfig
-from .layers import Embedding, Linear, RMSNorm, WeightMaker
-from .rope import attention_factor, inverse_frequencies, rope
+from .layers import Embedding, FusedLinear, Linear, Part, RMSNorm, WeightMaker
+from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
 
 TENSOR_NAMES = {
     "embed": "model.embed_tokens",
@@ -31,7 +31,7 @@ TENSOR_NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-"""Module → what checkpoints call it; `.weight` and `.bias` follow on both sides."""
+"""Module, or part of a fused one, → what checkpoints call it; `.weight` and `.bias` follow on both sides."""
 
 
 class Attention(nnx.Module):
@@ -39,26 +39,28 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
         hidden, head = config.hidden_size, config.head_size
-        q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
-        qkv: dict[str, Any] = {"bias": config.qkv_bias, "make": make}
-        self.q_proj = Linear(hidden, q_size, axes=("embed", "heads"), **qkv)
-        self.k_proj = Linear(hidden, kv_size, axes=("embed", "kv_heads"), **qkv)
-        self.v_proj = Linear(hidden, kv_size, axes=("embed", "kv_heads"), **qkv)
-        self.o_proj = Linear(q_size, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
+        # The queries of a KV head, its key and its value lie side by side: a mesh spreads them together.
+        end = config.num_heads // config.num_kv_heads * head
+        parts = (("q_proj", Part(1, 0, end)), ("k_proj", Part(1, end, end + head)))
+        self.qkv_proj = FusedLinear(
+            hidden,
+            (config.num_kv_heads, end + 2 * head),
+            (*parts, ("v_proj", Part(1, end + head, end + 2 * head))),
+            axes=("embed", "kv_heads", None),
+            bias=config.qkv_bias,
+            make=make,
+        )
+        self.o_proj = Linear(config.num_heads * head, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
         self.layer, self.head_size, self.window = layer, head, config.windows[layer]
-        self.rope = config.rope
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], cache: PagedCache, step: AttentionMetadata
+        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: PagedCache, step: AttentionMetadata
     ) -> tuple[Float[Array, "T D"], PagedCache]:
-        head_shape = (x_TD.shape[0], -1, self.head_size)
-        frequencies, factor = inverse_frequencies(self.rope, self.head_size), attention_factor(self.rope)
-        q_TNH = rope(self.q_proj(x_TD).reshape(head_shape), step.positions, frequencies, factor)
-        k_TKH = rope(self.k_proj(x_TD).reshape(head_shape), step.positions, frequencies, factor)
-        v_TKH = self.v_proj(x_TD).reshape(head_shape)
-        out_TNH, cache = cache.attend(
-            self.layer, q_TNH, k_TKH, v_TKH, step, scale=self.head_size**-0.5, window=self.window
-        )
+        qkv_TKW, head = self.qkv_proj(x_TD), self.head_size
+        heads_shape = (x_TD.shape[0], -1, head)
+        q_TNH = rotation.apply(qkv_TKW[..., : -2 * head].reshape(heads_shape))
+        k_TKH, v_TKH = rotation.apply(qkv_TKW[..., -2 * head : -head]), qkv_TKW[..., -head:]
+        out_TNH, cache = cache.attend(self.layer, q_TNH, k_TKH, v_TKH, step, scale=head**-0.5, window=self.window)
         return self.o_proj(out_TNH.reshape(x_TD.shape[0], -1)), cache
 
 
@@ -67,13 +69,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
+        parts = (("gate_proj", Part(0, 0, 1)), ("up_proj", Part(0, 1, 2)))
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
-        self.gate_proj = Linear(hidden, inner, axes=("embed", "mlp"), **options)
-        self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), **options)
+        self.gate_up_proj = FusedLinear(hidden, (2, inner), parts, axes=("embed", None, "mlp"), **options)
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        gate_up_T2F = self.gate_up_proj(x_TD)
+        return self.down_proj(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1])
 
 
 class DecoderLayer(nnx.Module):
@@ -86,9 +89,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, make=make)
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], cache: PagedCache, step: AttentionMetadata
+        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: PagedCache, step: AttentionMetadata
     ) -> tuple[Float[Array, "T D"], PagedCache]:
-        attended_TD, cache = self.attention(self.attention_norm(x_TD), cache, step)
+        attended_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, step)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
 
@@ -102,6 +105,7 @@ class Llama(nnx.Module):
         self.embed = Embedding(config.vocab_size, config.hidden_size, make=make)
         self.layers = nnx.List([DecoderLayer(config, i, make=make) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
+        self.rope, self.head_size = config.rope, config.head_size
         # A tied model has no matrix of its own for the output.
         self.head = (
             nnx.data(None)
@@ -114,8 +118,10 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "T D"], PagedCache]:
         """Hidden states after the last norm, and the cache with this step's keys and values."""
         x_TD = self.embed(token_ids)
+        frequencies, factor = inverse_frequencies(self.rope, self.head_size), attention_factor(self.rope)
+        rotation = rotation_at(step.positions, frequencies, factor)
         for layer in self.layers:
-            x_TD, cache = layer(x_TD, cache, step)
+            x_TD, cache = layer(x_TD, rotation, cache, step)
         return self.norm(x_TD), cache
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:

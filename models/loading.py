@@ -24,6 +24,7 @@ from ..sharding import sharding_of
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import ModelLoadError
+from .layers import Axes, Part
 from .llama import Llama
 
 ARCHITECTURES: dict[str, type[Llama]] = {
@@ -55,7 +56,7 @@ class Weights:
 def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
     """Shapes, dtypes and placement of a model's weights; nothing is allocated or traced."""
 
-    def make(shape: tuple[int, ...], axes: tuple[str, ...], *, fill: float | None = None) -> jax.ShapeDtypeStruct:
+    def make(shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
     return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
@@ -66,14 +67,14 @@ def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint
 
     Raises ModelLoadError naming the checkpoint and the tensor that is missing, left over or of another shape.
     """
-    names = _names(abstract, config)
-    _check_names(set(names.values()), checkpoint, tied=config.tie_word_embeddings)
-    for path, leaf in nnx.to_flat_state(abstract.state):
-        wanted = leaf.shape[::-1] if _is_transposed(leaf) else leaf.shape
-        if checkpoint.shape(names[path]) != wanted:
+    tensors = _tensors(abstract, config)
+    names = {tensor.name for of_leaf in tensors.values() for tensor in of_leaf}
+    _check_names(names, checkpoint, tied=config.tie_word_embeddings)
+    for tensor in (tensor for of_leaf in tensors.values() for tensor in of_leaf):
+        if checkpoint.shape(tensor.name) != tensor.shape:
             raise ModelLoadError(
-                f"{checkpoint.path}: tensor {names[path]} has shape {checkpoint.shape(names[path])}, the config asks "
-                f"for {wanted}; config and weights are of different models"
+                f"{checkpoint.path}: tensor {tensor.name} has shape {checkpoint.shape(tensor.name)}, the config asks "
+                f"for {tensor.shape}; config and weights are of different models"
             )
 
 
@@ -89,29 +90,57 @@ def load_weights(
     `progress(done, total)` counts tensors. Raises ModelLoadError naming the checkpoint and a tensor that
     holds a NaN or an infinity.
     """
-    names = _names(abstract, config)
+    tensors = _tensors(abstract, config)
     leaves = dict(nnx.to_flat_state(abstract.state))
 
     def load(path: tuple[Any, ...]) -> jax.Array:
         leaf = leaves[path]
 
         def read(index: Any) -> np.ndarray:
-            return _read(checkpoint, names[path], index, leaf.shape, np.dtype(leaf.dtype), _is_transposed(leaf))
+            return _read(checkpoint, tensors[path], index, leaf.shape, np.dtype(leaf.dtype))
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
-    loaded = {}
+    loaded, done, total = {}, 0, sum(map(len, tensors.values()))
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for path, array in zip(leaves, readers.map(load, leaves), strict=True):
             loaded[path] = leaves[path].replace(array)
-            if progress is not None:
-                progress(len(loaded), len(leaves))
+            for _ in tensors[path]:
+                done += 1
+                if progress is not None:
+                    progress(done, total)
     return Weights(abstract.graph, nnx.from_flat_state(loaded))
 
 
-def _names(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], str]:
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the checkpoint and where its numbers go: into a whole weight, or into a part of a fused one."""
+
+    name: str
+    shape: tuple[int, ...]
+    """In the checkpoint."""
+    is_transposed: bool
+    part: Part | None
+
+
+def _tensors(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], list[_Tensor]]:
+    """What is read for each weight, by its path."""
     table = ARCHITECTURES[config.architecture].tensor_names
-    return {path: checkpoint_name(path, table) for path, _ in nnx.to_flat_state(abstract.state)}
+    found = {}
+    for path, leaf in nnx.to_flat_state(abstract.state):
+        metadata = leaf.get_metadata()
+        turned = bool(metadata.get("transposed", False))
+        if "parts" not in metadata:
+            shape = leaf.shape[::-1] if turned else leaf.shape
+            found[path] = [_Tensor(checkpoint_name(path, table), shape, turned, None)]
+            continue
+        *inputs, rows, columns = leaf.shape
+        found[path] = []
+        for name, part in metadata["parts"]:
+            of_part = (*path[:-2], name, path[-1])
+            num_rows = (part.stop - part.start) * (columns if part.axis == 0 else rows)
+            found[path].append(_Tensor(checkpoint_name(of_part, table), (num_rows, *inputs), turned, part))
+    return found
 
 
 def checkpoint_name(path: tuple[Any, ...], names: dict[str, str]) -> str:
@@ -120,10 +149,6 @@ def checkpoint_name(path: tuple[Any, ...], names: dict[str, str]) -> str:
     layer = next((part for part in module if isinstance(part, int)), None)
     pattern = ".".join("{i}" if isinstance(part, int) else part for part in module)
     return f"{names[pattern].format(i=layer)}.{kind}"
-
-
-def _is_transposed(leaf: Any) -> bool:
-    return bool(leaf.get_metadata().get("transposed", False))
 
 
 def _check_names(wanted: set[str], checkpoint: Checkpoint, *, tied: bool) -> None:
@@ -144,30 +169,50 @@ def _check_names(wanted: set[str], checkpoint: Checkpoint, *, tied: bool) -> Non
 
 def _read(
     checkpoint: Checkpoint,
-    name: str,
+    tensors: list[_Tensor],
     index: tuple[slice, ...],
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
-    transposed: bool,
 ) -> np.ndarray:
-    """The slice `index` of one weight, read in row chunks and converted on the way."""
-    bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
-    out = _aligned_empty(tuple(stop - start for start, stop, _ in bounds), dtype)
-    target = out.T if transposed else out
-    (first, last, _), *rest = bounds[::-1] if transposed else bounds
-    columns = tuple(slice(start, stop) for start, stop, _ in rest)
-    row_values = max(1, math.prod((shape[::-1] if transposed else shape)[1:]))
-    num_rows = max(1, CHUNK_BYTES // (4 * row_values))
+    """The slice `index` of one weight, from the tensor or the tensors that it is made of."""
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    out = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
+    for tensor in tensors:
+        if tensor.part is None:
+            target, (rows, *rest) = (out.T, bounds[::-1]) if tensor.is_transposed else (out, bounds)
+            _fill(target, checkpoint, tensor, rows, rest)
+            continue
+        *rest, of_a, of_b = bounds
+        start, stop = tensor.part.start, tensor.part.stop
+        if tensor.part.axis == 0:
+            assert of_a == (0, shape[-2]), "a part is not spread"
+            of_a, target, row_len = (0, stop - start), out[..., start:stop, :], shape[-1]
+        else:
+            assert of_b == (0, shape[-1]), "a part is not spread"
+            of_b, target, row_len = (0, stop - start), out[..., start:stop], stop - start
+        for row in range(*of_a):
+            lines = target[..., row - of_a[0], :]
+            span = row * row_len + of_b[0], row * row_len + of_b[1]
+            _fill(lines.T if tensor.is_transposed else lines, checkpoint, tensor, span, rest)
+    return out
+
+
+def _fill(
+    target: np.ndarray, checkpoint: Checkpoint, tensor: _Tensor, rows: tuple[int, int], rest: list[tuple[int, int]]
+) -> None:
+    """Read `rows` of a tensor, and the columns in `rest` of each, in row chunks; convert them on the way."""
+    first, last = rows
+    columns = tuple(slice(*bounds) for bounds in rest)
+    num_rows = max(1, CHUNK_BYTES // (4 * max(1, math.prod(tensor.shape[1:]))))
     for start in range(first, last, num_rows):
         stop = min(start + num_rows, last)
-        chunk = checkpoint.read(name, slice(start, stop))[(slice(None), *columns)]
+        chunk = checkpoint.read(tensor.name, slice(start, stop))[(slice(None), *columns)]
         if not np.isfinite(chunk).all():
             raise ModelLoadError(
-                f"{checkpoint.path}: tensor {name} holds a NaN or an infinity in rows {start} to {stop - 1}; "
+                f"{checkpoint.path}: tensor {tensor.name} holds a NaN or an infinity in rows {start} to {stop - 1}; "
                 "fetch it again"
             )
-        target[start - first : stop - first] = chunk.astype(dtype, copy=False)
-    return out
+        target[start - first : stop - first] = chunk.astype(target.dtype, copy=False)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -181,7 +226,7 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
     """Weights drawn from `seed`, for tests and for timing without a checkpoint."""
     rng = np.random.default_rng(seed)
 
-    def make(shape: tuple[int, ...], axes: tuple[str, ...], *, fill: float | None = None) -> jax.Array:
+    def make(shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> jax.Array:
         values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
         return jnp.asarray(values.astype(dtype))
 

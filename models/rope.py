@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -42,15 +44,26 @@ def attention_factor(rope: RopeConfig) -> float:
     return _yarn_mscale(rope.factor, 1.0)
 
 
-def rope(
-    x_TNH: Float[Array, "T N H"], positions: Int[Array, " T"], frequencies: np.ndarray, factor: float
-) -> Float[Array, "T N H"]:
-    """Rotate lane pairs (i, i + H/2) of every head by position × frequency, in float32."""
-    angles_TF = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
-    cos_T1F, sin_T1F = (jnp.cos(angles_TF) * factor)[:, None, :], (jnp.sin(angles_TF) * factor)[:, None, :]
-    first, second = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos_T1F - second * sin_T1F, second * cos_T1F + first * sin_T1F], axis=-1)
-    return rotated.astype(x_TNH.dtype)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rotation:
+    """Cosine and sine of every token's angles, the same for all layers."""
+
+    cos: Float[Array, "T 1 F"]
+    sin: Float[Array, "T 1 F"]
+
+    def apply(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Rotate lane pairs (i, i + H/2) of every head, in float32."""
+        first, second = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
+        cos, sin = self.cos, self.sin
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return rotated.astype(x_TNH.dtype)
+
+
+def rotation_at(positions: Int[Array, " T"], frequencies: np.ndarray, factor: float) -> Rotation:
+    """The rotation of tokens at these positions by position × frequency; cosine and sine are multiplied by `factor`."""
+    angles_T1F = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)[None, None]
+    return Rotation(jnp.cos(angles_T1F) * factor, jnp.sin(angles_T1F) * factor)
 
 
 def _original_max(rope: RopeConfig) -> int:

@@ -255,7 +255,7 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
 
     from jpaged.models.config import RopeConfig
     from jpaged.models.layers import RMSNorm
-    from jpaged.models.rope import inverse_frequencies, rope
+    from jpaged.models.rope import inverse_frequencies, rotation_at
     from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
     from jpaged.sharding import TENSOR_AXIS
 
@@ -304,7 +304,8 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     def on_a_chip(pages: Any, x_TD: Any, weights: Any, step: Any) -> Any:
         q, k, v = (jnp.einsum("TD,DNH->TNH", normed(x_TD), weights[name]) for name in "qkv")
         frequencies = inverse_frequencies(RopeConfig(theta=500000.0), head_size)
-        q, k = (rope(x, step.positions, frequencies, 1.0) for x in (q, k))
+        rotation = rotation_at(step.positions, frequencies, 1.0)
+        q, k = rotation.apply(q), rotation.apply(k)
         cache = PagedCache(pages, local, (LayerPlace(0, 0),), backend)
         out_TNH, cache = cache.attend(0, q, k, v, step, scale=head_size**-0.5)
         x_TD += summed("TNH,NHD->TD", out_TNH, weights["o"])

@@ -18,10 +18,11 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.models.checkpoint import open_model
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.loading import Weights, _read, abstract_weights, check_tensors, load_weights, random_weights
+from jpaged.models.loading import Weights, _read, _Tensor, abstract_weights, check_tensors, load_weights, random_weights
 from jpaged.sharding import device_mesh
 
 LLAMA = Path(__file__).parents[1] / "golden" / "families" / "llama"
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -49,7 +50,6 @@ def test_every_tensor_arrives_bit_for_bit_matrices_transposed(dtype: str) -> Non
         "model.embed_tokens.weight": model.embed.weight,
         "lm_head.weight": model.head.weight,
         "model.norm.weight": model.norm.weight,
-        Q_PROJ: model.layers[1].attention.q_proj.weight,
         "model.layers.0.mlp.down_proj.weight": model.layers[0].mlp.down_proj.weight,
         "model.layers.0.post_attention_layernorm.weight": model.layers[0].mlp_norm.weight,
     }
@@ -58,6 +58,38 @@ def test_every_tensor_arrives_bit_for_bit_matrices_transposed(dtype: str) -> Non
         wanted = tensors[name].T if is_linear else tensors[name]
         assert param[...].dtype == jnp.dtype(dtype)
         assert np.array_equal(np.asarray(param[...]).astype(np.float32), wanted.astype(np.float32)), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_projections_of_one_input_lie_side_by_side_in_one_weight(family: str) -> None:
+    """The queries of each KV head, its key and its value; gate beside up. Biases likewise."""
+    directory = LLAMA.with_name(family)
+    config, _ = open_model(directory)
+    weights, tensors = load(directory), load_file(directory / "model.safetensors")
+    layer = nnx.merge(weights.graph, weights.state).layers[1]
+
+    def wanted(kind: str) -> dict[str, np.ndarray]:
+        names = {name: f"model.layers.1.{name}.{kind}" for name in PROJECTIONS}
+        return {name: tensors[key].astype(np.float32) for name, key in names.items() if key in tensors}
+
+    def found(kind: str) -> dict[str, np.ndarray]:
+        qkv, gate_up = getattr(layer.attention.qkv_proj, kind), getattr(layer.mlp.gate_up_proj, kind)
+        parts = {}
+        if qkv is not None:
+            array, head = np.asarray(qkv[...]), config.head_size
+            ends = np.cumsum([config.num_heads // config.num_kv_heads * head, head])
+            parts = dict(zip(PROJECTIONS[:3], np.split(array, ends, axis=-1), strict=True))
+        if gate_up is not None:
+            parts |= dict(zip(PROJECTIONS[3:], np.moveaxis(np.asarray(gate_up[...]), -2, 0), strict=True))
+        return {
+            name: part.reshape(part.shape[0], -1).T if kind == "weight" else part.ravel()
+            for name, part in parts.items()
+        }
+
+    for kind in ("weight", "bias"):
+        assert found(kind).keys() == wanted(kind).keys()
+        for name, values in wanted(kind).items():
+            assert np.array_equal(found(kind)[name], values), f"{name}.{kind}"
 
 
 def test_progress_counts_every_tensor() -> None:
@@ -106,9 +138,10 @@ def test_the_buffer_that_was_read_into_is_the_arrays_own() -> None:
     """On a CPU, JAX takes aligned memory as it is: no second copy of any weight."""
     _, checkpoint = open_model(LLAMA)
     buffers: list[np.ndarray] = []
+    tensor = _Tensor("model.layers.1.self_attn.o_proj.weight", (64, 64), True, None)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        buffers.append(_read(checkpoint, Q_PROJ, index, (64, 64), np.dtype(np.float32), True))
+        buffers.append(_read(checkpoint, [tensor], index, (64, 64), np.dtype(np.float32)))
         return buffers[-1]
 
     place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
@@ -147,14 +180,14 @@ checkpoint = Recorded(Path(sys.argv[1]))
 weights = load_weights(abstract_weights(config, "float32", device_mesh(jax.devices())), config, checkpoint)
 model = nnx.merge(weights.graph, weights.state)
 arrays = {
-    "q_proj": model.layers[0].attention.q_proj.weight[...], "o_proj": model.layers[0].attention.o_proj.weight[...],
+    "qkv_proj": model.layers[0].attention.qkv_proj.weight[...], "o_proj": model.layers[0].attention.o_proj.weight[...],
     "embed": model.embed.weight[...], "norm": model.norm.weight[...],
 }
 print(json.dumps({
     "read": checkpoint.read_rows,
     "shards": {name: [shard.data.shape for shard in a.addressable_shards] for name, a in arrays.items()},
     "sums": {name: float(np.asarray(a).astype(np.float64).sum()) for name, a in arrays.items()},
-    "q_proj": np.asarray(arrays["q_proj"]).tolist(), "o_proj": np.asarray(arrays["o_proj"]).tolist(),
+    "qkv_proj": np.asarray(arrays["qkv_proj"]).tolist(), "o_proj": np.asarray(arrays["o_proj"]).tolist(),
 }))
 """
 
@@ -173,14 +206,15 @@ def test_two_devices_read_and_hold_their_own_slices() -> None:
     tensors = load_file(LLAMA / "model.safetensors")
     prefix = "model.layers.0.self_attn."
     assert found["shards"] == {
-        "q_proj": [[64, 32], [64, 32]], "o_proj": [[32, 64], [32, 64]], "embed": [[48, 64], [48, 64]],
+        "qkv_proj": [[64, 1, 64], [64, 1, 64]], "o_proj": [[32, 64], [32, 64]], "embed": [[48, 64], [48, 64]],
         "norm": [[64], [64]],
     }  # fmt: skip
     assert sorted(found["read"][prefix + "q_proj.weight"]) == [[0, 32], [32, 64]]
     assert sorted(found["read"]["model.embed_tokens.weight"]) == [[0, 48], [48, 96]]
-    for name in ("q_proj", "o_proj"):
-        wanted = tensors[f"{prefix}{name}.weight"].astype(np.float32).T
-        assert np.array_equal(np.array(found[name], np.float32), wanted)
+    q, k, v, o = (tensors[f"{prefix}{name}_proj.weight"].astype(np.float32).T for name in "qkvo")
+    assert np.array_equal(np.array(found["o_proj"], np.float32), o)
+    by_kv_head = [part.reshape(64, 2, -1) for part in (q, k, v)]
+    assert np.array_equal(np.array(found["qkv_proj"], np.float32), np.concatenate(by_kv_head, axis=-1))
 
 
 LOAD_DEFAULT_MODEL = """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import RopeConfig
-from jpaged.models.rope import attention_factor, inverse_frequencies, rope
+from jpaged.models.rope import attention_factor, inverse_frequencies, rotation_at
 
 HEAD = 64
 PLAIN = inverse_frequencies(RopeConfig(theta=10000.0), HEAD)
@@ -24,7 +24,7 @@ def test_frequencies_fall_from_one_radian_per_position_to_one_over_theta() -> No
 def test_rotation_turns_lane_i_with_lane_i_plus_half() -> None:
     x = np.zeros((2, 1, HEAD), np.float32)
     x[:, :, 3] = 1.0
-    turned = np.asarray(rope(jnp.asarray(x), jnp.array([0, 5]), PLAIN, 2.0))[:, 0]
+    turned = np.asarray(rotation_at(jnp.array([0, 5]), PLAIN, 2.0).apply(jnp.asarray(x)))[:, 0]
     assert np.flatnonzero(turned[0]).tolist() == [3]
     assert turned[0, 3] == 2.0
     assert np.flatnonzero(turned[1]).tolist() == [3, 3 + HEAD // 2]
@@ -35,19 +35,22 @@ def test_rotation_turns_lane_i_with_lane_i_plus_half() -> None:
 def test_scores_depend_on_the_distance_only() -> None:
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.normal(size=(1, 1, HEAD)), jnp.float32) for _ in range(2))
-    near, far = (
-        float(jnp.sum(rope(q, jnp.array([start + 7]), PLAIN, 1.0) * rope(k, jnp.array([start]), PLAIN, 1.0)))
-        for start in (0, 1000)
-    )
+
+    def score(start: int) -> float:
+        turn_q, turn_k = (rotation_at(jnp.array([position]), PLAIN, 1.0) for position in (start + 7, start))
+        return float(jnp.sum(turn_q.apply(q) * turn_k.apply(k)))
+
+    near, far = score(0), score(1000)
     # At position 1000 a float32 angle is rounded by 1000 × 6e-8.
     assert near == pytest.approx(far, abs=2e-3)
 
 
 def test_bfloat16_lanes_are_turned_in_float32() -> None:
     x = jnp.ones((1, 1, HEAD), jnp.bfloat16)
-    turned = rope(x, jnp.array([12345]), PLAIN, 1.0)
+    rotation = rotation_at(jnp.array([12345]), PLAIN, 1.0)
+    turned = rotation.apply(x)
     assert turned.dtype == jnp.bfloat16
-    exact = rope(x.astype(jnp.float32), jnp.array([12345]), PLAIN, 1.0)
+    exact = rotation.apply(x.astype(jnp.float32))
     # One rounding to eight bits, of numbers below 2.
     np.testing.assert_allclose(turned.astype(jnp.float32), exact, rtol=0, atol=2**-8)
 
