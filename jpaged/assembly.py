@@ -18,7 +18,7 @@ from .attention_choice import block_size_of, choose_attention
 from .block_manager import BlockManager
 from .buckets import Buckets, make_buckets
 from .compile_plan import CompilePlan, Key
-from .config import EngineConfig
+from .config import MAX_DECODE_STEPS, EngineConfig
 from .core import Core
 from .errors import ConfigError
 from .models.config import ModelConfig
@@ -27,7 +27,7 @@ from .opening import OpenedModel
 from .output_processor import OutputProcessor
 from .pallas_kernels.ragged_paged_attention import Backend, KVLayout, LayerPlace, PagedCache
 from .preemption import PreemptionMode, PreemptionPolicy, SwapCosts
-from .programs import ALLOCATE_KEY, Programs, forward_key, sample_key, step_programs
+from .programs import ALLOCATE_KEY, Programs, decode_key, forward_key, sample_key, step_programs
 from .request_queue import POLICIES, QueueLimits
 from .runner import Runner
 from .sampler import SampleMode
@@ -117,7 +117,7 @@ def assemble(
     programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
     # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
     plan = CompilePlan(programs.lower)
-    first, second = _needed_keys(buckets, sizes, demands, modes)
+    first, behind = _warmup_keys(config, programs, buckets, sizes, demands, modes, is_cpu=device.platform == "cpu")
     plan.start([ALLOCATE_KEY, *first], progress=_phase(progress, "compile"))
     start = time.monotonic()
     try:
@@ -127,7 +127,9 @@ def assemble(
         raise
     load_seconds = time.monotonic() - start
     runner = Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
-    plan.start(second)
+    plan.start(behind)
+    if config.warmup == "full":
+        plan.wait()
     return EngineParts(
         config=config,
         opened=opened,
@@ -135,7 +137,7 @@ def assemble(
         device=device,
         backend=backend,
         core=Core(
-            scheduler=_scheduler(config, sizes, _preemption(config, sizes, builder, runner)),
+            scheduler=_scheduler(config, sizes, buckets, _preemption(config, sizes, builder, runner)),
             builder=builder,
             runner=runner,
             outputs=OutputProcessor(opened.tokenizer, eos_token_ids=opened.eos_token_ids),
@@ -202,10 +204,15 @@ def _programs(
         max_pages=builder.max_pages,
         max_logprobs=config.max_logprobs,
         num_host_blocks=sizes.num_host_blocks,
+        num_decode_steps=_num_decode_steps(config),
     )
 
 
-def _scheduler(config: EngineConfig, sizes: EngineSizes, preemption: PreemptionPolicy) -> Scheduler:
+def _num_decode_steps(config: EngineConfig) -> int:
+    return MAX_DECODE_STEPS if config.num_decode_steps == "auto" else int(config.num_decode_steps)
+
+
+def _scheduler(config: EngineConfig, sizes: EngineSizes, buckets: Buckets, preemption: PreemptionPolicy) -> Scheduler:
     blocks = BlockManager(
         num_blocks=sizes.num_blocks,
         block_size=sizes.block_size,
@@ -229,6 +236,8 @@ def _scheduler(config: EngineConfig, sizes: EngineSizes, preemption: PreemptionP
         delay_factor=config.scheduling_delay_factor,
         preemption=preemption,
         limits=QueueLimits(**config.limits),
+        max_decode_steps=_num_decode_steps(config),
+        token_buckets=buckets.num_tokens,
     )
 
 
@@ -254,17 +263,32 @@ def _is_keeping_worth_while(costs: SwapCosts | None, sizes: EngineSizes) -> bool
     return costs is None or costs.swap_s(1) < costs.recompute_s(sizes.block_size)
 
 
-def _needed_keys(
-    buckets: Buckets, sizes: EngineSizes, demands: Sequence[Demand], modes: Collection[SampleMode]
+def _warmup_keys(
+    config: EngineConfig,
+    programs: Programs,
+    buckets: Buckets,
+    sizes: EngineSizes,
+    demands: Sequence[Demand],
+    modes: Collection[SampleMode],
+    *,
+    is_cpu: bool,
 ) -> tuple[list[Key], list[Key]]:
-    """Executables that these requests need for their first token, and for the ones behind it."""
-    if not demands:
+    """Executables that are compiled while the weights are read, and those that are compiled behind them.
+
+    On a CPU nothing is compiled on the mere chance that it is needed: the compiler would take the cores that compute.
+    """
+    everything = list(programs.lower)
+    if config.warmup == "full":
+        return everything, []
+    if config.warmup == "off" or not demands:
         return [], []
     num_prompt_tokens = sum(demand.prompt_len for demand in demands)
-    num_seqs = min(len(demands), sizes.max_num_seqs)
+    num_seqs = min(sum(demand.num_samples for demand in demands), sizes.max_num_seqs)
     prefill = forward_key(buckets, min(num_prompt_tokens, sizes.max_num_batched_tokens))
     samplers = [sample_key(buckets, num_seqs, mode) for mode in modes]
-    return [prefill, *samplers], [forward_key(buckets, num_seqs)]
+    decodes = [decode_key(buckets, num_seqs), forward_key(buckets, num_seqs)]
+    behind = [key for key in decodes if key in programs.lower]
+    return [prefill, *samplers], behind if is_cpu else [*behind, *everything]
 
 
 def _free_bytes(device: jax.Device) -> int:

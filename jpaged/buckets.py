@@ -22,6 +22,11 @@ class Buckets:
     def max_samples(self) -> int:
         return self.num_samples[-1]
 
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Token buckets in which a step may be that decodes one token of each sequence, and no more."""
+        return tuple(size for size in self.num_tokens if size <= self.tokens_for(self.max_samples))
+
     def tokens_for(self, count: int) -> int:
         """Smallest token bucket that holds `count`."""
         return self.num_tokens[bisect_left(self.num_tokens, count)]
@@ -37,14 +42,13 @@ class Buckets:
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str, dtype: str) -> Buckets:
-    """Powers of two up to the caps; a CPU also gets the small sizes that its matrix products do well.
+    """Powers of two up to the caps; a CPU also gets the small sizes that its matrix products do well, logits included.
 
     A CPU in float32 is quickest with a single row, in bfloat16 from four rows (167 ms at 1 row, 18 at 4).
     """
     small = () if platform != "cpu" else (1, 8) if dtype == "float32" else (4, 8)
     num_tokens = small + _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
-    small_samples = (1,) if platform == "cpu" else ()
-    num_samples = small_samples + sample_sizes(max_num_seqs)
+    num_samples = small[:1] + sample_sizes(max_num_seqs)
     most = num_samples[-1]
     num_logprob_samples = (*(size for size in LOGPROB_SAMPLES if size < most), most)
     return Buckets(num_tokens, num_samples, num_logprob_samples)

@@ -6,17 +6,17 @@ import difflib
 import sys
 from collections.abc import Sequence
 
-from .errors import ConfigError
+from .errors import ConfigError, JpagedError, ModelLoadError
 from .progress import say
 
 COMMANDS = {
     "generate": "complete prompts from the command line or a file",
-    "bench": "measure: bench scheduler, bench kernels",
+    "bench": "measure: bench latency, throughput, kernels, scheduler",
     "tune": "find the best tile sizes of the TPU kernels for a shape",
 }
 UNBUILT = ("chat", "serve", "batch", "plan", "doctor", "trace")
-BENCHES = ("scheduler", "kernels")
-UNBUILT_BENCHES = ("latency", "throughput", "serve")
+BENCHES = ("latency", "throughput", "kernels", "scheduler")
+UNBUILT_BENCHES = ("serve",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +68,10 @@ def _bench(args: list[str]) -> int:
         say(f"error: bench: got {name!r}, {why}; allowed: {', '.join(BENCHES)}")
         return 1
     try:
+        if name in ("latency", "throughput"):
+            from .bench_engine import main as bench_engine
+
+            return bench_engine(name, args[1:])
         if name == "kernels":
             from .bench_kernels import main as bench_kernels
 
@@ -75,6 +79,6 @@ def _bench(args: list[str]) -> int:
         from .bench_scheduler import main as bench_scheduler
 
         return bench_scheduler(args[1:])
-    except ConfigError as error:
+    except (JpagedError, ModelLoadError) as error:
         say(f"error: {error}")
         return 1

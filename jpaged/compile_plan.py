@@ -69,6 +69,11 @@ class CompilePlan:
             self.waited_seconds += time.monotonic() - start
         return future.result()
 
+    def wait(self) -> None:
+        """Wait for everything that was asked for; raises what a compilation raised."""
+        for future in list(self._futures.values()):
+            future.result()
+
     @contextmanager
     def serving(self) -> Iterator[None]:
         """While this lasts, compilations on the caller's thread are counted: a step must cause none."""

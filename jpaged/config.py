@@ -30,6 +30,9 @@ MAX_STEP_SEQS = 1 << 16
 MAX_SWAP_SPACE = 10**6
 """GiB, which is far beyond what one host has."""
 INT64 = (-(1 << 63), (1 << 63) - 1)
+MAX_DECODE_STEPS = 16
+"""Tokens that one dispatch decodes at most."""
+WARMUPS = ("lazy", "full", "off")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LIMITS = ("waiting_requests", "waiting_tokens")
@@ -37,7 +40,7 @@ LIMITS = ("waiting_requests", "waiting_tokens")
 
 NOT_BUILT = (
     "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "logprobs_mode",
-    "logits_processors", "async_scheduling", "num_decode_steps", "deterministic", "warmup", "enforce_eager",
+    "logits_processors", "deterministic", "enforce_eager",
     "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh",
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "params",
@@ -99,6 +102,19 @@ class EngineConfig:
         0.0, "wait this many times the last prompt step's duration for more requests before the next; 0: do not wait"
     )
     watermark: float = _option(0.01, "share of the pool that admission leaves free, in [0, 1)")
+    async_scheduling: bool = _option(
+        True, "prepare and start each step while the one before is computed; without it they take turns"
+    )
+    num_decode_steps: int | str = _option(
+        "auto",
+        f"tokens decoded per dispatch while nothing waits and nobody wants logprobs, 1 to {MAX_DECODE_STEPS}; auto is "
+        f"{MAX_DECODE_STEPS}",
+    )
+    warmup: str = _option(
+        "lazy",
+        f"when executables are compiled: {', '.join(WARMUPS)}; lazy: what known prompts need first, full: all at "
+        "start, off: each at its first use",
+    )
     compilation_cache_dir: str | None = _option(None, "where executables are kept; default: the user's cache folder")
     generation_config: str = _option("auto", "auto: sampling defaults from the model; none: plain defaults")
     limits: Mapping[str, int | None] = field(
@@ -146,7 +162,12 @@ class EngineConfig:
         self._number("scheduling_delay_factor", 0.0, float_info.max)
         if self.swap_space is not None:
             self._number("swap_space", 0.0, MAX_SWAP_SPACE)
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        self._choice("warmup", WARMUPS)
+        if self.num_decode_steps != "auto":
+            if not is_integer(self.num_decode_steps) or not 1 <= self.num_decode_steps <= MAX_DECODE_STEPS:
+                self._refuse("num_decode_steps", f"auto, or an integer in [1, {MAX_DECODE_STEPS}]")
+            object.__setattr__(self, "num_decode_steps", int(self.num_decode_steps))
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "true or false")
         self._choice("preemption_mode", PREEMPTION_MODES)

@@ -32,7 +32,10 @@ class StepResults(Protocol):
     """What a dispatched step will have drawn."""
 
     def read(self) -> SampledRows | None:
-        """Numpy rows in the order of the step's samples; waits for the device. None if there are none."""
+        """Numpy rows in the order of the step's samples, then padding; waits for the device. None if there are none.
+
+        Of a step with `draws`: rows by step, [K, R].
+        """
         ...
 
 
@@ -99,7 +102,8 @@ class Core:
             self.in_flight.append(StepInFlight(work, step, self.runner.dispatch(step)))
             self.num_steps += 1
             self.num_step_tokens += work.num_tokens
-            self.num_padded_tokens += step.layout.num_tokens if step.layout else 0
+            if step.layout is not None:
+                self.num_padded_tokens += step.layout.num_tokens * max(step.draws, default=1)
         elif self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
             raise RuntimeError(
                 "the scheduler has requests and finds nothing to do: a defect, or a gate that never opens"
@@ -112,42 +116,81 @@ class Core:
         sampled = results.read()
         self.in_flight.popleft()
         self.scheduler.retire(work)
-        if sampled is not None:
-            self._take_in(step.samples, sampled)
+        if sampled is not None and step.draws:
+            self._take_in_several(step, sampled)
+        elif sampled is not None:
+            num_samples = len(step.samples)
+            self._take_in(step.samples, sampled.token_ids[:num_samples], sampled.is_finite[:num_samples], sampled)
         return step.samples
+
+    def drop(self) -> None:
+        """Retire, unread, steps of which nobody is left: the device does them before whatever comes next."""
+        while self.in_flight:
+            work = self.in_flight[0].work
+            rows = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
+            if not all(sequence.state.is_finished for sequence in rows):
+                break
+            self.in_flight.popleft()
+            self.scheduler.retire(work)
 
     def restart(self) -> None:
         """A step has failed, and with it the device's state: results in flight are lost, all is computed anew."""
         self.in_flight.clear()
         self.scheduler.restart()
 
-    def _take_in(self, samples: list[Sequence], sampled: SampledRows) -> None:
-        """Append each token to its sequence; look closer only where it may end the sequence or fill a page."""
-        if not sampled.is_finite.all():
-            for row in np.flatnonzero(~sampled.is_finite).tolist():
+    def _take_in_several(self, step: BuiltStep, sampled: SampledRows) -> None:
+        """Take in what a step has decoded, token by token. After the one that ends a sequence come none of its own."""
+        for index in range(max(step.draws)):
+            rows = [
+                row
+                for row, (sequence, count) in enumerate(zip(step.samples, step.draws, strict=True))
+                if index < count and not sequence.state.is_finished
+            ]
+            samples = [step.samples[row] for row in rows]
+            num_left = [step.draws[row] - index - 1 for row in rows]
+            self._take_in(samples, sampled.token_ids[index, rows], sampled.is_finite[index, rows], sampled, num_left)
+
+    def _take_in(
+        self,
+        samples: list[Sequence],
+        token_ids: np.ndarray,
+        is_finite: np.ndarray,
+        sampled: SampledRows,
+        num_left: list[int] | None = None,
+    ) -> None:
+        """Append each token to its sequence; look closer only where it may end the sequence or fill a page.
+
+        `num_left`: how many more tokens the step has for each.
+        """
+        if not is_finite.all():
+            for row in np.flatnonzero(~is_finite).tolist():
                 self._fail(samples[row], "the model gave NaN or infinite logits for this request")
         row = 0
         try:
-            for row, (sequence, token_id) in enumerate(zip(samples, sampled.token_ids.tolist(), strict=True)):
-                token_ids = sequence.token_ids
-                if len(token_ids) + 1 < sequence.next_check and not (
-                    token_id in sequence.stop_ids or sequence.is_watched
-                ):
-                    token_ids.append(token_id)
+            for row, (sequence, token_id) in enumerate(zip(samples, token_ids.tolist(), strict=True)):
+                known = sequence.token_ids
+                if len(known) + 1 < sequence.next_check and not (token_id in sequence.stop_ids or sequence.is_watched):
+                    known.append(token_id)
                 elif sequence.state.is_finished:
                     self.num_generated -= 1  # It ended while this step was in flight, or by values that are not finite.
                 else:
-                    token_ids.append(token_id)
+                    known.append(token_id)
                     self._look_at(sequence, sampled, row)
         except BaseException:  # An interrupt: the tokens from here on are drawn again.
             self.num_generated += row
-            self._take_back(samples[row])
+            self._take_back(samples[row], num_left[row] if num_left else 0)
             raise
         self.num_generated += len(samples)
 
-    def _take_back(self, sequence: Sequence) -> None:
-        """Forget what a sequence has of the token amid which the step was broken off, if it goes on."""
-        num_to_come = sum(sequence in step.samples for _, step, _ in self.in_flight)
+    def _take_back(self, sequence: Sequence, num_left: int) -> None:
+        """Forget what a sequence has of the token amid which the step was broken off, if it goes on.
+
+        Behind that one the step has `num_left` more of it.
+        """
+        num_to_come = num_left
+        for _, step, _ in self.in_flight:
+            counts = step.draws or [1] * len(step.samples)
+            num_to_come += sum(count for one, count in zip(step.samples, counts, strict=True) if one is sequence)
         if sequence in sequence.request.live:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
             self.outputs.restart(sequence)

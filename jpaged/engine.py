@@ -78,6 +78,7 @@ class Engine:
         )
         self.requests: dict[str, Request] = {}
         self._num_requests = self._num_prompt_tokens = 0
+        self._depth = 2 if self.config.async_scheduling else 1
         self._is_open = True
 
     # Offline
@@ -376,15 +377,20 @@ class Engine:
         self._check_open()
         try:
             with self.runner.plan.serving():
-                self.core.dispatch()
+                self.core.drop()
+                # The step after the one that is read is under way before that is read.
+                while len(self.core.in_flight) < self._depth and not self.core.dispatch().is_empty:
+                    pass
                 samples = self.core.retire() if self.core.in_flight else []
+                self.core.drop()
         except BaseException:
             # The device state may be half written, or gone with a donation: live requests compute theirs anew.
             self.core.restart()
             self.runner.reset()
             raise
         now = time.monotonic()
-        changed = dict.fromkeys(sequence.request for sequence in samples)
+        # Not those that have ended, or were aborted, since the step was started.
+        changed = {s.request: None for s in samples if self.requests.get(s.request.request_id) is s.request}
         for request in changed:
             request.last_token_time = now
         # Those that ended in a step that failed later are told of now.

@@ -63,7 +63,7 @@ def generate_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", metavar="TEXT", help="system message before each text prompt")
     chat.add_argument("--chat-template", metavar="F", help="a Jinja template to use instead of the model's")
     _add_sampling_flags(parser.add_argument_group("sampling"))
-    _add_engine_flags(parser.add_argument_group("engine"))
+    add_engine_flags(parser.add_argument_group("engine"))
     return parser
 
 
@@ -109,7 +109,8 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end-of-sequence token")
 
 
-def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+def add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    """Flags of every engine option but `seed`; those that were not given are absent."""
     aliases = {name: alias for alias, name in ALIASES.items()}
     for field in fields(EngineConfig):
         if field.name == "seed":
@@ -117,7 +118,9 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         spellings = ["--" + name.replace("_", "-") for name in (field.name, aliases.get(field.name)) if name]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
         kind = str(field.type).split(" ")[0]
-        if kind == "bool":
+        if field.name == "num_decode_steps":
+            options |= {"type": _steps, "metavar": "N|auto"}
+        elif kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
         elif field.name == "limits":
             options |= {"type": _limits, "metavar": "NAME=N,NAME=N"}
@@ -139,6 +142,10 @@ def _number(kind: str) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {wanted}") from None
 
     return convert
+
+
+def _steps(text: str) -> float | str:
+    return text if text == "auto" else _number("int")(text)
 
 
 def _limits(text: str) -> dict[str, float]:

@@ -98,7 +98,8 @@ def _check_sequence(scheduler: Scheduler, sequence: Sequence, state: RequestStat
     assert sequence.state is state, "a sequence in another state than its request"
     assert sequence.num_computed <= sequence.num_tokens <= sequence.max_len, "tokens computed that do not exist"
     num_in_flight = sequence.num_tokens - len(sequence.token_ids)
-    assert 0 <= num_in_flight <= scheduler.step - scheduler.retired_step, "tokens in flight without a step"
+    most_in_flight = (scheduler.step - scheduler.retired_step) * scheduler.max_decode_steps
+    assert 0 <= num_in_flight <= most_in_flight, "tokens in flight without a step"
     assert sequence.parent is None or sequence.parent in sequence.request.live, "a parent that ended"
     if state is not RequestState.RUNNING:
         assert sequence.slot == sequence.granted == 0, "a slot without running"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from .pallas_kernels.ragged_paged_attention import (
 )
 from .sampler import SampleMode
 from .sharding import replicated, sharding_of
-from .step import DeviceState, forward, new_state, sample_rows, update_tables
+from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
 TABLES_KEY = ("tables",)
@@ -49,6 +50,11 @@ def forward_key(buckets: Buckets, num_tokens: int) -> Key:
     return ("forward", buckets.tokens_for(num_tokens))
 
 
+def decode_key(buckets: Buckets, num_rows: int) -> Key:
+    """Key of the program that decodes several tokens of this many rows."""
+    return ("decode", buckets.tokens_for(num_rows))
+
+
 def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
     """Key of the sample program that takes this many rows."""
     return ("sample", buckets.samples_for(num_samples, logprobs=mode is SampleMode.LOGPROBS), mode)
@@ -66,8 +72,12 @@ def step_programs(
     max_pages: int,
     max_logprobs: int,
     num_host_blocks: int,
+    num_decode_steps: int = 1,
 ) -> Programs:
     """Programs of an engine: one forward per token bucket, samplers per row bucket and mode, table updates, page moves.
+
+    With `num_decode_steps` above 1 also a decoding program for each token bucket up to the sequences' number.
+    Programs take the weights as a flat tuple of arrays: a call need not take a tree of modules apart.
 
     `weights` holds shapes and dtypes; `cache` is the cache without its arrays (`pages` is not read). A page
     table is `max_pages` wide, and there are `max_num_seqs` state slots beside the null slot. Without host pages
@@ -86,24 +96,28 @@ def step_programs(
     hidden = shape((buckets.max_samples, hidden_size), jax.tree.leaves(weights.state)[0].dtype)
     samples = shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
     changes = shape((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
-    graph = weights.graph
+    leaves, tree = jax.tree.flatten(weights.state)
+
+    def step_program(run: Callable[..., Any], name: str, *arguments: Any) -> jax.stages.Lowered:
+        def on_leaves(leaves: tuple[Any, ...], *arguments: Any) -> Any:
+            return run(weights.graph, jax.tree.unflatten(tree, leaves), *arguments)
+
+        on_leaves.__name__ = name
+        return jax.jit(on_leaves, donate_argnums=1).lower(tuple(leaves), *arguments)
 
     def lower_forward(num_tokens: int) -> jax.stages.Lowered:
         step_layout = builder.layouts[num_tokens]
-
-        def run(weights: Any, state: DeviceState, inputs: StepInputs) -> Any:
-            return forward(graph, weights, state, inputs, step_layout)
-
-        run.__name__ = f"forward_{num_tokens}"
         inputs = StepInputs(shape((step_layout.size,), jnp.int32))
-        return jax.jit(run, donate_argnums=1).lower(weights.state, state, inputs)
+        return step_program(partial(forward, layout=step_layout), f"forward_{num_tokens}", state, inputs)
+
+    def lower_decode(num_rows: int) -> jax.stages.Lowered:
+        step_layout = builder.layouts[num_rows]
+        inputs = StepInputs(shape((step_layout.size,), jnp.int32))
+        return step_program(partial(decode, layout=step_layout), f"decode_{num_rows}", state, inputs)
 
     def lower_sample(num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
-        def run(weights: Any, last_tokens: Any, hidden: Any, samples: Any) -> Any:
-            return sample_rows(graph, weights, last_tokens, hidden, samples, num_rows, mode, max_logprobs)
-
-        run.__name__ = f"sample_{num_rows}_{mode.value}"
-        return jax.jit(run, donate_argnums=1).lower(weights.state, state.last_tokens, hidden, samples)
+        run = partial(sample_rows, num_rows=num_rows, mode=mode, max_logprobs=max_logprobs)
+        return step_program(run, f"sample_{num_rows}_{mode.value}", state.last_tokens, hidden, samples)
 
     def lower_tables() -> jax.stages.Lowered:
         return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)
@@ -115,6 +129,8 @@ def step_programs(
     lower: dict[Key, Lower] = {TABLES_KEY: lower_tables, ALLOCATE_KEY: lower_allocate}
     lower |= move_programs(layout, mesh, num_host_blocks=num_host_blocks)
     lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
+    if num_decode_steps > 1:
+        lower |= {("decode", size): partial(lower_decode, size) for size in buckets.decode_sizes}
     for mode in SampleMode:
         sizes = buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples
         lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in sizes}
@@ -147,6 +163,6 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
 
 def _cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(
-        jax.ShapeDtypeStruct(shape, layout.dtype, sharding=sharding_of(mesh, axes))
+        jax.ShapeDtypeStruct(shape, layout.stored_dtype, sharding=sharding_of(mesh, axes))
         for shape, axes in zip(layout.shapes, layout.logical_axes, strict=True)
     )

@@ -33,16 +33,23 @@ MAX_STAGED = 4
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a step leaves on the device for the host to read: one entry per sampled row, in order."""
+    """What a step leaves on the device for the host to read: an entry for each sampled row, in order, then padding.
+
+    Its copy to the host begins as soon as the step is done, whoever reads it when.
+    """
 
     sampled: SampledRows | None
-    num_samples: int
+
+    def __post_init__(self) -> None:
+        for leaf in jax.tree.leaves(self.sampled):
+            leaf.copy_to_host_async()
 
     def read(self) -> SampledRows | None:
-        """Copy to the host as numpy, padding cut off. None if no row was sampled."""
-        if self.sampled is None:
-            return None
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_samples], self.sampled)
+        """Wait for the step; its rows as numpy, by row, or by step and row where several tokens were decoded.
+
+        None if no row was sampled.
+        """
+        return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
 
 
 class Runner:
@@ -50,6 +57,7 @@ class Runner:
 
     def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
         self.weights = weights
+        self._leaves = tuple(jax.tree.leaves(weights.state))
         self.state: DeviceState = plan.get(ALLOCATE_KEY)()
         self.plan = plan
         self.buckets = buckets
@@ -80,14 +88,18 @@ class Runner:
             tables = self.plan.get(TABLES_KEY)(self.state.page_tables, self._put(changes))
             self.state = replace(self.state, page_tables=tables)
         if step.layout is None or step.inputs is None:
-            return StepOutputs(None, 0)
+            return StepOutputs(None)
+        if step.draws:
+            run_decode = self.plan.get(("decode", step.layout.num_tokens))
+            self.state, sampled = run_decode(self._leaves, self.state, StepInputs(self._put(step.inputs.packed)))
+            return StepOutputs(sampled)
         hidden, samples = self._forward(step.layout, step.inputs)
         if not step.samples:
-            return StepOutputs(None, 0)
+            return StepOutputs(None)
         run_sample = self.plan.get(sample_key(self.buckets, len(step.samples), step.mode))
-        last_tokens, sampled = run_sample(self.weights.state, self.state.last_tokens, hidden, samples)
+        last_tokens, sampled = run_sample(self._leaves, self.state.last_tokens, hidden, samples)
         self.state = replace(self.state, last_tokens=last_tokens)
-        return StepOutputs(sampled, len(step.samples))
+        return StepOutputs(sampled)
 
     def measure_swap(self) -> float:
         """Bytes per second to the host and back, by one batch of null pages; waits for it. Not during a step."""
@@ -118,7 +130,7 @@ class Runner:
 
     def _forward(self, layout: StepLayout, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
         run_forward = self.plan.get(("forward", layout.num_tokens))
-        self.state, hidden, samples = run_forward(self.weights.state, self.state, StepInputs(self._put(inputs.packed)))
+        self.state, hidden, samples = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
         return hidden, samples
 
     def _move(self, moves: list[PageMove]) -> None:
@@ -189,7 +201,7 @@ class Runner:
         view["slots"][:, :num_tokens] = positions % page_size
         view["query_starts"][:] = np.minimum(np.arange(layout.num_rows + 1), num_rows) * row_len
         view["context_lens"][:num_rows] = row_lens
-        view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0
+        view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0, 1, False
         self.state.cache.backend.plan(
             row_lens,
             row_lens,

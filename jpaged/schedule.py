@@ -29,7 +29,7 @@ class SchedulerOutput:
     step: int
     """Counts from 1."""
     decodes: list[Sequence] = field(default_factory=list)
-    """One token each: the last one drawn in its slot."""
+    """Each computes the last token drawn in its slot."""
     chunks: list[Chunk] = field(default_factory=list)
     placed: list[Sequence] = field(default_factory=list)
     """Sequences that got their state slot since the last step."""
@@ -40,6 +40,8 @@ class SchedulerOutput:
     preempted: list[Preemption] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
     """Requests that ended since they can never fit any more."""
+    decode_lens: list[int] = field(default_factory=list)
+    """How many tokens each of `decodes` may compute one after another on the device; empty: one each."""
 
     @property
     def is_empty(self) -> bool:
@@ -48,7 +50,8 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+        num_decoded = sum(self.decode_lens) if self.decode_lens else len(self.decodes)
+        return num_decoded + sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class AdmissionGate(Protocol):

@@ -29,6 +29,8 @@ from .request import Request, RequestState, Sequence
 from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate, Chunk, SchedulerOutput
 
+LEAST_FILLED = 64
+"""Tokens of the smallest bucket that chunks are cut down to: smaller ones cost little more than the weights' way."""
 MAX_WITHHELD = 8
 """Steps in a row in which prompts that are computed whole keep others from decoding."""
 
@@ -52,11 +54,17 @@ class Scheduler:
         limits: QueueLimits | None = None,
         gate: AdmissionGate | None = None,
         tokens_ahead: int = 1,
+        max_decode_steps: int = 1,
+        token_buckets: SequenceOf[int] = (),
+        least_filled: int = LEAST_FILLED,
     ):
         """`watermark` is the share of the pool that admission leaves free for those that run.
 
         `delay_factor` lets newcomers wait that many times as long as the last step with newcomers took, for
         others to come along. `tokens_ahead` are the tokens that a decoding sequence has pages for, at least.
+        `max_decode_steps` is how many tokens sequences may decode one after another in one step, where nothing else
+        is to be done; `token_buckets` are the padded numbers of tokens, ascending, that steps come in,
+        of which those from `least_filled` on are filled.
         """
         assert max_num_seqs <= max_num_batched_tokens, "a step cannot decode all sequences"
         self.blocks = blocks
@@ -68,6 +76,9 @@ class Scheduler:
         self.max_chunk = long_prefill_token_threshold or max_num_batched_tokens
         self.preemption = preemption or PreemptionPolicy()
         self.tokens_ahead = tokens_ahead
+        self.max_decode_steps = max_decode_steps
+        self.token_buckets = tuple(token_buckets)
+        self.least_filled = least_filled
         self.admission = Admission(
             self,
             policy=policy,
@@ -272,8 +283,11 @@ class Scheduler:
         # The last token ends it: what would be computed of it nobody wants to know.
         num_tokens = min(sequence.num_computed + self.tokens_ahead, sequence.max_len - 1)
         if num_tokens > sequence.num_computed and self._make_room(sequence, num_tokens):
-            reach = len(sequence.pages[0]) * self.blocks.block_size  # In all groups: it knows no more tokens.
-            sequence.granted = min(reach, sequence.max_len - 1)
+            self._note_reach(sequence)
+
+    def _note_reach(self, sequence: Sequence) -> None:
+        reach = len(sequence.pages[0]) * self.blocks.block_size  # In all groups: it knows no more tokens.
+        sequence.granted = min(reach, sequence.max_len - 1)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Schedule the next tokens that a sequence knows, within the budget; returns how many."""
@@ -367,10 +381,19 @@ class Scheduler:
         room = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in work.chunks)
         if len(decodes) > room:
             decodes = self._take_turns(decodes, room)
-        for sequence in decodes:
-            num_tokens = sequence.num_tokens
-            sequence.num_computed = num_tokens
-            sequence.num_tokens = num_tokens + 1
+        if work.chunks and self.enable_chunked_prefill:
+            self._fill_bucket(len(decodes))
+        if self._may_decode_on(decodes):
+            work.decode_lens.extend(self._decode_lens(decodes))
+        if work.decode_lens:
+            for sequence, num_steps in zip(decodes, work.decode_lens, strict=True):
+                sequence.num_computed += num_steps
+                sequence.num_tokens += num_steps
+        else:
+            for sequence in decodes:
+                num_tokens = sequence.num_tokens
+                sequence.num_computed = num_tokens
+                sequence.num_tokens = num_tokens + 1
         work.decodes.extend(decodes)
         for chunk in work.chunks:
             self._commit_chunk(chunk)
@@ -379,6 +402,53 @@ class Scheduler:
         work.moves.extend(self.blocks.store.take_moves())
         if not work.is_empty:
             self.step = work.step
+
+    def _fill_bucket(self, num_decodes: int) -> None:
+        """Put off the last tokens of the step's chunks that would make it half as large again as it need be.
+
+        A bucket costs by its size, whatever is in it. What is put off is at most half of the bucket that is filled,
+        and computed in the next step, beside what is there anyway. Every chunk keeps a token.
+        """
+        chunks = self._work.chunks
+        num_tokens = num_decodes + sum(chunk.num_tokens for chunk in chunks)
+        sizes = [size for size in self.token_buckets if self.least_filled <= size <= num_tokens]
+        filled = max(sizes, default=num_tokens)
+        surplus = num_tokens - filled
+        if 2 * surplus > filled or surplus > sum(chunk.num_tokens - 1 for chunk in chunks):
+            return
+        self.counts["chunks_cut"] += surplus > 0
+        for index in reversed(range(len(chunks))):
+            chunk = chunks[index]
+            if cut := min(surplus, chunk.num_tokens - 1):
+                chunks[index] = Chunk(chunk.sequence, chunk.start, chunk.num_tokens - cut, ())
+                surplus -= cut
+
+    def _may_decode_on(self, decodes: list[Sequence]) -> bool:
+        """Whether these may decode several tokens: nothing else is to be done, and the host need not see each."""
+        work = self._work
+        if self.max_decode_steps == 1 or not decodes:
+            return False
+        if work.chunks or work.preempted or len(self.waiting) or len(self.swapped):
+            return False
+        # Those that do not decode have drawn their last token, which the host is about to read.
+        is_all = all(s.num_computed < s.granted or s.num_computed == s.max_len - 1 for s in self.sequences)
+        return is_all and all(sequence.request.params.logprobs is None for sequence in decodes)
+
+    def _decode_lens(self, decodes: list[Sequence]) -> list[int]:
+        """How many tokens each decodes in this step: as many as it may, and as the slowest of its bucket's rows.
+
+        More steps than that would compute a bucket that the rows still going do not need. Pages ahead are taken
+        where they are free, never from anybody.
+        """
+        lens = []
+        for sequence in decodes:
+            wanted = min(sequence.num_computed + self.max_decode_steps, sequence.max_len - 1)
+            if wanted > sequence.granted and self.blocks.prepare(sequence, wanted):
+                self._note_reach(sequence)
+            lens.append(min(sequence.granted - sequence.num_computed, self.max_decode_steps))
+        num_needed = 1 + max((size for size in self.token_buckets if size < len(lens)), default=0)
+        num_steps = sorted(lens, reverse=True)[num_needed - 1]
+        return [min(length, num_steps) for length in lens] if num_steps > 1 else []
 
     def _commit_chunk(self, chunk: Chunk) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens

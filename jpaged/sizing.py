@@ -215,7 +215,7 @@ def chosen_dtypes(config: EngineConfig, model: ModelConfig, platform: str) -> tu
     """Of the weights and of the pages."""
     is_cpu = platform == "cpu"
     dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)
-    return dtype, config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if is_cpu else dtype
+    return dtype, config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
 
 
 def _device_dtype(model: ModelConfig) -> str:

@@ -30,15 +30,21 @@ if TYPE_CHECKING:
     from .request import Sequence
     from .schedule import Chunk, SchedulerOutput
 
+STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
+"""Tokens that end a sequence, as many as fit, so that a step of several tokens need not go on for nobody."""
+NO_TOKEN = -1
 SAMPLE_FIELDS = (
     "token", "slot", "output_index", "sample_index", "seed_low", "seed_high", "top_k", "temperature", "top_p", "min_p",
+    *STOP_FIELDS,
 )  # fmt: skip
-"""Columns of a sampled row. `token` is where in the step its hidden state is; the last three are float bits."""
+"""Columns of a sampled row. `token` is where in the step its hidden state is; temperature, top_p and min_p are float
+bits."""
 NUM_STEP_FIELDS = 3
 """The first of them differ in every step; the others belong to the sequence."""
 CHANGE_FIELDS = ("group", "slot", "index", "page")
 """A page-table change: entry `index` of state slot `slot`'s table in `group` becomes `page`."""
-COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples")
+COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples", "num_steps", "is_drawn")
+"""`num_steps`: tokens that rows decode one after another, at most; `is_drawn`: a row is not greedy."""
 MODES = tuple(SampleMode)
 """Each does what the ones before it do."""
 
@@ -67,6 +73,7 @@ class StepLayout:
             "query_starts": (self.num_rows + 1,),
             "context_lens": (self.num_rows,),
             "row_slots": (self.num_rows,),
+            "row_steps": (self.num_rows,),
             "plan": (self.plan_len,),
         }
         sections, offset = {}, 0
@@ -113,6 +120,8 @@ class BuiltStep:
     """Page-table changes that do not fit the step's buffer, [4, N] each; to be applied before it."""
     samples: list[Sequence]
     """Sequences whose next token the step yields, in the order of its outputs."""
+    draws: list[int]
+    """How many tokens each of `samples` gets at most, where rows decode several; empty: one each."""
     mode: SampleMode
     """The least that does what all of `samples` ask for."""
     moves: list[PageMove]
@@ -131,10 +140,17 @@ class _Rows:
     """Row of each piece of the work: of the decodes, then of the chunks."""
     num_decode_rows: int
     """Rows with one token, whether or not the host knows it."""
+    num_steps: np.ndarray | None = None
+    """Tokens that each row decodes one after another; None: one each."""
 
     @cached_property
     def context_lens(self) -> np.ndarray:
         return self.starts + self.query_lens
+
+    @property
+    def final_lens(self) -> np.ndarray:
+        """Context lengths when all tokens of the step are computed."""
+        return self.context_lens if self.num_steps is None else self.context_lens + self.num_steps - 1
 
     @cached_property
     def query_ends(self) -> np.ndarray:
@@ -194,7 +210,7 @@ class StepInputBuilder:
             self._take_slot(sequence)
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
-            return BuiltStep(None, None, self._batches(changes), [], SampleMode.GREEDY, work.moves)
+            return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves)
         rows = self._rows(work)
         layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
         # A new one costs no more than to clean an old one, which the device might still be reading.
@@ -206,8 +222,11 @@ class StepInputBuilder:
         self._fill_rows(view, rows, layout)
         self._fill_tokens(view, rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
-        view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples)
-        return BuiltStep(StepInputs(packed), layout, updates, samples, mode, work.moves)
+        num_steps = max(work.decode_lens, default=1)
+        is_drawn = mode is not SampleMode.GREEDY
+        counts = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), num_steps, is_drawn
+        view["counts"][:] = counts
+        return BuiltStep(StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves)
 
     def _layout(self, num_tokens: int) -> StepLayout:
         num_rows = self.buckets.rows_for(num_tokens)
@@ -253,7 +272,8 @@ class StepInputBuilder:
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
-        return _Rows(slots[order], starts[order], query_lens[order], places, num_decode_rows)
+        num_steps = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
+        return _Rows(slots[order], starts[order], query_lens[order], places, num_decode_rows, num_steps)
 
     def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
         num_rows = len(rows.slots)
@@ -261,9 +281,12 @@ class StepInputBuilder:
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
         view["context_lens"][:num_rows] = rows.context_lens
         view["row_slots"][:num_rows] = rows.slots
+        if rows.num_steps is not None:
+            view["row_steps"][:num_rows] = rows.num_steps
+        # A plan for the longest that contexts become holds for all shorter ones: true lengths are the device's.
         self.backend.plan(
             rows.query_lens,
-            rows.context_lens,
+            rows.final_lens,
             rows.num_decode_rows,
             self.tables,
             rows.slots,
@@ -301,11 +324,11 @@ class StepInputBuilder:
         row_of_sample = np.repeat(rows.places, num_samplers)
         slots = rows.slots[row_of_sample]
         slots[num_decodes:] = [sampler.slot for sampler in samplers]
-        self.next_positions[rows.slots] = rows.context_lens
-        self.next_positions[slots] = rows.context_lens[row_of_sample]
+        self.next_positions[rows.slots] = rows.final_lens
+        self.next_positions[slots] = rows.final_lens[row_of_sample]
         columns[0, :num_samples] = rows.query_ends[row_of_sample] - 1
         columns[1, :num_samples] = slots
-        columns[2, :num_samples] = self.next_positions[slots] - self.prompt_lens[slots]
+        columns[2, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows.take(slots, axis=1)
         return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=0)]
 
@@ -317,4 +340,7 @@ def _sample_row(sequence: Sequence) -> np.ndarray:
     top_k = min(max(params.top_k, 0), np.iinfo(np.int32).max)
     seed_low, seed_high = request.seed & 0xFFFFFFFF, request.seed >> 32
     floats = params.temperature, params.top_p, params.min_p
-    return np.frombuffer(struct.pack("=iIIi3f", sequence.index, seed_low, seed_high, top_k, *floats), np.int32)
+    stops = sorted(sequence.stop_ids)[: len(STOP_FIELDS)]
+    stops += [NO_TOKEN] * (len(STOP_FIELDS) - len(stops))
+    packed = struct.pack("=iIIi3f4i", sequence.index, seed_low, seed_high, top_k, *floats, *stops)
+    return np.frombuffer(packed, np.int32)

@@ -2,7 +2,7 @@
 
 Runs `python -m jpaged.generate` on the same file with the default batch and with --max-num-seqs 1, in turn, and
 reads the throughput that each run prints (compilation excluded). The prompts are workload B of
-tests/golden/workloads.json: half greedy, half sampled as the model's makers recommend.
+jpaged/workloads.json: half greedy, half sampled as the model's makers recommend.
 
     python scripts/bench_batching.py --runs 3 --output docs/measurements/batching.json
 """
@@ -27,7 +27,7 @@ RECOMPILES = re.compile(r"recompiles (\d+)")
 
 
 def write_prompts(path: Path) -> None:
-    workload = json.loads((ROOT / "tests" / "golden" / "workloads.json").read_text())["B"]
+    workload = json.loads((ROOT / "jpaged" / "workloads.json").read_text())["B"]
     with path.open("w") as file:
         for index, request in enumerate(workload["requests"]):
             sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.2, "top_p": 0.9}

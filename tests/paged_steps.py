@@ -95,4 +95,6 @@ def nan_cache(
     is_whole = jnp.issubdtype(layout.dtype, jnp.integer)
     dead = jnp.iinfo(layout.dtype).max if is_whole else jnp.nan
     pages: tuple[jax.Array, ...] = tuple(jnp.full(shape, dead, layout.dtype) for shape in layout.shapes)
+    if layout.stored_dtype != layout.dtype:
+        pages = tuple(jax.lax.bitcast_convert_type(array, layout.stored_dtype) for array in pages)
     return PagedCache(pages, layout, layers, backend, scales)

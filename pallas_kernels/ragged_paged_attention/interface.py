@@ -85,6 +85,11 @@ class KVLayout(ABC):
         """Logical axis names of each array, which `sharding` maps to mesh axes."""
 
     @property
+    def stored_dtype(self) -> Any:
+        """Of the arrays, which may hold the bits of `dtype` as integers."""
+        return self.dtype
+
+    @property
     def page_bytes(self) -> int:
         """Bytes that one page takes in all layers together."""
         num_values = sum(int(np.prod(shape)) for shape in self.shapes)

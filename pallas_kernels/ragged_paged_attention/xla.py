@@ -29,7 +29,7 @@ from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refu
 from .kv_scales import LayerScales
 from .page_writes import write_rows
 from .xla_decode import DecodeStrands
-from .xla_pages import LayerPages
+from .xla_pages import BITS, LayerPages, as_stored
 from .xla_prefill import PrefillTiles, prefill
 from .xla_shared import SharedPlan, see_shared
 from .xla_softmax import Softmax
@@ -78,10 +78,18 @@ DEVICE_TILES = Tiles(
 class XlaLayout(KVLayout):
     """Keys [L × C, K, H, Z], values [L × C, K, Z, H]; keys as values if they are not `are_keys_transposed`.
 
+    `are_bits`: the arrays hold the bits of bfloat16 numbers, see xla_pages.
+
     A CPU multiplies by transposed keys more quickly. A TPU would copy them all in order to write some.
     """
 
     are_keys_transposed: bool = True
+    are_bits: bool = False
+
+    @property
+    def stored_dtype(self) -> Any:
+        """uint16 if the arrays hold the bits of bfloat16 numbers."""
+        return np.dtype(BITS) if self.are_bits else self.dtype
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -119,8 +127,8 @@ class XlaBackend:
 
     @property
     def kv_dtypes(self) -> tuple[str, ...]:
-        """KV cache dtypes taken: a bf16 scatter on the CPU copies the whole cache, even donated."""
-        return ("float32",) if self.platform == "cpu" else ("float32", "bfloat16")
+        """KV cache dtypes taken."""
+        return "float32", "bfloat16"
 
     def layout(
         self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
@@ -128,11 +136,13 @@ class XlaBackend:
         """Layout of a cache of that many pages; ValueError names a dtype that is not taken."""
         if np.dtype(dtype).name not in self.kv_dtypes:
             raise ValueError(
-                f"kv_cache_dtype: got {np.dtype(dtype).name}, the xla backend on {self.platform} takes "
-                f"{' or '.join(self.kv_dtypes)}; use kv_cache_dtype=auto"
+                f"kv_cache_dtype: got {np.dtype(dtype).name}, the xla backend takes {' or '.join(self.kv_dtypes)}; use "
+                "kv_cache_dtype=auto"
             )
         is_cpu = self.platform == "cpu"
-        return XlaLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype), is_cpu)
+        are_bits = is_cpu and np.dtype(dtype) == jnp.bfloat16
+        sizes = num_layers, num_pages, page_size, num_kv_heads, head_size
+        return XlaLayout(*sizes, np.dtype(dtype), are_keys_transposed=is_cpu, are_bits=are_bits)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and three values per query tile; each prefill row may end in a partial tile. Then shared pages."""
@@ -240,10 +250,10 @@ def _attend_layer(
         if layout.are_keys_transposed:
             page_size = jnp.int32(layout.page_size)
             pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
-            k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype))
+            k_pages = k_pages.at[pages, :, :, offsets].set(as_stored(k, k_pages.dtype))
         else:
-            k_pages = write_rows(k_pages, k, first_page, slots)
-        v_pages = write_rows(v_pages, v, first_page, slots)
+            k_pages = write_rows(k_pages, as_stored(k, k_pages.dtype), first_page, slots)
+        v_pages = write_rows(v_pages, as_stored(v, v_pages.dtype), first_page, slots)
     num_tokens, num_heads, head_size = q.shape
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)

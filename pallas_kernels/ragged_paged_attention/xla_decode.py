@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import NULL_PAGE
-from .xla_pages import LayerPages
+from .xla_pages import LayerPages, as_float32
 from .xla_softmax import Softmax
 
 COPIED_AS = 0.5
@@ -117,9 +117,9 @@ class DecodeStrands:
         is_seen = slots < lens[:, None]
         if window is not None:
             is_seen &= slots >= (lens - window)[:, None]
-        k = self.pages.keys.at[pages].get(mode="promise_in_bounds").astype(jnp.float32) * self.pages.scale
+        k = as_float32(self.pages.keys.at[pages].get(mode="promise_in_bounds")) * self.pages.scale
         scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
         # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
-        v = self.pages.values.at[pages].get(mode="promise_in_bounds").astype(jnp.float32)
+        v = as_float32(self.pages.values.at[pages].get(mode="promise_in_bounds"))
         v = jnp.where(is_seen[:, None, :, None], v * COPIED_AS, 0.0)
         return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata
-from .xla_pages import LayerPages
+from .xla_pages import LayerPages, as_float32
 from .xla_softmax import Softmax
 
 
@@ -65,7 +65,7 @@ class PrefillTiles:
         else:
             slot_axis = 2 if self.pages.are_keys_transposed else 1
             k, v = _joined(self.pages.keys[pages], slot_axis), _joined(self.pages.values[pages], 1)
-        return k.astype(jnp.float32), v.astype(jnp.float32)
+        return as_float32(k), as_float32(v)
 
 
 def _joined(pages: Float[Array, "p K A B"], slot_axis: int) -> Array:

@@ -85,7 +85,7 @@ class Life:
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
-        options = self._options()
+        options = self._options() | self._step_options(random.Random(f"{seed} steps"))
         self.tell("options", *(f"{name}={value}" for name, value in options.items() if not callable(value)))
         self.gate = AdapterGate(rng.choice([1, 1, 2])) if rng.random() < 0.3 else None
         self.depth = rng.choice([1, 2, 2])
@@ -171,6 +171,10 @@ class Life:
             tokens_ahead=rng.choice([1, 1, 4]),
         )
 
+    @staticmethod
+    def _step_options(rng):
+        return {"max_decode_steps": rng.choice([1, 2, 5, 16]), "least_filled": rng.choice([1, 8, 64])}
+
     def tell(self, *event):
         """Write down an event."""
         line = " ".join(map(str, event))
@@ -221,9 +225,10 @@ class Life:
         assert host.scheduler.step == before + 1
         self.num_steps += 1
         assert self.num_steps < MAX_STEPS, "no end"
+        self.events["several tokens a step"] += bool(work.decode_lens)
         self.tell(
             f"step {work.step}",
-            "decodes", [f"{s.request.number}.{s.index}" for s in work.decodes],
+            "decodes", [f"{s.request.number}.{s.index}" for s in work.decodes], *work.decode_lens,
             "chunks", [f"{c.sequence.request.number}.{c.sequence.index}@{c.start}+{c.num_tokens}" for c in work.chunks],
             "moves", [f"{move.kind.value} {move.source}→{move.destination}" for move in work.moves],
             "preempted", [f"{each.request.number} {each.mode.value}: {each.reason}" for each in work.preempted],
@@ -424,6 +429,7 @@ class Life:
             "NaN": sum(state is RequestState.FINISHED_ERROR for state, _ in host.ends.values()),
             "table update batch": host.runner.num_update_batches,
             "long prompt in chunks": scheduled["prefill_chunks"],
+            "chunks cut to a bucket": scheduled["chunks_cut"],
             "hit": sum(start > 0 for start in host.first_starts.values()),
         }
         events |= {f"abort {stage}": scheduled[f"abort_{stage}"] for stage in STAGES}

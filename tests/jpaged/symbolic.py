@@ -31,12 +31,14 @@ from jpaged.request import RequestState, make_request
 from jpaged.sampler import SampledRows
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
-from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder
+from jpaged.step_inputs import SAMPLE_FIELDS, STOP_FIELDS, StepInputBuilder
 
 VOCAB = 1 << 30
 """So large that two different histories never draw the same token by chance."""
 EOS, STOP_TOKEN, POISON_TOKEN = 3, 4, 7
 """The model makes NaN of the last one and of everything after it."""
+UNDRAWN = 9
+"""What a device leaves where a row has drawn nothing: a token like any other."""
 NAN = 0
 """A key that is not finite. No other key is 0."""
 ENDLESS = 1 << 40
@@ -168,9 +170,15 @@ class SymbolicDevice:
             return []
         view = {name: array.tolist() for name, array in step.layout.view(step.inputs.packed).items() if name != "plan"}
         self._change_tables(view["changes"])
-        num_tokens, num_rows, num_decode_rows, num_samples = view["counts"]
+        num_tokens, num_rows, num_decode_rows, num_samples, num_steps, _ = view["counts"]
         self._check_padding(view, num_tokens, num_rows)
+        assert num_steps == max(step.draws, default=1), "as many steps as the host waits for"
+        if step.draws:
+            assert num_decode_rows == num_rows == num_samples, "several steps of rows that do not decode"
+            return self._decode(view, num_rows, num_steps, extras)
+        assert not any(view["row_steps"]), "a row goes on in a step of one token"
         starts = view["query_starts"]
+        self.writers = {}
         self._claim_slots(view["slots"], starts, num_rows)
         row_of_token = {}
         histories = []
@@ -192,6 +200,35 @@ class SymbolicDevice:
                 row_of_token[token] = (row, len(history[0]))
             histories.append(history)
         return self._sample(view["samples"], num_samples, row_of_token, histories)
+
+    def _decode(self, view, num_rows, num_steps, extras):
+        """Rows one token after another, each until it has its steps or has drawn what ends it; [steps][samples]."""
+        columns = dict(zip(SAMPLE_FIELDS, view["samples"], strict=True))
+        stops = list(zip(*(columns[name] for name in STOP_FIELDS), strict=True))
+        samples = [columns["token"].index(row) for row in range(num_rows)]
+        drawn = [[UNDRAWN] * num_rows for _ in range(num_steps)]
+        for index in range(num_steps):
+            self.writers = {}
+            for row, sample in enumerate(samples):
+                slot = view["row_slots"][row]
+                assert 0 < view["row_steps"][row] <= num_steps, "a row that has nothing to do, or too much"
+                is_live = index < view["row_steps"][row] and self.last_tokens[slot] not in stops[sample]
+                if not is_live and index:
+                    continue
+                position = view["positions"][row] + index
+                history = self._read(row, slot, position)
+                page_index, offset = divmod(position, self.block_size)
+                places = [tables[slot][page_index] * self.block_size + offset for tables in self.tables]
+                self._claim_slots([[place] for place in places], [0, 1], 1, row)
+                assert all(place >= self.block_size for place in places), "a token writes the null page"
+                if is_live:
+                    self.model.append(history, extras[slot], position, self.last_tokens[slot])
+                    self._write(history, slot, places)
+                    now = [list(column) for column in view["samples"]]
+                    now[SAMPLE_FIELDS.index("output_index")][sample] += index
+                    one = [column[sample : sample + 1] for column in now]
+                    (drawn[index][sample],) = self._sample(one, 1, {row: (0, len(history[0]))}, [history])
+        return drawn
 
     def _sample(self, samples, num_samples, row_of_token, histories):
         columns = dict(zip(SAMPLE_FIELDS, samples, strict=True))
@@ -279,16 +316,16 @@ class SymbolicDevice:
             assert all(slot >= self.block_size for slot in slots[:num_tokens]), "a token writes the null page"
             assert not any(slots[num_tokens:]), "padding writes a real page"
 
-    def _claim_slots(self, slots_by_group, starts, num_rows):
+    def _claim_slots(self, slots_by_group, starts, num_rows, first_row=0):
         """One writer a slot, one row a page; until it writes, the slot holds garbage. So does the null page, always."""
-        self.writers = writers = {}
         claimed = set()
         for slots in slots_by_group:
             for row in range(num_rows):
                 for slot in slots[starts[row] : starts[row + 1]]:
                     assert slot not in claimed, "two tokens write one slot"
                     claimed.add(slot)
-                    assert writers.setdefault(slot // self.block_size, row) == row, "two rows write one page"
+                    writer = self.writers.setdefault(slot // self.block_size, first_row + row)
+                    assert writer == first_row + row, "two rows write one page"
                     self.keys[slot] = next(self.garbage)
         for slot in range(self.block_size):
             self.keys[slot] = next(self.garbage)
@@ -379,11 +416,11 @@ class _Results:
             self.runner.drain(last=self)
         if not self.step.samples:
             return None
-        assert len(self.drawn) == len(self.step.samples), "as many tokens as samples"
-        is_finite = np.array([token is not None for token in self.drawn])
+        drawn = np.array(self.drawn, object)
+        assert drawn.shape[-1] == len(self.step.samples), "as many tokens as samples"
+        is_finite = drawn != None  # noqa: E711  (of each)
         # What a NaN row yields means nothing: here, a token that ends sequences.
-        token_ids = np.array([EOS if token is None else token for token in self.drawn], np.int32)
-        return SampledRows(token_ids, is_finite)
+        return SampledRows(np.where(is_finite, drawn, EOS).astype(np.int32), is_finite)
 
 
 class Host:
@@ -425,16 +462,17 @@ class Host:
             max_cached_blocks=max_cached_blocks,
             max_chunk=long_prefill_token_threshold or max_num_batched_tokens,
         )
+        buckets = make_buckets(
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform=platform, dtype=dtype
+        )
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             clock=lambda: self.now,
             long_prefill_token_threshold=long_prefill_token_threshold,
+            token_buckets=buckets.num_tokens,
             **options,
-        )
-        buckets = make_buckets(
-            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform=platform, dtype=dtype
         )
         max_pages = -(-max_model_len // block_size)
         builder = StepInputBuilder(
@@ -732,7 +770,8 @@ class Host:
         """S1, S9."""
         scheduler = self.scheduler
         rows = [*work.decodes, *(chunk.sequence for chunk in work.chunks)]
-        assert work.num_tokens <= scheduler.max_num_batched_tokens, "more tokens than the budget"
+        num_at_once = len(work.decodes) + sum(chunk.num_tokens for chunk in work.chunks)
+        assert num_at_once <= scheduler.max_num_batched_tokens, "more tokens than the budget"
         assert len(rows) <= scheduler.max_num_seqs, "more rows than slots"
         assert len(set(rows)) == len(rows), "a sequence is scheduled twice"
         samplers = [*work.decodes, *(sampler for chunk in work.chunks for sampler in chunk.samplers)]

@@ -11,6 +11,7 @@ from jpaged.config import (
     INT64,
     LIMITS,
     MAX_BLOCK_SIZE,
+    MAX_DECODE_STEPS,
     MAX_STEP_SEQS,
     MAX_STEP_TOKENS,
     MAX_SWAP_SPACE,
@@ -65,6 +66,9 @@ RANGES = {
     "device": (["auto", "cpu", "gpu", "tpu"], ["cuda", "", None, 0]),
     "attention_backend": (["auto", "xla", "pallas-tpu", "pallas-gpu"], ["flash", "", None, ["xla"]]),
     "generation_config": (["auto", "none"], [None, "", "vllm"]),
+    "async_scheduling": ([True, False], [0, 1, None, "true", np.bool_(True)]),
+    "num_decode_steps": (["auto", 1, MAX_DECODE_STEPS], [0, -1, MAX_DECODE_STEPS + 1, None, "2", "", *NOT_INTEGERS]),
+    "warmup": (["lazy", "full", "off"], ["Full", "", None, True]),
     "model": (["smollm2-135m", Path("somewhere")], [None, *NOT_TEXT]),
     "revision": ([None, "main"], NOT_TEXT),
     "compilation_cache_dir": ([None, "somewhere", Path("somewhere")], NOT_TEXT),
@@ -208,7 +212,7 @@ def test_an_option_near_nothing_lists_what_there_is_and_is_cut_itself():
     with pytest.raises(ConfigError, match="unknown option; allowed: model, revision, ") as caught:
         check_option("z" * 10_000, others=["prompt"])
     assert str(caught.value).endswith("prompt")
-    assert len(str(caught.value)) < 600
+    assert len(str(caught.value)) < 700
     check_option("prompt", others=["prompt"])
 
 

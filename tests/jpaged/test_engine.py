@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jpaged import LLM, ConfigError, Engine, InvalidRequestError, SamplingParams
 from .tiny_model import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 256}
 PROMPTS = ["one", "two and three", [20, 30, 40], {"prompt": "four"}, {"prompt_token_ids": [9, 8, 7]}]
 
 
@@ -23,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path) -> Iterator[Engine]:
-    with Engine(str(tiny), max_num_seqs=4, block_size=16, max_model_len=256) as engine:
+    with Engine(str(tiny), **SIZES) as engine:
         yield engine
 
 
@@ -41,21 +43,35 @@ def test_every_form_of_prompt_is_taken_and_outputs_keep_the_order(engine: Engine
         assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == [outputs[2].outputs[0].token_ids]
 
 
-def test_step_by_step_gives_what_generate_gives_and_grows_one_token_at_a_time(engine: Engine) -> None:
-    wanted = tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False))
+def step_to_the_end(engine: Engine) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Two requests, the second after the first step: how long each was at every step, and their last outputs."""
     engine.add_request("a", "one", GREEDY)
-    assert engine.step()[0].outputs[0].token_ids == wanted[0][:1]
+    (first,) = engine.step()
     engine.add_request("b", "two and three", GREEDY)
-    seen: dict[str, list[int]] = {"a": [1], "b": []}
+    seen: dict[str, list[int]] = {"a": [len(first.outputs[0].token_ids)], "b": []}
     final = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             seen[output.request_id].append(len(output.outputs[0].token_ids))
             if output.finished:
                 final[output.request_id] = output
-    assert seen == {"a": list(range(1, 21)), "b": list(range(1, 21))}
-    assert tokens([final["a"], final["b"]]) == wanted
     assert engine.step() == []
+    return seen, final
+
+
+def test_step_by_step_gives_what_generate_gives(engine: Engine) -> None:
+    wanted = tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False))
+    seen, final = step_to_the_end(engine)
+    assert tokens([final["a"], final["b"]]) == wanted
+    assert seen["a"][0] == 1, "the first token is shown at once"
+    assert all(lens == sorted(set(lens)) and lens[-1] == 20 for lens in seen.values())
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_one_decode_step_at_a_time_shows_one_token_at_a_time(tiny: Path, async_scheduling: bool) -> None:
+    with Engine(str(tiny), **SIZES, num_decode_steps=1, async_scheduling=async_scheduling) as engine:
+        seen, _ = step_to_the_end(engine)
+    assert seen == {"a": list(range(1, 21)), "b": list(range(1, 21))}
 
 
 def test_an_aborted_request_gives_its_pages_back_in_any_state(engine: Engine) -> None:
@@ -82,8 +98,7 @@ def test_a_step_that_lost_the_device_state_costs_no_request_its_tokens(engine: E
     wanted = tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False))
     engine.add_request("a", "one", GREEDY)
     engine.add_request("b", "two and three", GREEDY)
-    for _ in range(5):
-        engine.step()
+    engine.step()
     engine.runner.state.cache.pages[0].delete()  # As a failed step does that was given the cache to keep.
     with pytest.raises(RuntimeError, match="deleted"):
         engine.step()

@@ -15,6 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True, seed=5)
 PROMPTS = [[10 + 3 * index + i % 40 for i in range(10 + 7 * index)] for index in range(6)]
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "block_size": 8, "max_model_len": 128, "max_num_batched_tokens": 32}
+ONE_BY_ONE: dict[str, Any] = {**SIZES, "num_decode_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ def test_a_pinned_prefix_costs_the_requests_that_begin_with_it_nothing(tiny: str
 def test_an_end_that_an_interrupt_kept_from_its_caller_is_told_by_the_next_step(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Engine(tiny, **SIZES) as engine:
+    with Engine(tiny, **ONE_BY_ONE) as engine:
         params = [replace(GREEDY, max_tokens=3), replace(GREEDY, max_tokens=6)]
         wanted = samples(engine.generate(PROMPTS[:2], params, use_tqdm=False))
         for index in range(2):
@@ -227,7 +228,7 @@ def test_an_interrupt_amid_a_token_costs_no_token_and_doubles_none(
 ) -> None:
     """Amid the eighth one: the last, or one among others. Text and logprobs are what they would have been."""
     params = SamplingParams(temperature=1.5, max_tokens=max_tokens, ignore_eos=True, seed=5, logprobs=2)
-    with Engine(tiny, **SIZES) as engine:
+    with Engine(tiny, **ONE_BY_ONE) as engine:
         (wanted,) = engine.generate([PROMPTS[0]], params, use_tqdm=False)
         engine.add_request("a", PROMPTS[0], params)
         judge = engine.core.outputs.judge
@@ -298,7 +299,7 @@ def test_who_is_held_back_until_the_queue_has_room_is_held_back_in_the_order_of_
 
 
 def test_a_fork_waits_for_a_slot_and_its_parent_goes_on_meanwhile(tiny: str) -> None:
-    with Engine(tiny, **SIZES | {"max_num_seqs": 2}) as engine:
+    with Engine(tiny, **ONE_BY_ONE | {"max_num_seqs": 2}) as engine:
         engine.add_request("other", PROMPTS[0], replace(SAMPLED, max_tokens=30))
         engine.add_request("forked", PROMPTS[1], replace(SAMPLED, max_tokens=20))
         engine.step()
@@ -311,7 +312,7 @@ def test_a_fork_waits_for_a_slot_and_its_parent_goes_on_meanwhile(tiny: str) -> 
 
 
 def test_a_fork_takes_the_slot_of_a_later_request(tiny: str) -> None:
-    with Engine(tiny, **SIZES | {"max_num_seqs": 2}) as engine:
+    with Engine(tiny, **ONE_BY_ONE | {"max_num_seqs": 2}) as engine:
         engine.add_request("forked", PROMPTS[1], replace(SAMPLED, max_tokens=20))
         engine.add_request("later", PROMPTS[0], replace(SAMPLED, max_tokens=10))
         engine.step()

@@ -141,7 +141,7 @@ def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
 def test_the_default_model_too_resumes_to_what_an_unbroken_run_gives(tmp_path: Path) -> None:
     """64 prompts of many lengths, half of them sampled, one of them bad; real weights."""
     prompts = tmp_path / "prompts.jsonl"
-    requests = json.loads((ROOT / "tests" / "golden" / "workloads.json").read_text())["B"]["requests"]
+    requests = json.loads((ROOT / "jpaged" / "workloads.json").read_text())["B"]["requests"]
     with prompts.open("w") as file:
         for index, request in enumerate(requests):
             sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.7, "top_p": 0.9}
@@ -338,7 +338,7 @@ def test_help_answers_without_jax_and_names_no_flag_that_is_not_built() -> None:
         "--limits",
     ):
         assert flag in run.stdout
-    for flag in ("--lora", "--num-decode-steps", "--beam-width", "--presence-penalty"):
+    for flag in ("--lora", "--enforce-eager", "--beam-width", "--presence-penalty"):
         assert flag not in run.stdout
 
 
@@ -465,7 +465,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "a template without a chat": (["--no-chat", "--chat-template", __file__, "hi"], ["--chat-template"]),
     "logprobs that nobody would see": (["--logprobs", "2", "hi"], ["--logprobs", "--json"]),
     "a device that is not there": (["--device", "tpu", "hi"], ["tpu"]),
-    "a KV dtype that the CPU does not take": (["--kv-cache-dtype", "bfloat16", "hi"], ["bfloat16", "float32"]),
+    "a KV dtype that there is not": (["--kv-cache-dtype", "fp8", "hi"], ["fp8", "float32", "bfloat16"]),
     "an unknown word for generation config": (["--generation-config", "maybe", "hi"], ["maybe", "auto, none"]),
     "a stop string that is empty": (["--stop", "", "hi"], ["stop"]),
     "a stop id out of vocabulary": (["--stop-token-ids", "258", "hi"], ["stop_token_ids", "258", "257"]),

@@ -57,14 +57,17 @@ def engine() -> Iterator[Engine]:
 
 def test_all_at_once(engine: Engine) -> None:
     check(run(engine, ITEMS), ITEMS)
-    assert engine.stats()["steps"] == max(len(item["output_ids"]) for item in ITEMS), "they shared every step"
+    num_steps = max(len(item["output_ids"]) for item in ITEMS)
+    assert engine.stats()["steps"] <= num_steps + 1, "they shared every step; one more was under way at the end"
 
 
 def test_one_at_a_time(engine: Engine) -> None:
     before = engine.stats()["steps"]
     for item in ITEMS:
         check(run(engine, [item]), [item])
-    assert engine.stats()["steps"] - before == sum(len(item["output_ids"]) for item in ITEMS)
+    num_steps = sum(len(item["output_ids"]) for item in ITEMS)
+    # Where an end was drawn, the step after it was already under way.
+    assert num_steps <= engine.stats()["steps"] - before <= num_steps + len(ITEMS)
 
 
 def test_text_is_that_of_transformers(engine: Engine) -> None:

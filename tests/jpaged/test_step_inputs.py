@@ -3,6 +3,7 @@
 import random
 import struct
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jpaged.request import derived_seed, make_request
 from jpaged.sampler import SampleMode
 from jpaged.sampling_params import SamplingParams
 from jpaged.schedule import Chunk, SchedulerOutput
-from jpaged.step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepLayout
+from jpaged.step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, STOP_FIELDS, StepInputBuilder, StepLayout
 
 UNHURRIED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 GREEDY, DRAWN, SCORED = (
@@ -63,7 +64,7 @@ def chunk_of(sequence, start, num_tokens, samplers=()):
     return Chunk(sequence, start, num_tokens, tuple(samplers))
 
 
-def work_of(*, decodes=(), chunks=(), placed=(), changes=(), moves=()):
+def work_of(*, decodes=(), chunks=(), placed=(), changes=(), moves=(), decode_lens=()):
     return SchedulerOutput(
         step=1,
         decodes=list(decodes),
@@ -73,6 +74,7 @@ def work_of(*, decodes=(), chunks=(), placed=(), changes=(), moves=()):
         moves=list(moves),
         preempted=[],
         ignored=[],
+        decode_lens=list(decode_lens),
     )
 
 
@@ -165,6 +167,8 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
         "num_rows": 3,
         "num_decode_rows": 2,
         "num_samples": 2,
+        "num_steps": 1,
+        "is_drawn": 1,
     }
     assert view["row_slots"].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
     assert view["context_lens"].tolist() == [6, 2, 7, 0, 0, 0, 0, 0]
@@ -216,9 +220,41 @@ def test_a_chunk_of_one_token_stands_among_the_decodes_by_its_context():
     built, view = build(builder, decodes=sequences, chunks=chunks, placed=[known, chunk])
     assert view["row_slots"][:5].tolist() == [2, 4, 3, 1, 5]
     assert view["token_ids"][:6].tolist() == [-3, 4007, -4, -2, 5000, 5001]
-    assert view["counts"].tolist() == [6, 5, 4, 4]
+    assert view["counts"].tolist()[:4] == [6, 5, 4, 4]
     assert built.samples == [*sequences, known]
     assert samples_named(view, "token")[:4] == [3, 0, 2, 1]
+
+
+def test_rows_that_decode_on_are_packed_with_their_steps_and_the_next_step_begins_behind_them():
+    """In the order of the rows, longest context first; the plan is made for the longest that contexts become."""
+    builder = builder_of(block_size=4)
+    sequences = [running(prompt_len, slots=[slot])[0] for slot, prompt_len in [(1, 3), (2, 9), (3, 6)]]
+    for sequence, stops in zip(sequences, [(), (7, 5), (1, 2, 3, 4, 5, 6)], strict=True):
+        sequence.stop_ids = frozenset(stops)
+        prefill(builder, sequence)
+    lens = [5, 2, 3]
+    planned = []
+    plan = builder.backend.plan
+
+    def noted(*args, **options):
+        planned.append(args[1])
+        plan(*args, **options)
+
+    builder.backend = SimpleNamespace(plan=noted)
+    built, view = build(builder, decodes=sequences, decode_lens=lens)
+    assert (built.draws, built.samples) == (lens, sequences)
+    assert view["counts"].tolist() == [3, 3, 3, 3, 5, 1]
+    assert view["row_slots"][:3].tolist() == [2, 3, 1]
+    assert view["row_steps"].tolist() == [2, 3, 5, 0, 0, 0, 0, 0]
+    assert view["context_lens"][:3].tolist() == [10, 7, 4]
+    assert planned[0].tolist() == [11, 9, 8]
+    assert samples_named(view, "output_index")[:3] == [1, 1, 1]
+    columns = zip(*(samples_named(view, name)[:3] for name in STOP_FIELDS), strict=True)
+    assert list(columns) == [(-1, -1, -1, -1), (5, 7, -1, -1), (1, 2, 3, 4)]
+    _, view = build(builder, decodes=sequences)
+    assert view["positions"][:3].tolist() == [11, 9, 8]
+    assert samples_named(view, "output_index")[:3] == [6, 3, 4]
+    assert not view["row_steps"].any()
 
 
 def test_a_decode_stands_where_the_slot_stopped():
@@ -419,7 +455,7 @@ def test_siblings_draw_from_one_row_and_go_on_from_its_end():
         changes=changes,
     )
     assert built.samples == [other, *siblings]
-    assert view["counts"].tolist() == [6, 2, 1, 4]
+    assert view["counts"].tolist()[:4] == [6, 2, 1, 4]
     assert samples_named(view, "token")[:4] == [0, 5, 5, 5]
     assert samples_named(view, "slot")[:4] == [1, 2, 7, 4]
     assert samples_named(view, "sample_index")[:4] == [0, 0, 1, 2]
@@ -694,10 +730,11 @@ def packed_row_by_row(work, layout, block_size):
         request, params = sampler.request, sampler.request.params
         output_index = len(sampler.token_ids) - len(request.prompt_token_ids)
         whole = last, sampler.slot, output_index, sampler.index, request.seed, params.top_k
-        fields = struct.pack("<4iQi3f", *whole, params.temperature, params.top_p, params.min_p)
+        stops = sorted(sampler.stop_ids)[:4]
+        stops += [-1] * (4 - len(stops))
+        fields = struct.pack("<4iQi3f4i", *whole, params.temperature, params.top_p, params.min_p, *stops)
         sections["samples"][:, index] = np.frombuffer(fields, "<i4")
     num_ones = sum(len(ids) == 1 for _, ids, _, _ in rows)
-    sections["counts"][:] = token, len(rows), num_ones, len(draws)
     lens = np.diff(sections["query_starts"])[: len(rows)]
     XlaBackend().plan(
         lens,
@@ -719,6 +756,7 @@ def packed_row_by_row(work, layout, block_size):
             mode = SampleMode.LOGPROBS
         elif params.temperature > 0 and mode is SampleMode.GREEDY:
             mode = SampleMode.FULL
+    sections["counts"][:] = token, len(rows), num_ones, len(draws), 1, mode is not SampleMode.GREEDY
     return sections, [sampler for _, sampler in draws], mode
 
 

@@ -1,0 +1,282 @@
+"""What `jpaged bench latency` and `throughput` time in turns: an engine, what bounds it, and what one has without it.
+
+    engine   requests in, tokens out, as a user has it
+    bare     the same steps with the same weights, products and logits, and no attention, no cache, no host
+    dense    static batches in order of arrival, padded to the longest, over a dense cache, with the same layers
+    peer     a command that serves the same token ids, over lines of JSON
+
+Each computes a whole workload and says how long it took.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from .engine import Engine
+from .errors import ConfigError
+from .models.loading import Weights
+from .sampling_params import SamplingParams
+from .step_inputs import BuiltStep
+from .workloads import Workload
+
+DENSE_ROWS = 16
+"""Of a static batch."""
+
+
+class Contender(Protocol):
+    """Something that computes workloads."""
+
+    def run(self, workload: Workload) -> float:
+        """Compute it once; returns seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A step as the device sees it."""
+
+    num_tokens: int
+    """Padded."""
+    num_samples: int
+    """Padded rows that get logits."""
+
+
+@dataclass
+class EngineContender:
+    """An engine whose steps are written down."""
+
+    engine: Engine
+    steps: list[StepShape] = field(default_factory=list)
+    """Of the last run."""
+    true_tokens: Counter[str] = field(default_factory=Counter)
+    """Of the last run, by kind of step: decode alone, or with prompts."""
+    padded_tokens: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        dispatch = self.engine.runner.dispatch
+
+        def noted(step: BuiltStep) -> Any:
+            if step.layout is not None:
+                self._note(step)
+            return dispatch(step)
+
+        self.engine.runner.dispatch = noted  # type: ignore[method-assign]
+
+    def run(self, workload: Workload) -> float:
+        """From all requests at once to the last token; no prefix is cached from the run before."""
+        engine = self.engine
+        engine.reset_prefix_cache()
+        for kept in (self.steps, self.true_tokens, self.padded_tokens):
+            kept.clear()
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in workload.outs
+        ]
+        prompts = [list(prompt) for prompt in workload.prompts]
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert [len(output.outputs[0].token_ids) for output in outputs] == list(workload.outs)
+        self.metrics = [output.metrics for output in outputs]
+        return seconds
+
+    def _note(self, step: BuiltStep) -> None:
+        assert step.layout is not None
+        assert step.inputs is not None
+        counts = step.inputs.view(step.layout)["counts"]
+        num_tokens, num_decode_rows = int(counts[0]), int(counts[2])
+        kind = "decode" if num_tokens == num_decode_rows else "prompts"
+        num_steps = max(step.draws, default=1)
+        samples = self.engine.runner.buckets.samples_for(len(step.samples), logprobs=False) if step.samples else 0
+        self.steps += [StepShape(step.layout.num_tokens, samples)] * num_steps
+        self.true_tokens[kind] += sum(step.draws) if step.draws else num_tokens
+        self.padded_tokens[kind] += step.layout.num_tokens * num_steps
+
+
+class BareContender:
+    """The steps that an engine's last run took, with its weights, one program after another, and no attention."""
+
+    def __init__(self, of: EngineContender):
+        self.of = of
+        self.weights = of.engine.runner.weights
+        self._programs: dict[StepShape, Any] = {}
+
+    def run(self, workload: Workload) -> float:
+        """Seconds for as many steps of each shape as the engine took."""
+        for shape in set(self.of.steps):
+            if shape not in self._programs:
+                self._programs[shape] = self._compiled(shape)
+        runs = [self._programs[shape] for shape in self.of.steps]
+        leaves, tokens = jax.tree.leaves(self.weights.state), jnp.int32(0)
+        start = time.perf_counter()
+        for run in runs:
+            tokens = run(leaves, tokens)
+        jax.block_until_ready(tokens)
+        return time.perf_counter() - start
+
+    def _compiled(self, shape: StepShape) -> Any:
+        leaves, tree = jax.tree.flatten(self.weights.state)
+        graph = self.weights.graph
+
+        def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
+            model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+            ids = jnp.where(positions == 0, token, 7)
+            hidden, _ = model(ids, _NoCache(), _Positions(positions))
+            if not shape.num_samples:
+                return jnp.sum(hidden).astype(jnp.int32) & 7
+            logits = model.logits(hidden[: shape.num_samples])
+            # The least token with the greatest logit, as the engine's sampler finds it.
+            places = jnp.where(logits == logits.max(axis=-1, keepdims=True), jnp.arange(logits.shape[1])[None], 1 << 30)
+            return jnp.min(places).astype(jnp.int32) & 7
+
+        return jax.jit(run).lower(leaves, jnp.int32(0)).compile()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Positions:
+    """All that a model without pages reads of a step."""
+
+    positions: Int[Array, " T"]
+
+
+class _NoCache:
+    """Attention that is none: every head's output is what it asked, with a share of its key and value."""
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, step: Any, **options: Any) -> tuple[Any, _NoCache]:
+        return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _DenseCache:
+    """Keys and values [L, rows, S, K, H] of rows of which each stands at its own length."""
+
+    keys: Float[Array, "L R S K H"]
+    values: Float[Array, "L R S K H"]
+
+    def attend(
+        self, layer: int, q: Any, k: Any, v: Any, step: _Positions, *, scale: float, window: int | None = None
+    ) -> tuple[Any, _DenseCache]:
+        """Write at the step's positions, then attend to all slots up to them."""
+        num_rows, num_slots = self.keys.shape[1:3]
+        positions = step.positions.reshape(num_rows, -1)
+        rows = jnp.arange(num_rows)[:, None]
+        k, v = (x.reshape(*positions.shape, *x.shape[1:]) for x in (k, v))
+        keys = self.keys.at[layer, rows, positions].set(k)
+        values = self.values.at[layer, rows, positions].set(v)
+        grouped = q.reshape(*positions.shape, k.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum("rtkgh,rskh->rkgts", grouped, keys[layer], preferred_element_type=jnp.float32) * scale
+        slots = jnp.arange(num_slots)[None, None]
+        is_seen = slots <= positions[:, :, None]
+        if window is not None:
+            is_seen &= slots > positions[:, :, None] - window
+        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1).astype(q.dtype)
+        out = jnp.einsum("rkgts,rskh->rtkgh", weights, values[layer], preferred_element_type=jnp.float32)
+        return out.reshape(q.shape).astype(q.dtype), replace(self, keys=keys, values=values)
+
+
+class DenseContender:
+    """What one writes without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
+
+    def __init__(self, weights: Weights, num_layers: int, num_kv_heads: int, head_size: int, dtype: Any):
+        self.weights = weights
+        self.leaves, self.tree = jax.tree.flatten(weights.state)
+        self.cache_shape = num_layers, num_kv_heads, head_size
+        self.dtype = dtype
+        self._prefill = jax.jit(self._first, donate_argnums=1)
+        self._decode = jax.jit(self._next, donate_argnums=1)
+
+    def run(self, workload: Workload) -> float:
+        """One batch after the other; the first run of a workload compiles for its shapes."""
+        start = time.perf_counter()
+        for first in range(0, len(workload.prompts), DENSE_ROWS):
+            batch = slice(first, first + DENSE_ROWS)
+            self._run_batch(workload.prompts[batch], workload.outs[batch], workload.longest)
+        return time.perf_counter() - start
+
+    def _run_batch(self, prompts: tuple[tuple[int, ...], ...], outs: tuple[int, ...], num_slots: int) -> None:
+        lens = np.array([len(prompt) for prompt in prompts], np.int32)
+        ids = np.zeros((len(prompts), lens.max()), np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+        num_layers, num_kv_heads, head_size = self.cache_shape
+        shape = num_layers, len(prompts), num_slots, num_kv_heads, head_size
+        cache = _DenseCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+        tokens, cache = self._prefill(self.leaves, cache, ids, lens)
+        drawn = [tokens]
+        for index in range(1, max(outs)):
+            tokens, cache = self._decode(self.leaves, cache, tokens, lens + index - 1)
+            drawn.append(tokens)
+        np.asarray(jnp.stack(drawn))
+
+    def _model(self, leaves: list[Array]) -> Any:
+        return nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))
+
+    def _first(self, leaves: Any, cache: _DenseCache, ids: Any, lens: Any) -> tuple[Any, _DenseCache]:
+        positions = jnp.tile(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape[0])
+        model = self._model(leaves)
+        hidden, cache = model(ids.reshape(-1), cache, _Positions(positions))
+        last = hidden[jnp.arange(ids.shape[0]) * ids.shape[1] + lens - 1]
+        return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), cache
+
+    def _next(self, leaves: Any, cache: _DenseCache, tokens: Any, positions: Any) -> tuple[Any, _DenseCache]:
+        model = self._model(leaves)
+        hidden, cache = model(tokens, cache, _Positions(positions))
+        return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache
+
+
+class PeerContender:
+    """Another engine behind a command, which lives as long as the bench does.
+
+    The command writes a line of JSON, {"ready": …}, once its model is loaded. Then for each line that it reads,
+    {"requests": [{"prompt": [ids], "out": n}], "max_num_seqs": n}, it computes these greedily, ignoring ends, with
+    no prefix kept from before, and writes {"seconds": s, "tokens": n}. What else it has to say goes to stderr.
+    """
+
+    def __init__(self, name: str, command: str, max_num_seqs: int):
+        self.name, self.max_num_seqs = name, max_num_seqs
+        self._process = subprocess.Popen(
+            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.ready = self._read()
+
+    def run(self, workload: Workload) -> float:
+        """Seconds as the peer measures them, from ids to ids."""
+        pairs = zip(workload.prompts, workload.outs, strict=True)
+        requests = [{"prompt": list(prompt), "out": out} for prompt, out in pairs]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"requests": requests, "max_num_seqs": self.max_num_seqs}) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        if answer.get("tokens") != workload.num_out:
+            raise ConfigError(
+                f"--peer: {self.name} gave {answer.get('tokens')} tokens for {workload.name}, wanted {workload.num_out}"
+            )
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        """End the command."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise ConfigError(f"--peer: {self.name} ended with status {status} and no answer; run its command alone")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,0 +1,97 @@
+"""llama.cpp as a peer of `jpaged bench`: its batches, several sequences at once. See PeerContender.
+
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
+    jpaged bench latency --peer "llama.cpp=python scripts/peers/llama_cpp.py --model checkpoints/f32.gguf"
+
+A request is taken in as soon as a sequence is free; prompts go in batches of 512 beside the decoding ones, which is how
+llama.cpp's own server works.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+
+import llama_cpp as lib
+import numpy as np
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--max-num-seqs", type=int, default=16)
+parser.add_argument("--batch", type=int, default=512)
+parser.add_argument("--threads", type=int, default=2)
+args = parser.parse_args()
+
+SEQUENCE_LEN = 2048
+lib.llama_backend_init()
+params = lib.llama_model_default_params()
+model = lib.llama_model_load_from_file(args.model.encode(), params)
+assert model, f"{args.model} cannot be loaded"
+options = lib.llama_context_default_params()
+options.n_ctx = args.max_num_seqs * SEQUENCE_LEN
+options.n_batch = options.n_ubatch = args.batch
+options.n_seq_max = args.max_num_seqs
+options.n_threads = options.n_threads_batch = args.threads
+options.kv_unified = False
+context = lib.llama_init_from_model(model, options)
+assert context, "no context"
+vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+batch = lib.llama_batch_init(args.batch, 0, 1)
+
+
+def decode(rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+    """One batch of (token, position, sequence, is wanted); returns the likeliest next token of each wanted sequence."""
+    batch.n_tokens = len(rows)
+    for index, (token, position, sequence, is_wanted) in enumerate(rows):
+        batch.token[index], batch.pos[index], batch.logits[index] = token, position, is_wanted
+        batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+    assert lib.llama_decode(context, batch) == 0, "llama_decode failed"
+    drawn = {}
+    for index, (_, _, sequence, is_wanted) in enumerate(rows):
+        if is_wanted:
+            logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, index), (vocab_size,))
+            drawn[sequence] = int(logits.argmax())
+    return drawn
+
+
+def run(requests: list[dict], max_num_seqs: int) -> int:
+    """All requests; returns the tokens that came out."""
+    lib.llama_memory_clear(lib.llama_get_memory(context), True)
+    waiting, free = deque(requests), deque(range(max_num_seqs))
+    live: dict[int, dict] = {}
+    num_out = 0
+    while waiting or live:
+        while waiting and free:
+            request = waiting.popleft()
+            live[free.popleft()] = {"prompt": request["prompt"], "at": 0, "left": request["out"], "next": None}
+        rows = []
+        for sequence, one in live.items():
+            if one["next"] is not None:
+                rows.append((one["next"], one["at"], sequence, True))
+                one["at"] += 1
+        for sequence, one in live.items():
+            if one["next"] is None:
+                part = one["prompt"][one["at"] : one["at"] + args.batch - len(rows)]
+                for token in part:
+                    one["at"] += 1
+                    rows.append((token, one["at"] - 1, sequence, one["at"] == len(one["prompt"])))
+        for sequence, token in decode(rows).items():
+            one = live[sequence]
+            one["next"], one["left"] = token, one["left"] - 1
+            num_out += 1
+            if not one["left"]:
+                del live[sequence]
+                lib.llama_memory_seq_rm(lib.llama_get_memory(context), sequence, -1, -1)
+                free.append(sequence)
+    return num_out
+
+
+version = f"llama.cpp by llama-cpp-python {lib.__version__}, {args.model.rsplit('/', 1)[-1]}"
+print(json.dumps({"ready": version, "threads": args.threads, "max_num_seqs": args.max_num_seqs}), flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    assert work["max_num_seqs"] == args.max_num_seqs, "start it with the bench's --max-num-seqs"
+    start = time.perf_counter()
+    tokens = run(work["requests"], work["max_num_seqs"])
+    print(json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}), flush=True)
