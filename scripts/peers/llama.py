@@ -1,7 +1,7 @@
 """llama.cpp as a peer of `jpaged bench`: its batches, several sequences at once. See PeerContender.
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
-    jpaged bench latency --peer "llama.cpp=python scripts/peers/llama_cpp.py --model checkpoints/f32.gguf"
+    jpaged bench latency --peer "llama.cpp=python scripts/peers/llama.py --model checkpoints/f32.gguf"
 
 A request is taken in as soon as a sequence is free; prompts go in batches of 512 beside the decoding ones, which is how
 llama.cpp's own server works.
