@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +34,7 @@ from .runner import Runner
 from .sampler import SampleMode
 from .scheduler import Scheduler
 from .sharding import device_mesh, select_devices
-from .sizing import Demand, EngineSizes, chosen_dtypes, free_host_bytes, size_engine
+from .sizing import Demand, EngineSizes, StepSizes, chosen_dtypes, free_host_bytes, size_engine
 from .step_inputs import StepInputBuilder
 from .user_cache import make_private, user_cache
 
@@ -94,27 +95,28 @@ def assemble(
         ),
         page_bytes=lambda block_size, dtype: _layout(backend, model, 1, block_size, dtype).page_bytes,
         weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
+        step_bytes=lambda step: measured_step_bytes(model, step, mesh, backend),
         host_free_bytes=free_host_bytes(),
         demands=demands,
     )
     for note in sizes.notes:
         logger.warning(note)
-    buckets = make_buckets(
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        platform=device.platform,
-        dtype=sizes.dtype,
-    )
-    builder = StepInputBuilder(
-        buckets=buckets,
-        backend=backend,
-        block_size=sizes.block_size,
-        num_groups=len(WINDOWS),
-        max_num_seqs=sizes.max_num_seqs,
-        max_pages=-(-sizes.max_model_len // sizes.block_size),
-    )
+    logger.info("memory: %s", sizes.memory)
+    buckets, builder = step_tools(sizes, backend, device.platform)
     check_kernels(backend, model, sizes.dtype, sizes.kv_cache_dtype, sizes.block_size, device)
-    programs = _programs(config, opened, sizes, mesh, backend, buckets, builder)
+    check_tensors(abstract_weights(model, sizes.dtype, mesh), model, opened.checkpoint)
+    programs = planned_programs(
+        model,
+        sizes,
+        mesh,
+        backend,
+        buckets,
+        builder,
+        num_blocks=sizes.num_blocks,
+        num_host_blocks=sizes.num_host_blocks,
+        max_logprobs=config.max_logprobs,
+        num_decode_steps=_num_decode_steps(config),
+    )
     # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
     plan = CompilePlan(programs.lower)
     first, behind = _warmup_keys(config, programs, buckets, sizes, demands, modes, is_cpu=device.platform == "cpu")
@@ -179,33 +181,74 @@ def _layout(backend: Backend, model: ModelConfig, num_pages: int, block_size: in
         raise ConfigError(str(error)) from error
 
 
-def _programs(
-    config: EngineConfig,
-    opened: OpenedModel,
-    sizes: EngineSizes,
+def step_tools(sizes: EngineSizes | StepSizes, backend: Backend, platform: str) -> tuple[Buckets, StepInputBuilder]:
+    """The padded sizes that steps come in, and what builds them."""
+    buckets = make_buckets(
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        platform=platform,
+        dtype=sizes.dtype,
+    )
+    builder = StepInputBuilder(
+        buckets=buckets,
+        backend=backend,
+        block_size=sizes.block_size,
+        num_groups=len(WINDOWS),
+        max_num_seqs=sizes.max_num_seqs,
+        max_pages=-(-sizes.max_model_len // sizes.block_size),
+    )
+    return buckets, builder
+
+
+def planned_programs(
+    model: ModelConfig,
+    sizes: EngineSizes | StepSizes,
     mesh: Mesh,
     backend: Backend,
     buckets: Buckets,
     builder: StepInputBuilder,
+    *,
+    num_blocks: int,
+    num_host_blocks: int = 0,
+    max_logprobs: int = 0,
+    num_decode_steps: int = 1,
 ) -> Programs:
-    model = opened.config
-    weights = abstract_weights(model, sizes.dtype, mesh)
-    check_tensors(weights, model, opened.checkpoint)
-    layout = _layout(backend, model, sizes.num_blocks, sizes.block_size, sizes.kv_cache_dtype)
+    """Every program of an engine of these sizes. Nothing is allocated, and no device asked: the mesh may be of a
+    topology that is not here."""
+    layout = _layout(backend, model, num_blocks, sizes.block_size, sizes.kv_cache_dtype)
     places = tuple(LayerPlace(group=0, index=layer) for layer in range(model.num_layers))
     return step_programs(
-        weights=weights,
+        weights=abstract_weights(model, sizes.dtype, mesh),
         hidden_size=model.hidden_size,
         mesh=mesh,
-        cache=PagedCache((), layout, places, backend),
+        cache=PagedCache((), layout, places, backend, mesh=mesh if mesh.size > 1 else None),
         buckets=buckets,
         builder=builder,
         max_num_seqs=sizes.max_num_seqs,
         max_pages=builder.max_pages,
-        max_logprobs=config.max_logprobs,
-        num_host_blocks=sizes.num_host_blocks,
-        num_decode_steps=_num_decode_steps(config),
+        max_logprobs=max_logprobs,
+        num_host_blocks=num_host_blocks,
+        num_decode_steps=num_decode_steps,
     )
+
+
+def measured_step_bytes(model: ModelConfig, sizes: StepSizes, mesh: Mesh, backend: Backend) -> int:
+    """What the largest step and the largest sampling take beside weights and cache, by what their compiler says.
+
+    Compiled over a cache of one page: nothing that a step makes for itself grows with the pages.
+    """
+    buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)
+    programs = planned_programs(model, sizes, mesh, backend, buckets, builder, num_blocks=2)
+    keys = forward_key(buckets, buckets.num_tokens[-1]), sample_key(buckets, buckets.max_samples, SampleMode.LOGPROBS)
+    with ThreadPoolExecutor(len(keys)) as compilers:
+        return max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
+
+
+def own_bytes(compiled: jax.stages.Compiled) -> int:
+    """Memory that an executable takes beside its arguments: for itself, and for outputs of their own."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every backend here says what memory a program takes"
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
 
 def _num_decode_steps(config: EngineConfig) -> int:

@@ -15,7 +15,8 @@ import shlex
 import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from .engine import Engine
 from .errors import ConfigError
 from .models.loading import Weights
+from .sampler import SampleMode, SamplingRows, sample
 from .sampling_params import SamplingParams
 from .step_inputs import BuiltStep
 from .workloads import Workload
@@ -126,22 +128,26 @@ class BareContender:
         return time.perf_counter() - start
 
     def _compiled(self, shape: StepShape) -> Any:
-        leaves, tree = jax.tree.flatten(self.weights.state)
-        graph = self.weights.graph
+        leaves = jax.tree.leaves(self.weights.state)
+        return jax.jit(bare_step(self.weights, shape)).lower(leaves, jnp.int32(0)).compile()
 
-        def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
-            model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-            positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-            ids = jnp.where(positions == 0, token, 7)
-            hidden, _ = model(ids, _NoCache(), _Positions(positions))
-            if not shape.num_samples:
-                return jnp.sum(hidden).astype(jnp.int32) & 7
-            logits = model.logits(hidden[: shape.num_samples])
-            # The least token with the greatest logit, as the engine's sampler finds it.
-            places = jnp.where(logits == logits.max(axis=-1, keepdims=True), jnp.arange(logits.shape[1])[None], 1 << 30)
-            return jnp.min(places).astype(jnp.int32) & 7
 
-        return jax.jit(run).lower(leaves, jnp.int32(0)).compile()
+def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Array], Array]:
+    """A step without attention, of the weights' leaves and a token: returns another token."""
+    tree = jax.tree.structure(weights.state)
+
+    def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
+        model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
+        positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+        ids = jnp.where(positions == 0, token, 7)
+        hidden, _ = model(ids, _NoCache(), _Positions(positions))
+        if not shape.num_samples:
+            return jnp.sum(hidden).astype(jnp.int32) & 7
+        rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
+        drawn = sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY, 0)
+        return drawn.token_ids[0] & 7
+
+    return run
 
 
 @jax.tree_util.register_dataclass

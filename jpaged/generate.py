@@ -313,6 +313,7 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
         f"device: {engine.device.device_kind} ({engine.device.platform}) · attention: {engine.backend.name} · "
         f"{sizes.dtype}, KV {sizes.kv_cache_dtype}"
     )
+    yield f"memory: {sizes.memory}"
     yield f"sampling: {sampling}"
     yield (
         f"start: load {engine.load_seconds:.1f} s · compile {stats['compile_seconds']:.1f} s · "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,7 @@ def step_programs(
         return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     state = DeviceState(
-        cache=PagedCache(_cache_arrays(layout, mesh), layout, cache.layers, cache.backend),
+        cache=replace(cache, pages=_cache_arrays(layout, mesh)),
         page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
         last_tokens=shape((max_num_seqs + 1,), jnp.int32),
     )

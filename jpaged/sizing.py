@@ -42,6 +42,28 @@ class Demand:
 
 
 @dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of a device's memory (of the host's, on a CPU), and what they are for."""
+
+    free_bytes: int
+    """Before anything was allocated."""
+    weights_bytes: int
+    step_bytes: int
+    """What the largest step needs beside weights and pages: measured on the compiled step where memory is short,
+    estimated on the generous side where there is plenty."""
+    is_measured: bool
+    pool_bytes: int
+    """Of all pages, the null page among them."""
+
+    def __str__(self) -> str:
+        how = "measured" if self.is_measured else "at most"
+        return (
+            f"weights {_gb(self.weights_bytes)} GB, a step {_gb(self.step_bytes)} GB ({how}), pages "
+            f"{_gb(self.pool_bytes)} GB, of {_gb(self.free_bytes)} GB free"
+        )
+
+
+@dataclass(frozen=True)
 class EngineSizes:
     """Numbers that are fixed for the life of an engine."""
 
@@ -55,8 +77,21 @@ class EngineSizes:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    memory: MemoryPlan
     notes: tuple[str, ...] = ()
     """What was chosen against expectation, and why: to be shown."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What the memory of a step depends on."""
+
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -85,15 +120,17 @@ def size_engine(
     block_size_of: Callable[[str, int, int], int],
     page_bytes: Callable[[int, str], int],
     weights_bytes: Callable[[str], int],
+    step_bytes: Callable[[StepSizes], int],
     demands: Sequence[Demand] = (),
 ) -> EngineSizes:
     """Choose every size that the options leave open.
 
     `block_size_of(kv_dtype, max_num_seqs, max_model_len)` says how many tokens a page has; it raises ConfigError if the
     page tables of so many sequences have no room; `page_bytes(block_size, dtype)` and
-    `weights_bytes(dtype)` say what a page and the weights take; `free_bytes` is the memory free before the weights,
-    `host_free_bytes` that of the host, which on a CPU is the same one. `demands` are the requests known beforehand, if
-    all are: a pool need not hold more sequences than there will be. Raises ConfigError.
+    `weights_bytes(dtype)` say what a page and the weights take; `step_bytes`, what the largest step takes beside
+    them, is asked only where memory is short, since to know it is to compile it; `free_bytes` is the memory free before
+    the weights, `host_free_bytes` that of the host, which on a CPU is the same one. `demands` are the requests known
+    beforehand, if all are: a pool need not hold more sequences than there will be. Raises ConfigError.
     """
     is_cpu = platform == "cpu"
     dtype, kv_dtype = chosen_dtypes(config, model, platform)
@@ -112,6 +149,8 @@ def size_engine(
     bytes_per_page = page_bytes(block_size, kv_dtype)
     pages_per_sequence = -(-max_model_len // block_size)
     weights = weights_bytes(dtype)
+    step_sizes = StepSizes(dtype, kv_dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens)
+    step, is_measured = estimated_step_bytes(model, max_num_batched_tokens, max_num_seqs), False
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
         _check_pool("num_blocks", config.num_blocks, bytes_per_page, free_bytes, weights)
@@ -119,17 +158,20 @@ def size_engine(
         num_pages = config.kv_cache_memory_bytes // bytes_per_page - 1
         _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free_bytes, weights)
     else:
+        most = min(max_num_seqs * pages_per_sequence, MAX_SLOTS // block_size - 1)
         if is_cpu:
-            needed = weights
-            half = _round_down(max(0, free_bytes - weights) // 2 // bytes_per_page)
-            affordable = min(CPU_POOL_BYTES // bytes_per_page, half)
-        else:
-            needed = weights + _step_bytes(model, max_num_batched_tokens, max_num_seqs)
-            affordable = (int(free_bytes * config.device_memory_utilization) - needed) // bytes_per_page
-        num_pages = min(max_num_seqs * pages_per_sequence, affordable - 1)
+            most = min(most, CPU_POOL_BYTES // bytes_per_page - 1)
+        share = 1.0 if is_cpu else config.device_memory_utilization
+
+        def affordable(step: int) -> int:
+            room = int(free_bytes * share) - weights - step
+            return (_round_down(max(0, room) // 2 // bytes_per_page) if is_cpu else room // bytes_per_page) - 1
+
+        if affordable(step) < most:
+            step, is_measured = step_bytes(step_sizes), True
+        num_pages = min(most, affordable(step))
         if num_pages < 1:
-            raise _no_room(config, platform, free_bytes, needed, 2 * bytes_per_page)
-        num_pages = min(num_pages, MAX_SLOTS // block_size - 1)
+            raise _no_room(config, platform, free_bytes, weights + step, 2 * bytes_per_page)
     if not 1 <= num_pages < MAX_SLOTS // block_size:
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", bytes_per_page)
         raise ConfigError(
@@ -143,7 +185,8 @@ def size_engine(
             f"{max_model_len} tokens"
         )
     if num_pages < pages_per_sequence:
-        max_model_len = _lowered_len(config, num_pages * block_size, max_model_len, bytes_per_page, demands)
+        missing = (pages_per_sequence - num_pages) * bytes_per_page
+        max_model_len = _lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
         notes.append(
             f"max_model_len lowered to {max_model_len}: the pool of {num_pages} pages × {block_size} tokens "
             f"({num_pages * bytes_per_page / 1e6:.0f} MB) holds no longer sequence"
@@ -167,6 +210,7 @@ def size_engine(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        memory=MemoryPlan(free_bytes, weights, step, is_measured, (num_pages + 1) * bytes_per_page),
         notes=tuple(notes),
     )
 
@@ -309,33 +353,35 @@ def _no_room(config: EngineConfig, platform: str, free_bytes: int, needed: int, 
     if platform == "cpu":
         missing = needed + 2 * least_pool - free_bytes
         return ConfigError(
-            f"model: its weights take {_gb(needed)} GB, {_gb(free_bytes)} GB are free, and half of the rest holds no "
-            f"page; {missing} bytes are missing: free some memory, take a smaller model or give num_blocks"
+            f"model: its weights and a step take {_gb(needed)} GB, {_gb(free_bytes)} GB are free, and half of the rest "
+            f"holds no page; {missing} bytes are missing, and no max_model_len fits: free some memory, take a smaller "
+            "model or give num_blocks"
         )
     share = config.device_memory_utilization
     missing = needed + least_pool - int(free_bytes * share)
     return ConfigError(
         f"device_memory_utilization: got {share:g}, of {_gb(free_bytes)} GB free; weights and a step take "
-        f"{_gb(needed)} GB; {missing} bytes are missing: raise it, lower max_num_batched_tokens or max_num_seqs, "
-        "or take a smaller model"
+        f"{_gb(needed)} GB; {missing} bytes are missing, and no max_model_len fits: raise it, lower "
+        "max_num_batched_tokens or max_num_seqs, or take a smaller model"
     )
 
 
 def _lowered_len(
-    config: EngineConfig, capacity: int, max_model_len: int, page_bytes: int, demands: Sequence[Demand]
+    config: EngineConfig, capacity: int, max_model_len: int, missing: int, demands: Sequence[Demand]
 ) -> int:
+    """The longest sequence that a pool of `capacity` tokens holds, which lacks `missing` bytes for one more."""
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:
         raise ConfigError(
-            f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens ({page_bytes} bytes a page); lower "
+            f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens, {missing} bytes are missing; lower "
             f"max_model_len to {capacity}, or {way_out}"
         )
     # A prompt of one token and its answer are the least that anybody can ask.
     longest = min(max_model_len, max((demand.num_tokens for demand in demands), default=2))
     if longest > capacity:
         raise ConfigError(
-            f"num_blocks: the pool holds {capacity} tokens, one request needs {longest} (prompt and max_tokens); "
-            f"{way_out}"
+            f"num_blocks: the pool holds {capacity} tokens, one request needs {longest} (prompt and max_tokens), and "
+            f"{missing} bytes are missing for max_model_len, {max_model_len}: at most {capacity} fits; {way_out}"
         )
     return capacity
 
@@ -350,7 +396,7 @@ def _round_down(num_pages: int) -> int:
     return num_pages >> shift << shift
 
 
-def _step_bytes(model: ModelConfig, num_tokens: int, num_seqs: int) -> int:
+def estimated_step_bytes(model: ModelConfig, num_tokens: int, num_seqs: int) -> int:
     """Bytes that a step's activations and logits take, on the generous side."""
     widths = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_size
     return 4 * num_tokens * widths + 3 * 4 * num_seqs * model.vocab_size

@@ -86,10 +86,24 @@ class Embedding(nnx.Module):
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
-        return self.weight[...][token_ids]
+        return jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
+
+
+def _rows(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    return table[ids]
+
+
+def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    """The same where XLA would make float32 of a whole table to look up some rows of bfloat16."""
+    if table.dtype != jnp.bfloat16:
+        return _rows(table, ids)
+    # With the ids behind a barrier, a loop that decodes cannot make the bits of all of the table ahead of itself.
+    table, ids = jax.lax.optimization_barrier((table, ids))
+    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+    return jax.lax.bitcast_convert_type(bits[ids], jnp.bfloat16)
 
 
 class RMSNorm(nnx.Module):

@@ -28,18 +28,16 @@ def missing_wheels(names):
             yield name
 
 
-@pytest.fixture(scope="module", params=[("cpu", 1), ("v6e", 1), ("v6e", 4), ("h100", 1), ("h100", 4)], ids=str)
-def compiled(request):
-    target, num_devices = request.param
+def output_of(script, target, num_devices, *args):
+    """The JSON object that a script prints of programs for `num_devices` devices of that kind."""
     kind, wheels = TARGETS[target]
     if missing := list(missing_wheels(wheels)):
         pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
-    script = ROOT / "tests" / "compile_for_device.py"
     result = subprocess.run(
-        [sys.executable, str(script), target, str(num_devices), str(NUM_PAGES)],
+        [sys.executable, str(ROOT / "tests" / script), target, str(num_devices), *args],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
@@ -47,6 +45,11 @@ def compiled(request):
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["kind"] == kind
     return found
+
+
+@pytest.fixture(scope="module", params=[("cpu", 1), ("v6e", 1), ("v6e", 4), ("h100", 1), ("h100", 4)], ids=str)
+def compiled(request):
+    return output_of("compile_for_device.py", *request.param, str(NUM_PAGES))
 
 
 @pytest.mark.parametrize("program", ["copy", "swap_in"])
@@ -90,3 +93,38 @@ def test_what_kernels_are_timed_by_copies_no_more_than_it_is_said_to(compiled):
         assert found["copies"] == [], name
         # Whatever writes a buffer that is not the one it reads needs room for it.
         assert found["temporary"] < found["buffer"] // 2, name
+
+
+STEPS = [("cpu", 1), ("v6e", 1), ("v6e", 4), ("h100", 1)]
+
+
+@pytest.fixture(scope="module", params=STEPS, ids=str)
+def steps(request):
+    return output_of("compile_step.py", *request.param)
+
+
+def test_a_whole_step_makes_nothing_as_large_as_a_layers_keys(steps):
+    """No copy, convert or transpose of them: a prompt's step, a decode step, and the loop that decodes on."""
+    assert {tuple(name.split()[1:2]) for name in steps["steps"]} == {("forward",), ("decode",)}
+    for name, reports in steps["steps"].items():
+        for found in reports:
+            assert found["large"] == [], name
+
+
+def test_a_whole_step_takes_the_cache_as_it_is_and_needs_as_much_beside_it_whatever_its_size(steps):
+    for name, reports in steps["steps"].items():
+        for found in reports:
+            # With the page tables and the last tokens, which are donated too.
+            assert 0 <= found["aliased"] - found["cache"] < 2**20, name
+        if len(reports) > 1:
+            assert [found["pages"] for found in reports] == [512, 1024]
+            assert reports[0]["temporary"] == reports[1]["temporary"], name
+    assert any(len(reports) > 1 for reports in steps["steps"].values())
+
+
+def test_products_read_each_weight_once(steps):
+    """The compiler counts no more than 1.15 times the weights' bytes; on a GPU it does not count."""
+    if steps["kind"].startswith("NVIDIA"):
+        pytest.skip("cost_analysis is not available on a GPU")
+    for dtype, (accessed, weights) in steps["products"].items():
+        assert 1.0 <= accessed / weights <= 1.15, dtype

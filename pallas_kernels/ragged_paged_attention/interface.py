@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .kv_scales import KVScales, LayerScales, is_quantized
@@ -169,6 +170,9 @@ class PagedCache:
     backend: Backend = field(metadata={"static": True})
     scales: KVScales | None = None
     """Of pages of one byte a number; None for all others."""
+    mesh: Mesh | None = field(default=None, metadata={"static": True})
+    """Over whose one axis the KV heads are spread, each chip with the query heads of its own; None for one chip.
+    `backend` is then made for what lies on one of them, `layout` for all."""
 
     def attend(
         self,
@@ -217,6 +221,9 @@ class PagedCache:
                         f"attend: got scales of {name} {list(scales.shape)}, wanted {list(of_cache)}: one for each "
                         "layer and KV head of the cache"
                     )
+        if self.mesh is not None:
+            options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+            return self._attend_on_chips(layer, q, k, v, step, sinks, options)
         out, pages = self.backend.attend(
             self,
             self.layers[layer],
@@ -230,6 +237,37 @@ class PagedCache:
             soft_cap=soft_cap,
             sinks=sinks,
         )
+        return out, dataclasses.replace(self, pages=pages)
+
+    def _attend_on_chips(
+        self, layer: int, q: Array, k: Array | None, v: Array | None, step: Any, sinks: Array | None, options: Any
+    ) -> tuple[Array, PagedCache]:
+        """Attend on every chip to its own heads: nothing has to be told to the others."""
+        mesh, layout = self.mesh, self.layout
+        assert mesh is not None
+        (axis,) = mesh.axis_names
+        if layout.num_kv_heads % mesh.size:
+            raise ValueError(
+                f"attend: got {layout.num_kv_heads} KV heads for {mesh.size} chips, wanted a multiple: each has some"
+            )
+        local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // mesh.size)
+        whole, by_head = PartitionSpec(), PartitionSpec(None, axis)
+        by_axes = tuple(
+            PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes
+        )
+
+        def on_a_chip(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+            cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
+            out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **options)
+            return out, cache.pages
+
+        out, pages = jax.shard_map(
+            on_a_chip,
+            mesh=mesh,
+            in_specs=(by_axes, by_head, by_head, by_head, by_head, whole, PartitionSpec(axis)),
+            out_specs=(by_head, by_axes),
+            check_vma=False,  # Kernels do not say how their results vary over the mesh.
+        )(self.pages, self.scales, q, k, v, step, sinks)
         return out, dataclasses.replace(self, pages=pages)
 
     def _refuse_misfits(self, q: Array, new: dict[str, Array | None], sinks: Array | None) -> None:

@@ -27,6 +27,7 @@ def sized(
     weights=WEIGHTS,
     model=None,
     block_size_of=None,
+    step_bytes=0,
     **options,
 ):
     """On a CPU the host's free memory is the memory of the pool."""
@@ -40,6 +41,7 @@ def sized(
         block_size_of=block_size_of or (lambda dtype, num_seqs, max_len: config.block_size or 64),
         page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),
         weights_bytes=lambda dtype: weights // (1 if dtype == "float32" else 2),
+        step_bytes=lambda step: step_bytes,
         demands=demands,
     )
 
@@ -185,7 +187,7 @@ def missing_bytes(message):
 
 def test_a_model_larger_than_memory_is_refused_with_the_bytes_that_are_missing():
     message = refused(free_bytes=WEIGHTS // 4)
-    assert message.startswith("model: its weights take 1.07 GB, 0.268 GB are free")
+    assert message.startswith("model: its weights and a step take 1.07 GB, 0.268 GB are free")
     enough = WEIGHTS // 4 + missing_bytes(message)
     assert sized(free_bytes=enough).num_blocks == 2
     assert missing_bytes(refused(free_bytes=enough - 1)) == 1

@@ -1,0 +1,149 @@
+"""Compiles whole steps for chips that are not there, and for a CPU; prints what came of each.
+
+    python compile_step.py cpu|v6e|h100 NUM_DEVICES
+
+One JSON object, bytes per chip. A process of its own, because JAX reads its environment when it starts. The model is
+shaped as one of 8e9 parameters, on a CPU as one of 1e8, in its depth's first layers; the sizes are the defaults.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from compile_for_device import gate_of, mesh_of
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = {
+    **LLAMA_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 2048,
+    "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+LEAST_TOKENS = 4
+"""Of a step whose products are counted: so few that activations are little beside the weights."""
+SHAPED = re.compile(r"= (?:\w+)\[([\d,]*)\]\S* (copy|convert|transpose|bitcast-convert|all-gather|all-reduce)\(")
+FUSED = re.compile(r"%(?:wrapped_|bitcast_)?(copy|convert|transpose)[\w.-]* = (?:\w+)\[([\d,]*)\]\S* fusion\(")
+
+
+def made_whole(hlo):
+    """(kind, shape) of what a program makes as an array: not what happens to one element at a time inside a fusion."""
+    fused = set(re.findall(r"calls=%?([\w.-]+)", hlo))
+    found = []
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", hlo):
+        name = re.match(r"(?:ENTRY )?%?([\w.-]+) \(", block)
+        if name and name[1] not in fused:
+            found += [(kind, dims) for dims, kind in SHAPED.findall(block)]
+            # A fusion that is nothing but such a thing carries its name.
+            found += FUSED.findall(block)
+    return found
+
+
+def report(programs, key, cache_shapes, cache_bytes, num_pages):
+    """What a compiled program says of itself, and whatever in it has the size of a layer's keys or more."""
+    compiled = programs.lower[key]().compile()
+    memory = compiled.memory_analysis()
+    hlo = compiled.as_text()
+    # Of one layer: a copy of less than that is of a step's own tokens or pages.
+    least = min(_count(shape) for shape in cache_shapes) // programs.state.cache.layout.num_layers
+    large = sorted({f"{kind} {dims}" for kind, dims in made_whole(hlo) if _count_text(dims) >= least})
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "cache": cache_bytes,
+        "pages": num_pages,
+        "large": large,
+    }
+
+
+def product_bytes(weights, mesh, num_tokens):
+    """(read and written by a step without attention, as its compiler counts; of the weights in its products).
+
+    Looking rows up is counted as reading the whole table of embeddings, which is taken off.
+    """
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from jpaged.contenders import StepShape, bare_step
+    from jpaged.sharding import replicated
+
+    run = bare_step(weights, StepShape(num_tokens, num_tokens))
+    token = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
+    with jax.set_mesh(mesh):
+        cost = jax.jit(run).lower(jax.tree.leaves(weights.state), token).compile().cost_analysis()
+    cost = cost[0] if isinstance(cost, list) else cost
+    by_path = {path: _bytes(leaf) for path, leaf in nnx.to_flat_state(weights.state)}
+    table, is_tied = by_path["embed", "weight"], ("head", "weight") not in by_path
+    in_products = sum(by_path.values()) - (0 if is_tied else table)
+    return (cost or {}).get("bytes accessed", 0) - table, in_products
+
+
+def _bytes(leaf):
+    """On one chip."""
+    return _count(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _count(shape):
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _count_text(dims):
+    return _count(int(size) for size in dims.split(",") if size)
+
+
+def main() -> None:
+    target, num_devices = sys.argv[1], int(sys.argv[2])
+    gate = gate_of(target, num_devices)
+    mesh = mesh_of(gate, num_devices)
+    import jax
+
+    from jpaged.assembly import planned_programs, step_tools
+    from jpaged.models.config import config_from_hf
+    from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+    from jpaged.sizing import StepSizes
+
+    model = config_from_hf(SMALL if target == "cpu" else LLAMA_8B, Path("config.json"))
+    dtypes = ["float32", "bfloat16"] if target == "cpu" else ["bfloat16"]
+    num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
+    if gate is None:
+        backend = XlaBackend(platform="cpu")
+    elif target == "h100" and jax.__version_info__ < (0, 11):
+        backend = XlaBackend(platform="gpu")
+    else:
+        heads = model.num_heads // num_devices, model.num_kv_heads // num_devices
+        backend = gate.backend(*heads, model.head_size, (None,))
+    found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "steps": {}}
+    for dtype in dtypes:
+        sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
+        buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)
+        for num_pages in (512, 1024):
+            programs = planned_programs(
+                model, sizes, mesh, backend, buckets, builder, num_blocks=num_pages, num_decode_steps=16
+            )
+            layout = programs.state.cache.layout
+            pages = programs.state.cache.pages
+            cache_shapes = [array.sharding.shard_shape(array.shape) for array in pages]
+            cache_bytes = sum(map(_count, cache_shapes)) * layout.stored_dtype.itemsize
+            keys = [("forward", num_seqs)]
+            if num_pages == 512:
+                keys += [("forward", 2 * num_seqs), ("decode", num_seqs)]
+                found.setdefault("products", {})[dtype] = product_bytes(programs.weights, mesh, LEAST_TOKENS)
+            for key in keys:
+                with jax.set_mesh(mesh):
+                    name = f"{dtype} {' '.join(map(str, key))}"
+                    one = report(programs, key, cache_shapes, cache_bytes, num_pages)
+                    found["steps"].setdefault(name, []).append(one)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
