@@ -164,7 +164,7 @@ class EngineConfig:
             self._number("swap_space", 0.0, MAX_SWAP_SPACE)
         self._choice("warmup", WARMUPS)
         if self.num_decode_steps != "auto":
-            if not is_integer(self.num_decode_steps) or not 1 <= self.num_decode_steps <= MAX_DECODE_STEPS:
+            if not is_integer(self.num_decode_steps) or not 1 <= int(self.num_decode_steps) <= MAX_DECODE_STEPS:
                 self._refuse("num_decode_steps", f"auto, or an integer in [1, {MAX_DECODE_STEPS}]")
             object.__setattr__(self, "num_decode_steps", int(self.num_decode_steps))
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 from .engine import Engine
 from .errors import ConfigError
 from .models.loading import Weights
+from .pallas_kernels.ragged_paged_attention import AttentionMetadata
 from .sampler import SampleMode, SamplingRows, sample
 from .sampling_params import SamplingParams
 from .step_inputs import BuiltStep
@@ -140,7 +141,7 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
         model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
         positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
         ids = jnp.where(positions == 0, token, 7)
-        hidden, _ = model(ids, _NoCache(), _Positions(positions))
+        hidden, _ = model(ids, _NoCache(), _step_at(positions))
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
         rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
@@ -150,12 +151,11 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
     return run
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Positions:
-    """All that a model without pages reads of a step."""
-
-    positions: Int[Array, " T"]
+def _step_at(positions: Int[Array, " T"]) -> AttentionMetadata:
+    """All that layers and a cache without pages read of a step: where its tokens stand."""
+    nothing = jnp.zeros(0, jnp.int32)
+    none = {field.name: nothing for field in fields(AttentionMetadata)}
+    return AttentionMetadata(**{**none, "positions": positions})
 
 
 class _NoCache:
@@ -174,7 +174,7 @@ class _DenseCache:
     values: Float[Array, "L R S K H"]
 
     def attend(
-        self, layer: int, q: Any, k: Any, v: Any, step: _Positions, *, scale: float, window: int | None = None
+        self, layer: int, q: Any, k: Any, v: Any, step: Any, *, scale: float, window: int | None = None
     ) -> tuple[Any, _DenseCache]:
         """Write at the step's positions, then attend to all slots up to them."""
         num_rows, num_slots = self.keys.shape[1:3]
@@ -234,13 +234,13 @@ class DenseContender:
     def _first(self, leaves: Any, cache: _DenseCache, ids: Any, lens: Any) -> tuple[Any, _DenseCache]:
         positions = jnp.tile(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape[0])
         model = self._model(leaves)
-        hidden, cache = model(ids.reshape(-1), cache, _Positions(positions))
+        hidden, cache = model(ids.reshape(-1), cache, _step_at(positions))
         last = hidden[jnp.arange(ids.shape[0]) * ids.shape[1] + lens - 1]
         return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), cache
 
     def _next(self, leaves: Any, cache: _DenseCache, tokens: Any, positions: Any) -> tuple[Any, _DenseCache]:
         model = self._model(leaves)
-        hidden, cache = model(tokens, cache, _Positions(positions))
+        hidden, cache = model(tokens, cache, _step_at(positions))
         return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache
 
 

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -153,14 +153,15 @@ class Core:
     def _take_in(
         self,
         samples: list[Sequence],
-        token_ids: np.ndarray,
-        is_finite: np.ndarray,
+        token_ids: Any,
+        is_finite: Any,
         sampled: SampledRows,
         num_left: list[int] | None = None,
     ) -> None:
         """Append each token to its sequence; look closer only where it may end the sequence or fill a page.
 
-        `num_left`: how many more tokens the step has for each.
+        `token_ids` and `is_finite` are numpy, one for each of `samples`; `num_left` says how many more tokens the step
+        has for each.
         """
         if not is_finite.all():
             for row in np.flatnonzero(~is_finite).tolist():

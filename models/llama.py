@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
+from ..pallas_kernels.ragged_paged_attention import AttentionCache, AttentionMetadata
 from .config import ModelConfig
 from .layers import Embedding, FusedLinear, Linear, Part, RMSNorm, WeightMaker
 from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
@@ -54,8 +54,8 @@ class Attention(nnx.Module):
         self.layer, self.head_size, self.window = layer, head, config.windows[layer]
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: PagedCache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], PagedCache]:
+        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], Any]:
         qkv_TKW, head = self.qkv_proj(x_TD), self.head_size
         heads_shape = (x_TD.shape[0], -1, head)
         q_TNH = rotation.apply(qkv_TKW[..., : -2 * head].reshape(heads_shape))
@@ -89,8 +89,8 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, make=make)
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: PagedCache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], PagedCache]:
+        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], Any]:
         attended_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, step)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
@@ -114,8 +114,8 @@ class Llama(nnx.Module):
         )
 
     def __call__(
-        self, token_ids: Int[Array, " T"], cache: PagedCache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], PagedCache]:
+        self, token_ids: Int[Array, " T"], cache: AttentionCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], Any]:
         """Hidden states after the last norm, and the cache with this step's keys and values."""
         x_TD = self.embed(token_ids)
         frequencies, factor = inverse_frequencies(self.rope, self.head_size), attention_factor(self.rope)

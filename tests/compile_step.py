@@ -24,6 +24,8 @@ SMALL = {
     "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 2048,
     "tie_word_embeddings": True, "torch_dtype": "float32",
 }  # fmt: skip
+NUM_PAGES = 128, 256
+"""A v6e chip holds them beside the weights."""
 LEAST_TOKENS = 4
 """Of a step whose products are counted: so few that activations are little beside the weights."""
 SHAPED = re.compile(r"= (?:\w+)\[([\d,]*)\]\S* (copy|convert|transpose|bitcast-convert|all-gather|all-reduce)\(")
@@ -125,7 +127,7 @@ def main() -> None:
     for dtype in dtypes:
         sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
         buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)
-        for num_pages in (512, 1024):
+        for num_pages in NUM_PAGES:
             programs = planned_programs(
                 model, sizes, mesh, backend, buckets, builder, num_blocks=num_pages, num_decode_steps=16
             )
@@ -134,7 +136,7 @@ def main() -> None:
             cache_shapes = [array.sharding.shard_shape(array.shape) for array in pages]
             cache_bytes = sum(map(_count, cache_shapes)) * layout.stored_dtype.itemsize
             keys = [("forward", num_seqs)]
-            if num_pages == 512:
+            if num_pages == NUM_PAGES[0]:
                 keys += [("forward", 2 * num_seqs), ("decode", num_seqs)]
                 found.setdefault("products", {})[dtype] = product_bytes(programs.weights, mesh, LEAST_TOKENS)
             for key in keys:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .gpu import GpuBackend
-    from .interface import NULL_PAGE, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
+    from .interface import NULL_PAGE, AttentionCache, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
     from .kv_scales import KVScales, quantize
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
     from .plain_steps import random_tables, step_of_rows
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_MOVES",
     "NULL_PAGE",
+    "AttentionCache",
+    "AttentionCache",
     "AttentionMetadata",
     "Backend",
     "GpuBackend",

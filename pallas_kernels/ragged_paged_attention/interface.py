@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -157,6 +157,25 @@ class Backend(Protocol):
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """Write k and v into the pages, attend, and return the output and the new pages."""
         ...
+
+
+@runtime_checkable
+class AttentionCache(Protocol):
+    """All that a model knows of a cache: what `PagedCache.attend` does. What it returns goes on to the next layer."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "T N H"], Any]: ...
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,110 @@
+"""`jpaged bench latency` and `throughput` on a tiny model: what they compare, count and refuse."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged import ConfigError
+from jpaged.bench_engine import main
+from jpaged.workloads import FIXED, load_workload
+
+from .tiny_model import write_tiny_model
+
+PEER = """
+import json, sys, time
+print(json.dumps({{"ready": "a peer"}}), flush=True)
+for line in sys.stdin:
+    work = json.loads(line)
+    assert work["max_num_seqs"] == 8
+    time.sleep(0.02)
+    tokens = sum(request["out"] for request in work["requests"])
+    print(json.dumps({{"seconds": 0.5, "tokens": tokens + {surplus}}}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096))
+
+
+def peer(tmp_path: Path, surplus: int = 0) -> str:
+    script = tmp_path / "peer.py"
+    script.write_text(PEER.format(surplus=surplus))
+    return f"other={sys.executable} {script}"
+
+
+def bench(tiny: str, tmp_path: Path, *flags: str, kind: str = "throughput") -> dict[str, Any]:
+    output = tmp_path / "out.json"
+    sizes = ["--model", tiny, "--max-num-seqs", "8", "--runs", "2", "-o", str(output)]
+    assert main(kind, [*sizes, "--workload", "sharegpt", "--num-requests", "4", *flags]) == 0
+    return json.loads(output.read_text())
+
+
+def test_everything_that_is_compared_computes_the_same_tokens_in_turns(tiny: str, tmp_path: Path) -> None:
+    versus = ["--versus", "bare", "dense", "sync", "one-step"]
+    result = bench(tiny, tmp_path, *versus, "--peer", peer(tmp_path))
+    names = ["bare", "dense", "sync", "one-step", "other"]
+    assert list(result["seconds"]["sharegpt"]) == ["jpaged", *names]
+    assert all(len(times) == 2 for times in result["seconds"]["sharegpt"].values())
+    rates, ratios = result["tokens_per_s"]["sharegpt"], result["ratios"]["sharegpt"]
+    assert list(ratios) == [f"jpaged ÷ {name}" for name in names]
+    for name in names:
+        assert ratios[f"jpaged ÷ {name}"] == pytest.approx(rates["jpaged"] / rates[name], rel=0.02)
+    workload = load_workload("sharegpt", vocab_size=258, num_requests=4)
+    assert rates["other"] == pytest.approx(workload.num_out / 0.5, rel=1e-3)
+    assert result["peers"] == {"other": {"ready": "a peer"}}
+    assert result["recompiles"] == 0
+
+
+def test_steps_are_counted_with_their_padding(tiny: str, tmp_path: Path) -> None:
+    details = bench(tiny, tmp_path, "--versus", kind="latency")["details"]["sharegpt"]
+    workload = load_workload("sharegpt", vocab_size=258, num_requests=4)
+    assert details["steps"] >= max(workload.outs)
+    padding = details["padded ÷ true tokens"]
+    assert set(padding) == {"prompts", "decode"}
+    assert all(1.0 <= share <= 8.0 for share in padding.values())
+    first = details["time_to_first_token_s"]
+    assert 0 < first["median"] <= first["worst"]
+
+
+def test_a_peer_that_computes_something_else_is_found_out(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"other gave \d+ tokens for sharegpt, wanted \d+"):
+        bench(tiny, tmp_path, "--versus", "--peer", peer(tmp_path, surplus=1))
+    with pytest.raises(ConfigError, match="other ended with status 3 and no answer"):
+        bench(tiny, tmp_path, "--versus", "--peer", f"other={sys.executable} -c 'raise SystemExit(3)'")
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--workload", "D"], "--workload: got 'D', allowed: A, B, C, sharegpt"),
+        (["--versus", "vllm"], "--versus: got 'vllm', allowed: bare, dense, sync, one-step"),
+        (["--peer", "vllm"], "--peer: got 'vllm', allowed: NAME=COMMAND"),
+        (["--peer", "bare=true"], "--peer: got 'bare=true'"),
+        (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
+        (["--workload", "A"], "whose token ids go up to"),
+        (["--max-model-len", "100"], "max_model_len: got 100, the workloads need"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_before_anything_runs(tiny: str, flags: list[str], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        main("throughput", ["--model", tiny, "--workload", "sharegpt", *flags])
+
+
+def test_workloads_are_what_their_names_say() -> None:
+    a, b, c = (load_workload(name, vocab_size=49152) for name in FIXED)
+    assert ([len(prompt) for prompt in a.prompts], a.outs) == ([32], (128,))
+    assert len(b.prompts) == 64
+    assert max(map(len, b.prompts)) <= 512
+    assert {prompt[:512] for prompt in c.prompts} == {c.prompts[0][:512]}
+    assert (len(set(c.prompts)), c.outs) == (32, (32,) * 32)
+    drawn = load_workload("sharegpt", vocab_size=1000, num_requests=4000)
+    assert drawn == load_workload("sharegpt", vocab_size=1000, num_requests=4000)
+    assert np.mean([len(prompt) for prompt in drawn.prompts]) == pytest.approx(161, rel=0.1)
+    assert np.mean(drawn.outs) == pytest.approx(338, rel=0.1)
+    assert max(max(prompt) for prompt in drawn.prompts) < 1000
