@@ -233,13 +233,18 @@ def planned_programs(
 
 
 def measured_step_bytes(model: ModelConfig, sizes: StepSizes, mesh: Mesh, backend: Backend) -> int:
-    """What the largest step and the largest sampling take beside weights and cache, by what their compiler says.
+    """What the largest step, sampling and decoding loop take beside weights and cache, by what their compiler says.
 
     Compiled over a cache of one page: nothing that a step makes for itself grows with the pages.
     """
     buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)
-    programs = planned_programs(model, sizes, mesh, backend, buckets, builder, num_blocks=2)
-    keys = forward_key(buckets, buckets.num_tokens[-1]), sample_key(buckets, buckets.max_samples, SampleMode.LOGPROBS)
+    programs = planned_programs(model, sizes, mesh, backend, buckets, builder, num_blocks=2, num_decode_steps=2)
+    most_rows = buckets.max_samples
+    keys = [
+        forward_key(buckets, buckets.num_tokens[-1]),
+        sample_key(buckets, most_rows, SampleMode.LOGPROBS),
+        decode_key(buckets, most_rows),
+    ]
     with ThreadPoolExecutor(len(keys)) as compilers:
         return max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
 

@@ -17,6 +17,8 @@ HOST_POOL_BYTES = 4 * GIB
 DEFAULT_SEQS = {"cpu": 64}
 DEFAULT_TOKENS = {"cpu": 1024}
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
+ATTENTION_BYTES = 16 << 20
+"""What attention takes beside a step's queries, keys and values, at most: held by the compile gates."""
 MAX_SLOTS = (1 << 31) - 1
 """Slots are numbered in int32."""
 
@@ -399,4 +401,4 @@ def _round_down(num_pages: int) -> int:
 def estimated_step_bytes(model: ModelConfig, num_tokens: int, num_seqs: int) -> int:
     """Bytes that a step's activations and logits take, on the generous side."""
     widths = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_size
-    return 4 * num_tokens * widths + 3 * 4 * num_seqs * model.vocab_size
+    return 4 * num_tokens * widths + 3 * 4 * num_seqs * model.vocab_size + ATTENTION_BYTES

@@ -21,7 +21,6 @@ __all__ = [
     "MAX_MOVES",
     "NULL_PAGE",
     "AttentionCache",
-    "AttentionCache",
     "AttentionMetadata",
     "Backend",
     "GpuBackend",
