@@ -169,7 +169,8 @@ def size_engine(
             room = int(free_bytes * share) - weights - step
             return (_round_down(max(0, room) // 2 // bytes_per_page) if is_cpu else room // bytes_per_page) - 1
 
-        if affordable(step) < most:
+        # Where not even the weights leave a page, there is nothing to measure.
+        if 1 <= affordable(0) and affordable(step) < most:
             step, is_measured = step_bytes(step_sizes), True
         num_pages = min(most, affordable(step))
         if num_pages < 1:
