@@ -170,7 +170,7 @@ def size_engine(
             return (_round_down(max(0, room) // 2 // bytes_per_page) if is_cpu else room // bytes_per_page) - 1
 
         # Where not even the weights leave a page, there is nothing to measure.
-        if 1 <= affordable(0) and affordable(step) < most:
+        if affordable(0) >= 1 and affordable(step) < most:
             step, is_measured = step_bytes(step_sizes), True
         num_pages = min(most, affordable(step))
         if num_pages < 1:

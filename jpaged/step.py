@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import MAX_DECODE_STEPS
 from .pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
 from .sampler import SampledRows, SampleMode, SamplingRows
 from .sampler import sample as sample_logits
+from .sharding import TENSOR_AXIS
 from .step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, STOP_FIELDS, StepInputs, StepLayout
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p")
@@ -136,9 +138,22 @@ def decode(
         return (num_done < num_steps) & (token_ids[None] != stops).all(axis=0)
 
     def draw(logits_RV: Float[Array, "R V"], output_index: Int[Array, " R"]) -> SampledRows:
-        rows = replace(params, output_index=output_index)
         modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode, 0) for mode in DECODE_MODES]
-        return lax.switch(counts["is_drawn"], modes, logits_RV, rows)
+
+        def choose(is_drawn: Int[Array, ""], logits_RV: Float[Array, "R V"], rows: SamplingRows) -> SampledRows:
+            return lax.switch(is_drawn, modes, logits_RV, rows)
+
+        def gather(is_drawn: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
+            return choose(is_drawn, lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True), rows)
+
+        if (mesh := state.cache.mesh) is not None:
+            # Every chip draws the same from all logits. Were they to talk in the switch, a TPU's compiler would hang;
+            # left to itself it would gather the weights.
+            specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+            draw_on_chips = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        else:
+            draw_on_chips = choose
+        return draw_on_chips(counts["is_drawn"], logits_RV, replace(params, output_index=output_index))
 
     def decode_one(carry: _DecodeCarry) -> _DecodeCarry:
         ahead = carry.num_ahead

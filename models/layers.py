@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +21,6 @@ class WeightMaker(Protocol):
     def __call__(self, shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> Any:
         """A weight of that shape and those logical axes, all `fill` or (None) drawn at random."""
         ...
-
-
-class Part(NamedTuple):
-    """Where one projection stands in the [A, B] of a fused one: `start` to `stop` of A (`axis` 0) or of B (1)."""
-
-    axis: int
-    start: int
-    stop: int
 
 
 class Linear(nnx.Module):
@@ -49,32 +42,43 @@ class Linear(nnx.Module):
 
 
 class FusedLinear(nnx.Module):
-    """Several projections of the same input as one product: x [T, in] · W [in, A, B] → [T, A, B].
+    """Several projections of the same input as one product: x [T, in] · W [in, out], and what each of them makes.
 
-    `parts` names the projections as a checkpoint knows them, each with its place in [A, B]: as many of the rows of a
-    checkpoint's matrix, in that order. Which of A and B is spread over a mesh `axes` say; no part may be cut by it.
+    `parts` are the projections as a checkpoint knows them, with the outputs of each. A weight that is spread over
+    `num_shards` devices holds an equal share of every part for the first, then for the second, and so on: all that
+    makes up a device's share lies in one block of columns, in the layout that a compiler gives any matrix.
     """
 
     def __init__(
         self,
         num_in: int,
-        shape: tuple[int, int],
-        parts: tuple[tuple[str, Part], ...],
+        parts: tuple[tuple[str, int], ...],
         *,
-        axes: tuple[str, str | None, str | None],
+        axes: tuple[str, str],
+        num_shards: int,
         bias: bool,
         make: WeightMaker,
     ) -> None:
-        self.weight = nnx.Param(make((num_in, *shape), axes), logical_axes=axes, transposed=True, parts=parts)
+        num_out = sum(size for _, size in parts)
+        fused: dict[str, Any] = {"parts": parts, "num_shards": num_shards, "transposed": True}
+        self.weight = nnx.Param(make((num_in, num_out), axes), logical_axes=axes, **fused)
         self.bias = (
-            nnx.Param(make(shape, axes[1:], fill=0.0), logical_axes=axes[1:], parts=parts) if bias else nnx.data(None)
+            nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:], **fused) if bias else nnx.data(None)
         )
+        self.num_shards = num_shards
+        # Where one part ends and the next begins, in the block of a device.
+        self.ends = tuple(accumulate(size // num_shards for _, size in parts))[:-1]
 
-    def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T A B"]:
-        out = jnp.einsum("ti,iab->tab", x, self.weight[...], preferred_element_type=jnp.float32)
+    def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
+        """Each part's outputs, in the order that it would make them in by itself."""
+        out = jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32)
         if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)[None]
-        return out.astype(x.dtype)
+            out = out + self.bias[...].astype(jnp.float32)[None, :]
+        out = out.astype(x.dtype)
+        if self.num_shards == 1:
+            return jnp.split(out, self.ends, axis=-1)
+        blocks = out.reshape(x.shape[0], self.num_shards, -1)
+        return [part.reshape(x.shape[0], -1) for part in jnp.split(blocks, self.ends, axis=-1)]
 
 
 class Embedding(nnx.Module):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention import AttentionCache, AttentionMetadata
 from .config import ModelConfig
-from .layers import Embedding, FusedLinear, Linear, Part, RMSNorm, WeightMaker
+from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
 from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
 
 TENSOR_NAMES = {
@@ -37,16 +37,14 @@ TENSOR_NAMES = {
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, num_shards: int, make: WeightMaker) -> None:
         hidden, head = config.hidden_size, config.head_size
-        # The queries of a KV head, its key and its value lie side by side: a mesh spreads them together.
-        end = config.num_heads // config.num_kv_heads * head
-        parts = (("q_proj", Part(1, 0, end)), ("k_proj", Part(1, end, end + head)))
+        queries, keys = config.num_heads * head, config.num_kv_heads * head
         self.qkv_proj = FusedLinear(
             hidden,
-            (config.num_kv_heads, end + 2 * head),
-            (*parts, ("v_proj", Part(1, end + head, end + 2 * head))),
-            axes=("embed", "kv_heads", None),
+            (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)),
+            axes=("embed", "kv_heads"),
+            num_shards=num_shards,
             bias=config.qkv_bias,
             make=make,
         )
@@ -56,37 +54,35 @@ class Attention(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
     ) -> tuple[Float[Array, "T D"], Any]:
-        qkv_TKW, head = self.qkv_proj(x_TD), self.head_size
-        heads_shape = (x_TD.shape[0], -1, head)
-        q_TNH = rotation.apply(qkv_TKW[..., : -2 * head].reshape(heads_shape))
-        k_TKH, v_TKH = rotation.apply(qkv_TKW[..., -2 * head : -head]), qkv_TKW[..., -head:]
-        out_TNH, cache = cache.attend(self.layer, q_TNH, k_TKH, v_TKH, step, scale=head**-0.5, window=self.window)
+        q_TNH, k_TKH, v_TKH = (part.reshape(x_TD.shape[0], -1, self.head_size) for part in self.qkv_proj(x_TD))
+        q_TNH, k_TKH, scale = rotation.apply(q_TNH), rotation.apply(k_TKH), self.head_size**-0.5
+        out_TNH, cache = cache.attend(self.layer, q_TNH, k_TKH, v_TKH, step, scale=scale, window=self.window)
         return self.o_proj(out_TNH.reshape(x_TD.shape[0], -1)), cache
 
 
 class MLP(nnx.Module):
     """down(silu(gate(x)) × up(x))."""
 
-    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, *, num_shards: int, make: WeightMaker) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        parts = (("gate_proj", Part(0, 0, 1)), ("up_proj", Part(0, 1, 2)))
+        parts = (("gate_proj", inner), ("up_proj", inner))
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
-        self.gate_up_proj = FusedLinear(hidden, (2, inner), parts, axes=("embed", None, "mlp"), **options)
+        self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), num_shards=num_shards, **options)
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        gate_up_T2F = self.gate_up_proj(x_TD)
-        return self.down_proj(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1])
+        gate_TF, up_TF = self.gate_up_proj(x_TD)
+        return self.down_proj(jax.nn.silu(gate_TF) * up_TF)
 
 
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind its norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, num_shards: int, make: WeightMaker) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
-        self.attention = Attention(config, layer, make=make)
+        self.attention = Attention(config, layer, num_shards=num_shards, make=make)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
-        self.mlp = MLP(config, make=make)
+        self.mlp = MLP(config, num_shards=num_shards, make=make)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
@@ -101,9 +97,11 @@ class Llama(nnx.Module):
 
     tensor_names = TENSOR_NAMES
 
-    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, *, num_shards: int, make: WeightMaker) -> None:
         self.embed = Embedding(config.vocab_size, config.hidden_size, make=make)
-        self.layers = nnx.List([DecoderLayer(config, i, make=make) for i in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, num_shards=num_shards, make=make) for i in range(config.num_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
         self.rope, self.head_size = config.rope, config.head_size
         # A tied model has no matrix of its own for the output.

@@ -20,11 +20,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ..sharding import sharding_of
+from ..sharding import TENSOR_AXIS, sharding_of
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import ModelLoadError
-from .layers import Axes, Part
+from .layers import Axes
 from .llama import Llama
 
 ARCHITECTURES: dict[str, type[Llama]] = {
@@ -59,7 +59,8 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
     def make(shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
+    model = ARCHITECTURES[config.architecture](config, num_shards=mesh.shape[TENSOR_AXIS], make=make)
+    return Weights(*nnx.split(model))
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -114,13 +115,18 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the checkpoint and where its numbers go: into a whole weight, or into a part of a fused one."""
+    """A tensor of the checkpoint and where its rows go in a weight: run by run, each as many in one piece."""
 
     name: str
     shape: tuple[int, ...]
     """In the checkpoint."""
     is_transposed: bool
-    part: Part | None
+    run: int
+    """Rows of one run."""
+    first: int
+    """Where the first run begins."""
+    stride: int
+    """From the beginning of one run to that of the next."""
 
 
 def _tensors(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], list[_Tensor]]:
@@ -130,16 +136,17 @@ def _tensors(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], li
     for path, leaf in nnx.to_flat_state(abstract.state):
         metadata = leaf.get_metadata()
         turned = bool(metadata.get("transposed", False))
+        num_rows, *rest = leaf.shape[::-1] if turned else leaf.shape
         if "parts" not in metadata:
-            shape = leaf.shape[::-1] if turned else leaf.shape
-            found[path] = [_Tensor(checkpoint_name(path, table), shape, turned, None)]
+            name = checkpoint_name(path, table)
+            found[path] = [_Tensor(name, (num_rows, *rest), turned, num_rows, 0, num_rows)]
             continue
-        *inputs, rows, columns = leaf.shape
+        num_shards, first = metadata["num_shards"], 0
         found[path] = []
-        for name, part in metadata["parts"]:
-            of_part = (*path[:-2], name, path[-1])
-            num_rows = (part.stop - part.start) * (columns if part.axis == 0 else rows)
-            found[path].append(_Tensor(checkpoint_name(of_part, table), (num_rows, *inputs), turned, part))
+        for part, size in metadata["parts"]:
+            name, run = checkpoint_name((*path[:-2], part, path[-1]), table), size // num_shards
+            found[path].append(_Tensor(name, (size, *rest), turned, run, first, num_rows // num_shards))
+            first += run
     return found
 
 
@@ -178,22 +185,14 @@ def _read(
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     out = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
     for tensor in tensors:
-        if tensor.part is None:
-            target, (rows, *rest) = (out.T, bounds[::-1]) if tensor.is_transposed else (out, bounds)
-            _fill(target, checkpoint, tensor, rows, rest)
-            continue
-        *rest, of_a, of_b = bounds
-        start, stop = tensor.part.start, tensor.part.stop
-        if tensor.part.axis == 0:
-            assert of_a == (0, shape[-2]), "a part is not spread"
-            of_a, target, row_len = (0, stop - start), out[..., start:stop, :], shape[-1]
-        else:
-            assert of_b == (0, shape[-1]), "a part is not spread"
-            of_b, target, row_len = (0, stop - start), out[..., start:stop], stop - start
-        for row in range(*of_a):
-            lines = target[..., row - of_a[0], :]
-            span = row * row_len + of_b[0], row * row_len + of_b[1]
-            _fill(lines.T if tensor.is_transposed else lines, checkpoint, tensor, span, rest)
+        target, ((first, last), *rest) = (out.T, bounds[::-1]) if tensor.is_transposed else (out, bounds)
+        for index_of_run in range(tensor.shape[0] // tensor.run):
+            begin = tensor.first + index_of_run * tensor.stride
+            start, stop = max(begin, first), min(begin + tensor.run, last)
+            if start < stop:
+                of_tensor = index_of_run * tensor.run - begin
+                rows = start + of_tensor, stop + of_tensor
+                _fill(target[start - first : stop - first], checkpoint, tensor, rows, rest)
     return out
 
 
@@ -223,11 +222,11 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
-    """Weights drawn from `seed`, for tests and for timing without a checkpoint."""
+    """Weights for one device drawn from `seed`, for tests and for timing without a checkpoint."""
     rng = np.random.default_rng(seed)
 
     def make(shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> jax.Array:
         values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
         return jnp.asarray(values.astype(dtype))
 
-    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
+    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, num_shards=1, make=make)))

@@ -28,6 +28,8 @@ NUM_PAGES = 128, 256
 """A v6e chip holds them beside the weights."""
 LEAST_TOKENS = 4
 """Of a step whose products are counted: so few that activations are little beside the weights."""
+VMEM_KIB = 128 << 10
+"""Of a v6e chip."""
 SHAPED = re.compile(r"= (?:\w+)\[([\d,]*)\]\S* (copy|convert|transpose|bitcast-convert|all-gather|all-reduce)\(")
 FUSED = re.compile(r"%(?:wrapped_|bitcast_)?(copy|convert|transpose)[\w.-]* = (?:\w+)\[([\d,]*)\]\S* fusion\(")
 
@@ -66,7 +68,8 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
 def product_bytes(weights, mesh, num_tokens):
     """(read and written by a step without attention, as its compiler counts; of the weights in its products).
 
-    Looking rows up is counted as reading the whole table of embeddings, which is taken off.
+    On a CPU, looking rows up is counted as reading the whole table of embeddings, which is taken off. A TPU's compiler
+    fetches weights ahead into VMEM and counts them there once more, so here it gets no room for that.
     """
     import jax
     import jax.numpy as jnp
@@ -78,12 +81,14 @@ def product_bytes(weights, mesh, num_tokens):
     run = bare_step(weights, StepShape(num_tokens, num_tokens))
     token = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     with jax.set_mesh(mesh):
-        cost = jax.jit(run).lower(jax.tree.leaves(weights.state), token).compile().cost_analysis()
+        lowered = jax.jit(run).lower(jax.tree.leaves(weights.state), token)
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
+    cost = lowered.compile({"xla_tpu_scoped_vmem_limit_kib": str(VMEM_KIB)} if on_tpu else None).cost_analysis()
     cost = cost[0] if isinstance(cost, list) else cost
     by_path = {path: _bytes(leaf) for path, leaf in nnx.to_flat_state(weights.state)}
     table, is_tied = by_path["embed", "weight"], ("head", "weight") not in by_path
     in_products = sum(by_path.values()) - (0 if is_tied else table)
-    return (cost or {}).get("bytes accessed", 0) - table, in_products
+    return (cost or {}).get("bytes accessed", 0) - (0 if on_tpu else table), in_products
 
 
 def _bytes(leaf):

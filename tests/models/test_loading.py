@@ -62,7 +62,7 @@ def test_every_tensor_arrives_bit_for_bit_matrices_transposed(dtype: str) -> Non
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_projections_of_one_input_lie_side_by_side_in_one_weight(family: str) -> None:
-    """The queries of each KV head, its key and its value; gate beside up. Biases likewise."""
+    """Queries, keys and values; gate and up. Biases likewise."""
     directory = LLAMA.with_name(family)
     config, _ = open_model(directory)
     weights, tensors = load(directory), load_file(directory / "model.safetensors")
@@ -74,17 +74,13 @@ def test_projections_of_one_input_lie_side_by_side_in_one_weight(family: str) ->
 
     def found(kind: str) -> dict[str, np.ndarray]:
         qkv, gate_up = getattr(layer.attention.qkv_proj, kind), getattr(layer.mlp.gate_up_proj, kind)
-        parts = {}
+        parts: dict[str, np.ndarray] = {}
         if qkv is not None:
-            array, head = np.asarray(qkv[...]), config.head_size
-            ends = np.cumsum([config.num_heads // config.num_kv_heads * head, head])
-            parts = dict(zip(PROJECTIONS[:3], np.split(array, ends, axis=-1), strict=True))
+            ends = np.cumsum([config.num_heads * config.head_size, config.num_kv_heads * config.head_size])
+            parts |= dict(zip(PROJECTIONS[:3], np.split(np.asarray(qkv[...]), ends, axis=-1), strict=True))
         if gate_up is not None:
-            parts |= dict(zip(PROJECTIONS[3:], np.moveaxis(np.asarray(gate_up[...]), -2, 0), strict=True))
-        return {
-            name: part.reshape(part.shape[0], -1).T if kind == "weight" else part.ravel()
-            for name, part in parts.items()
-        }
+            parts |= dict(zip(PROJECTIONS[3:], np.split(np.asarray(gate_up[...]), 2, axis=-1), strict=True))
+        return {name: part.T for name, part in parts.items()}
 
     for kind in ("weight", "bias"):
         assert found(kind).keys() == wanted(kind).keys()
@@ -138,7 +134,7 @@ def test_the_buffer_that_was_read_into_is_the_arrays_own() -> None:
     """On a CPU, JAX takes aligned memory as it is: no second copy of any weight."""
     _, checkpoint = open_model(LLAMA)
     buffers: list[np.ndarray] = []
-    tensor = _Tensor("model.layers.1.self_attn.o_proj.weight", (64, 64), True, None)
+    tensor = _Tensor("model.layers.1.self_attn.o_proj.weight", (64, 64), True, run=64, first=0, stride=64)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         buffers.append(_read(checkpoint, [tensor], index, (64, 64), np.dtype(np.float32)))
@@ -206,15 +202,16 @@ def test_two_devices_read_and_hold_their_own_slices() -> None:
     tensors = load_file(LLAMA / "model.safetensors")
     prefix = "model.layers.0.self_attn."
     assert found["shards"] == {
-        "qkv_proj": [[64, 1, 64], [64, 1, 64]], "o_proj": [[32, 64], [32, 64]], "embed": [[48, 64], [48, 64]],
+        "qkv_proj": [[64, 64], [64, 64]], "o_proj": [[32, 64], [32, 64]], "embed": [[48, 64], [48, 64]],
         "norm": [[64], [64]],
     }  # fmt: skip
     assert sorted(found["read"][prefix + "q_proj.weight"]) == [[0, 32], [32, 64]]
     assert sorted(found["read"]["model.embed_tokens.weight"]) == [[0, 48], [48, 96]]
     q, k, v, o = (tensors[f"{prefix}{name}_proj.weight"].astype(np.float32).T for name in "qkvo")
     assert np.array_equal(np.array(found["o_proj"], np.float32), o)
-    by_kv_head = [part.reshape(64, 2, -1) for part in (q, k, v)]
-    assert np.array_equal(np.array(found["qkv_proj"], np.float32), np.concatenate(by_kv_head, axis=-1))
+    # Of a weight made of several, each device has the half of every one: a head's queries beside its key and value.
+    halves = [np.split(part, 2, axis=1) for part in (q, k, v)]
+    assert np.array_equal(np.array(found["qkv_proj"], np.float32), np.concatenate([*map(np.hstack, zip(*halves))], 1))
 
 
 LOAD_DEFAULT_MODEL = """

@@ -29,13 +29,19 @@ def test_every_dimension_has_a_logical_axis_that_sharding_knows() -> None:
             assert axis != "kv_heads" or size == found.num_kv_heads
 
 
-def test_a_cpu_takes_float32_only_and_says_so() -> None:
-    """A bfloat16 scatter on the CPU copies the whole cache."""
-    with pytest.raises(ValueError, match=r"kv_cache_dtype: got bfloat16.* on cpu takes float32; use"):
-        layout(XlaBackend(), jnp.dtype(jnp.bfloat16).name)
-    assert layout(XlaBackend(platform="gpu"), "bfloat16").page_bytes == layout(XlaBackend()).page_bytes // 2
-    with pytest.raises(ValueError, match="takes float32 or bfloat16"):
-        layout(XlaBackend(platform="gpu"), "int8")
+def test_a_cpu_keeps_bfloat16_as_bits() -> None:
+    """A bfloat16 scatter on a CPU copies the whole cache, one of integers does not."""
+    on_cpu, on_gpu = layout(XlaBackend(), "bfloat16"), layout(XlaBackend(platform="gpu"), "bfloat16")
+    assert (on_cpu.dtype, on_cpu.stored_dtype) == (jnp.bfloat16, np.uint16)
+    assert (on_gpu.dtype, on_gpu.stored_dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert layout(XlaBackend()).stored_dtype == np.float32
+    assert on_cpu.page_bytes == on_gpu.page_bytes == layout(XlaBackend()).page_bytes // 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_other_dtypes_are_refused(platform: str) -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: got int8.* takes float32 or bfloat16"):
+        layout(XlaBackend(platform=platform), "int8")
 
 
 def test_layouts_and_backends_are_values() -> None:
