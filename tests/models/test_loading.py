@@ -210,8 +210,8 @@ def test_two_devices_read_and_hold_their_own_slices() -> None:
     q, k, v, o = (tensors[f"{prefix}{name}_proj.weight"].astype(np.float32).T for name in "qkvo")
     assert np.array_equal(np.array(found["o_proj"], np.float32), o)
     # Of a weight made of several, each device has the half of every one: a head's queries beside its key and value.
-    halves = [np.split(part, 2, axis=1) for part in (q, k, v)]
-    assert np.array_equal(np.array(found["qkv_proj"], np.float32), np.concatenate([*map(np.hstack, zip(*halves))], 1))
+    halves = [half for index in range(2) for half in (np.split(part, 2, axis=1)[index] for part in (q, k, v))]
+    assert np.array_equal(np.array(found["qkv_proj"], np.float32), np.concatenate(halves, axis=1))
 
 
 LOAD_DEFAULT_MODEL = """
