@@ -146,14 +146,14 @@ def decode(
         def gather(is_drawn: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
             return choose(is_drawn, lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True), rows)
 
-        if (mesh := state.cache.mesh) is not None:
-            # Every chip draws the same from all logits. Were they to talk in the switch, a TPU's compiler would hang;
-            # left to itself it would gather the weights.
-            specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-            draw_on_chips = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        else:
-            draw_on_chips = choose
-        return draw_on_chips(counts["is_drawn"], logits_RV, replace(params, output_index=output_index))
+        rows = replace(params, output_index=output_index)
+        if (mesh := state.cache.mesh) is None:
+            return choose(counts["is_drawn"], logits_RV, rows)
+        # Every chip draws the same from all logits. Were they to talk in the switch, a TPU's compiler would hang; left
+        # to itself it would gather the weights.
+        specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+        draw_on_chips = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+        return draw_on_chips(counts["is_drawn"], logits_RV, rows)
 
     def decode_one(carry: _DecodeCarry) -> _DecodeCarry:
         ahead = carry.num_ahead

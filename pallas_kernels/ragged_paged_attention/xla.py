@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from .cpu_attention import decode_rows, write_pages
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales
 from .page_writes import write_rows
@@ -246,14 +247,14 @@ def _attend_layer(
 ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
     """Write and attend in the layer whose pages begin at `first_page`."""
     k_pages, v_pages = kv_pages
+    is_cpu = backend.platform == "cpu"
     if k is not None and v is not None:
-        if layout.are_keys_transposed:
-            page_size = jnp.int32(layout.page_size)
-            pages, offsets = first_page + lax.div(slots, page_size), lax.rem(slots, page_size)
-            k_pages = k_pages.at[pages, :, :, offsets].set(as_stored(k, k_pages.dtype))
+        k, v = as_stored(k, k_pages.dtype), as_stored(v, v_pages.dtype)
+        if is_cpu:
+            k_pages, v_pages = write_pages(k_pages, v_pages, k, v, first_page, slots)
         else:
-            k_pages = write_rows(k_pages, as_stored(k, k_pages.dtype), first_page, slots)
-        v_pages = write_rows(v_pages, as_stored(v, v_pages.dtype), first_page, slots)
+            k_pages = write_rows(k_pages, k, first_page, slots)
+            v_pages = write_rows(v_pages, v, first_page, slots)
     num_tokens, num_heads, head_size = q.shape
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)
@@ -270,7 +271,6 @@ def _attend_layer(
         soft_cap=soft_cap,
     )
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
-    decode_rows = sizes.deal(layer, num_rows)
     q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
     before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)
     lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
@@ -279,11 +279,16 @@ def _attend_layer(
         shared, plan = backend._shared(num_rows), step.plan[num_prefill:]
         before = see_shared(prefill_tiles, q_RKGH, tables, shared, plan, before or Softmax.start(q_RKGH, None))
         num_seen = shared.sections(plan).num_seen
-    decoded = decode_rows.attend(q_RKGH, tables, lens, num_seen, before).result()
+    if is_cpu:
+        decoded = decode_rows(layer, q_RKGH, tables, lens, num_seen)
+    else:
+        decoded = sizes.deal(layer, num_rows).attend(q_RKGH, tables, lens, num_seen)
+    if before is not None:
+        decoded = decoded.and_also(before)
     # Room for what the last query tile computes past the end.
     tile_q = min(sizes.queries, num_tokens)
     room = max(num_tokens, num_rows) + tile_q
-    out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded, 0, 0)
+    out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded.result(), 0, 0)
     if num_tokens > 1:  # A step of one token has no prefill row.
         out = prefill(
             prefill_tiles,

@@ -51,9 +51,8 @@ class DecodeStrands:
         tables: Int[Array, "R P"],
         lens: Int[Array, " R"],
         num_seen: Int[Array, " R"],
-        before: Softmax | None,
     ) -> Softmax:
-        """Attend to the first `lens` tokens of each row, of whose pages `before` has seen the first `num_seen`.
+        """Attend to the first `lens` tokens of each row, but not to its first `num_seen` pages.
 
         A row of length 0 sees nothing and takes no time.
         """
@@ -100,8 +99,7 @@ class DecodeStrands:
             places = jnp.where(index < num_strands, starts + index, most)
             return jax.tree.map(lambda x: x[places], strands)
 
-        state = lax.fori_loop(1, jnp.max(num_strands), lambda index, state: state.and_also(strand(index)), strand(0))
-        return state if before is None else state.and_also(before)
+        return lax.fori_loop(1, jnp.max(num_strands), lambda index, state: state.and_also(strand(index)), strand(0))
 
     def _see(
         self,

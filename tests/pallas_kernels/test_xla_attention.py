@@ -245,8 +245,8 @@ def test_temporary_memory_does_not_grow_with_the_layers() -> None:
         memory = run.lower(cache, q, k, step).compile().memory_analysis()
         assert memory is not None
         temps.append(memory.temp_size_in_bytes)
-    # Zeros for the strands of six layers more would be a third of it. The page numbers of each layer are a few KB.
-    assert temps[1] < 1.05 * temps[0]
+    # Six layers more, and not as much as one layer's queries.
+    assert temps[1] - temps[0] < 16 * 4 * 64 * 4
 
 
 def test_plan_cuts_prefill_rows_into_tiles_in_token_order() -> None:
