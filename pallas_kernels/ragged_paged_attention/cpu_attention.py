@@ -18,7 +18,7 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .cpu_code import F32, I16, I32, I64, Buffer, Code, constant, handler, lanes_for, register
+from ..cpu_code import F32, I16, I32, I64, Buffer, Code, constant, handler, lanes_for, register
 from .xla_pages import BITS, LayerPages
 from .xla_softmax import LEAST_MAX, Softmax
 

@@ -1,15 +1,15 @@
 """Ragged paged attention in plain XLA, on any platform: the layout of the pages, and the way of a step through them.
 
     tokens of a step:   │ decode rows, one token each │ prefill rows │ padding │
-    keys and values:      all scattered into the donated pages
+    keys and values:      all written into the donated pages
     attention:            xla_shared, pages that rows   xla_prefill, tile of
                           have in common (optional);    queries by tile
                           xla_decode, by strands
                           of pages
 
-Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. Keys
-are stored transposed, [page, K, H, Z], values [page, K, Z, H], so that both products run over the page
-without a transpose (0.27 ms against 0.36 ms for 16 rows × 200 tokens on a CPU).
+Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. On a CPU decode
+rows, and the writes, are not XLA's but native code, `cpu_attention`. It takes keys transposed, [page, K, H, Z] beside
+values [page, K, Z, H]: both its products run over the page without a transpose.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ PLAN_HEADER = 1
 class Tiles:
     """How much is taken at once. `strands` and `queries` count those, `..._keys` key positions."""
 
-    strands: int
-    """Of all decode rows together; one of each if there are more rows."""
-    decode_keys: int
-    """Of the strands of a turn together."""
     queries: int
     """Of one prefill row."""
     prefill_keys: int
     shared_rows: int = 16
     """Rows that take their common pages together."""
+    strands: int = 256
+    """Of all decode rows together; one of each if there are more rows."""
+    decode_keys: int = 64 * 256
+    """Of the strands of a turn together."""
     strand_keys: int = 1
     """Of a strand, if its row has as many and the rows fill a turn."""
-    decode_bytes: int = 1 << 20
+    decode_bytes: int = 32 << 20
     """Of the keys of a turn's strands together, at most: copied together, they are read again by a product."""
 
     def deal(self, pages: LayerPages, num_rows: int) -> DecodeStrands:
@@ -68,11 +68,9 @@ class Tiles:
         )
 
 
-CPU_TILES = Tiles(strands=64, decode_keys=1024, queries=64, prefill_keys=64, strand_keys=128)
-"""Keys of 16 pages of 64 tokens with 3 heads of 64, or of 4 with 8 of 128: they stay in a core's cache."""
-DEVICE_TILES = Tiles(
-    strands=256, decode_keys=64 * 256, queries=128, prefill_keys=512, shared_rows=64, decode_bytes=32 << 20
-)
+CPU_TILES = Tiles(queries=64, prefill_keys=64)
+"""Decode rows need none there."""
+DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows with one query each, in plain XLA: their pages dealt over strands, a turn's worth of strands at a time.
+"""Rows with one query each, in plain XLA, on devices: their pages dealt over strands, a turn's worth at a time.
 
     row 0, 7 pages   strand 0  ■ ■ ■ ◧      ■ page whose slots are all seen     ◧ the row's last page
                      strand 1  ■ ■ ■ ·      · nothing left: the null page, which stays in the processor's cache
@@ -10,11 +10,6 @@ Strands lie one after the other whatever row they are of, so that a short row ta
 a long one. Each has a softmax of its own; those of all rows are kept, and become one for each row in the end. Over how
 many strands a row's pages are dealt, what is computed for it, and in which order, does not depend on the other rows:
 its bits are the same in any company.
-
-On a CPU the time goes into copying the pages together. XLA copies rows of 64 values or fewer one value at a time: it
-unrolls the inner loop before it could make vectors of it. With some arithmetic on the way the loop is too long to be
-unrolled and becomes vectors: 16 pages of 64 tokens, 3 heads of 64, take 38 µs on one core and not 65. So keys are
-scaled here and not queries, and values are halved here and doubled in the end.
 """
 
 from __future__ import annotations
@@ -29,9 +24,6 @@ from jaxtyping import Array, Float, Int
 from .interface import NULL_PAGE
 from .xla_pages import LayerPages, as_float32
 from .xla_softmax import Softmax
-
-COPIED_AS = 0.5
-"""What values are multiplied by on their way: a power of two, which rounds nothing and leaves NaN and infinities."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class DecodeStrands:
             places = index * width + jnp.arange(width)
             of_row = jnp.sum(ends[None] <= places[:, None], axis=1, dtype=jnp.int32)
             row_lens, offsets, steps, turns = rows[of_row].T
-            queries, first_pages = q[jnp.minimum(of_row, num_rows - 1)], offsets + places
+            queries, first_pages = q[jnp.minimum(of_row, num_rows - 1)] * self.pages.scale, offsets + places
 
             def see_pages(turn: Array, state: Softmax) -> Softmax:
                 indices = first_pages + turn * steps
@@ -82,7 +74,6 @@ class DecodeStrands:
                 return self._see(queries, pages, indices, row_lens, state)
 
             state = lax.fori_loop(0, jnp.max(turns), see_pages, Softmax.start(queries, None))
-            state = replace(state, values=state.values / COPIED_AS)
             return jax.tree.map(
                 lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new, index * width, 0), strands, state
             )
@@ -115,9 +106,9 @@ class DecodeStrands:
         is_seen = slots < lens[:, None]
         if window is not None:
             is_seen &= slots >= (lens - window)[:, None]
-        k = as_float32(self.pages.keys.at[pages].get(mode="promise_in_bounds")) * self.pages.scale
+        k = as_float32(self.pages.keys.at[pages].get(mode="promise_in_bounds"))
         scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
         # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
         v = as_float32(self.pages.values.at[pages].get(mode="promise_in_bounds"))
-        v = jnp.where(is_seen[:, None, :, None], v * COPIED_AS, 0.0)
+        v = jnp.where(is_seen[:, None, :, None], v, 0.0)
         return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))

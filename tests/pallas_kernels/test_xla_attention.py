@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
-from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES
+from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES, Tiles
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages
 
 from ..paged_steps import metadata, plan_of
@@ -34,14 +34,23 @@ from .scenarios import (
 FEATURES = features(page_size=8)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 64, 128])
-def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int) -> None:
-    run_ragged(World(shape_of(page_size)))
+# Decode rows are native code on a CPU and loops of XLA's elsewhere; the pages' slots are the last axis of keys there.
+ON_PLATFORM = {
+    "cpu": {},
+    "gpu": {"backend": replace(shape_of().backend, platform="gpu"), "slot_axes": (2, 2)},
+}
 
 
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("page_size", [8, 12, 16, 64, 128])
+def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int, platform: str) -> None:
+    run_ragged(World(shape_of(page_size, **ON_PLATFORM[platform])))
+
+
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (16, 2), (5, 1)])
-def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
-    run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads)))
+def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int, platform: str) -> None:
+    run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads, **ON_PLATFORM[platform])))
 
 
 def test_a_step_with_room_for_more_rows_than_tokens() -> None:
@@ -51,25 +60,23 @@ def test_a_step_with_room_for_more_rows_than_tokens() -> None:
         some.step(work)
 
 
-@pytest.mark.parametrize("head_size", [80, 128])
+@pytest.mark.parametrize("head_size", [24, 80, 96, 128])
 def test_every_head_size(head_size: int) -> None:
     run_ragged(World(shape_of(head_size=head_size)))
 
 
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
-def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
-    run_ragged(World(shape_of(options=options)))
+def test_window_soft_cap_and_sinks(options: dict[str, Any], platform: str) -> None:
+    run_ragged(World(shape_of(options=options, **ON_PLATFORM[platform])))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("step_dtype", ["bfloat16", "float32"])
 def test_pages_of_bfloat16(platform: str, step_dtype: str) -> None:
     """On a CPU as bits, elsewhere as numbers: NaN in dead slots included."""
-    backend = replace(shape_of().backend, platform=platform)
-    slot_axes = (3, 2) if platform == "cpu" else (2, 2)
     options: dict[str, Any] = dict(dtype="bfloat16", step_dtype=step_dtype, options=FEATURES["all of them"])
-    shape = shape_of(backend=backend, slot_axes=slot_axes, **options)
-    world = World(shape)
+    world = World(shape_of(**options, **ON_PLATFORM[platform]))
     assert world.cache.pages[0].dtype == ("uint16" if platform == "cpu" else "bfloat16")
     run_ragged(world)
 
@@ -190,10 +197,12 @@ FUZZED = {
 }
 
 
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("options", FUZZED.values(), ids=FUZZED.keys())
-def test_any_order_of_chunks_and_decodes(options: dict[str, Any]) -> None:
+def test_any_order_of_chunks_and_decodes(options: dict[str, Any], platform: str) -> None:
     steps = ragged_steps(most_steps=4, most_tokens=40, most_context=64, lengths=(7, 8, 9))
-    check_any_order(lambda seed: World(shape_of(options=options), seed=seed), steps, max_examples=15)
+    shape = shape_of(options=options, **ON_PLATFORM[platform])
+    check_any_order(lambda seed: World(shape, seed=seed), steps, max_examples=15)
 
 
 def chain_of_layers(
@@ -274,9 +283,10 @@ def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], nu
     assert all((owners[s : s + c] == r).all() for r, s, c in zip(rows, starts, counts, strict=True))
 
 
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+def test_a_row_has_the_same_bits_in_any_company(platform: str) -> None:
     """Alone, among longer and shorter rows, in another place of another tile: not one bit differs."""
-    world = World(shape_of(num_rows=12, table_len=8))
+    world = World(shape_of(num_rows=12, table_len=8, **ON_PLATFORM[platform]))
     rng = np.random.default_rng(0)
     world.cache = replace(
         world.cache, pages=tuple(jnp.asarray(rng.normal(size=page.shape), jnp.float32) for page in world.cache.pages)
@@ -306,10 +316,11 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     ],
 )
 def test_a_turn_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, expected):
-    layout = XlaBackend().layout(
+    layout = XlaBackend(platform="gpu").layout(
         num_layers=1, num_pages=1, page_size=64, num_kv_heads=heads[1], head_size=head_size, dtype="float32"
     )
     keys, values = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in layout.shapes)
-    pages = LayerPages(keys, values, are_keys_transposed=True, first=0, scale=1.0, window=None, soft_cap=None)
-    dealt = CPU_TILES.deal(pages, num_rows)
+    pages = LayerPages(keys, values, are_keys_transposed=False, first=0, scale=1.0, window=None, soft_cap=None)
+    sizes = Tiles(queries=64, prefill_keys=64, strands=64, decode_keys=1024, strand_keys=128, decode_bytes=1 << 20)
+    dealt = sizes.deal(pages, num_rows)
     assert (dealt.strands_a_turn, dealt.most_strands, dealt.strand_pages) == expected
