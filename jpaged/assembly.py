@@ -187,7 +187,6 @@ def step_tools(sizes: EngineSizes | StepSizes, backend: Backend, platform: str) 
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
         platform=platform,
-        dtype=sizes.dtype,
     )
     builder = StepInputBuilder(
         buckets=buckets,

@@ -110,9 +110,7 @@ class Host:
             clock=time.monotonic,
         )
         builder = StepInputBuilder(
-            buckets=make_buckets(
-                max_num_batched_tokens=num_tokens, max_num_seqs=num_running, platform="gpu", dtype="bfloat16"
-            ),
+            buckets=make_buckets(max_num_batched_tokens=num_tokens, max_num_seqs=num_running, platform="gpu"),
             backend=XlaBackend(),
             block_size=block_size,
             num_groups=1,

@@ -41,12 +41,9 @@ class Buckets:
         return sizes[bisect_left(sizes, count)]
 
 
-def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str, dtype: str) -> Buckets:
-    """Powers of two up to the caps; a CPU also gets the small sizes that its matrix products do well, logits included.
-
-    A CPU in float32 is quickest with a single row, in bfloat16 from four rows (167 ms at 1 row, 18 at 4).
-    """
-    small = () if platform != "cpu" else (1, 8) if dtype == "float32" else (4, 8)
+def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
+    """Powers of two up to the caps; a CPU, on which each row costs, also gets small sizes, logits included."""
+    small = (1, 8) if platform == "cpu" else ()
     num_tokens = small + _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
     num_samples = small[:1] + sample_sizes(max_num_seqs)
     most = num_samples[-1]

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ..pallas_kernels.cpu_products import MOST_ROWS, product, product_by_rows
+
 Axes = tuple[str | None, ...]
 """Logical axes of a weight's dimensions; None for one that is never spread."""
 
 
-@runtime_checkable
-class WeightMaker(Protocol):
-    """Makes a new weight of one dtype: an array for a model of its own, its abstract shape for one to be loaded."""
+@dataclass(frozen=True)
+class WeightMaker:
+    """Makes the weights of a model, and knows where they are going to be: on how many devices, of which platform."""
+
+    new: Callable[[tuple[int, ...], Axes, float | None], Any]
+    """A weight of that shape and those logical axes, all of one value or (None) drawn at random: an array for a model
+    of its own, its abstract shape for one to be loaded."""
+    num_shards: int
+    platform: str
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> Any:
-        """A weight of that shape and those logical axes, all `fill` or (None) drawn at random."""
-        ...
+        return self.new(shape, axes, fill)
+
+    @property
+    def is_for_a_cpu(self) -> bool:
+        """For one: native code is not cut for several."""
+        return self.platform == "cpu" and self.num_shards == 1
 
 
 class Linear(nnx.Module):
@@ -29,23 +43,31 @@ class Linear(nnx.Module):
     def __init__(self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, make: WeightMaker) -> None:
         self.weight = nnx.Param(make((num_in, num_out), axes), logical_axes=axes, transposed=True)
         self.bias = nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:]) if bias else nnx.data(None)
+        self.is_on_cpu = make.is_for_a_cpu
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return self.product(x).astype(x.dtype)
 
     def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The same before it is rounded to x's dtype: float32."""
-        out = jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32)
+        out = _product(x, self.weight[...], self.is_on_cpu)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)[None, :]
         return out
+
+
+def _product(x: Float[Array, "T I"], weight: Float[Array, "I O"], is_on_cpu: bool) -> Float[Array, "T O"]:
+    """In float32."""
+    if is_on_cpu and x.shape[0] <= MOST_ROWS:
+        return product(x, weight)
+    return jnp.dot(x, weight, preferred_element_type=jnp.float32)
 
 
 class FusedLinear(nnx.Module):
     """Several projections of the same input as one product: x [T, in] · W [in, out], and what each of them makes.
 
     `parts` are the projections as a checkpoint knows them, with the outputs of each. A weight that is spread over
-    `num_shards` devices holds an equal share of every part for the first, then for the second, and so on: all that
+    several devices holds an equal share of every part for the first, then for the second, and so on: all that
     makes up a device's share lies in one block of columns, in the layout that a compiler gives any matrix.
     """
 
@@ -55,23 +77,22 @@ class FusedLinear(nnx.Module):
         parts: tuple[tuple[str, int], ...],
         *,
         axes: tuple[str, str],
-        num_shards: int,
         bias: bool,
         make: WeightMaker,
     ) -> None:
         num_out = sum(size for _, size in parts)
-        fused: dict[str, Any] = {"parts": parts, "num_shards": num_shards, "transposed": True}
+        fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "transposed": True}
         self.weight = nnx.Param(make((num_in, num_out), axes), logical_axes=axes, **fused)
         self.bias = (
             nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:], **fused) if bias else nnx.data(None)
         )
-        self.num_shards = num_shards
+        self.num_shards, self.is_on_cpu = make.num_shards, make.is_for_a_cpu
         # Where one part ends and the next begins, in the block of a device.
-        self.ends = tuple(accumulate(size // num_shards for _, size in parts))[:-1]
+        self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
         """Each part's outputs, in the order that it would make them in by itself."""
-        out = jnp.dot(x, self.weight[...], preferred_element_type=jnp.float32)
+        out = _product(x, self.weight[...], self.is_on_cpu)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)[None, :]
         out = out.astype(x.dtype)
@@ -87,12 +108,16 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, make: WeightMaker) -> None:
         axes = ("vocab", "embed")
         self.weight = nnx.Param(make((vocab_size, hidden_size), axes), logical_axes=axes)
+        self.is_on_cpu = make.is_for_a_cpu
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
         return jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Scores of the whole table, in float32."""
+        if self.is_on_cpu and x_RD.shape[0] <= MOST_ROWS:
+            return product_by_rows(x_RD, self.weight[...])
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
 
 

@@ -37,14 +37,13 @@ TENSOR_NAMES = {
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, num_shards: int, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
         hidden, head = config.hidden_size, config.head_size
         queries, keys = config.num_heads * head, config.num_kv_heads * head
         self.qkv_proj = FusedLinear(
             hidden,
             (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)),
             axes=("embed", "kv_heads"),
-            num_shards=num_shards,
             bias=config.qkv_bias,
             make=make,
         )
@@ -63,11 +62,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) × up(x))."""
 
-    def __init__(self, config: ModelConfig, *, num_shards: int, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         parts = (("gate_proj", inner), ("up_proj", inner))
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
-        self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), num_shards=num_shards, **options)
+        self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), **options)
         self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -78,11 +77,11 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind its norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, num_shards: int, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
-        self.attention = Attention(config, layer, num_shards=num_shards, make=make)
+        self.attention = Attention(config, layer, make=make)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
-        self.mlp = MLP(config, num_shards=num_shards, make=make)
+        self.mlp = MLP(config, make=make)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
@@ -97,11 +96,9 @@ class Llama(nnx.Module):
 
     tensor_names = TENSOR_NAMES
 
-    def __init__(self, config: ModelConfig, *, num_shards: int, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         self.embed = Embedding(config.vocab_size, config.hidden_size, make=make)
-        self.layers = nnx.List(
-            [DecoderLayer(config, i, num_shards=num_shards, make=make) for i in range(config.num_layers)]
-        )
+        self.layers = nnx.List([DecoderLayer(config, i, make=make) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
         self.rope, self.head_size = config.rope, config.head_size
         # A tied model has no matrix of its own for the output.

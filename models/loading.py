@@ -24,7 +24,7 @@ from ..sharding import TENSOR_AXIS, sharding_of
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import ModelLoadError
-from .layers import Axes
+from .layers import Axes, WeightMaker
 from .llama import Llama
 
 ARCHITECTURES: dict[str, type[Llama]] = {
@@ -56,11 +56,11 @@ class Weights:
 def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
     """Shapes, dtypes and placement of a model's weights; nothing is allocated or traced."""
 
-    def make(shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> jax.ShapeDtypeStruct:
+    def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    model = ARCHITECTURES[config.architecture](config, num_shards=mesh.shape[TENSOR_AXIS], make=make)
-    return Weights(*nnx.split(model))
+    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform)
+    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -225,8 +225,9 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
     """Weights for one device drawn from `seed`, for tests and for timing without a checkpoint."""
     rng = np.random.default_rng(seed)
 
-    def make(shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> jax.Array:
+    def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.Array:
         values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
         return jnp.asarray(values.astype(dtype))
 
-    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, num_shards=1, make=make)))
+    make = WeightMaker(new, 1, jax.default_backend())
+    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))

@@ -337,10 +337,20 @@ def _leave(code: Code, job: ir.Value) -> None:
 
 
 @cache
-def _machine() -> llvm.TargetMachine:
+def _features() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features().flatten()
+    return llvm.get_host_cpu_features()
+
+
+def host_has(feature: str) -> bool:
+    """Whether the processor has what LLVM calls by that name."""
+    return _features().get(feature, False)
+
+
+@cache
+def _machine() -> llvm.TargetMachine:
+    features = _features().flatten()
     return llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3
     )

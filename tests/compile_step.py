@@ -1,9 +1,9 @@
 """Compiles whole steps for chips that are not there, and for a CPU; prints what came of each.
 
-    python compile_step.py cpu|v6e|h100 NUM_DEVICES
+    python compile_step.py cpu|v6e|h100 NUM_DEVICES [NUM_LAYERS]
 
 One JSON object, bytes per chip. A process of its own, because JAX reads its environment when it starts. The model is
-shaped as one of 8e9 parameters, on a CPU as one of 1e8, in its depth's first layers; the sizes are the defaults.
+shaped as one of 8e9 parameters, on a CPU as one of 1e8; the sizes are the defaults.
 """
 
 import json
@@ -28,6 +28,8 @@ NUM_PAGES = 128, 256
 """A v6e chip holds them beside the weights."""
 LEAST_TOKENS = 4
 """Of a step whose products are counted: so few that activations are little beside the weights."""
+VOCAB_TILE = 512
+"""A TPU pads a vocabulary that it searches to a multiple of that."""
 VMEM_KIB = 128 << 10
 """Of a v6e chip."""
 SHAPED = re.compile(r"= (?:\w+)\[([\d,]*)\]\S* (copy|convert|transpose|bitcast-convert|all-gather|all-reduce)\(")
@@ -52,9 +54,11 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
     compiled = programs.lower[key]().compile()
     memory = compiled.memory_analysis()
     hlo = compiled.as_text()
-    # Of one layer: a copy of less than that is of a step's own tokens or pages.
+    # Of one layer: a copy of less than that is of a step's own tokens or pages. Chips gather all rows' logits.
     least = min(_count(shape) for shape in cache_shapes) // programs.state.cache.layout.num_layers
-    large = sorted({f"{kind} {dims}" for kind, dims in made_whole(hlo) if _count_text(dims) >= least})
+    gathered = ("all-gather", key[1] * -(-LLAMA_8B["vocab_size"] // VOCAB_TILE) * VOCAB_TILE)
+    whole = {(kind, dims) for kind, dims in made_whole(hlo) if (kind, _count_text(dims)) != gathered}
+    large = sorted(f"{kind} {dims}" for kind, dims in whole if _count_text(dims) >= least)
     return {
         "arguments": memory.argument_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
@@ -118,7 +122,10 @@ def main() -> None:
     from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
     from jpaged.sizing import StepSizes
 
-    model = config_from_hf(SMALL if target == "cpu" else LLAMA_8B, Path("config.json"))
+    shape = dict(SMALL if target == "cpu" else LLAMA_8B)
+    if len(sys.argv) > 3:
+        shape["num_hidden_layers"] = int(sys.argv[3])
+    model = config_from_hf(shape, Path("config.json"))
     dtypes = ["float32", "bfloat16"] if target == "cpu" else ["bfloat16"]
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
     if gate is None:

@@ -157,7 +157,6 @@ class Life:
             enable_prefix_caching=rng.random() < 0.8,
             max_cached_blocks=rng.choice([None, None, None, 0, 3]),
             platform=rng.choice(["cpu", "tpu"]),
-            dtype=rng.choice(["float32", "bfloat16"]),
             watermark=rng.choice([0.0, 0.0, 0.01, 0.3]),
             policy=rng.choice([POLICIES["fcfs"], POLICIES["priority"], lambda request: request.prompt_len]),
             enable_chunked_prefill=is_chunked,

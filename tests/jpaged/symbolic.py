@@ -439,7 +439,6 @@ class Host:
         enable_prefix_caching=True,
         max_cached_blocks=None,
         platform="cpu",
-        dtype="float32",
         engine_seed=0,
         stop_share=0,
         poison_share=0,
@@ -463,7 +462,7 @@ class Host:
             max_chunk=long_prefill_token_threshold or max_num_batched_tokens,
         )
         buckets = make_buckets(
-            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform=platform, dtype=dtype
+            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform=platform
         )
         self.scheduler = Scheduler(
             self.blocks,

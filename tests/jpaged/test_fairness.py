@@ -46,7 +46,7 @@ class Service:
         scheduler = Scheduler(
             blocks, max_num_seqs=num_seqs, max_num_batched_tokens=budget, clock=time.monotonic, **options
         )
-        buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=num_seqs, platform="cpu", dtype="float32")
+        buckets = make_buckets(max_num_batched_tokens=budget, max_num_seqs=num_seqs, platform="cpu")
         builder = StepInputBuilder(
             buckets=buckets,
             backend=XlaBackend(),

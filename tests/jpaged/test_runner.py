@@ -29,7 +29,7 @@ PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
 MODEL = config_from_hf(CONFIG, Path("config.json"))
 BACKEND = XlaBackend()
 LAYOUT = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
-BUCKETS = make_buckets(max_num_batched_tokens=64, max_num_seqs=MAX_SEQS, platform="cpu", dtype="float32")
+BUCKETS = make_buckets(max_num_batched_tokens=64, max_num_seqs=MAX_SEQS, platform="cpu")
 SHUFFLED = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).tolist()
 
 

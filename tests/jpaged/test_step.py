@@ -33,7 +33,7 @@ def weights():
 
 @pytest.fixture
 def builder():
-    buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=MAX_SEQS, platform="cpu", dtype="float32")
+    buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=MAX_SEQS, platform="cpu")
     return StepInputBuilder(
         buckets=buckets,
         backend=BACKEND,

@@ -29,9 +29,7 @@ GREEDY, DRAWN, SCORED = (
 
 
 def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, max_pages=128):
-    buckets = make_buckets(
-        max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform="cpu", dtype="float32"
-    )
+    buckets = make_buckets(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform="cpu")
     return StepInputBuilder(
         buckets=buckets,
         backend=XlaBackend(),

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import decode_rows, write_pages
 from jpaged.pallas_kernels.cpu_code import F32, I64, Buffer, Code, handler, register
+from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import decode_rows, write_pages
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages, as_float32, as_stored
 
 ROOT = Path(__file__).parents[2]
