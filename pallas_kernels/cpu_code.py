@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -356,19 +357,26 @@ def _machine() -> llvm.TargetMachine:
     )
 
 
-_engines: list[Any] = []
-"""They own the code, which XLA may call for as long as the process lives."""
+_lock = Lock()
+_engines: dict[str, Any] = {}
+"""By name. They own the code, which XLA may call for as long as the process lives."""
 
 
 def register(module: ir.Module) -> str:
-    """Compile a module and make its handler known to XLA under the module's name, which is returned."""
-    machine, parsed = _machine(), llvm.parse_assembly(str(module))
-    parsed.verify()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.finalize_object()
-    address = ctypes.c_void_p(engine.get_function_address(module.name))
-    jax.ffi.register_ffi_target(module.name, jax.ffi.pycapsule(address), platform="cpu")
-    _engines.append(engine)
+    """Compile a module and make its handler known to XLA under the module's name, which is returned.
+
+    Steps are traced by several threads at once: whoever comes first compiles.
+    """
+    with _lock:
+        if module.name in _engines:
+            return module.name
+        machine, parsed = _machine(), llvm.parse_assembly(str(module))
+        parsed.verify()
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        passes.getModulePassManager().run(parsed, passes)
+        engine = llvm.create_mcjit_compiler(parsed, machine)
+        engine.finalize_object()
+        address = ctypes.c_void_p(engine.get_function_address(module.name))
+        jax.ffi.register_ffi_target(module.name, jax.ffi.pycapsule(address), platform="cpu")
+        _engines[module.name] = engine
     return module.name
