@@ -11,7 +11,7 @@ from typing import Any
 from .config import EngineConfig
 from .errors import InvalidRequestError, ModelLoadError
 from .model_source import ModelSource, read_generation_defaults, resolve_model
-from .models.checkpoint import Checkpoint, open_model
+from .models.checkpoint import Checkpoint, GGUFCheckpoint, open_model
 from .models.config import ModelConfig
 from .sampling_params import FIELDS, SamplingParams
 from .tokenizer import Tokenizer, load_tokenizer
@@ -35,7 +35,7 @@ def open_for_engine(config: EngineConfig) -> OpenedModel:
     """Find and open the model of `config`. Raises ModelLoadError, naming the file and the way out."""
     source = resolve_model(config.model, revision=config.revision)
     model_config, checkpoint = open_model(source.path)
-    tokenizer = load_tokenizer(source.path)
+    tokenizer = load_tokenizer(source.path, checkpoint.file if isinstance(checkpoint, GGUFCheckpoint) else None)
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ModelLoadError(
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "

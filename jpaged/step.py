@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import MAX_DECODE_STEPS
+from .pallas_kernels.cpu_code import uninitialized
 from .pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
 from .sampler import SampledRows, SampleMode, SamplingRows
 from .sampler import sample as sample_logits
@@ -44,7 +45,18 @@ class DeviceState:
 
 def new_state(shapes: DeviceState) -> DeviceState:
     """A state of these shapes. Pages begin with whatever was there: no slot is read before it is written."""
-    pages = tuple(lax.empty(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
+
+    def pages_of(leaf: Array) -> Array:
+        def empty() -> Array:
+            return lax.empty(leaf.shape, leaf.dtype)
+
+        # On a CPU an empty array is one of zeros: half the machine's memory, written at every start.
+        is_on_one = shapes.cache.mesh is None
+        return lax.platform_dependent(
+            cpu=(lambda: uninitialized(leaf.shape, leaf.dtype)) if is_on_one else empty, default=empty
+        )
+
+    pages = tuple(map(pages_of, shapes.cache.pages))
     return DeviceState(
         cache=replace(shapes.cache, pages=pages),
         page_tables=jnp.zeros(shapes.page_tables.shape, jnp.int32),

@@ -19,7 +19,7 @@ import tokenizers
 from .chat_template import one_line, quiet_transformers, render_chat_template, shorten
 from .errors import InvalidRequestError, ModelLoadError
 from .gguf_tokenizer import build_gguf_backend
-from .models.gguf import read_gguf
+from .models.gguf import GGUFFile, read_gguf
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 # Decoders under which a token's text depends on nothing but whether any token stands before it.
@@ -168,8 +168,8 @@ class Tokenizer:
         return self.decode([self._anchor, token_id], skip_special_tokens=False)[self._anchor_len :].encode()
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory or of a `.gguf` file.
+def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face directory or of a `.gguf` file, which may be open already.
 
     Never runs code of the model's. Raises ModelLoadError, in one line that names the file, for what is
     missing, corrupt or unknown.
@@ -180,7 +180,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ModelLoadError(
             f"{path}: does not exist; wanted a Hugging Face directory or a GGUF file: correct the path"
         )
-    metadata = read_gguf(path).metadata
+    metadata = (gguf or read_gguf(path)).metadata
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ModelLoadError(f"{path}: tokenizer.chat_template is no text; the file is corrupt, fetch it again")

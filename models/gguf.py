@@ -72,6 +72,9 @@ class GGUFFile:
         return dequantize(picked, kind)
 
 
+_LENGTH = struct.Struct("<Q")
+
+
 class _Cursor:
     """Walks the header; every step is held against the end of the file."""
 
@@ -98,6 +101,17 @@ class _Cursor:
         # A vocabulary may hold tokens that are no UTF-8 by themselves.
         return self.data[start : start + length].decode("utf-8", errors="surrogateescape")
 
+    def strings(self, count: int) -> list[str]:
+        """So many, one after the other: a vocabulary has a hundred thousand."""
+        data, end, found = self.data, len(self.data), []
+        for _ in range(count):
+            start = self.at + 8
+            self.at = start + (_LENGTH.unpack_from(data, self.at)[0] if start <= end else 0)
+            if self.at > end:
+                self.take(1)
+            found.append(data[start : self.at].decode("utf-8", errors="surrogateescape"))
+        return found
+
     def value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
@@ -107,7 +121,7 @@ class _Cursor:
                 dtype = np.dtype(_SCALARS[item_kind]).newbyteorder("<")
                 return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).tolist()
             if item_kind == _STRING and count * 8 <= len(self.data) - self.at:
-                return [self.string() for _ in range(count)]
+                return self.strings(count)
             raise ModelLoadError(f"{self.path}: {count} array items of type {item_kind} in the metadata cannot be read")
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
