@@ -29,8 +29,6 @@ from llvmlite import ir
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 POINTER = I8.as_pointer()
 SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, POINTER: 8}
-LANES = 16
-"""Of a vector of float32, at most. Where the machine's are shorter, LLVM takes several."""
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 EXP_LEAST = -87.0
 """e to that is the least normal float32, nearly."""
@@ -181,9 +179,14 @@ def declared(module: ir.Module, name: str, result: ir.Type, *args: ir.Type) -> i
     return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, args), name)
 
 
+def has_long_vectors() -> bool:
+    """Whether a vector has 16 lanes of float32 and there are 32 of them (AVX-512), and not 8 and 16."""
+    return host_has("avx512f")
+
+
 def lanes_for(size: int) -> int:
-    """The longest vector that divides `size`."""
-    lanes = LANES
+    """Of float32 in the longest vector that divides `size`."""
+    lanes = 16 if has_long_vectors() else 8
     while size % lanes:
         lanes //= 2
     return lanes

@@ -23,7 +23,6 @@ from .cpu_code import (
     I16,
     I32,
     I64,
-    LANES,
     POINTER,
     SIZES,
     Buffer,
@@ -31,6 +30,7 @@ from .cpu_code import (
     constant,
     declared,
     handler,
+    has_long_vectors,
     host_has,
     lanes_for,
     register,
@@ -38,10 +38,10 @@ from .cpu_code import (
 
 MOST_ROWS = 32
 """From there on XLA's own products are as fast."""
-DEPTH_AT_ONCE = 8
-"""Rows of W that are read at once, each from end to end of a unit's columns: a processor guesses what follows."""
-ROWS_AT_ONCE, WEIGHTS_AT_ONCE = 6, 4
-"""Their products are as many vectors of sums, which stay in registers: AVX-512 has 32."""
+PAIR_LANES = 16
+"""Of sums of pairs of bfloat16."""
+WEIGHTS_AT_ONCE = 4
+"""Rows of W that are multiplied at once by some of x."""
 UNIT_COLUMNS, UNIT_WEIGHTS = 256, 64
 """Of N, in a unit of work: few enough that threads end together."""
 CACHE_LINE = 64
@@ -53,19 +53,22 @@ def product(x: Float[Array, "R K"], weight: Float[Array, "K N"]) -> Float[Array,
     """x · W in float32, both of float32 or both of bfloat16."""
     depth, num_out = weight.shape
     lanes = lanes_for(num_out)
-    at_once = max(n for n in range(1, DEPTH_AT_ONCE + 1) if depth % n == 0)
+    # Rows of W that are read at once, each from end to end of a unit's columns: a processor guesses what follows.
+    at_once = max(n for n in range(1, (8 if has_long_vectors() else 4) + 1) if depth % n == 0)
     vectors = 1 + (num_out % (2 * lanes) == 0)
-    in_pairs = _in_pairs(weight) and (lanes, vectors) == (LANES, 2) and at_once % 2 == 0
+    in_pairs = _in_pairs(weight) and (lanes, vectors) == (PAIR_LANES, 2) and at_once % 2 == 0
     return _call(_by_columns(weight.dtype == jnp.bfloat16, in_pairs, lanes, vectors, at_once), x, weight, num_out)
 
 
 def product_by_rows(x: Float[Array, "R K"], weight: Float[Array, "N K"]) -> Float[Array, "R N"]:
     """x · Wᵀ in float32, both of float32 or both of bfloat16."""
     (num_rows, depth), num_out = x.shape, weight.shape[0]
-    in_pairs = _in_pairs(weight) and depth % (2 * LANES) == 0
+    in_pairs = _in_pairs(weight) and depth % (2 * PAIR_LANES) == 0
     # Of those that divide a unit.
     at_once = max(n for n in range(1, WEIGHTS_AT_ONCE + 1) if num_out % n == 0 == UNIT_WEIGHTS % n)
-    name = _by_rows(weight.dtype == jnp.bfloat16, in_pairs, num_rows, lanes_for(depth), at_once)
+    lanes = PAIR_LANES if in_pairs else lanes_for(depth)
+    rows_at_once = 6 if has_long_vectors() else 3  # With `at_once` of W as many sums stay in registers.
+    name = _by_rows(weight.dtype == jnp.bfloat16, in_pairs, num_rows, lanes, at_once, rows_at_once)
     return _call(name, x, weight, num_out)
 
 
@@ -152,7 +155,7 @@ def _by_columns(are_bits: bool, in_pairs: bool, lanes: int, vectors: int, at_onc
 
 
 @cache
-def _by_rows(are_bits: bool, in_pairs: bool, num_rows: int, lanes: int, at_once: int) -> str:
+def _by_rows(are_bits: bool, in_pairs: bool, num_rows: int, lanes: int, at_once: int, rows_at_once: int) -> str:
     kind = I16 if are_bits else F32
     none = constant(ir.VectorType(F32, lanes), 0.0)
 
@@ -181,21 +184,21 @@ def _by_rows(are_bits: bool, in_pairs: bool, num_rows: int, lanes: int, at_once:
                     for (row, of), total in zip(places, sums, strict=True)
                 ]
 
-            step = 2 * LANES if in_pairs else lanes
+            step = 2 * PAIR_LANES if in_pairs else lanes
             sums = code.loop(0, depth, add_products, step=step, carried=[none] * len(places))
             for (row, of), total in zip(places, sums, strict=True):
                 place = add(mul(I64(row), num_out), add(weight_row, I64(of)))
                 code.store(code.reduce(total, code.build.fadd), out, place)
 
         def some_weights(weight_row: ir.Value) -> None:
-            for first in range(0, num_rows, ROWS_AT_ONCE):
-                some_rows(range(first, min(first + ROWS_AT_ONCE, num_rows)), weight_row)
+            for first in range(0, num_rows, rows_at_once):
+                some_rows(range(first, min(first + rows_at_once, num_rows)), weight_row)
 
         begin = mul(unit, I64(UNIT_WEIGHTS))
         end = code.least(add(begin, I64(UNIT_WEIGHTS)), num_out)
         code.loop(begin, end, some_weights, step=at_once)
 
-    return _register("rows", prepare, body, are_bits, in_pairs, num_rows, lanes, at_once)
+    return _register("rows", prepare, body, are_bits, in_pairs, num_rows, lanes, at_once, rows_at_once)
 
 
 def _register(kind: str, prepare: Callable[..., object], body: Callable[..., None], *sizes: int) -> str:
@@ -215,7 +218,7 @@ def _multiply(code: Code, a: ir.Value, b: ir.Value, total: ir.Value, in_pairs: b
     """total + a × b, lane by lane; of pairs of bfloat16, a lane is the sum of two products."""
     if not in_pairs:
         return code.add_product(a, b, total)
-    pairs = ir.VectorType(BFLOAT16, 2 * LANES)
+    pairs = ir.VectorType(BFLOAT16, 2 * PAIR_LANES)
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     function = declared(code.build.module, name, total.type, total.type, pairs, pairs)
     return code.build.call(function, [total, code.build.bitcast(a, pairs), code.build.bitcast(b, pairs)])
@@ -233,14 +236,16 @@ def _one(code: Code, x: ir.Value, place: ir.Value, kind: ir.Type, in_pairs: bool
 
 def _words(code: Code, base: ir.Value, place: ir.Value) -> ir.Value:
     """Two vectors' worth of bfloat16, as bits."""
-    kind = ir.VectorType(I16, 2 * LANES)
+    kind = ir.VectorType(I16, 2 * PAIR_LANES)
     return code.build.load(code.build.bitcast(code.at(base, place, I16), kind.as_pointer()), align=2)
 
 
 def _interleaved(code: Code, even: ir.Value, odd: ir.Value) -> list[ir.Value]:
     """Lane by lane a pair: of the first half of the lanes, and of the second."""
-    order = [[lane + of * 2 * LANES for lane in range(at, at + LANES) for of in range(2)] for at in (0, LANES)]
-    return [code.build.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, 2 * LANES), lanes)) for lanes in order]
+    halves = (range(at, at + PAIR_LANES) for at in (0, PAIR_LANES))
+    orders = ([lane + of for lane in half for of in (0, 2 * PAIR_LANES)] for half in halves)
+    kind = ir.VectorType(I32, 2 * PAIR_LANES)
+    return [code.build.shuffle_vector(even, odd, ir.Constant(kind, order)) for order in orders]
 
 
 def _fetch(code: Code, base: ir.Value, place: ir.Value, kind: ir.Type, count: int) -> None:

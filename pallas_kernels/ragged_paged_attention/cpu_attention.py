@@ -18,12 +18,11 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ..cpu_code import F32, I16, I32, I64, Buffer, Code, constant, handler, lanes_for, register
+from ..cpu_code import F32, I16, I32, I64, Buffer, Code, constant, handler, has_long_vectors, lanes_for, register
 from .xla_pages import BITS, LayerPages
 from .xla_softmax import LEAST_MAX, Softmax
 
-QUERIES_AT_ONCE, VECTORS_AT_ONCE = 4, 4
-"""Sums that stay in registers: as many of each, multiplied."""
+QUERIES_AT_ONCE = 4
 WORTH_HELP = 1 << 17
 """Values of keys, from which on a second thread is worth waking."""
 TOKENS_A_UNIT = 16
@@ -74,8 +73,10 @@ def _decode_handler(
 ) -> str:
     kind = I16 if are_bits else F32
     slot_lanes, head_lanes = lanes_for(page_size), lanes_for(head_size)
+    # With the queries as many sums stay in registers.
+    vectors_at_once = 4 if has_long_vectors() else 2
     slot_span, head_span = (
-        lanes * max(n for n in range(1, VECTORS_AT_ONCE + 1) if size // lanes % n == 0)
+        lanes * max(n for n in range(1, vectors_at_once + 1) if size // lanes % n == 0)
         for size, lanes in ((page_size, slot_lanes), (head_size, head_lanes))
     )
     no_slots, no_head = (constant(ir.VectorType(F32, lanes), 0.0) for lanes in (slot_lanes, head_lanes))
@@ -218,7 +219,7 @@ def _decode_handler(
         num_pages = build.sdiv(add(length, I64(page_size - 1)), I64(page_size))
         code.loop(code.load_index(firsts, row), num_pages, see_page)
 
-    sizes = are_bits, num_kv_heads, group, head_size, page_size, window, soft_cap
+    sizes = are_bits, num_kv_heads, group, head_size, page_size, window, soft_cap, slot_span, head_span
     name = "_".join(["jpaged_decode", *(str(size).replace(".", "p") for size in sizes)])
     return register(handler(name, 7, 3, prepare, body))
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
+from jpaged.pallas_kernels import cpu_code
 from jpaged.pallas_kernels.cpu_code import F32, I64, Buffer, Code, handler, register
+from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
 from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import decode_rows, write_pages
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages, as_float32, as_stored
 
@@ -78,6 +80,14 @@ def test_decode_rows_are_what_attention_is(
     wanted = exact(pages, q, tables, lens, first_page, num_seen, head_size**-0.5, window, soft_cap)
     assert np.abs(np.asarray(out) - wanted).max() < 2e-6
     assert (np.asarray(out)[0] == 0).all()
+
+
+def test_vectors_of_eight_lanes_do_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (cpu_code, cpu_attention):
+        monkeypatch.setattr(module, "has_long_vectors", lambda: False)
+    cpu_attention._decode_handler.cache_clear()
+    test_decode_rows_are_what_attention_is(3, 5, 80, 24, "float32", 20, None)
+    cpu_attention._decode_handler.cache_clear()
 
 
 @pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
-from jpaged.pallas_kernels import cpu_products
+from jpaged.pallas_kernels import cpu_code, cpu_products
 from jpaged.pallas_kernels.cpu_products import MOST_ROWS, product, product_by_rows
 
 KINDS: dict[str, Callable[..., Any]] = {"columns": product, "rows": product_by_rows}
@@ -43,13 +43,18 @@ def test_products_are_what_they_should_be(kind: str, depth: int, num_out: int, d
         assert error(kind, *operands(kind, rows, depth, num_out, dtype)) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_is_multiplied_as_well_by_processors_that_have_no_pairs(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_long", [False, True])
+def test_other_processors_multiply_as_well(
+    kind: str, dtype: str, has_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those without pairs of bfloat16, with vectors of sixteen lanes and of eight."""
     monkeypatch.setattr(cpu_products, "host_has", lambda feature: False)
+    monkeypatch.setattr(cpu_products, "has_long_vectors", lambda: has_long)
+    monkeypatch.setattr(cpu_code, "has_long_vectors", lambda: has_long)
     for depth, num_out in ((576, 960), (64, 64), (33, 17)):
-        assert error(kind, *operands(kind, 7, depth, num_out, "bfloat16")) < 1e-6
+        assert error(kind, *operands(kind, 7, depth, num_out, dtype)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
