@@ -3,6 +3,7 @@
 Everything that is compared computes the same token ids, greedily, as many tokens as the workload says, in turns within
 one run; medians are shown, ratios first: how many times as fast the engine is. What may stand beside it:
 
+    replay      the engine's own programs on the inputs they had, back to back, without the host
     bare        the same steps without attention, cache and host: what products and logits alone take
     dense       static batches of 16, padded, over a dense cache
     sync        the engine with --no-async-scheduling
@@ -29,7 +30,7 @@ from typing import Any
 import jax
 
 from .config import EngineConfig
-from .contenders import BareContender, Contender, DenseContender, EngineContender, PeerContender
+from .contenders import BareContender, Contender, DenseContender, EngineContender, PeerContender, ReplayContender
 from .engine import Engine
 from .errors import ConfigError
 from .flags import FlagParser, add_engine_flags, engine_config
@@ -39,7 +40,7 @@ from .workloads import WORKLOADS, Workload, load_workload
 
 ENGINE = "jpaged"
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {"sync": {"async_scheduling": False}, "one-step": {"num_decode_steps": 1}}
-VERSUS = ("bare", "dense", *OTHER_OPTIONS)
+VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS)
 DEFAULTS = {"latency": (["A"], ["bare"]), "throughput": (["B", "C"], ["bare"])}
 """Workloads, and what they are compared with."""
 LEAST_MODEL_LEN = 2048
@@ -118,7 +119,9 @@ def _contenders(config: EngineConfig, opened: Any, args: Namespace, stack: ExitS
     ours = engine_of()
     contenders: dict[str, Contender] = {ENGINE: ours}
     for name in args.versus:
-        if name == "bare":
+        if name == "replay":
+            contenders[name] = ReplayContender(ours)
+        elif name == "bare":
             contenders[name] = BareContender(ours)
         elif name == "dense":
             model, sizes = opened.config, ours.engine.sizes
