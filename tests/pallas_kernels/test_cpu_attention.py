@@ -139,6 +139,14 @@ for _ in range(200):  # Whoever comes late must find nothing left, and no memory
     out = np.asarray(run(q, tables, lens, np.zeros(rows, np.int32)))
 one = np.asarray(run(q[5:6], tables[5:6], lens[5:6], np.zeros(1, np.int32)))
 assert np.array_equal(one[0], out[5]), "a row alone"
+# Two units: whoever helps begins later and is not done when the caller is.
+keys, values = keys[:, :1], values[:, :1]
+layer = LayerPages(keys, values, True, jnp.int32(0), 0.125, None, None)
+run = jax.jit(lambda *args: decode_rows(layer, *args).result())
+two = q[:2, :1], tables[:2], np.full(2, 2000, np.int32), np.zeros(2, np.int32)
+alone = np.concatenate([np.asarray(run(*(array[i : i + 1] for array in two))) for i in range(2)])
+for _ in range(300):
+    assert np.array_equal(np.asarray(run(*two)), alone), "waits for its helper"
 print(hashlib.sha256(out.tobytes()).hexdigest())
 """
 
