@@ -169,12 +169,12 @@ def size_engine(
             room = int(free_bytes * share) - weights - step
             return (_round_down(max(0, room) // 2 // bytes_per_page) if is_cpu else room // bytes_per_page) - 1
 
-        # Where not even the weights leave a page, there is nothing to measure.
+        # Where not even the weights leave a page, the estimate is enough to refuse them.
         if affordable(0) >= 1 and affordable(step) < most:
             step, is_measured = step_bytes(step_sizes), True
         num_pages = min(most, affordable(step))
         if num_pages < 1:
-            raise _no_room(config, platform, free_bytes, weights + step, 2 * bytes_per_page)
+            raise _no_room(config, platform, free_bytes, weights + step, 2 * bytes_per_page, is_measured)
     if not 1 <= num_pages < MAX_SLOTS // block_size:
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", bytes_per_page)
         raise ConfigError(
@@ -351,20 +351,23 @@ def _check_pool(name: str, got: int, unit: int, free_bytes: int, weights: int) -
         )
 
 
-def _no_room(config: EngineConfig, platform: str, free_bytes: int, needed: int, least_pool: int) -> ConfigError:
+def _no_room(
+    config: EngineConfig, platform: str, free_bytes: int, needed: int, least_pool: int, is_measured: bool
+) -> ConfigError:
     """The error for a model that leaves no memory for a page of its own."""
+    take = f"take{'' if is_measured else ' at most'} {_gb(needed)} GB"
     if platform == "cpu":
         missing = needed + 2 * least_pool - free_bytes
         return ConfigError(
-            f"model: its weights and a step take {_gb(needed)} GB, {_gb(free_bytes)} GB are free, and half of the rest "
+            f"model: its weights and a step {take}, {_gb(free_bytes)} GB are free, and half of the rest "
             f"holds no page; {missing} bytes are missing, and no max_model_len fits: free some memory, take a smaller "
             "model or give num_blocks"
         )
     share = config.device_memory_utilization
     missing = needed + least_pool - int(free_bytes * share)
     return ConfigError(
-        f"device_memory_utilization: got {share:g}, of {_gb(free_bytes)} GB free; weights and a step take "
-        f"{_gb(needed)} GB; {missing} bytes are missing, and no max_model_len fits: raise it, lower "
+        f"device_memory_utilization: got {share:g}, of {_gb(free_bytes)} GB free; weights and a step {take}; "
+        f"{missing} bytes are missing, and no max_model_len fits: raise it, lower "
         "max_num_batched_tokens or max_num_seqs, or take a smaller model"
     )
 

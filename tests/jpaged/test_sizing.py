@@ -187,18 +187,27 @@ def missing_bytes(message):
 
 def test_a_model_larger_than_memory_is_refused_with_the_bytes_that_are_missing():
     message = refused(free_bytes=WEIGHTS // 4)
-    assert message.startswith("model: its weights and a step take 1.07 GB, 0.268 GB are free")
-    enough = WEIGHTS // 4 + missing_bytes(message)
-    assert sized(free_bytes=enough).num_blocks == 2
-    assert missing_bytes(refused(free_bytes=enough - 1)) == 1
+    assert message.startswith("model: its weights and a step take at most 1.09 GB, 0.268 GB are free")
+    assert sized(free_bytes=WEIGHTS // 4 + missing_bytes(message)).num_blocks >= 2
     assert "bytes are missing" in refused(free_bytes=0)
+    # What a step takes is measured where the weights leave room.
+    options = {"step_bytes": 10 * PAGE}
+    message = refused(free_bytes=WEIGHTS + 8 * PAGE, **options)
+    assert message.startswith("model: its weights and a step take 1.08 GB, ")
+    enough = WEIGHTS + 8 * PAGE + missing_bytes(message)
+    assert sized(free_bytes=enough, **options).num_blocks == 2
+    assert missing_bytes(refused(free_bytes=enough - 1, **options)) == 1
 
 
 def test_a_model_larger_than_a_device_is_refused_with_the_bytes_that_are_missing():
     options = {"device_memory_utilization": 1.0, "model": {"torch_dtype": "float32"}}
     message = refused("gpu", free_bytes=WEIGHTS // 4, **options)
-    assert message.startswith("device_memory_utilization: got 1, of 0.268 GB free; weights and a step take ")
-    enough = WEIGHTS // 4 + missing_bytes(message)
+    assert message.startswith("device_memory_utilization: got 1, of 0.268 GB free; weights and a step take at most ")
+    assert sized("gpu", free_bytes=WEIGHTS // 4 + missing_bytes(message), **options).num_blocks >= 2
+    options["step_bytes"] = 10 * PAGE
+    message = refused("gpu", free_bytes=WEIGHTS + 8 * PAGE, **options)
+    assert "; weights and a step take 1.08 GB; " in message
+    enough = WEIGHTS + 8 * PAGE + missing_bytes(message)
     assert sized("gpu", free_bytes=enough, **options).num_blocks == 2
     assert missing_bytes(refused("gpu", free_bytes=enough - 1, **options)) == 1
 
