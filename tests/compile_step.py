@@ -54,10 +54,11 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
     compiled = programs.lower[key]().compile()
     memory = compiled.memory_analysis()
     hlo = compiled.as_text()
-    # Of one layer: a copy of less than that is of a step's own tokens or pages. Chips gather all rows' logits.
+    # Of one layer: a copy of less than that is of a step's own tokens or pages. Logits may be larger than it.
     least = min(_count(shape) for shape in cache_shapes) // programs.state.cache.layout.num_layers
-    gathered = ("all-gather", key[1] * -(-LLAMA_8B["vocab_size"] // VOCAB_TILE) * VOCAB_TILE)
-    whole = {(kind, dims) for kind, dims in made_whole(hlo) if (kind, _count_text(dims)) != gathered}
+    vocab = LLAMA_8B["vocab_size"]
+    logits = {key[1] * vocab, key[1] * -(-vocab // VOCAB_TILE) * VOCAB_TILE}
+    whole = {(kind, dims) for kind, dims in made_whole(hlo) if _count_text(dims) not in logits}
     large = sorted(f"{kind} {dims}" for kind, dims in whole if _count_text(dims) >= least)
     return {
         "arguments": memory.argument_size_in_bytes,
@@ -73,7 +74,8 @@ def product_bytes(weights, mesh, num_tokens):
     """(read and written by a step without attention, as its compiler counts; of the weights in its products).
 
     On a CPU, looking rows up is counted as reading the whole table of embeddings, which is taken off. A TPU's compiler
-    fetches weights ahead into VMEM and counts them there once more, so here it gets no room for that.
+    fetches weights ahead into VMEM and counts them there once more, so here it gets no room for that. What native code
+    reads and writes nobody counts but us.
     """
     import jax
     import jax.numpy as jnp
@@ -92,7 +94,14 @@ def product_bytes(weights, mesh, num_tokens):
     by_path = {path: _bytes(leaf) for path, leaf in nnx.to_flat_state(weights.state)}
     table, is_tied = by_path["embed", "weight"], ("head", "weight") not in by_path
     in_products = sum(by_path.values()) - (0 if is_tied else table)
-    return (cost or {}).get("bytes accessed", 0) - (0 if on_tpu else table), in_products
+    native = sum(_tensor_bytes(line) for line in lowered.as_text().splitlines() if "@jpaged_product" in line)
+    return (cost or {}).get("bytes accessed", 0) + native - (0 if on_tpu else table), in_products
+
+
+def _tensor_bytes(line):
+    """Of all that a custom call takes and gives."""
+    tensors = re.findall(r"tensor<([\dx]+)x(f32|bf16)>", line)
+    return sum(_count(map(int, dims.split("x"))) * (4 if kind == "f32" else 2) for dims, kind in tensors)
 
 
 def _bytes(leaf):

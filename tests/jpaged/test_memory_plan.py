@@ -135,7 +135,9 @@ def test_a_model_that_does_not_fit_ends_the_command_with_what_is_missing(tmp_pat
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert run.returncode == 1
     (line,) = run.stderr.strip().splitlines()
-    found = re.search(r"weights and a step take at most (\d+) GB, .*; (\d+) bytes are missing, and no max_model_len fits", line)
+    found = re.search(
+        r"weights and a step take at most (\d+) GB, .*; (\d+) bytes are missing, and no max_model_len fits", line
+    )
     assert found, line
     assert int(found[1]) >= 270
     assert int(found[2]) > 10**11
