@@ -50,17 +50,18 @@ class Linear(nnx.Module):
 
     def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The same before it is rounded to x's dtype: float32."""
-        out = _product(x, self.weight[...], self.is_on_cpu)
-        if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)[None, :]
-        return out
+        return _product(x, self.weight[...], self.bias, self.is_on_cpu)
 
 
-def _product(x: Float[Array, "T I"], weight: Float[Array, "I O"], is_on_cpu: bool) -> Float[Array, "T O"]:
-    """In float32."""
+def _product(
+    x: Float[Array, "T I"], weight: Float[Array, "I O"], bias: nnx.Param[Any] | None, is_on_cpu: bool
+) -> Float[Array, "T O"]:
+    """x · W (+ b) in float32."""
     if is_on_cpu and x.shape[0] <= MOST_ROWS:
-        return product(x, weight)
-    return jnp.dot(x, weight, preferred_element_type=jnp.float32)
+        out = product(x, weight)
+    else:
+        out = jnp.dot(x, weight, preferred_element_type=jnp.float32)
+    return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
 
 
 class FusedLinear(nnx.Module):
@@ -92,10 +93,7 @@ class FusedLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
         """Each part's outputs, in the order that it would make them in by itself."""
-        out = _product(x, self.weight[...], self.is_on_cpu)
-        if self.bias is not None:
-            out = out + self.bias[...].astype(jnp.float32)[None, :]
-        out = out.astype(x.dtype)
+        out = _product(x, self.weight[...], self.bias, self.is_on_cpu).astype(x.dtype)
         if self.num_shards == 1:
             return jnp.split(out, self.ends, axis=-1)
         blocks = out.reshape(x.shape[0], self.num_shards, -1)

@@ -77,6 +77,12 @@ def _in_pairs(weight: Array) -> bool:
 
 
 def _call(name: str, x: Array, weight: Array, num_out: int) -> Array:
+    # Native code reads what it is given as what it was made for.
+    if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16) or x.shape[0] > MOST_ROWS:
+        raise ValueError(
+            f"product: got {x.shape[0]} rows of {x.dtype} and a weight of {weight.dtype}, wanted at most {MOST_ROWS} "
+            "rows and both float32 or both bfloat16; use jnp.dot"
+        )
     return ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32))(x, weight)
 
 

@@ -144,7 +144,7 @@ def main() -> None:
     else:
         heads = model.num_heads // num_devices, model.num_kv_heads // num_devices
         backend = gate.backend(*heads, model.head_size, (None,))
-    found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "steps": {}}
+    found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     for dtype in dtypes:
         sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
         buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)

@@ -124,7 +124,8 @@ def test_a_whole_step_takes_the_cache_as_it_is_and_needs_as_much_beside_it_whate
             assert reports[1]["pages"] == 2 * reports[0]["pages"]
             more = reports[1]["temporary"] - reports[0]["temporary"]
             # On four chips XLA has other ideas where to put what, by 5 % of it: nothing that grows with the pages.
-            assert abs(more) <= 0.005 * (reports[1]["cache"] - reports[0]["cache"]), name
+            most = 0.005 * (reports[1]["cache"] - reports[0]["cache"]) if steps["num_devices"] > 1 else 0
+            assert abs(more) <= most, name
     assert any(len(reports) > 1 for reports in steps["steps"].values())
 
 

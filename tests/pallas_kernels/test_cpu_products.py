@@ -69,6 +69,24 @@ def test_a_row_has_the_same_bits_beside_any_others(kind: str, dtype: str) -> Non
             assert np.array_equal(found, together[first : first + rows])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "dtype", "other"),
+    [
+        (MOST_ROWS + 1, "float32", "float32"),
+        (4, "float32", "bfloat16"),
+        (4, "bfloat16", "float32"),
+        (4, "int32", "int32"),
+    ],
+)
+def test_what_native_code_would_misread_is_refused(kind: str, rows: int, dtype: str, other: str) -> None:
+    x, weight = operands(kind, rows, 64, 64, "float32")
+    with pytest.raises(
+        ValueError, match=rf"product: got {rows} rows of {dtype} and a weight of {other}, wanted at most"
+    ):
+        KINDS[kind](x.astype(dtype), weight.astype(other))
+
+
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     for kind, run in KINDS.items():
         x, weight = operands(kind, 4, 64, 96, "float32")
