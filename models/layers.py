@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.cpu_products import MOST_ROWS, product, product_by_rows
+from ..pallas_kernels.cpu_products import columns_of, panels_shape, product
 
 Axes = tuple[str | None, ...]
 """Logical axes of a weight's dimensions; None for one that is never spread."""
@@ -27,40 +27,41 @@ class WeightMaker:
     of its own, its abstract shape for one to be loaded."""
     num_shards: int
     platform: str
+    dtype: Any
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> Any:
         return self.new(shape, axes, fill)
 
-    @property
-    def is_for_a_cpu(self) -> bool:
-        """For one: native code is not cut for several."""
-        return self.platform == "cpu" and self.num_shards == 1
+    def matrix(self, num_in: int, num_out: int, axes: tuple[str, str], **metadata: Any) -> nnx.Param[Any]:
+        """To multiply with: W [in, out], a checkpoint's turned round; in panels where native code multiplies."""
+        # For one CPU: it is not cut for several.
+        in_panels = self.platform == "cpu" and self.num_shards == 1
+        shape = panels_shape(num_in, num_out, self.dtype) if in_panels else (num_in, num_out)
+        of_matrix = {"matrix": (num_in, num_out), "in_panels": in_panels}
+        return nnx.Param(self(shape, axes), logical_axes=axes, **of_matrix, **metadata)
 
 
 class Linear(nnx.Module):
-    """x · W (+ b), W stored [in, out], the transpose of a checkpoint's; products accumulate in float32."""
+    """x · W (+ b), W [in, out]; products accumulate in float32."""
 
     def __init__(self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, make: WeightMaker) -> None:
-        self.weight = nnx.Param(make((num_in, num_out), axes), logical_axes=axes, transposed=True)
+        self.weight = make.matrix(num_in, num_out, axes)
         self.bias = nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:]) if bias else nnx.data(None)
-        self.is_on_cpu = make.is_for_a_cpu
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return self.product(x).astype(x.dtype)
 
     def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         """The same before it is rounded to x's dtype: float32."""
-        return _product(x, self.weight[...], self.bias, self.is_on_cpu)
+        return _product(x, self.weight, self.bias)
 
 
-def _product(
-    x: Float[Array, "T I"], weight: Float[Array, "I O"], bias: nnx.Param[Any] | None, is_on_cpu: bool
-) -> Float[Array, "T O"]:
+def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any] | None) -> Float[Array, "T O"]:
     """x · W (+ b) in float32."""
-    if is_on_cpu and x.shape[0] <= MOST_ROWS:
-        out = product(x, weight)
+    if weight.in_panels:
+        out = product(x, weight[...], weight.matrix[1])
     else:
-        out = jnp.dot(x, weight, preferred_element_type=jnp.float32)
+        out = jnp.dot(x, weight[...], preferred_element_type=jnp.float32)
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
 
 
@@ -82,18 +83,18 @@ class FusedLinear(nnx.Module):
         make: WeightMaker,
     ) -> None:
         num_out = sum(size for _, size in parts)
-        fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "transposed": True}
-        self.weight = nnx.Param(make((num_in, num_out), axes), logical_axes=axes, **fused)
+        fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards}
+        self.weight = make.matrix(num_in, num_out, axes, **fused)
         self.bias = (
             nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:], **fused) if bias else nnx.data(None)
         )
-        self.num_shards, self.is_on_cpu = make.num_shards, make.is_for_a_cpu
+        self.num_shards = make.num_shards
         # Where one part ends and the next begins, in the block of a device.
         self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
         """Each part's outputs, in the order that it would make them in by itself."""
-        out = _product(x, self.weight[...], self.bias, self.is_on_cpu).astype(x.dtype)
+        out = _product(x, self.weight, self.bias).astype(x.dtype)
         if self.num_shards == 1:
             return jnp.split(out, self.ends, axis=-1)
         blocks = out.reshape(x.shape[0], self.num_shards, -1)
@@ -101,21 +102,26 @@ class FusedLinear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of [V, D], looked up by token id, or multiplied with for logits when input and output are tied."""
+    """Rows of [V, D], looked up by token id, and multiplied with for logits if input and output are tied."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, make: WeightMaker) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, make: WeightMaker) -> None:
         axes = ("vocab", "embed")
-        self.weight = nnx.Param(make((vocab_size, hidden_size), axes), logical_axes=axes)
-        self.is_on_cpu = make.is_for_a_cpu
+        as_matrix = make.matrix(hidden_size, vocab_size, axes) if is_tied else None
+        if as_matrix is not None and as_matrix.in_panels:
+            self.weight = as_matrix
+        else:
+            self.weight = nnx.Param(make((vocab_size, hidden_size), axes), logical_axes=axes, in_panels=False)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
+        if self.weight.in_panels:
+            return columns_of(self.weight[...], token_ids, self.weight.matrix[0])
         return jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Scores of the whole table, in float32."""
-        if self.is_on_cpu and x_RD.shape[0] <= MOST_ROWS:
-            return product_by_rows(x_RD, self.weight[...])
+        if self.weight.in_panels:
+            return _product(x_RD, self.weight, None)
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
 
 

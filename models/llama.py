@@ -97,14 +97,15 @@ class Llama(nnx.Module):
     tensor_names = TENSOR_NAMES
 
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
-        self.embed = Embedding(config.vocab_size, config.hidden_size, make=make)
+        is_tied = config.tie_word_embeddings
+        self.embed = Embedding(config.vocab_size, config.hidden_size, is_tied=is_tied, make=make)
         self.layers = nnx.List([DecoderLayer(config, i, make=make) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
         self.rope, self.head_size = config.rope, config.head_size
         # A tied model has no matrix of its own for the output.
         self.head = (
             nnx.data(None)
-            if config.tie_word_embeddings
+            if is_tied
             else Linear(config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, make=make)
         )
 

@@ -6,12 +6,15 @@ chunks of rows into the buffer that JAX then owns (on a CPU it aliases that buff
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -20,6 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from ..pallas_kernels.cpu_products import empty_panels, fill_panels
 from ..sharding import TENSOR_AXIS, sharding_of
 from .checkpoint import Checkpoint
 from .config import ModelConfig
@@ -36,6 +40,8 @@ CHUNK_BYTES = 4 << 20
 NUM_READERS = 2
 ALIGNMENT = 64
 """JAX aliases host memory on a CPU from this alignment on, and copies it below."""
+PIECE_BYTES = 64 << 20
+"""Of memory, in which weights lie one after the other."""
 INIT_STD = 0.02
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
@@ -59,7 +65,7 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform)
+    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform, dtype)
     return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
 
 
@@ -91,14 +97,17 @@ def load_weights(
     `progress(done, total)` counts tensors. Raises ModelLoadError naming the checkpoint and a tensor that
     holds a NaN or an infinity.
     """
-    tensors = _tensors(abstract, config)
+    tensors, memory = _tensors(abstract, config), _Memory()
     leaves = dict(nnx.to_flat_state(abstract.state))
 
     def load(path: tuple[Any, ...]) -> jax.Array:
         leaf = leaves[path]
 
         def read(index: Any) -> np.ndarray:
-            return _read(checkpoint, tensors[path], index, leaf.shape, np.dtype(leaf.dtype))
+            bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
+            out = memory.take(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
+            _read(checkpoint, tensors[path], bounds, out, leaf.get_metadata())
+            return out
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
@@ -120,7 +129,6 @@ class _Tensor:
     name: str
     shape: tuple[int, ...]
     """In the checkpoint."""
-    is_transposed: bool
     run: int
     """Rows of one run."""
     first: int
@@ -135,17 +143,15 @@ def _tensors(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], li
     found = {}
     for path, leaf in nnx.to_flat_state(abstract.state):
         metadata = leaf.get_metadata()
-        turned = bool(metadata.get("transposed", False))
-        num_rows, *rest = leaf.shape[::-1] if turned else leaf.shape
+        num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
         if "parts" not in metadata:
-            name = checkpoint_name(path, table)
-            found[path] = [_Tensor(name, (num_rows, *rest), turned, num_rows, 0, num_rows)]
+            found[path] = [_Tensor(checkpoint_name(path, table), (num_rows, *rest), num_rows, 0, num_rows)]
             continue
         num_shards, first = metadata["num_shards"], 0
         found[path] = []
         for part, size in metadata["parts"]:
             name, run = checkpoint_name((*path[:-2], part, path[-1]), table), size // num_shards
-            found[path].append(_Tensor(name, (size, *rest), turned, run, first, num_rows // num_shards))
+            found[path].append(_Tensor(name, (size, *rest), run, first, num_rows // num_shards))
             first += run
     return found
 
@@ -177,48 +183,76 @@ def _check_names(wanted: set[str], checkpoint: Checkpoint, *, tied: bool) -> Non
 def _read(
     checkpoint: Checkpoint,
     tensors: list[_Tensor],
-    index: tuple[slice, ...],
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-) -> np.ndarray:
-    """The slice `index` of one weight, from the tensor or the tensors that it is made of."""
-    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    out = _aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
+    bounds: list[tuple[int, int]],
+    out: np.ndarray,
+    metadata: dict[str, Any],
+) -> None:
+    """The slice `bounds` of one weight, from the tensor or the tensors that it is made of."""
+    (first, last), *rest = bounds
+    write = partial(_write_rows, out)
+    if metadata.get("in_panels"):
+        # Of one device, so there is no slicing.
+        num_in, num_out = metadata["matrix"]
+        (first, last), rest = (0, num_out), [(0, num_in)]
+        write = partial(fill_panels, empty_panels(num_in, num_out, out))
+    elif "matrix" in metadata:
+        (first, last), *rest = bounds[::-1]
+        write = partial(_write_rows, out.T)
     for tensor in tensors:
-        target, ((first, last), *rest) = (out.T, bounds[::-1]) if tensor.is_transposed else (out, bounds)
         for index_of_run in range(tensor.shape[0] // tensor.run):
             begin = tensor.first + index_of_run * tensor.stride
             start, stop = max(begin, first), min(begin + tensor.run, last)
             if start < stop:
                 of_tensor = index_of_run * tensor.run - begin
-                rows = start + of_tensor, stop + of_tensor
-                _fill(target[start - first : stop - first], checkpoint, tensor, rows, rest)
-    return out
+                for row, chunk in _chunks(checkpoint, tensor, (start + of_tensor, stop + of_tensor), rest):
+                    write(row - of_tensor - first, chunk)
 
 
-def _fill(
-    target: np.ndarray, checkpoint: Checkpoint, tensor: _Tensor, rows: tuple[int, int], rest: list[tuple[int, int]]
-) -> None:
-    """Read `rows` of a tensor, and the columns in `rest` of each, in row chunks; convert them on the way."""
-    first, last = rows
+def _write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
+    target[first : first + len(rows)] = rows.astype(target.dtype, copy=False)
+
+
+def _chunks(
+    checkpoint: Checkpoint, tensor: _Tensor, rows: tuple[int, int], rest: list[tuple[int, int]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """`rows` of a tensor, and the columns in `rest` of each, some at once, each with the number of its first."""
     columns = tuple(slice(*bounds) for bounds in rest)
     num_rows = max(1, CHUNK_BYTES // (4 * max(1, math.prod(tensor.shape[1:]))))
-    for start in range(first, last, num_rows):
-        stop = min(start + num_rows, last)
+    for start in range(*rows, num_rows):
+        stop = min(start + num_rows, rows[1])
         chunk = checkpoint.read(tensor.name, slice(start, stop))[(slice(None), *columns)]
         if not np.isfinite(chunk).all():
             raise ModelLoadError(
                 f"{checkpoint.path}: tensor {tensor.name} holds a NaN or an infinity in rows {start} to {stop - 1}; "
                 "fetch it again"
             )
-        target[start - first : stop - first] = chunk.astype(target.dtype, copy=False)
+        yield start, chunk
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
-    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
+class _Memory:
+    """Memory for weights, in large pieces of which the system may make large pages: a processor finds those sooner."""
+
+    def __init__(self) -> None:
+        self._lock, self._piece, self._used = Lock(), np.empty(0, np.uint8), 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array that begins where JAX aliases it. It keeps its piece alive."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            if self._used + num_bytes > len(self._piece):
+                self._piece, self._used = _large_pages(max(num_bytes, PIECE_BYTES)), 0
+            piece, start = self._piece, self._used
+            self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return piece[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _large_pages(num_bytes: int) -> np.ndarray:
+    memory = mmap.mmap(-1, max(1, num_bytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without them says so, and nothing is lost.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
@@ -229,5 +263,5 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
         values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
         return jnp.asarray(values.astype(dtype))
 
-    make = WeightMaker(new, 1, jax.default_backend())
+    make = WeightMaker(new, 1, jax.default_backend(), dtype)
     return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))

@@ -75,14 +75,18 @@ class Code:
 
     def load_vector(self, base: ir.Value, offset: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
         """Lanes of float32, or of bfloat16 whose bits (`kind` I16) become float32."""
-        address = self.build.bitcast(self.at(base, offset, kind), ir.VectorType(kind, lanes).as_pointer())
-        vector = self.build.load(address, align=SIZES[kind])
+        vector = self.load_lanes(base, offset, kind, lanes)
         if kind is F32:
             return vector
         wide = ir.VectorType(I32, lanes)
         return self.build.bitcast(
             self.build.shl(self.build.zext(vector, wide), constant(wide, 16)), ir.VectorType(F32, lanes)
         )
+
+    def load_lanes(self, base: ir.Value, offset: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
+        """Lanes of that kind as they are."""
+        address = self.build.bitcast(self.at(base, offset, kind), ir.VectorType(kind, lanes).as_pointer())
+        return self.build.load(address, align=SIZES[kind])
 
     def store_vector(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:
         address = self.build.bitcast(self.at(base, offset, vector.type.element), vector.type.as_pointer())

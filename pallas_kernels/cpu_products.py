@@ -1,265 +1,202 @@
-"""Products of few rows with a weight on a CPU, in native code: as fast as the weight comes from memory.
+"""Products with a weight on a CPU, in native code: as fast as the weight comes from memory, or as the processor adds.
 
-    x [R, K] · W [K, N]      eight rows of W from end to end, for all rows of x: a column is a lane
-    x [R, K] · W [N, K]ᵀ     some rows of x × some of W, a vector of k at once, added up in the end
+    x [R, K] · W [K, N]      W lies in panels of 32 columns: [N ÷ 32, K, 32], one after the other as they are read
+
+    panel ──▶ for some rows of x at once:   sums [rows, 32] in registers, one value of x × 32 of W a time, k by k
 
 Each result is one sum in one order, whatever rows it is computed beside: its bits do not depend on how many there are.
-Weights of bfloat16 are multiplied in pairs of k where the machine can (AVX512-BF16), and as float32 where it cannot.
+A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], multiplied at once where the machine can (AVX512-BF16), and
+as float32, one after the other, where it cannot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ffi import ffi_call
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .cpu_code import (
-    F32,
-    I16,
-    I32,
-    I64,
-    POINTER,
-    SIZES,
-    Buffer,
-    Code,
-    constant,
-    declared,
-    handler,
-    has_long_vectors,
-    host_has,
-    lanes_for,
-    register,
-)
+from .cpu_code import F32, I32, I64, Buffer, Code, constant, declared, handler, has_long_vectors, host_has, register
 
-MOST_ROWS = 32
-"""From there on XLA's own products are as fast."""
-PAIR_LANES = 16
-"""Of sums of pairs of bfloat16."""
-WEIGHTS_AT_ONCE = 4
-"""Rows of W that are multiplied at once by some of x."""
-UNIT_COLUMNS, UNIT_WEIGHTS = 256, 64
-"""Of N, in a unit of work: few enough that threads end together."""
-CACHE_LINE = 64
+PANEL = 32
+"""Columns of W that lie together. Two cache lines of float32."""
+VECTORS = 2
+"""Of sums of a row in registers."""
+WORDS_AT_ONCE = 768
+"""Of a column, at most: that much of a panel stays in the second cache while all rows of x are multiplied with it."""
 WORTH_HELP = 1 << 16
-"""Values of a weight, from which on a second thread is worth waking."""
+"""Words of a weight, from which on a second thread is worth waking."""
 
 
-def product(x: Float[Array, "R K"], weight: Float[Array, "K N"]) -> Float[Array, "R N"]:
-    """x · W in float32, both of float32 or both of bfloat16."""
-    depth, num_out = weight.shape
-    lanes = lanes_for(num_out)
-    # Rows of W that are read at once, each from end to end of a unit's columns: a processor guesses what follows.
-    at_once = max(n for n in range(1, (8 if has_long_vectors() else 4) + 1) if depth % n == 0)
-    vectors = 1 + (num_out % (2 * lanes) == 0)
-    in_pairs = _in_pairs(weight) and (lanes, vectors) == (PAIR_LANES, 2) and at_once % 2 == 0
-    return _call(_by_columns(weight.dtype == jnp.bfloat16, in_pairs, lanes, vectors, at_once), x, weight, num_out)
+def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
+    """Of a weight [K, N] in panels. Columns and pairs that there are not are zeros."""
+    panels = -(-num_out // PANEL)
+    return (panels, -(-depth // 2), PANEL, 2) if jnp.dtype(dtype) == jnp.bfloat16 else (panels, depth, PANEL)
 
 
-def product_by_rows(x: Float[Array, "R K"], weight: Float[Array, "N K"]) -> Float[Array, "R N"]:
-    """x · Wᵀ in float32, both of float32 or both of bfloat16."""
-    (num_rows, depth), num_out = x.shape, weight.shape[0]
-    in_pairs = _in_pairs(weight) and depth % (2 * PAIR_LANES) == 0
-    # Of those that divide a unit.
-    at_once = max(n for n in range(1, WEIGHTS_AT_ONCE + 1) if num_out % n == 0 == UNIT_WEIGHTS % n)
-    lanes = PAIR_LANES if in_pairs else lanes_for(depth)
-    rows_at_once = 6 if has_long_vectors() else 3  # With `at_once` of W as many sums stay in registers.
-    name = _by_rows(weight.dtype == jnp.bfloat16, in_pairs, num_rows, lanes, at_once, rows_at_once)
-    return _call(name, x, weight, num_out)
+def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
+    """`buffer`, of that shape, with zeros where no column and no pair will be written."""
+    if num_out % PANEL:
+        buffer[-1] = 0
+    if buffer.ndim == 4 and depth % 2:
+        buffer[:, -1] = 0
+    return buffer
 
 
-def _in_pairs(weight: Array) -> bool:
-    return weight.dtype == jnp.bfloat16 and host_has("avx512bf16")
+def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
+    """Write W[:, first + i] = columns[i], columns [n, K] as a checkpoint has them, into their panels."""
+    depth = columns.shape[1]
+    # [panel, column, K], or with pairs of K: as a checkpoint counts.
+    turned = panels.transpose(0, 2, 1) if panels.ndim == 3 else panels.transpose(0, 2, 1, 3)
+    done = 0
+    while done < len(columns):
+        panel, lane = divmod(first + done, PANEL)
+        whole = (len(columns) - done) // PANEL
+        if lane == 0 and whole > 0:
+            some = columns[done : done + whole * PANEL].reshape(whole, PANEL, depth)
+            target = turned[panel : panel + whole]
+        else:
+            some = columns[None, done : done + PANEL - lane]
+            target = turned[panel : panel + 1, lane : lane + some.shape[1]]
+        if panels.ndim == 3:
+            target[...] = some
+        else:
+            target[:, :, : depth // 2] = some[..., : depth // 2 * 2].reshape(*some.shape[:2], -1, 2)
+            if depth % 2:
+                target[:, :, -1, 0] = some[..., -1]
+        done += some.shape[0] * some.shape[1]
 
 
-def _call(name: str, x: Array, weight: Array, num_out: int) -> Array:
+def columns_of(panels: Float[Array, "..."], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
+    """W[:, ids], turned round: rows of embeddings."""
+    bits = panels
+    if panels.dtype == jnp.bfloat16:
+        # XLA would make float32 of all of W; and, ahead of a loop that decodes, all of its bits, but for the barrier.
+        panels, ids = jax.lax.optimization_barrier((panels, ids))
+        bits = jax.lax.bitcast_convert_type(panels, jnp.uint16)
+    found = bits[ids // PANEL, :, ids % PANEL].reshape(ids.shape[0], -1)[:, :depth]
+    return jax.lax.bitcast_convert_type(found, panels.dtype) if bits is not panels else found
+
+
+def product(x: Float[Array, "R K"], panels: Float[Array, "..."], num_out: int) -> Float[Array, "R N"]:
+    """x · W in float32, both of float32 or both of bfloat16; W [K, num_out] in panels."""
     # Native code reads what it is given as what it was made for.
-    if x.dtype != weight.dtype or x.dtype not in (jnp.float32, jnp.bfloat16) or x.shape[0] > MOST_ROWS:
+    if x.dtype != panels.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"product: got {x.shape[0]} rows of {x.dtype} and a weight of {weight.dtype}, wanted at most {MOST_ROWS} "
-            "rows and both float32 or both bfloat16; use jnp.dot"
+            f"product: got rows of {x.dtype} and a weight of {panels.dtype}, wanted both float32 or both bfloat16"
         )
-    return ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32))(x, weight)
+    if (wanted := panels_shape(x.shape[1], num_out, x.dtype)) != panels.shape:
+        raise ValueError(
+            f"product: got a weight of shape {panels.shape}, wanted {wanted}: panels of {x.shape[1]} × {num_out}"
+        )
+    are_pairs = x.dtype == jnp.bfloat16
+    if are_pairs and x.shape[1] % 2:
+        x = jnp.pad(x, ((0, 0), (0, 1)))
+    at_once = are_pairs and host_has("avx512bf16")
+    name = _handler(are_pairs, at_once, has_long_vectors(), x.shape[0] // -(-x.shape[0] // _most_rows(has_long_vectors())))
+    out = ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), jnp.float32))(x, panels)
+    return out[:, :num_out]
+
+
+def _most_rows(has_long: bool) -> int:
+    """Of x that are multiplied at once: their sums stay in registers."""
+    return 12 if has_long else 6
 
 
 @cache
-def _by_columns(are_bits: bool, in_pairs: bool, lanes: int, vectors: int, at_once: int) -> str:
-    kind, span, per_factor = I16 if are_bits else F32, vectors * lanes, 1 + in_pairs
+def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
+    """For groups of `group` rows and of one more. Of a pair, both are multiplied `at_once`, or one after the other."""
+    lanes, most_rows = 16 if has_long else 8, _most_rows(has_long)
     none = constant(ir.VectorType(F32, lanes), 0.0)
+    # Of what is read at once of a row of x, and of a column.
+    kind = I32 if are_pairs else F32
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-        x, weight = args
-        depth, num_out = weight.size(0), weight.size(1)
-        values = [x.data, weight.data, rets[0].data, x.size(0), depth, num_out]
-        return values, _num_units(code, num_out, UNIT_COLUMNS), _is_large(code, depth, num_out)
+        x, panels = args
+        build, num_rows, num_panels, depth = code.build, x.size(0), panels.size(0), panels.size(1)
+        num_groups = build.sdiv(build.add(num_rows, I64(most_rows - 1)), I64(most_rows))
+        num_larger = build.sub(num_rows, build.mul(num_groups, I64(group)))
+        words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
+        values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger, num_groups]
+        return values, num_panels, build.icmp_signed(">", words, I64(WORTH_HELP))
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        x, weight, out, num_rows, depth, num_out = given
-        add, mul = code.build.add, code.build.mul
-        begin = mul(unit, I64(UNIT_COLUMNS))
-        width = code.least(code.build.sub(num_out, begin), I64(UNIT_COLUMNS))
-        # Rows of the result may lie a multiple of 4096 bytes apart, and then all want the same few lines of a cache.
-        all_sums = code.allocate(F32, MOST_ROWS * UNIT_COLUMNS)
+        x, panels, out, depth, width, num_larger, num_groups = given
+        build, add, mul = code.build, code.build.add, code.build.mul
+        panel = mul(mul(unit, depth), I64(PANEL))
+        num_parts = build.sdiv(add(depth, I64(WORDS_AT_ONCE - 1)), I64(WORDS_AT_ONCE))
+        part = build.sdiv(add(depth, build.sub(num_parts, I64(1))), num_parts)
 
-        def clear(row: ir.Value) -> None:
-            start = mul(row, I64(UNIT_COLUMNS))
-            code.loop(0, width, lambda column: code.store_vector(none, all_sums, add(start, column)), step=lanes)
-
-        def finish(row: ir.Value) -> None:
-            source, target = mul(row, I64(UNIT_COLUMNS)), add(mul(row, num_out), begin)
-
-            def move(column: ir.Value) -> None:
-                total = code.load_vector(all_sums, add(source, column), F32, lanes)
-                code.store_vector(total, out, add(target, column))
-
-            code.loop(0, width, move, step=lanes)
-
-        def some_depth(k: ir.Value) -> None:
-            def some_columns(column: ir.Value) -> None:
-                starts = [add(add(mul(add(k, I64(i)), num_out), begin), column) for i in range(at_once)]
-                for start in starts:
-                    _fetch(code, weight, add(start, mul(num_out, I64(at_once))), kind, span)
-                if in_pairs:
-                    of_pairs = [
-                        [_words(code, weight, start) for start in starts[i : i + 2]] for i in range(0, at_once, 2)
-                    ]
-                    w = [_interleaved(code, *pair) for pair in of_pairs]
-                else:
-                    w = [
-                        [code.load_vector(weight, add(start, I64(v * lanes)), kind, lanes) for v in range(vectors)]
-                        for start in starts
-                    ]
-
-                def row_of_x(row: ir.Value) -> None:
-                    places = [add(add(mul(row, I64(UNIT_COLUMNS)), column), I64(v * lanes)) for v in range(vectors)]
-                    sums = [code.load_vector(all_sums, place, F32, lanes) for place in places]
-                    factors = add(mul(row, depth), k)
-                    for i, of_factor in enumerate(w):
-                        factor = code.in_all_lanes(
-                            _one(code, x, add(factors, I64(i * per_factor)), kind, in_pairs), lanes
-                        )
-                        sums = [
-                            _multiply(code, factor, values, total, in_pairs)
-                            for values, total in zip(of_factor, sums, strict=True)
-                        ]
-                    for place, total in zip(places, sums, strict=True):
-                        code.store_vector(total, all_sums, place)
-
-                code.loop(0, num_rows, row_of_x)
-
-            code.loop(0, width, some_columns, step=span)
-
-        code.loop(0, num_rows, clear)
-        code.loop(0, depth, some_depth, step=at_once)
-        code.loop(0, num_rows, finish)
-
-    return _register("columns", prepare, body, are_bits, in_pairs, lanes, vectors, at_once)
-
-
-@cache
-def _by_rows(are_bits: bool, in_pairs: bool, num_rows: int, lanes: int, at_once: int, rows_at_once: int) -> str:
-    kind = I16 if are_bits else F32
-    none = constant(ir.VectorType(F32, lanes), 0.0)
-
-    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-        x, weight = args
-        num_out, depth = weight.size(0), weight.size(1)
-        values = [x.data, weight.data, rets[0].data, depth, num_out]
-        return values, _num_units(code, num_out, UNIT_WEIGHTS), _is_large(code, depth, num_out)
-
-    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        x, weight, out, depth, num_out = given
-        add, mul = code.build.add, code.build.mul
-
-        def some_rows(rows: range, weight_row: ir.Value) -> None:
-            places = [(row, of) for row in rows for of in range(at_once)]
+        def some_rows(first: ir.Value, count: int, column: int, begin: ir.Value, end: ir.Value) -> None:
+            rows = [add(first, I64(i)) for i in range(count)]
+            starts = [mul(row, depth) for row in rows]
+            places = [
+                add(add(mul(row, width), mul(unit, I64(PANEL))), I64(column + v * lanes))
+                for row in rows
+                for v in range(VECTORS)
+            ]
+            is_begun = build.icmp_signed(">", begin, I64(0))
 
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
-                def load(base: ir.Value, row: ir.Value) -> ir.Value:
-                    place = add(mul(row, depth), k)
-                    return _words(code, base, place) if in_pairs else code.load_vector(base, place, kind, lanes)
+                at = add(add(panel, mul(k, I64(PANEL))), I64(column))
+                w = [code.load_lanes(panels, add(at, I64(v * lanes)), kind, lanes) for v in range(VECTORS)]
+                found = []
+                for i, start in enumerate(starts):
+                    factor = code.in_all_lanes(code.load(x, add(start, k), kind), lanes)
+                    for v in range(VECTORS):
+                        found.append(_add_product(code, factor, w[v], sums[i * VECTORS + v], are_pairs, at_once))
+                return found
 
-                w = [load(weight, add(weight_row, I64(of))) for of in range(at_once)]
-                factors = {row: load(x, I64(row)) for row in rows}
-                return [
-                    _multiply(code, factors[row], w[of], total, in_pairs)
-                    for (row, of), total in zip(places, sums, strict=True)
-                ]
+            before = [build.select(is_begun, code.load_lanes(out, place, F32, lanes), none) for place in places]
+            for place, total in zip(places, code.loop(begin, end, add_products, carried=before), strict=True):
+                code.store_vector(total, out, place)
 
-            step = 2 * PAIR_LANES if in_pairs else lanes
-            sums = code.loop(0, depth, add_products, step=step, carried=[none] * len(places))
-            for (row, of), total in zip(places, sums, strict=True):
-                place = add(mul(I64(row), num_out), add(weight_row, I64(of)))
-                code.store(code.reduce(total, code.build.fadd), out, place)
+        def some_depth(index: ir.Value) -> None:
+            begin = mul(index, part)
+            end = code.least(add(begin, part), depth)
 
-        def some_weights(weight_row: ir.Value) -> None:
-            for first in range(0, num_rows, rows_at_once):
-                some_rows(range(first, min(first + rows_at_once, num_rows)), weight_row)
+            def of_size(count: int, before: ir.Value | int) -> Callable[[ir.Value], None]:
+                def some_columns(index: ir.Value) -> None:
+                    for column in range(0, PANEL, VECTORS * lanes):
+                        some_rows(add(before, mul(index, I64(count))), count, column, begin, end)
 
-        begin = mul(unit, I64(UNIT_WEIGHTS))
-        end = code.least(add(begin, I64(UNIT_WEIGHTS)), num_out)
-        code.loop(begin, end, some_weights, step=at_once)
+                return some_columns
 
-    return _register("rows", prepare, body, are_bits, in_pairs, num_rows, lanes, at_once, rows_at_once)
+            larger = mul(num_larger, I64(group + 1))
+            if group < most_rows:
+                code.loop(0, num_larger, of_size(group + 1, I64(0)))
+            code.loop(0, build.sub(num_groups, num_larger), of_size(group, larger))
 
+        code.loop(0, num_parts, some_depth)
 
-def _register(kind: str, prepare: Callable[..., object], body: Callable[..., None], *sizes: int) -> str:
-    name = "_".join(["jpaged_product_by", kind, *(str(int(size)) for size in sizes)])
-    return register(handler(name, 2, 1, prepare, body))  # type: ignore[arg-type]
-
-
-def _num_units(code: Code, num_out: ir.Value, of_unit: int) -> ir.Value:
-    return code.build.sdiv(code.build.add(num_out, I64(of_unit - 1)), I64(of_unit))
-
-
-def _is_large(code: Code, depth: ir.Value, num_out: ir.Value) -> ir.Value:
-    return code.build.icmp_signed(">", code.build.mul(depth, num_out), I64(WORTH_HELP))
+    sizes = are_pairs, at_once, lanes, group
+    name = "_".join(["jpaged_product", *(str(int(size)) for size in sizes)])
+    return register(handler(name, 2, 1, prepare, body))
 
 
-def _multiply(code: Code, a: ir.Value, b: ir.Value, total: ir.Value, in_pairs: bool) -> ir.Value:
-    """total + a × b, lane by lane; of pairs of bfloat16, a lane is the sum of two products."""
-    if not in_pairs:
-        return code.add_product(a, b, total)
-    pairs = ir.VectorType(BFLOAT16, 2 * PAIR_LANES)
+def _add_product(
+    code: Code, factor: ir.Value, words: ir.Value, total: ir.Value, are_pairs: bool, at_once: bool
+) -> ir.Value:
+    """total + factor × words, lane by lane; of pairs, the sum of two products."""
+    if not are_pairs:
+        return code.add_product(factor, words, total)
+    build = code.build
+    if not at_once:
+        high = constant(words.type, -1 << 16)
+        for take in (lambda pair: build.shl(pair, constant(pair.type, 16)), lambda pair: build.and_(pair, high)):
+            values = [build.bitcast(take(pair), total.type) for pair in (factor, words)]
+            total = code.add_product(*values, total)
+        return total
+    pairs = ir.VectorType(BFLOAT16, 2 * total.type.count)
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    function = declared(code.build.module, name, total.type, total.type, pairs, pairs)
-    return code.build.call(function, [total, code.build.bitcast(a, pairs), code.build.bitcast(b, pairs)])
-
-
-def _one(code: Code, x: ir.Value, place: ir.Value, kind: ir.Type, in_pairs: bool) -> ir.Value:
-    """A value of x as float32, or a pair of them as 32 bits."""
-    if in_pairs:
-        return code.build.load(code.build.bitcast(code.at(x, place, I16), I32.as_pointer()), align=2)
-    if kind is F32:
-        return code.load(x, place, F32)
-    bits = code.build.shl(code.build.zext(code.load(x, place, I16), I32), I32(16))
-    return code.build.bitcast(bits, F32)
-
-
-def _words(code: Code, base: ir.Value, place: ir.Value) -> ir.Value:
-    """Two vectors' worth of bfloat16, as bits."""
-    kind = ir.VectorType(I16, 2 * PAIR_LANES)
-    return code.build.load(code.build.bitcast(code.at(base, place, I16), kind.as_pointer()), align=2)
-
-
-def _interleaved(code: Code, even: ir.Value, odd: ir.Value) -> list[ir.Value]:
-    """Lane by lane a pair: of the first half of the lanes, and of the second."""
-    halves = (range(at, at + PAIR_LANES) for at in (0, PAIR_LANES))
-    orders = ([lane + of for lane in half for of in (0, 2 * PAIR_LANES)] for half in halves)
-    kind = ir.VectorType(I32, 2 * PAIR_LANES)
-    return [code.build.shuffle_vector(even, odd, ir.Constant(kind, order)) for order in orders]
-
-
-def _fetch(code: Code, base: ir.Value, place: ir.Value, kind: ir.Type, count: int) -> None:
-    """Ask for `count` values, of which nothing is read. An address beyond the end does no harm."""
-    start = code.build.bitcast(code.at(base, place, kind), POINTER)
-    function = declared(code.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
-    for offset in range(0, count * SIZES[kind], CACHE_LINE):
-        code.build.call(function, [code.build.gep(start, [I64(offset)]), I32(0), I32(3), I32(1)])
+    function = declared(build.module, name, total.type, total.type, pairs, pairs)
+    return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
 
 
 class _Bfloat16(ir.Type):
