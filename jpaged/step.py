@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import MAX_DECODE_STEPS
-from .pallas_kernels.cpu_code import uninitialized
+from .pallas_kernels.cpu_handler import uninitialized
 from .pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
 from .sampler import SampledRows, SampleMode, SamplingRows
 from .sampler import sample as sample_logits

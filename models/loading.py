@@ -247,7 +247,7 @@ class _Memory:
 
 
 def _large_pages(num_bytes: int) -> np.ndarray:
-    memory = mmap.mmap(-1, max(1, num_bytes))
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # A kernel without them says so, and nothing is lost.
         with contextlib.suppress(OSError):

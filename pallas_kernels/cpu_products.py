@@ -22,7 +22,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .cpu_code import F32, I32, I64, Buffer, Code, constant, declared, handler, has_long_vectors, host_has, register
+from .cpu_code import F32, I32, I64, Code, constant, declared, has_long_vectors, host_has, register
+from .cpu_handler import Buffer, handler
 
 PANEL = 32
 """Columns of W that lie together. Two cache lines of float32."""
@@ -73,7 +74,7 @@ def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
         done += some.shape[0] * some.shape[1]
 
 
-def columns_of(panels: Float[Array, "..."], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
+def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
     """W[:, ids], turned round: rows of embeddings."""
     bits = panels
     if panels.dtype == jnp.bfloat16:
@@ -84,7 +85,7 @@ def columns_of(panels: Float[Array, "..."], ids: Int[Array, " T"], depth: int) -
     return jax.lax.bitcast_convert_type(found, panels.dtype) if bits is not panels else found
 
 
-def product(x: Float[Array, "R K"], panels: Float[Array, "..."], num_out: int) -> Float[Array, "R N"]:
+def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
     """x · W in float32, both of float32 or both of bfloat16; W [K, num_out] in panels."""
     # Native code reads what it is given as what it was made for.
     if x.dtype != panels.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -98,9 +99,10 @@ def product(x: Float[Array, "R K"], panels: Float[Array, "..."], num_out: int) -
     are_pairs = x.dtype == jnp.bfloat16
     if are_pairs and x.shape[1] % 2:
         x = jnp.pad(x, ((0, 0), (0, 1)))
-    at_once = are_pairs and host_has("avx512bf16")
-    name = _handler(are_pairs, at_once, has_long_vectors(), x.shape[0] // -(-x.shape[0] // _most_rows(has_long_vectors())))
-    out = ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], panels.shape[0] * PANEL), jnp.float32))(x, panels)
+    num_rows, has_long = x.shape[0], has_long_vectors()
+    num_groups = -(-num_rows // _most_rows(has_long))
+    name = _handler(are_pairs, are_pairs and host_has("avx512bf16"), has_long, num_rows // num_groups)
+    out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
     return out[:, :num_out]
 
 

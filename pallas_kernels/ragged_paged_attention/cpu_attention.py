@@ -18,7 +18,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ..cpu_code import F32, I16, I32, I64, Buffer, Code, constant, handler, has_long_vectors, lanes_for, register
+from ..cpu_code import F32, I16, I32, I64, Code, constant, has_long_vectors, lanes_for, register
+from ..cpu_handler import Buffer, handler
 from .xla_pages import BITS, LayerPages
 from .xla_softmax import LEAST_MAX, Softmax
 
@@ -124,6 +125,8 @@ def _decode_handler(
                         code.load_vector(keys, add(at, I64(x)), kind, slot_lanes)
                         for x in range(0, slot_span, slot_lanes)
                     ]
+                    if of is queries_at_once[0]:
+                        code.fetch(values, at, kind, slot_span)
                     ours = [code.load(q, add(lane, add(I64(g * head_size), h)), F32) for g in of]
                     q_lanes = [code.in_all_lanes(value, slot_lanes) for value in ours]
                     return [
@@ -178,7 +181,7 @@ def _decode_handler(
 
             code.loop(0, head_size, shrink, step=head_lanes)
 
-        def sum_values(begin: ir.Value, seen_from: ir.Value, seen_to: ir.Value, of: range) -> None:
+        def sum_values(begin: ir.Value, following: ir.Value, seen_from: ir.Value, seen_to: ir.Value, of: range) -> None:
             """sums[g] += Σ weights[g, z] · v[z], some queries and lanes at once. Dead slots are not looked at."""
 
             def some_lanes(h: ir.Value) -> None:
@@ -191,6 +194,9 @@ def _decode_handler(
                         x: code.load_vector(values, add(row_of_page, I64(x)), kind, head_lanes)
                         for x in range(0, head_span, head_lanes)
                     }
+                    if of is queries_at_once[0]:
+                        ahead = add(add(following, mul(slot, I64(head_size))), h)
+                        code.fetch(keys, ahead, kind, head_span)
                     ours = [code.load(weights, add(I64(g * page_size), slot), F32) for g in of]
                     in_lanes = [code.in_all_lanes(weight, head_lanes) for weight in ours]
                     return [
@@ -203,9 +209,16 @@ def _decode_handler(
 
             code.loop(0, head_size, some_lanes, step=head_span)
 
-        def see_page(index: ir.Value) -> None:
+        num_pages = build.sdiv(add(length, I64(page_size - 1)), I64(page_size))
+
+        def begin_of(index: ir.Value) -> ir.Value:
             page = add(first_page, code.load_index(tables, add(mul(row, table_len), index)))
-            begin = mul(add(mul(page, I64(num_kv_heads)), head), I64(page_values))
+            return mul(add(mul(page, I64(num_kv_heads)), head), I64(page_values))
+
+        def see_page(index: ir.Value) -> None:
+            # While keys are multiplied, values are fetched; and while those are summed, keys of the page that follows.
+            begin = begin_of(index)
+            following = begin_of(code.least(add(index, I64(1)), build.sub(num_pages, I64(1))))
             first_slot = mul(index, I64(page_size))
             seen_from = code.most(build.sub(oldest, first_slot), I64(0))
             seen_to = code.least(build.sub(length, first_slot), I64(page_size))
@@ -214,9 +227,8 @@ def _decode_handler(
             for g in range(group):
                 weigh(g, seen_from, seen_to)
             for of in queries_at_once:
-                sum_values(begin, seen_from, seen_to, of)
+                sum_values(begin, following, seen_from, seen_to, of)
 
-        num_pages = build.sdiv(add(length, I64(page_size - 1)), I64(page_size))
         code.loop(code.load_index(firsts, row), num_pages, see_page)
 
     sizes = are_bits, num_kv_heads, group, head_size, page_size, window, soft_cap, slot_span, head_span

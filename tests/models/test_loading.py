@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged.models.checkpoint import open_model
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.loading import Weights, _read, _Tensor, abstract_weights, check_tensors, load_weights, random_weights
+from jpaged.models.loading import Weights, _Memory, abstract_weights, check_tensors, load_weights, random_weights
+from jpaged.pallas_kernels.cpu_products import columns_of
 from jpaged.sharding import device_mesh
 
 LLAMA = Path(__file__).parents[1] / "golden" / "families" / "llama"
@@ -33,6 +34,14 @@ def load(directory: Path, dtype: str = "float32") -> Weights:
     return load_weights(abstract, config, checkpoint)
 
 
+def as_stored(param: nnx.Param[Any]) -> np.ndarray:
+    """As the checkpoint has it: matrices [out, in]."""
+    if not param.get_metadata().get("in_panels"):
+        return np.asarray(param[...])
+    num_in, num_out = param.matrix
+    return np.asarray(columns_of(param[...], jnp.arange(num_out), num_in))
+
+
 def changed(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
     tensors = load_file(LLAMA / "model.safetensors")
     change(tensors)
@@ -42,7 +51,7 @@ def changed(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_tensor_arrives_bit_for_bit_matrices_transposed(dtype: str) -> None:
+def test_every_tensor_arrives_bit_for_bit(dtype: str) -> None:
     """The checkpoint is bfloat16, which both dtypes hold exactly."""
     weights, tensors = load(LLAMA, dtype), load_file(LLAMA / "model.safetensors")
     model = nnx.merge(weights.graph, weights.state)
@@ -54,10 +63,8 @@ def test_every_tensor_arrives_bit_for_bit_matrices_transposed(dtype: str) -> Non
         "model.layers.0.post_attention_layernorm.weight": model.layers[0].mlp_norm.weight,
     }
     for name, param in found.items():
-        is_linear = "proj" in name or "lm_head" in name
-        wanted = tensors[name].T if is_linear else tensors[name]
         assert param[...].dtype == jnp.dtype(dtype)
-        assert np.array_equal(np.asarray(param[...]).astype(np.float32), wanted.astype(np.float32)), name
+        assert np.array_equal(as_stored(param).astype(np.float32), tensors[name].astype(np.float32)), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -77,10 +84,10 @@ def test_projections_of_one_input_lie_side_by_side_in_one_weight(family: str) ->
         parts: dict[str, np.ndarray] = {}
         if qkv is not None:
             ends = np.cumsum([config.num_heads * config.head_size, config.num_kv_heads * config.head_size])
-            parts |= dict(zip(PROJECTIONS[:3], np.split(np.asarray(qkv[...]), ends, axis=-1), strict=True))
+            parts |= dict(zip(PROJECTIONS[:3], np.split(as_stored(qkv), ends), strict=True))
         if gate_up is not None:
-            parts |= dict(zip(PROJECTIONS[3:], np.split(np.asarray(gate_up[...]), 2, axis=-1), strict=True))
-        return {name: part.T for name, part in parts.items()}
+            parts |= dict(zip(PROJECTIONS[3:], np.split(as_stored(gate_up), 2), strict=True))
+        return parts
 
     for kind in ("weight", "bias"):
         assert found(kind).keys() == wanted(kind).keys()
@@ -130,19 +137,18 @@ def test_a_tied_model_may_store_its_matrix_twice(tmp_path: Path) -> None:
     assert load(directory).size_bytes == load(LLAMA).size_bytes - 4 * 96 * 64
 
 
-def test_the_buffer_that_was_read_into_is_the_arrays_own() -> None:
-    """On a CPU, JAX takes aligned memory as it is: no second copy of any weight."""
-    _, checkpoint = open_model(LLAMA)
-    buffers: list[np.ndarray] = []
-    tensor = _Tensor("model.layers.1.self_attn.o_proj.weight", (64, 64), True, run=64, first=0, stride=64)
+def test_the_buffer_that_was_read_into_is_the_arrays_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU JAX takes over what the loader allocates: no second copy."""
+    buffers: list[int] = []
+    take = _Memory.take
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        buffers.append(_read(checkpoint, [tensor], index, (64, 64), np.dtype(np.float32)))
-        return buffers[-1]
+    def noted(self: _Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        buffers.append((found := take(self, shape, dtype)).ctypes.data)
+        return found
 
-    place = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    array = jax.make_array_from_callback((64, 64), place, read)
-    assert array.unsafe_buffer_pointer() == buffers[0].ctypes.data
+    monkeypatch.setattr(_Memory, "take", noted)
+    leaves = jax.tree.leaves(load(LLAMA).state)
+    assert sorted(leaf.unsafe_buffer_pointer() for leaf in leaves) == sorted(buffers)
 
 
 def test_random_weights_have_the_models_shapes_and_follow_the_seed() -> None:

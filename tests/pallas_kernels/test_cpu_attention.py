@@ -13,7 +13,8 @@ import pytest
 from llvmlite import ir
 
 from jpaged.pallas_kernels import cpu_code
-from jpaged.pallas_kernels.cpu_code import F32, I64, Buffer, Code, handler, register
+from jpaged.pallas_kernels.cpu_code import F32, I64, Code, register
+from jpaged.pallas_kernels.cpu_handler import Buffer, handler
 from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
 from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import decode_rows, write_pages
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages, as_float32, as_stored

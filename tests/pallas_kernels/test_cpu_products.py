@@ -1,113 +1,141 @@
-"""Native products of few rows on a CPU: numbers, every shape, the same bits beside any other rows, who uses them."""
-
-from collections.abc import Callable
-from typing import Any
+"""Native products on a CPU: numbers, every shape, the same bits beside any other rows, panels, who uses them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
-from jpaged.pallas_kernels import cpu_code, cpu_products
-from jpaged.pallas_kernels.cpu_products import MOST_ROWS, product, product_by_rows
+from jpaged.pallas_kernels import cpu_products
+from jpaged.pallas_kernels.cpu_products import columns_of, empty_panels, fill_panels, panels_shape, product
 
-KINDS: dict[str, Callable[..., Any]] = {"columns": product, "rows": product_by_rows}
-ROWS = (1, 2, 5, 6, 7, 16, MOST_ROWS)
+DTYPES = "float32", "bfloat16"
+ROWS = (1, 2, 5, 6, 7, 12, 13, 16, 25, 37, 130)
+SHAPES = [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (1700, 40), (96, 8), (1, 1)]
 
 
-def operands(kind: str, rows: int, depth: int, num_out: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+def panels_of(columns: np.ndarray, *, rows_at_once: int = 45) -> jax.Array:
+    """W [K, N] in panels, from `columns` [N, K], some at once as a checkpoint is read; what nobody writes is NaN."""
+    num_out, depth = columns.shape
+    buffer = np.full(panels_shape(depth, num_out, columns.dtype), np.nan, columns.dtype)
+    panels = empty_panels(depth, num_out, buffer)
+    for first in range(0, num_out, rows_at_once):
+        fill_panels(panels, first, columns[first : first + rows_at_once])
+    return jnp.asarray(panels)
+
+
+def operands(rows: int, depth: int, num_out: int, dtype: str) -> tuple[jax.Array, np.ndarray]:
+    """x [R, K], and W's columns [N, K]."""
     rng = np.random.default_rng(depth + num_out)
-    shape = (depth, num_out) if kind == "columns" else (num_out, depth)
-    return tuple(jnp.asarray(rng.normal(size=size), dtype) for size in ((rows, depth), shape))  # type: ignore[return-value]
+    x = jnp.asarray(rng.normal(size=(rows, depth)), dtype)
+    return x, np.asarray(jnp.asarray(rng.normal(size=(num_out, depth)), dtype))
 
 
-def error(kind: str, x: jax.Array, weight: jax.Array) -> float:
+run = jax.jit(product, static_argnums=2)
+
+
+def error(x: jax.Array, columns: np.ndarray) -> float:
     """Of the result, to the size of what it is a sum of."""
-    exact_x, exact_weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
-    exact_weight = exact_weight if kind == "columns" else exact_weight.T
-    found = np.asarray(jax.jit(KINDS[kind])(x, weight))
+    exact_x, exact_weight = np.asarray(x, np.float64), columns.astype(np.float64).T
+    found = np.asarray(run(x, panels_of(columns), len(columns)))
     assert found.dtype == np.float32
-    assert found.shape == (len(x), exact_weight.shape[1])
+    assert found.shape == (len(x), len(columns))
     scale = np.abs(exact_x) @ np.abs(exact_weight)
     return float((np.abs(found - exact_x @ exact_weight) / scale).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("depth", "num_out"), [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (96, 8)]
-)
-def test_products_are_what_they_should_be(kind: str, depth: int, num_out: int, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "num_out"), SHAPES)
+def test_products_are_what_they_should_be(depth: int, num_out: int, dtype: str) -> None:
     for rows in ROWS:
-        assert error(kind, *operands(kind, rows, depth, num_out, dtype)) < 1e-6
+        assert error(*operands(rows, depth, num_out, dtype)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_long", [False, True])
-def test_other_processors_multiply_as_well(
-    kind: str, dtype: str, has_long: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processors_multiply_as_well(dtype: str, has_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those without pairs of bfloat16, with vectors of sixteen lanes and of eight."""
     monkeypatch.setattr(cpu_products, "host_has", lambda feature: False)
     monkeypatch.setattr(cpu_products, "has_long_vectors", lambda: has_long)
-    monkeypatch.setattr(cpu_code, "has_long_vectors", lambda: has_long)
-    for depth, num_out in ((576, 960), (64, 64), (33, 17)):
-        assert error(kind, *operands(kind, 7, depth, num_out, dtype)) < 1e-6
+    for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):
+        for rows in (3, 7, 40):
+            x, columns = operands(rows, depth, num_out, dtype)
+            exact = np.asarray(x, np.float64) @ columns.astype(np.float64).T
+            found = np.asarray(jax.jit(lambda x, w: product(x, w, num_out))(x, panels_of(columns)))  # noqa: B023
+            scale = np.abs(np.asarray(x, np.float64)) @ np.abs(columns.astype(np.float64).T)
+            assert (np.abs(found - exact) / scale).max() < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_beside_any_others(kind: str, dtype: str) -> None:
-    x, weight = operands(kind, MOST_ROWS, 576, 960, dtype)
-    run = jax.jit(KINDS[kind])
-    together = np.asarray(run(x, weight)).view(np.int32)
-    for rows in ROWS:
-        for first in (0, MOST_ROWS - rows):
-            found = np.asarray(run(x[first : first + rows], weight)).view(np.int32)
-            assert np.array_equal(found, together[first : first + rows])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_beside_any_others(dtype: str) -> None:
+    """Few rows or many, in one part of a column or in several."""
+    for depth in (576, 3000):
+        x, columns = operands(ROWS[-1], depth, 96, dtype)
+        panels = panels_of(columns)
+        together = np.asarray(run(x, panels, 96)).view(np.int32)
+        for rows in ROWS:
+            for first in (0, ROWS[-1] - rows):
+                found = np.asarray(run(x[first : first + rows], panels, 96)).view(np.int32)
+                assert np.array_equal(found, together[first : first + rows]), (depth, rows, first)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "dtype", "other"),
-    [
-        (MOST_ROWS + 1, "float32", "float32"),
-        (4, "float32", "bfloat16"),
-        (4, "bfloat16", "float32"),
-        (4, "int32", "int32"),
-    ],
+    ("dtype", "other"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("int32", "int32"), ("float16", "float16")]
 )
-def test_what_native_code_would_misread_is_refused(kind: str, rows: int, dtype: str, other: str) -> None:
-    x, weight = operands(kind, rows, 64, 64, "float32")
-    with pytest.raises(
-        ValueError, match=rf"product: got {rows} rows of {dtype} and a weight of {other}, wanted at most"
-    ):
-        KINDS[kind](x.astype(dtype), weight.astype(other))
+def test_a_dtype_that_native_code_would_misread_is_refused(dtype: str, other: str) -> None:
+    x, weight = jnp.ones((4, 64), dtype), jnp.ones((2, 64, 32), other)
+    with pytest.raises(ValueError, match=rf"product: got rows of {dtype} and a weight of {other}, wanted both"):
+        product(x, weight, 64)
 
 
-def test_what_is_not_a_number_stays_in_its_row() -> None:
-    for kind, run in KINDS.items():
-        x, weight = operands(kind, 4, 64, 96, "float32")
-        found = np.asarray(jax.jit(run)(x.at[2, 5].set(jnp.nan), weight))
-        assert np.isnan(found).all(axis=1).tolist() == [False, False, True, False]
-        assert np.isfinite(np.delete(found, 2, axis=0)).all()
+@pytest.mark.parametrize("shape", [(64, 64), (2, 63, 32), (1, 64, 32), (2, 64, 16)])
+def test_a_shape_that_native_code_would_misread_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"wanted \(2, 64, 32\): panels of 64 × 64"):
+        product(jnp.ones((4, 64)), jnp.ones(shape), 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_stays_in_its_row(dtype: str) -> None:
+    x, columns = operands(14, 65, 96, dtype)
+    found = np.asarray(run(x.at[2, 5].set(jnp.nan), panels_of(columns), 96))
+    assert np.flatnonzero(np.isnan(found).all(axis=1)).tolist() == [2]
+    assert np.isfinite(np.delete(found, 2, axis=0)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("depth", "num_out"), SHAPES)
+@pytest.mark.parametrize("rows_at_once", [1, 31, 32, 200])
+def test_columns_come_out_of_panels_as_they_went_in(depth: int, num_out: int, dtype: str, rows_at_once: int) -> None:
+    _, columns = operands(1, depth, min(num_out, 300), dtype)
+    panels = panels_of(columns, rows_at_once=rows_at_once)
+    assert np.isfinite(np.asarray(panels, np.float32)).all(), "what is no column is zero"
+    ids = np.random.default_rng(0).integers(0, len(columns), 50)
+    found = jax.jit(columns_of, static_argnums=2)(panels, jnp.asarray(ids, jnp.int32), depth)
+    assert found.dtype == columns.dtype
+    assert np.array_equal(np.asarray(found), columns[ids])
 
 
 @pytest.mark.parametrize(
     ("platform", "num_shards", "is_native"), [("cpu", 1, True), ("cpu", 2, False), ("tpu", 1, False)]
 )
-def test_layers_use_them_for_few_rows_on_one_cpu(platform: str, num_shards: int, is_native: bool) -> None:
+def test_layers_use_them_on_one_cpu(platform: str, num_shards: int, is_native: bool) -> None:
     """Nobody else can: a mesh of CPUs would gather the weights for them."""
-    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), num_shards, platform)
+    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), num_shards, platform, "float32")
     parts = (("a", 32), ("b", 64))
     layers = {
         "linear": Linear(64, 96, axes=("embed", "mlp"), bias=False, make=make),
         "fused": FusedLinear(64, parts, axes=("embed", "mlp"), bias=False, make=make),
-        "embedding": Embedding(96, 64, make=make).logits,
+        "embedding": Embedding(96, 64, is_tied=True, make=make).logits,
     }
     for name, layer in layers.items():
-        for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+        for rows in (1, 33):
             calls = "jpaged_product" in jax.jit(layer).lower(jnp.ones((rows, 64))).as_text()
-            assert calls == (is_native and rows <= MOST_ROWS), (name, rows)
+            assert calls == is_native, (name, rows)
+
+
+def test_a_table_that_is_only_looked_up_stays_one() -> None:
+    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), 1, "cpu", "float32")
+    table = Embedding(96, 64, is_tied=False, make=make).weight
+    assert isinstance(table, nnx.Param)
+    assert table.shape == (96, 64)

@@ -1,0 +1,207 @@
+"""Makes native code a custom call of XLA's, whose work is shared among threads.
+
+    handler(call frame)     reads buffers, cuts the work into units, has other threads help
+      └─ work(job)          takes one unit after the other until none is left: caller and helpers alike
+           └─ body(unit)    what a kernel is
+
+Source of the interface: jaxlib's xla/ffi/api/c_api.h, whose structures only grow at their end.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from .cpu_code import I32, I64, POINTER, Code, declared, register
+
+# Where things stand in XLA's structures, counted in words of 8 bytes.
+FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGS, FRAME_RETS = 1, 2, 3, 9, 14
+BUFFER_DATA, BUFFER_DIMS = 3, 5
+EXTENSION_TYPE, EXTENSION_METADATA, METADATA_VERSION, METADATA_TRAITS = 1, 3, 3, 4
+API_FUNCTIONS = 6
+DESTROY_ERROR, SCHEDULE, NUM_THREADS = 2, 11, 12
+"""Among the functions of the interface."""
+# And in a job's own block: units taken so far, units done, holders left, then its values.
+TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
+SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
+
+
+class Buffer:
+    """An argument or a result of a handler."""
+
+    def __init__(self, code: Code, of: ir.Value, index: int) -> None:
+        self._code, self._buffer = code, code.load(of, index, POINTER)
+
+    @property
+    def data(self) -> ir.Value:
+        return self._code.load(self._buffer, BUFFER_DATA, POINTER)
+
+    def size(self, dimension: int) -> ir.Value:
+        return self._code.load(self._code.load(self._buffer, BUFFER_DIMS, POINTER), dimension, I64)
+
+
+Prepare = Callable[[Code, list[Buffer], list[Buffer]], tuple[list[ir.Value], ir.Value, ir.Value]]
+"""(code, arguments, results) → what `body` is given: addresses and int64; the number of units; whether it is worth
+the while of other threads."""
+Body = Callable[[Code, list[ir.Value], ir.Value], None]
+"""(code, those values, unit): computes one unit, whatever thread it is on."""
+
+
+def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Body) -> ir.Module:
+    """A module with an XLA handler of that name, whose units its caller and XLA's threads share."""
+    module = ir.Module(name)
+    module.triple = llvm.get_default_triple()
+    function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name)
+    code = Code(function)
+    build, frame = code.build, function.args[0]
+    _answer_metadata(code, frame)
+    args, rets = (code.load(frame, at, POINTER) for at in (FRAME_ARGS, FRAME_RETS))
+    values, num_units, is_large = prepare(
+        code, [Buffer(code, args, i) for i in range(num_args)], [Buffer(code, rets, i) for i in range(num_rets)]
+    )
+    # A helper may begin after the caller has left: the job is of neither, and whoever comes last frees it.
+    kinds = [value.type for value in values]
+    work = _work(module, kinds, body)
+    job = build.call(declared(module, "malloc", POINTER, I64), [I64(8 * (VALUES + 1 + len(values)))])
+    for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
+        code.store(value, job, offset)
+    with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
+        _ask_for_help(code, frame, work, job, num_units)
+    build.call(work, [job])
+    # Units that others have begun.
+    waiting, end = build.append_basic_block("waiting"), build.append_basic_block("end")
+    build.branch(waiting)
+    build.position_at_end(waiting)
+    done = build.load_atomic(code.at(job, DONE, I64), "acquire", 8)
+    build.cbranch(build.icmp_signed("<", done, num_units), waiting, end)
+    build.position_at_end(end)
+    _leave(code, job)
+    build.ret(ir.Constant(POINTER, None))
+    return module
+
+
+def _answer_metadata(code: Code, frame: ir.Value) -> None:
+    """Before anything is computed, XLA asks which version of its interface a handler was written for."""
+    build = code.build
+    extension = code.load(frame, FRAME_EXTENSION, POINTER)
+    with build.if_then(_is_one(code, extension)):
+        is_metadata = build.icmp_signed("==", code.load(extension, 2 * EXTENSION_TYPE, I32), I32(1))
+        with build.if_then(is_metadata):
+            metadata = code.load(extension, EXTENSION_METADATA, POINTER)
+            header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+            for offset, part in enumerate(("MAJOR", "MINOR")):
+                found = re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)
+                assert found is not None, "jaxlib's header names its version"
+                code.store(I32(int(found[1])), metadata, 2 * METADATA_VERSION + offset)
+            code.store(I32(0), metadata, 2 * METADATA_TRAITS)
+            build.ret(ir.Constant(POINTER, None))
+
+
+def _work(module: ir.Module, kinds: list[ir.Type], body: Body) -> ir.Function:
+    """work(job): units until none is left."""
+    work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
+    work.linkage = "internal"
+    code = Code(work)
+    build, job = code.build, work.args[0]
+    num_units = code.load(job, VALUES, I64)
+    values = [code.load(job, VALUES + 1 + offset, kind) for offset, kind in enumerate(kinds)]
+    head, unit_block, end = (build.append_basic_block(name) for name in ("head", "unit", "end"))
+    entry = build.block
+    build.position_at_end(head)
+    unit = build.atomic_rmw("add", code.at(job, TAKEN, I64), I64(1), "monotonic")
+    build.cbranch(build.icmp_signed("<", unit, num_units), unit_block, end)
+    build.position_at_end(unit_block)
+    body(code, values, unit)
+    build.atomic_rmw("add", code.at(job, DONE, I64), I64(1), "release")
+    build.branch(head)
+    build.position_at_end(end)
+    build.ret_void()
+    build.position_at_end(entry)
+    build.branch(head)
+    return work
+
+
+def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
+    """Have every other thread of XLA's pool work on the job; none may come, if they have better to do."""
+    build, module = code.build, code.build.module
+    helper = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "help")
+    helper.linkage = "internal"
+    of_helper = Code(helper)
+    of_helper.build.call(work, [helper.args[0]])
+    _leave(of_helper, helper.args[0])
+    of_helper.build.ret_void()
+    api, context = (code.load(frame, at, POINTER) for at in (FRAME_API, FRAME_CONTEXT))
+    num_threads = code.allocate(I64, 1)
+    code.store(I64(1), num_threads, 0)
+    _destroy(code, api, _call(code, api, NUM_THREADS, context, num_threads))
+    num_helpers = build.sub(code.least(code.load(num_threads, 0, I64), num_units), I64(1))
+    build.atomic_rmw("add", code.at(job, HOLDERS, I64), num_helpers, "monotonic")
+
+    def schedule(_: ir.Value) -> None:
+        error = _call(code, api, SCHEDULE, context, build.bitcast(helper, POINTER), job)
+        with build.if_then(_is_one(code, error)):
+            _destroy(code, api, error)
+            build.call(helper, [job])
+
+    code.loop(0, num_helpers, schedule)
+
+
+def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
+    """A function of the interface, which takes the address of its arguments; returns its error, or null."""
+    block = code.allocate(I64, 2 + len(args))
+    for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
+        code.store(word, block, offset)
+    kind = ir.FunctionType(POINTER, [POINTER]).as_pointer()
+    entry = code.build.bitcast(code.load(api, API_FUNCTIONS + index, POINTER), kind)
+    return code.build.call(entry, [block])
+
+
+def _is_one(code: Code, pointer: ir.Value) -> ir.Value:
+    return code.build.icmp_unsigned("!=", code.build.ptrtoint(pointer, I64), I64(0))
+
+
+def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
+    """An error, if it is one: whoever is not helped works alone."""
+    with code.build.if_then(_is_one(code, error)):
+        _call(code, api, DESTROY_ERROR, error)
+
+
+def _leave(code: Code, job: ir.Value) -> None:
+    """One holder less; the last one frees the job."""
+    build = code.build
+    left = build.atomic_rmw("sub", code.at(job, HOLDERS, I64), I64(1), "acq_rel")
+    with build.if_then(build.icmp_signed("==", left, I64(1))):
+        build.call(declared(build.module, "free", ir.VoidType(), POINTER), [job])
+
+
+def uninitialized(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array whose memory nobody has touched, where XLA:CPU would fill it with zeros; in large pages where the system
+    has them, which a processor finds sooner."""
+    return jax.ffi.ffi_call(_nothing(len(shape), jnp.dtype(dtype).itemsize), jax.ShapeDtypeStruct(shape, dtype))()
+
+
+@cache
+def _nothing(rank: int, item_size: int) -> str:
+    def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+        build, num_bytes = code.build, I64(item_size)
+        for dimension in range(rank):
+            num_bytes = build.mul(num_bytes, rets[0].size(dimension))
+        if sys.platform == "linux":
+            start = build.ptrtoint(rets[0].data, I64)
+            first = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
+            advise = declared(build.module, "madvise", I32, POINTER, I64, I32)
+            length = build.sub(build.add(start, num_bytes), first)
+            # A kernel without them says so, and nothing is lost.
+            build.call(advise, [build.inttoptr(first, POINTER), code.most(length, I64(0)), I32(MADVISE_HUGEPAGE)])
+        return [], I64(0), ir.Constant(ir.IntType(1), 0)
+
+    return register(handler(f"jpaged_nothing_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))
