@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .cpu_attention import decode_rows, write_pages
+from .cpu_attention import TilePlan, attend, write_pages
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales
 from .page_writes import write_rows
@@ -68,8 +68,8 @@ class Tiles:
         )
 
 
-CPU_TILES = Tiles(queries=64, prefill_keys=64)
-"""Decode rows need none there."""
+CPU_TILES = Tiles(queries=16, prefill_keys=64, shared_rows=8)
+"""Of which native code takes what it is told by `queries` and `shared_rows`."""
 DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64)
 
 
@@ -268,19 +268,31 @@ def _attend_layer(
         window=window,
         soft_cap=soft_cap,
     )
+    shared, of_shared = backend._shared(num_rows), step.plan[num_prefill:]
+    is_sharing = backend.share_prefixes and window is None
+    if is_cpu:
+        num_shared, shared_tiles, members, num_seen = (
+            shared.sections(of_shared) if is_sharing else shared.sections(jnp.zeros(shared.size, jnp.int32))
+        )
+        tiles = TilePlan(
+            counts=jnp.stack([num_shared[0], step.num_decode_rows, step.plan[0]]),
+            prefill=step.plan[PLAN_HEADER:num_prefill].reshape(3, -1),
+            shared=shared_tiles,
+            members=members,
+            num_seen=num_seen,
+        )
+        most = max(sizes.queries, shared.tile_rows)
+        out = attend(layer, q_TKGH, tables, step.positions, tiles, most, sinks_KG)
+        return out.reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
     before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)
     lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
     num_seen = jnp.zeros_like(lens)
-    if backend.share_prefixes and window is None:
-        shared, plan = backend._shared(num_rows), step.plan[num_prefill:]
-        before = see_shared(prefill_tiles, q_RKGH, tables, shared, plan, before or Softmax.start(q_RKGH, None))
-        num_seen = shared.sections(plan).num_seen
-    if is_cpu:
-        decoded = decode_rows(layer, q_RKGH, tables, lens, num_seen)
-    else:
-        decoded = sizes.deal(layer, num_rows).attend(q_RKGH, tables, lens, num_seen)
+    if is_sharing:
+        before = see_shared(prefill_tiles, q_RKGH, tables, shared, of_shared, before or Softmax.start(q_RKGH, None))
+        num_seen = shared.sections(of_shared).num_seen
+    decoded = sizes.deal(layer, num_rows).attend(q_RKGH, tables, lens, num_seen)
     if before is not None:
         decoded = decoded.and_also(before)
     # Room for what the last query tile computes past the end.

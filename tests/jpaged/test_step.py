@@ -11,6 +11,7 @@ import pytest
 from jpaged.buckets import make_buckets
 from jpaged.models.config import config_from_hf
 from jpaged.models.loading import random_weights
+from jpaged.pallas_kernels.cpu_products import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.request import make_request
 from jpaged.sampler import SampleMode
@@ -200,7 +201,9 @@ def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weig
     last_tokens, sampled = jitted_sample(
         weights.graph, weights.state, state.last_tokens, jnp.asarray(hidden), samples, 8, SampleMode.GREEDY, 0
     )
-    logits = hidden.astype(np.float64) @ np.asarray(weights.state["head"]["weight"].get_value(), np.float64)
+    head = weights.state["head"]["weight"].get_value()
+    rows = columns_of(head, jnp.arange(MODEL.vocab_size), MODEL.hidden_size)
+    logits = hidden.astype(np.float64) @ np.asarray(rows, np.float64).T
     tokens = np.asarray(sampled.token_ids)
     assert tokens[:2].tolist() == logits[:2].argmax(axis=1).tolist()
     remembered = np.asarray(last_tokens)
