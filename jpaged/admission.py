@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .block_manager import AllocStatus
 from .prefix_cache import PrefixMatch
-from .request import Request
+from .request import Request, Sequence
 from .request_queue import Policy, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate
 
@@ -27,7 +27,7 @@ MAX_BYPASSES = 8
 MAX_PASSED = 4
 """Requests that do not fit yet among which a step looks for one that does."""
 MAX_PARKED = 32
-"""The same for requests that only a gate keeps waiting. Any number of later ones may pass them."""
+"""The same for requests that only a gate, or a prefix on its way, keeps waiting. Any number of later ones may pass."""
 
 
 class Admission:
@@ -57,6 +57,8 @@ class Admission:
         self._admitting: deque[tuple[int, float]] = deque()
         """Steps with newcomers that have not retired, and when they began."""
         self._last_admission_s = 0.0
+        self._publishing: list[Request] = []
+        """Those that run and whose prompts the prefix cache is about to get."""
 
     def add(self, request: Request) -> None:
         """Queue a new request that was checked. QueueFullError if too many wait."""
@@ -99,13 +101,14 @@ class Admission:
     def admit(self, budget: int) -> None:
         """Let waiting requests run, in order, but none before a swapped one whose turn is sooner.
 
-        One that does not fit yet may be passed by a few later ones that do. Whom only the gate refuses stands in
-        nobody's way.
+        One that does not fit yet may be passed by a few later ones that do. Whom only the gate refuses, or who waits
+        for a prefix that somebody computes, stands in nobody's way.
         """
         scheduler = self.scheduler
         passed: list[Request] = []
         parked: list[Request] = []
         has_admitted = False
+        self._publishing = [other for other in scheduler.running if scheduler.is_publishing(other)]
         while self.waiting and budget > 0 and scheduler.free_slots:
             request = self.waiting.first()
             if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request):
@@ -119,12 +122,13 @@ class Admission:
             elif match := self._match_that_fits(request, budget):
                 budget -= scheduler.start(request, match, budget)
                 has_admitted = True
+                self._publishing.append(request)
                 for other in passed:
                     other.num_bypassed += 1
                     other.pages_wanted = 0  # The newcomer may share some with it: worth a look in the next step.
                     scheduler.counts["bypass"] += 1
             else:
-                passed.append(request)
+                (parked if request.awaits_prefix else passed).append(request)
             is_their_turn = any(other.num_bypassed >= MAX_BYPASSES for other in passed)
             if is_their_turn or len(passed) == MAX_PASSED or len(parked) == MAX_PARKED:
                 break
@@ -144,6 +148,7 @@ class Admission:
 
     def _match_that_fits(self, request: Request, budget: int) -> PrefixMatch | None:
         """What the prefix cache has of a waiting request, if there is room for the rest of it now."""
+        request.awaits_prefix = False
         if not self._may_try(request):
             return None
         match = self._fits(request, budget)
@@ -157,9 +162,30 @@ class Admission:
         request.pages_wanted = demand.pages_now(request) - blocks.prefixes.num_shared(match)
         request.next_hash = match.next_hash
         num_pending = first.num_tokens - match.num_pages * blocks.block_size
+        if match.next_hash is not None and self._is_on_its_way(first, match, num_pending):
+            request.awaits_prefix = True
+            return None
         is_too_long = not self.scheduler.enable_chunked_prefill and num_pending > budget
         status = demand.status_of(request, request.pages_wanted + self._reserve())
         return match if status is AllocStatus.OK and not is_too_long else None
+
+    def _is_on_its_way(self, sequence: Sequence, match: PrefixMatch, num_pending: int) -> bool:
+        """Whether somebody who runs is about to publish most of what the sequence would compute once more.
+
+        It waits if that spares it half of its own tokens, and is not far behind what the other has still to compute.
+        """
+        block_size, start = self.scheduler.blocks.block_size, match.num_pages
+        for request in self._publishing:
+            other = request.live[0]
+            hashes = other.page_hashes[: request.prompt_len // block_size]
+            if start >= len(hashes) or hashes[start] != match.next_hash:
+                continue
+            pairs = zip(hashes[start:], sequence.page_hashes[start:], strict=False)
+            num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if 2 * num_same * block_size >= max(num_pending, other.num_tokens - other.num_computed):
+                self.scheduler.counts["await_prefix"] += 1
+                return True
+        return False
 
     def _fits_again(self, request: Request) -> bool:
         """Whether a swapped request has room now, for what it holds and for what it would ask for at once."""

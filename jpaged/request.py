@@ -143,6 +143,8 @@ class Request:
     the prefix cache has what it then lacked:"""
     next_hash: bytes | None = None
     """Hash of the first page that the prefix cache did not have."""
+    awaits_prefix: bool = False
+    """Somebody who runs is about to publish most of what it would compute once more."""
     fits_under: tuple[int, int, int] | None = None
     """Under which conditions it was found that it could run if it were alone."""
     num_bypassed: int = 0

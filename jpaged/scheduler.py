@@ -235,6 +235,11 @@ class Scheduler:
         next_page = self.blocks.pages_for(num_known) * self.blocks.block_size
         sequence.next_check = min(next_page + 1, sequence.max_len)
 
+    def is_publishing(self, request: Request) -> bool:
+        """Whether a running request's prompt is computed, or about to be, and not yet in the prefix cache."""
+        first, prefixes = request.live[0], self.blocks.prefixes
+        return prefixes.is_enabled and first.num_published < request.prompt_len // self.blocks.block_size
+
     def restart(self) -> None:
         """The device has lost what it held, and all results in flight: everything live is to be computed anew.
 
