@@ -57,7 +57,8 @@ class AttentionChoice:
 def choose_attention(asked: str, model: ModelConfig, device: jax.Device, kv_dtype: str = "bfloat16") -> AttentionChoice:
     """The backend for `attention_backend` = `asked`, on this device, over pages of `kv_dtype`. ConfigError if it cannot
     be had."""
-    xla = XlaBackend(platform=device.platform)
+    # On a CPU a row has the same bits whether it shares or not.
+    xla = XlaBackend(platform=device.platform, share_prefixes=device.platform == "cpu")
     if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
         return AttentionChoice(xla, "asked for" if asked == "xla" else _why_xla(device))
     name = "pallas-tpu" if asked == "auto" else asked
