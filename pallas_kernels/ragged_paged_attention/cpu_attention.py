@@ -292,6 +292,13 @@ class _Queries:
             return I64(0)
         return self.code.most(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
+    def _seen(self, i: ir.Value, first_slot: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """From which slot of a page to which token i sees it: none, if that is not ahead."""
+        code, build = self.code, self.code.build
+        seen_from = code.most(build.sub(self._oldest(i), first_slot), I64(0))
+        length = build.sub(code.load(self.lens, i, I64), first_slot)
+        return seen_from, code.least(length, I64(self.shape.page_size))
+
     def _lane(self, i: ir.Value) -> ir.Value:
         """Where the queries of token i begin, and their sums."""
         build, shape = self.code.build, self.shape
@@ -300,19 +307,21 @@ class _Queries:
 
     def start(self, i: ir.Value, sinks: ir.Value) -> None:
         """Nothing seen but the sinks."""
-        code, group = self.code, self.shape.group
-        for g in range(group):
-            place = code.build.add(code.build.mul(i, I64(group)), I64(g))
-            first = constant(F32, LEAST_MAX)
+        code, build, group = self.code, self.code.build, I64(self.shape.group)
+
+        def start(g: ir.Value) -> None:
+            place, first = build.add(build.mul(i, group), g), constant(F32, LEAST_MAX)
             if self.shape.has_sinks:
-                first = code.load(sinks, code.build.add(code.build.mul(self.head, I64(group)), I64(g)), F32)
+                first = code.load(sinks, build.add(build.mul(self.head, group), g), F32)
             code.store(first, self.greatest, place)
             code.store(constant(F32, 1.0 if self.shape.has_sinks else 0.0), self.totals, place)
+
+        code.loop(0, self.shape.group, start)
         lane, none = self._lane(i), constant(ir.VectorType(F32, self.head_lanes), 0.0)
         code.loop(
             0,
-            group * self.shape.head_size,
-            lambda at: code.store_vector(none, self.sums, code.build.add(lane, at)),
+            self.shape.group * self.shape.head_size,
+            lambda at: code.store_vector(none, self.sums, build.add(lane, at)),
             step=self.head_lanes,
         )
 
@@ -320,18 +329,20 @@ class _Queries:
         """Sums become means; zeros where nothing was seen."""
         code, build, head_size = self.code, self.code.build, self.shape.head_size
         lane = self._lane(i)
-        for g in range(self.shape.group):
-            total = code.load(self.totals, build.add(build.mul(i, I64(self.shape.group)), I64(g)), F32)
-            is_none = build.fcmp_ordered("==", total, constant(F32, 0.0))
-            total = build.select(is_none, constant(F32, 1.0), total)
-            in_lanes = code.in_all_lanes(total, self.head_lanes)
 
-            def divide(h: ir.Value, g: int = g, in_lanes: ir.Value = in_lanes) -> None:
-                at = build.add(build.add(lane, I64(g * head_size)), h)
+        def finish(g: ir.Value) -> None:
+            total = code.load(self.totals, build.add(build.mul(i, I64(self.shape.group)), g), F32)
+            is_none = build.fcmp_ordered("==", total, constant(F32, 0.0))
+            total = code.in_all_lanes(build.select(is_none, constant(F32, 1.0), total), self.head_lanes)
+
+            def divide(h: ir.Value) -> None:
+                at = build.add(build.add(lane, build.mul(g, I64(head_size))), h)
                 sums = code.load_vector(self.sums, at, F32, self.head_lanes)
-                code.store_vector(build.fdiv(sums, in_lanes), self.sums, at)
+                code.store_vector(build.fdiv(sums, total), self.sums, at)
 
             code.loop(0, head_size, divide, step=self.head_lanes)
+
+        code.loop(0, self.shape.group, finish)
 
     def see_page(
         self, first: ir.Value, last: ir.Value, begin: ir.Value, following: ir.Value, first_slot: ir.Value
@@ -349,12 +360,10 @@ class _Queries:
 
     def _see(self, i: ir.Value, count: int, begin: ir.Value, following: ir.Value | None, first_slot: ir.Value) -> None:
         """As many tokens from i on see a page. For a token alone with it, what is to be read next is fetched ahead."""
-        code, build, size = self.code, self.code.build, I64(self.shape.page_size)
+        code, build = self.code, self.code.build
         tokens = [build.add(i, I64(j)) for j in range(count)]
-        lens = [code.load(self.lens, token, I64) for token in tokens]
-        # Slots of the page that each token sees; and those that any does: the others weigh nothing for it.
-        seen_from = [code.most(build.sub(self._oldest(token), first_slot), I64(0)) for token in tokens]
-        seen_to = [code.least(build.sub(length, first_slot), size) for length in lens]
+        # Slots of the page that any of them sees: those that a token does not see weigh nothing for it.
+        seen_from, seen_to = zip(*(self._seen(token, first_slot) for token in tokens), strict=True)
         any_from, any_to = seen_from[0], seen_to[0]
         for one_from, one_to in zip(seen_from[1:], seen_to[1:], strict=True):
             any_from, any_to = code.least(any_from, one_from), code.most(any_to, one_to)
@@ -362,9 +371,7 @@ class _Queries:
         with build.if_then(build.icmp_signed("<", any_from, any_to)):
             for part in self.parts:
                 self._score(lanes, part, begin, following is not None and part is self.parts[0])
-            for j in range(count):
-                for g in range(self.shape.group):
-                    self._weigh(tokens[j], lanes[j], j * self.shape.group + g, g, seen_from[j], seen_to[j])
+            code.loop(0, count * self.shape.group, lambda place: self._weigh(i, place, first_slot))
             for part in self.parts:
                 self._sum_values(lanes, part, begin, following if part is self.parts[0] else None, any_from, any_to)
 
@@ -400,14 +407,21 @@ class _Queries:
 
         code.loop(0, page_size, some_slots, step=self.slot_span)
 
-    def _weigh(
-        self, token: ir.Value, lane: ir.Value, place: int, g: int, seen_from: ir.Value, seen_to: ir.Value
-    ) -> None:
-        """Scores become weights, relative to the greatest so far; what was summed before shrinks accordingly."""
-        code, build, add = self.code, self.code.build, self.code.build.add
+    def _weigh(self, first: ir.Value, place: ir.Value, first_slot: ir.Value) -> None:
+        """Scores become weights, relative to the greatest so far; what was summed before shrinks accordingly.
+
+        Those of the query at `place`, counted from token `first` on.
+        """
+        code, build, add, mul = self.code, self.code.build, self.code.build.add, self.code.build.mul
         head_size, page_size, slot_lanes, head_lanes = (
             self.shape.head_size, self.shape.page_size, self.slot_lanes, self.head_lanes,
         )  # fmt: skip
+        group = I64(self.shape.group)
+        token = add(first, build.sdiv(place, group))
+        seen_from, seen_to = self._seen(token, first_slot)
+        scores_of = mul(place, I64(page_size))
+        state = add(mul(first, group), place)
+        lane = add(self._lane(token), mul(build.srem(place, group), I64(head_size)))
         none = constant(ir.VectorType(F32, slot_lanes), 0.0)
         places = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
         bounds = [code.in_all_lanes(build.trunc(bound, I32), slot_lanes) for bound in (seen_from, seen_to)]
@@ -417,13 +431,12 @@ class _Queries:
             return build.and_(build.icmp_signed(">=", at, bounds[0]), build.icmp_signed("<", at, bounds[1]))
 
         def scores(slot: ir.Value) -> ir.Value:
-            return code.load_vector(self.weights, add(I64(place * page_size), slot), F32, slot_lanes)
+            return code.load_vector(self.weights, add(scores_of, slot), F32, slot_lanes)
 
         def see(slot: ir.Value, most: ir.Value) -> list[ir.Value]:
             least = constant(none.type, LEAST_MAX)
             return [code.greater(build.select(is_seen(slot), scores(slot), least), most)]
 
-        state = add(build.mul(token, I64(self.shape.group)), I64(g))
         before = code.load(self.greatest, state, F32)
         most = code.loop(0, page_size, see, step=slot_lanes, carried=[code.in_all_lanes(before, slot_lanes)])
         now = code.reduce(most[0], code.greater)
@@ -431,7 +444,7 @@ class _Queries:
 
         def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
             weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
-            code.store_vector(weight, self.weights, add(I64(place * page_size), slot))
+            code.store_vector(weight, self.weights, add(scores_of, slot))
             return [build.fadd(total, weight)]
 
         total = code.loop(0, page_size, exponentiate, step=slot_lanes, carried=[none])
@@ -441,7 +454,7 @@ class _Queries:
         code.store(build.fadd(kept, code.reduce(total[0], build.fadd)), self.totals, state)
 
         def shrink(h: ir.Value) -> None:
-            at = add(add(lane, I64(g * head_size)), h)
+            at = add(lane, h)
             code.store_vector(build.fmul(code.load_vector(self.sums, at, F32, head_lanes), decay), self.sums, at)
 
         code.loop(0, head_size, shrink, step=head_lanes)
