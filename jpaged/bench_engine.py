@@ -124,9 +124,9 @@ def _contenders(config: EngineConfig, opened: Any, args: Namespace, stack: ExitS
         elif name == "bare":
             contenders[name] = BareContender(ours)
         elif name == "dense":
-            model, sizes = opened.config, ours.engine.sizes
+            model = opened.config
             shape = model.num_layers, model.num_kv_heads, model.head_size
-            contenders[name] = DenseContender(ours.engine.runner.weights, *shape, sizes.dtype)
+            contenders[name] = DenseContender(ours.engine.runner.weights, *shape)
         else:
             contenders[name] = engine_of(**OTHER_OPTIONS[name])
     for peer in args.peer:

@@ -218,11 +218,11 @@ class _DenseCache:
 class DenseContender:
     """What one writes without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
 
-    def __init__(self, weights: Weights, num_layers: int, num_kv_heads: int, head_size: int, dtype: Any):
+    def __init__(self, weights: Weights, num_layers: int, num_kv_heads: int, head_size: int):
         self.weights = weights
         self.leaves, self.tree = jax.tree.flatten(weights.state)
         self.cache_shape = num_layers, num_kv_heads, head_size
-        self.dtype = dtype
+        self.dtype = weights.stream_dtype
         self._prefill = jax.jit(self._first, donate_argnums=1)
         self._decode = jax.jit(self._next, donate_argnums=1)
 

@@ -93,7 +93,7 @@ def step_programs(
         page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
         last_tokens=shape((max_num_seqs + 1,), jnp.int32),
     )
-    hidden = shape((buckets.max_samples, hidden_size), jax.tree.leaves(weights.state)[0].dtype)
+    hidden = shape((buckets.max_samples, hidden_size), weights.stream_dtype)
     samples = shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
     changes = shape((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
     leaves, tree = jax.tree.flatten(weights.state)

@@ -32,12 +32,20 @@ class WeightMaker:
     def __call__(self, shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> Any:
         return self.new(shape, axes, fill)
 
+    @property
+    def in_panels(self) -> bool:
+        """Whether native code multiplies. For one CPU: it is not cut for several."""
+        return self.platform == "cpu" and self.num_shards == 1
+
+    @property
+    def stream_dtype(self) -> Any:
+        """Of what runs through the layers. XLA:CPU computes in bfloat16 by way of float32, and rounds each time."""
+        return jnp.dtype(jnp.float32) if self.in_panels else jnp.dtype(self.dtype)
+
     def matrix(self, num_in: int, num_out: int, axes: tuple[str, str], **metadata: Any) -> nnx.Param[Any]:
         """To multiply with: W [in, out], a checkpoint's turned round; in panels where native code multiplies."""
-        # For one CPU: it is not cut for several.
-        in_panels = self.platform == "cpu" and self.num_shards == 1
-        shape = panels_shape(num_in, num_out, self.dtype) if in_panels else (num_in, num_out)
-        of_matrix = {"matrix": (num_in, num_out), "in_panels": in_panels}
+        shape = panels_shape(num_in, num_out, self.dtype) if self.in_panels else (num_in, num_out)
+        of_matrix = {"matrix": (num_in, num_out), "in_panels": self.in_panels}
         return nnx.Param(self(shape, axes), logical_axes=axes, **of_matrix, **metadata)
 
 
@@ -59,7 +67,7 @@ class Linear(nnx.Module):
 def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any] | None) -> Float[Array, "T O"]:
     """x · W (+ b) in float32."""
     if weight.in_panels:
-        out = product(x, weight[...], weight.matrix[1])
+        out = product(x.astype(weight[...].dtype), weight[...], weight.matrix[1])
     else:
         out = jnp.dot(x, weight[...], preferred_element_type=jnp.float32)
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
@@ -106,17 +114,19 @@ class Embedding(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, make: WeightMaker) -> None:
         axes = ("vocab", "embed")
-        as_matrix = make.matrix(hidden_size, vocab_size, axes) if is_tied else None
-        if as_matrix is not None and as_matrix.in_panels:
-            self.weight = as_matrix
+        if is_tied and make.in_panels:
+            self.weight = make.matrix(hidden_size, vocab_size, axes)
         else:
             self.weight = nnx.Param(make((vocab_size, hidden_size), axes), logical_axes=axes, in_panels=False)
+        self.stream_dtype = make.stream_dtype
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
         if self.weight.in_panels:
-            return columns_of(self.weight[...], token_ids, self.weight.matrix[0])
-        return jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
+            rows = columns_of(self.weight[...], token_ids, self.weight.matrix[0])
+        else:
+            rows = jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
+        return rows.astype(self.stream_dtype)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Scores of the whole table, in float32."""

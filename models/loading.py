@@ -12,7 +12,7 @@ import mmap
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from threading import Lock
 from typing import Any
@@ -52,6 +52,8 @@ class Weights:
 
     graph: Any
     state: Any
+    stream_dtype: Any
+    """Of the hidden states."""
 
     @property
     def size_bytes(self) -> int:
@@ -66,7 +68,8 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
     make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform, dtype)
-    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
+    graph, state = nnx.split(ARCHITECTURES[config.architecture](config, make=make))
+    return Weights(graph, state, make.stream_dtype)
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -119,7 +122,7 @@ def load_weights(
                 done += 1
                 if progress is not None:
                     progress(done, total)
-    return Weights(abstract.graph, nnx.from_flat_state(loaded))
+    return replace(abstract, state=nnx.from_flat_state(loaded))
 
 
 @dataclass(frozen=True)
@@ -264,4 +267,5 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
         return jnp.asarray(values.astype(dtype))
 
     make = WeightMaker(new, 1, jax.default_backend(), dtype)
-    return Weights(*nnx.split(ARCHITECTURES[config.architecture](config, make=make)))
+    graph, state = nnx.split(ARCHITECTURES[config.architecture](config, make=make))
+    return Weights(graph, state, make.stream_dtype)

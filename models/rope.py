@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .config import RopeConfig
@@ -54,10 +55,19 @@ class Rotation:
 
     def apply(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         """Rotate lane pairs (i, i + H/2) of every head, in float32."""
-        first, second = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
-        cos, sin = self.cos, self.sin
-        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._flip, default=self._join)
         return rotated.astype(x_TNH.dtype)
+
+    def _join(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        first, second = jnp.split(x_TNH, 2, axis=-1)
+        cos, sin = self.cos, self.sin
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def _flip(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """The same where XLA would ask of every lane which half it belongs to."""
+        halves = x_TNH.reshape(*x_TNH.shape[:2], 2, -1)
+        sin = jnp.stack([-self.sin, self.sin], axis=2)
+        return (halves * self.cos[:, :, None] + halves[:, :, ::-1] * sin).reshape(x_TNH.shape)
 
 
 def rotation_at(positions: Int[Array, " T"], frequencies: np.ndarray, factor: float) -> Rotation:

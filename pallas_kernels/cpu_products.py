@@ -190,10 +190,10 @@ def _add_product(
         return code.add_product(factor, words, total)
     build = code.build
     if not at_once:
-        high = constant(words.type, -1 << 16)
-        for take in (lambda pair: build.shl(pair, constant(pair.type, 16)), lambda pair: build.and_(pair, high)):
-            values = [build.bitcast(take(pair), total.type) for pair in (factor, words)]
-            total = code.add_product(*values, total)
+        low, high = constant(words.type, 16), constant(words.type, -1 << 16)
+        for take in (lambda pair: build.shl(pair, low), lambda pair: build.and_(pair, high)):
+            one, other = (build.bitcast(take(pair), total.type) for pair in (factor, words))
+            total = code.add_product(one, other, total)
         return total
     pairs = ir.VectorType(BFLOAT16, 2 * total.type.count)
     name = "llvm.x86.avx512bf16.dpbf16ps.512"

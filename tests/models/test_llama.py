@@ -5,6 +5,7 @@ its rotary scaling starts from.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 
 from jpaged.models.checkpoint import open_model
 from jpaged.models.config import ModelConfig
+from jpaged.models.layers import Embedding, WeightMaker
 from jpaged.models.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla import Tiles
@@ -122,18 +124,27 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
     model = nnx.merge(weights.graph, weights.state)
     for layer in model.layers:
         layer.attention.window += 1
-    whole, _ = chunked_logits(config, Weights(*nnx.split(model)), golden["tokens"])
+    whole, _ = chunked_logits(
+        config, replace(weights, state=nnx.state(model), graph=nnx.graphdef(model)), golden["tokens"]
+    )
     assert np.abs(whole - golden["logits"]).max() > 1000 * ATOL
 
 
 def test_logits_come_in_float32_from_bfloat16_weights() -> None:
-    """The stream is rounded to bfloat16, products are not: the scores keep their float32 accumulation."""
+    """Products are not rounded; nor, on one CPU, is what runs through the layers."""
     directory = next(path for path in FAMILIES if path.name == "llama")
     config, checkpoint = open_model(directory)
     abstract = abstract_weights(config, "bfloat16", device_mesh(jax.devices()[:1]))
     weights = load_weights(abstract, config, checkpoint)
     model = nnx.merge(weights.graph, weights.state)
     hidden = jax.eval_shape(model.embed, jax.ShapeDtypeStruct((4,), jnp.int32))
-    assert hidden.dtype == jnp.bfloat16
+    assert hidden.dtype == weights.stream_dtype == jnp.float32
     assert jax.eval_shape(model.logits, hidden).dtype == jnp.float32
     assert weights.size_bytes == 2 * sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+
+
+@pytest.mark.parametrize(("platform", "num_shards"), [("cpu", 2), ("tpu", 1), ("gpu", 1)])
+def test_hidden_states_elsewhere_have_the_dtype_of_the_weights(platform: str, num_shards: int) -> None:
+    make = WeightMaker(lambda shape, axes, fill: jnp.zeros(shape, "bfloat16"), num_shards, platform, "bfloat16")
+    hidden = jax.eval_shape(Embedding(8, 4, is_tied=True, make=make), jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert hidden.dtype == make.stream_dtype == jnp.bfloat16

@@ -1,8 +1,11 @@
-"""Native code for decode rows and page writes on a CPU: numbers, dead slots, threads, company, layers."""
+"""Native attention and page writes on a CPU: numbers, dead slots, threads, company, tiles, layers."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from jpaged.pallas_kernels import cpu_code
 from jpaged.pallas_kernels.cpu_code import F32, I64, Code, register
 from jpaged.pallas_kernels.cpu_handler import Buffer, handler
 from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import decode_rows, write_pages
+from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend, write_pages
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages, as_float32, as_stored
 
 ROOT = Path(__file__).parents[2]
@@ -29,66 +32,182 @@ def random_pages(rng: np.random.Generator, heads: int, head_size: int, page_size
     return [as_stored(jnp.asarray(rng.normal(size=shape), jnp.float32), dtype) for shape in shapes]
 
 
-def exact(
+@dataclass
+class Step:
+    """Tokens of some rows over pages: the first rows have one each, and may share pages."""
+
+    pages: LayerPages
+    q: np.ndarray
+    tables: np.ndarray
+    rows: np.ndarray
+    """Of each token."""
+    positions: np.ndarray
+    num_decode: int
+    prefill: list[tuple[int, int, int]] = field(default_factory=list)
+    """Row, first token, tokens."""
+    shared: list[tuple[list[int], int]] = field(default_factory=list)
+    """Rows, and how many pages they go through together."""
+    sinks: np.ndarray | None = None
+
+    def attend(self) -> np.ndarray:
+        return np.asarray(self.compiled()())
+
+    def compiled(self) -> Callable[[], jax.Array]:
+        prefill, tiles = np.zeros((3, 9), np.int32), np.zeros((3, 5), np.int32)
+        members, num_seen = (np.zeros(max(1, len(self.tables)), np.int32) for _ in range(2))
+        place = 0
+        for index, (rows, num_pages) in enumerate(self.shared):
+            tiles[:, index] = place, len(rows), num_pages
+            members[place : place + len(rows)], num_seen[rows] = rows, num_pages
+            place += len(rows)
+        prefill[:, : len(self.prefill)] = np.reshape(self.prefill, (-1, 3)).T
+        counts = np.array([len(self.shared), self.num_decode, len(self.prefill)], np.int32)
+        most = max([1, *(count for _, _, count in self.prefill), *(len(rows) for rows, _ in self.shared)])
+
+        def run(q: jax.Array, tables: jax.Array, positions: jax.Array, plan: tuple[jax.Array, ...]) -> jax.Array:
+            return attend(self.pages, q, tables, positions, TilePlan(*plan), most, sinks)
+
+        sinks = None if self.sinks is None else jnp.asarray(self.sinks)
+        plan = tuple(jnp.asarray(array) for array in (counts, prefill, tiles, members, num_seen))
+        return partial(jax.jit(run), self.q, self.tables, self.positions, plan)
+
+    def exact(self) -> np.ndarray:
+        """The definition, in float64."""
+        keys, values = (np.asarray(as_float32(a)).astype(np.float64) for a in (self.pages.keys, self.pages.values))
+        out, page_size, window = np.zeros(self.q.shape), values.shape[2], self.pages.window
+        tokens = [*range(self.num_decode)]
+        tokens += [token for _, start, count in self.prefill for token in range(start, start + count)]
+        for token in tokens:
+            length = self.positions[token] + 1
+            ids = int(self.pages.first) + self.tables[self.rows[token], : -(-length // page_size)]
+            seen = slice(0 if window is None else max(0, length - window), length)
+            for head in range(self.q.shape[1]):
+                k = np.concatenate(keys[ids, head], axis=1)[:, seen]
+                v = np.concatenate(values[ids, head], axis=0)[seen]
+                scores = self.pages.scale * self.q[token, head] @ k
+                if (cap := self.pages.soft_cap) is not None:
+                    scores = cap * np.tanh(scores / cap)
+                sinks = np.full(len(scores), -np.inf) if self.sinks is None else self.sinks[head].astype(np.float64)
+                weights = np.exp(scores - np.maximum(scores.max(axis=1), sinks)[:, None])
+                total = weights.sum(axis=1) + np.exp(sinks - np.maximum(scores.max(axis=1), sinks))
+                out[token, head] = weights @ v / total[:, None]
+        return out
+
+
+def random_step(
+    rng: np.random.Generator,
     pages: list[jax.Array],
-    q: np.ndarray,
-    tables: np.ndarray,
-    lens: np.ndarray,
-    first_page: int,
-    num_seen: np.ndarray,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> np.ndarray:
-    """The definition, in float64."""
-    keys, values = (np.asarray(as_float32(array)).astype(np.float64) for array in pages)
-    out = np.zeros(q.shape)
-    for row, length in enumerate(lens):
-        ids = first_page + tables[row, : -(-length // values.shape[2])]
-        seen = slice(max(num_seen[row] * values.shape[2], 0 if window is None else length - window), length)
-        for head in range(q.shape[1] if length else 0):
-            k = np.concatenate(keys[ids, head], axis=1)[:, seen]
-            v = np.concatenate(values[ids, head], axis=0)[seen]
-            scores = scale * q[row, head] @ k
-            scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[row, head] = weights @ v / weights.sum(axis=1, keepdims=True)
-    return out
+    group: int,
+    lens: list[int],
+    queries: tuple[int, ...] = (),
+    *,
+    padding: int = 0,
+    first_page: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Step:
+    """Rows of these lengths: one token each, and for those behind as many as `queries` says, a tile each."""
+    heads, head_size, page_size = pages[0].shape[1:]
+    counts = [1] * (len(lens) - len(queries)) + list(queries)
+    rows = np.repeat(np.arange(len(lens)), counts)
+    positions = np.concatenate([np.arange(n - count, n) for n, count in zip(lens, counts, strict=True)])
+    most = max(-(-n // page_size) for n in lens) + 1
+    tables = rng.integers(0, NUM_PAGES - first_page, (len(lens), most)).astype(np.int32)
+    tables[np.arange(most)[None] * page_size >= np.array(lens)[:, None]] = 2**30  # Not looked at.
+    starts = np.cumsum([0, *counts])
+    first = len(lens) - len(queries)
+    prefill = [(row, int(starts[row]), counts[row]) for row in range(first, len(lens))]
+    q = rng.normal(size=(len(rows) + padding, heads, group, head_size)).astype(np.float32)
+    layer = LayerPages(*pages, True, jnp.int32(first_page), scale or head_size**-0.5, window, soft_cap)
+    padded = np.concatenate([positions, np.full(padding, 7)]).astype(np.int32)
+    return Step(layer, q, tables, rows, padded, first, prefill)
+
+
+SHAPES = [(3, 3, 64, 64), (1, 1, 64, 16), (2, 7, 128, 32), (2, 5, 80, 8), (1, 4, 24, 12), (2, 8, 256, 64), (1, 3, 7, 5)]
+MASKS = {"plain": (None, None), "1": (1, None), "20": (20, None), "cap": (None, 3.0)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
-@pytest.mark.parametrize(
-    ("heads", "group", "head_size", "page_size"),
-    [(3, 3, 64, 64), (1, 1, 64, 16), (2, 7, 128, 32), (2, 5, 80, 8), (1, 4, 24, 12), (2, 8, 256, 64), (1, 3, 7, 5)],
-)
-@pytest.mark.parametrize(
-    ("window", "soft_cap"), [(None, None), (1, None), (20, None), (None, 3.0)], ids=["plain", "1", "20", "cap"]
-)
-def test_decode_rows_are_what_attention_is(
-    heads: int, group: int, head_size: int, page_size: int, dtype: str, window: int | None, soft_cap: float | None
+@pytest.mark.parametrize(("heads", "group", "head_size", "page_size"), SHAPES)
+@pytest.mark.parametrize("mask", MASKS)
+def test_tokens_see_what_attention_says(
+    heads: int, group: int, head_size: int, page_size: int, dtype: str, mask: str
 ) -> None:
     """Whatever the vectors that a page and a head are cut into, at every edge of a page, in a layer of its own."""
     rng = np.random.default_rng(page_size)
     pages = random_pages(rng, heads, head_size, page_size, jnp.dtype(dtype))
-    edges = (0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size, 4 * page_size - 1)
-    lens, first_page = np.array(edges, np.int32), 4
-    q = rng.normal(size=(len(lens), heads, group, head_size)).astype(np.float32)
-    tables = rng.integers(0, NUM_PAGES - first_page, (len(lens), 6)).astype(np.int32)
-    tables[np.arange(6)[None] * page_size >= lens[:, None]] = 2**30  # Not looked at.
-    num_seen = np.where((lens > 2 * page_size) & (window is None), 1, 0).astype(np.int32)
-    layer = LayerPages(*pages, True, jnp.int32(first_page), head_size**-0.5, window, soft_cap)
-    out = jax.jit(lambda *args: decode_rows(layer, *args).result())(q, tables, lens, num_seen)
-    wanted = exact(pages, q, tables, lens, first_page, num_seen, head_size**-0.5, window, soft_cap)
-    assert np.abs(np.asarray(out) - wanted).max() < 2e-6
-    assert (np.asarray(out)[0] == 0).all()
+    window, soft_cap = MASKS[mask]
+    lens = [1, page_size - 1, page_size, page_size + 1, 3 * page_size, 4 * page_size - 1]
+    lens, queries = [*lens, 2 * page_size + 3, 5, 3 * page_size], (page_size + 2, 5, 1)
+    step = random_step(rng, pages, group, lens, queries, padding=3, first_page=4, window=window, soft_cap=soft_cap)
+    out = step.attend()
+    assert np.abs(out - step.exact()).max() < 2e-6
+    assert (out[-3:] == 0).all(), "padding"
 
 
-def test_vectors_of_eight_lanes_do_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_vectors_of_eight_lanes_do_as_well(monkeypatch: pytest.MonkeyPatch, has_sinks: bool) -> None:
     for module in (cpu_code, cpu_attention):
         monkeypatch.setattr(module, "has_long_vectors", lambda: False)
-    cpu_attention._decode_handler.cache_clear()
-    test_decode_rows_are_what_attention_is(3, 5, 80, 24, "float32", 20, None)
-    cpu_attention._decode_handler.cache_clear()
+    rng = np.random.default_rng(0)
+    for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
+        pages = random_pages(rng, heads, head_size, page_size, jnp.float32)
+        step = random_step(rng, pages, group, [70, 20, 61], (7,), window=20)
+        step.sinks = rng.normal(size=(heads, group)).astype(np.float32) if has_sinks else None
+        assert np.abs(step.attend() - step.exact()).max() < 2e-6
+
+
+def test_sinks_take_their_share() -> None:
+    rng = np.random.default_rng(0)
+    step = random_step(rng, random_pages(rng, 2, 64, 16, jnp.float32), 3, [40, 1, 33], (9,))
+    without = step.attend()
+    step.sinks = rng.normal(2.0, 1.0, size=(2, 3)).astype(np.float32)
+    assert np.abs(step.attend() - step.exact()).max() < 2e-6
+    assert np.abs(step.attend() - without).max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None) -> None:
+    """As a row of its own, and wherever a prompt is cut."""
+    rng = np.random.default_rng(0)
+    pages = random_pages(rng, 2, 64, 16, jnp.float32)
+    step = random_step(rng, pages, group, [70], (41,), window=window)
+    whole = step.attend().view(np.int32)
+    for cuts in ((1, 40), (16, 16, 9), (7, 2, 1, 31), (5,) * 8 + (1,)):
+        starts = np.cumsum([0, *cuts[:-1]])
+        tiles = [(0, int(start), count) for start, count in zip(starts, cuts, strict=True)]
+        assert np.array_equal(replace(step, prefill=tiles).attend().view(np.int32), whole)
+    for token in (0, 8, 40):
+        alone = replace(
+            step, q=step.q[token : token + 1], positions=step.positions[token : token + 1], num_decode=1, prefill=[]
+        )
+        assert np.array_equal(alone.attend().view(np.int32)[0], whole[token])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str) -> None:
+    """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt."""
+    rng = np.random.default_rng(0)
+    step = random_step(rng, random_pages(rng, 2, 64, 16, jnp.dtype(dtype)), group, [50, 90, 65, 20, 49, 33], (9,))
+    for rows, num_pages in (([4, 0, 2], 3), ([1, 3], 1)):
+        step.tables[rows, :num_pages] = step.tables[rows[0], :num_pages]
+    alone = step.attend()
+    assert np.abs(alone - step.exact()).max() < 2e-6
+    for shared in ([([4, 0, 2], 3)], [([4, 0, 2], 3), ([1, 3], 1)], [([0, 4], 2), ([3, 1], 1)], [([4, 0], 3)]):
+        assert np.array_equal(replace(step, shared=shared).attend().view(np.int32), alone.view(np.int32)), shared
+
+
+def test_shared_pages_are_read_from_the_first_rows_table() -> None:
+    """That of nobody else is looked at, for as many pages as they share."""
+    rng = np.random.default_rng(0)
+    step = random_step(rng, random_pages(rng, 1, 64, 16, jnp.float32), 2, [50, 60, 70])
+    step.tables[:, :3] = step.tables[0, :3]
+    wanted = step.attend()
+    step.tables[1:, :3] = 2**30
+    assert np.array_equal(replace(step, shared=[([0, 2, 1], 3)]).attend(), wanted)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4])
@@ -97,12 +216,9 @@ def test_scores_of_any_size_make_weights(spread: float) -> None:
     rng = np.random.default_rng(0)
     pages = random_pages(rng, 1, 64, 8, jnp.float32)
     pages[0] = pages[0] * spread
-    q = rng.normal(size=(1, 1, 2, 64)).astype(np.float32)
-    tables, lens, none = np.arange(20, dtype=np.int32)[None], np.array([160], np.int32), np.zeros(1, np.int32)
-    layer = LayerPages(*pages, True, jnp.int32(0), 1.0, None, None)
-    out = np.asarray(jax.jit(lambda *args: decode_rows(layer, *args).result())(q, tables, lens, none))
+    step = random_step(rng, pages, 2, [160], scale=1.0)
     # A score of 1e4 has a unit of the last place of 1e-3.
-    assert np.abs(out - exact(pages, q, tables, lens, 0, none, 1.0, None, None)).max() < max(2e-6, spread * 1e-6)
+    assert np.abs(step.attend() - step.exact()).max() < max(2e-6, spread * 1e-6)
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
@@ -110,12 +226,9 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     keys, values = random_pages(rng, 2, 64, 8, jnp.float32)
     keys = keys.at[3, 1, 5, 2].set(jnp.nan)
     values = values.at[7, 0, 4, 9].set(jnp.inf).at[9].set(jnp.nan)
-    tables = np.array([[1, 2], [1, 3], [7, 2], [2, 9]], np.int32)
-    lens = np.array([16, 16, 16, 8], np.int32)
-    layer = LayerPages(keys, values, True, jnp.int32(0), 0.125, None, None)
-    q = rng.normal(size=(4, 2, 2, 64)).astype(np.float32)
-    run = jax.jit(lambda *args: decode_rows(layer, *args).result())
-    out = np.asarray(run(q, tables, lens, np.zeros(4, np.int32)))
+    step = random_step(rng, [keys, values], 2, [16, 16, 16, 8])
+    step.tables[:, :2] = [[1, 2], [1, 3], [7, 2], [2, 9]]
+    out = step.attend()
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1, 1]).all()
     assert np.isfinite(out[1, 0]).all()
@@ -125,29 +238,27 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 BITS_OF_LONG_ROWS = """
-import hashlib, sys, jax, jax.numpy as jnp, numpy as np
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import decode_rows
+import hashlib, sys, numpy as np
+sys.path.insert(0, "tests/pallas_kernels")
+import jax.numpy as jnp
+from dataclasses import replace
+from test_cpu_attention import random_pages, random_step
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages
 rng = np.random.default_rng(0)
-keys, values = (jnp.asarray(rng.normal(size=(40, 3, 64, 64)), jnp.float32) for _ in range(2))
-layer = LayerPages(keys, values, True, jnp.int32(0), 0.125, None, None)
-rows = 16
-q = rng.normal(size=(rows, 3, 3, 64)).astype(np.float32)
-tables = rng.integers(0, 40, (rows, 32)).astype(np.int32)
-lens = rng.integers(500, 2000, rows).astype(np.int32)
-run = jax.jit(lambda *args: decode_rows(layer, *args).result())
+step = random_step(rng, random_pages(rng, 3, 64, 64, jnp.float32), 3, rng.integers(500, 1300, 17).tolist(), (40,))
+run = step.compiled()
 for _ in range(200):  # Whoever comes late must find nothing left, and no memory that is gone.
-    out = np.asarray(run(q, tables, lens, np.zeros(rows, np.int32)))
-one = np.asarray(run(q[5:6], tables[5:6], lens[5:6], np.zeros(1, np.int32)))
-assert np.array_equal(one[0], out[5]), "a row alone"
+    out = np.asarray(run())
+alone = replace(step, q=step.q[5:6], positions=step.positions[5:6], tables=step.tables[5:6], num_decode=1, prefill=[])
+assert np.array_equal(alone.attend()[0], out[5]), "a row alone"
 # Two units: whoever helps begins later and is not done when the caller is.
-keys, values = keys[:, :1], values[:, :1]
-layer = LayerPages(keys, values, True, jnp.int32(0), 0.125, None, None)
-run = jax.jit(lambda *args: decode_rows(layer, *args).result())
-two = q[:2, :1], tables[:2], np.full(2, 2000, np.int32), np.zeros(2, np.int32)
-alone = np.concatenate([np.asarray(run(*(array[i : i + 1] for array in two))) for i in range(2)])
+two = random_step(rng, random_pages(rng, 1, 64, 64, jnp.float32), 3, [1500, 1500])
+ones = [slice(i, i + 1) for i in (0, 1)]
+each = [replace(two, q=two.q[i], positions=two.positions[i], tables=two.tables[i], num_decode=1) for i in ones]
+alone = np.concatenate([one.attend() for one in each])
+run = two.compiled()
 for _ in range(300):
-    assert np.array_equal(np.asarray(run(*two)), alone), "waits for its helper"
+    assert np.array_equal(np.asarray(run()), alone), "waits for its helper"
 print(hashlib.sha256(out.tobytes()).hexdigest())
 """
 
