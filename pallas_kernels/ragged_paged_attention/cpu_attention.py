@@ -52,7 +52,7 @@ class TilePlan:
     """Pages that each row shares: rows that share none are tiles of their own."""
 
 
-def attend(
+def attend_tiles(
     pages: LayerPages,
     q: Float[Array, "T K G H"],
     tables: Int[Array, "R P"],

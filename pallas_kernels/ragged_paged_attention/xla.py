@@ -7,9 +7,9 @@
                           xla_decode, by strands
                           of pages
 
-Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. On a CPU decode
-rows, and the writes, are not XLA's but native code, `cpu_attention`. It takes keys transposed, [page, K, H, Z] beside
-values [page, K, Z, H]: both its products run over the page without a transpose.
+Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. On a CPU all of this
+is native code, `cpu_attention`, by the same plan. It takes keys transposed, [page, K, H, Z] beside values
+[page, K, Z, H]: both its products run over the page without a transpose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .cpu_attention import TilePlan, attend, write_pages
+from .cpu_attention import TilePlan, attend_tiles, write_pages
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales
 from .page_writes import write_rows
@@ -108,8 +108,8 @@ class XlaBackend:
     """Attention by loops over pages.
 
     `tiles`: None for those of the platform. `share_prefixes`: rows with one query that begin with the same pages
-    attend to these together, if that saves reading `min_saved_tokens` in all; it makes a row's rounding depend on its
-    company. It does nothing in layers with a window.
+    attend to these together, if that saves reading `min_saved_tokens` in all. It makes a row's rounding depend on its
+    company, but not on a CPU, and does nothing in layers with a window.
     """
 
     tiles: Tiles | None = None
@@ -271,9 +271,8 @@ def _attend_layer(
     shared, of_shared = backend._shared(num_rows), step.plan[num_prefill:]
     is_sharing = backend.share_prefixes and window is None
     if is_cpu:
-        num_shared, shared_tiles, members, num_seen = (
-            shared.sections(of_shared) if is_sharing else shared.sections(jnp.zeros(shared.size, jnp.int32))
-        )
+        of_shared = of_shared if is_sharing else jnp.zeros(shared.size, jnp.int32)
+        num_shared, shared_tiles, members, num_seen = shared.sections(of_shared)
         tiles = TilePlan(
             counts=jnp.stack([num_shared[0], step.num_decode_rows, step.plan[0]]),
             prefill=step.plan[PLAN_HEADER:num_prefill].reshape(3, -1),
@@ -281,8 +280,8 @@ def _attend_layer(
             members=members,
             num_seen=num_seen,
         )
-        most = max(sizes.queries, shared.tile_rows)
-        out = attend(layer, q_TKGH, tables, step.positions, tiles, most, sinks_KG)
+        most_tokens = max(sizes.queries, shared.tile_rows)
+        out = attend_tiles(layer, q_TKGH, tables, step.positions, tiles, most_tokens, sinks_KG)
         return out.reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])

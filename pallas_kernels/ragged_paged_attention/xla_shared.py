@@ -6,7 +6,7 @@
     row 3  A B C k
 
 The host finds them in the page tables. Rounding depends on who shares, so a row's bits depend on its company: whoever
-promises otherwise leaves this off.
+promises otherwise leaves this off. A CPU's native code takes the plan and not these loops: each row's bits are its own.
 
 Source: Ye et al. 2025, arXiv:2501.01005 (attention states that are merged).
 """

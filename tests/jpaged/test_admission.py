@@ -578,3 +578,65 @@ def test_after_a_restart_swapped_requests_wait_like_all_others():
     host.restart()
     assert (list(host.scheduler.waiting), list(host.scheduler.swapped)) == ([first, last], [])
     host.run()
+
+
+# Prefixes on their way. Pages of four tokens.
+
+
+def test_requests_wait_for_a_prefix_that_somebody_computes_and_compute_only_the_rest():
+    """Others pass them meanwhile. What is found was published, so it was sound."""
+    host = Host(max_num_batched_tokens=64)
+    first, *others = [host.add(prompt(16) + prompt(3, 300 + 10 * i), max_tokens=2) for i in range(3)]
+    stranger = host.add(prompt(6, 800), max_tokens=2)
+    assert chunks(host.step()) == [(first, 19), (stranger, 6)]
+    assert [request.state for request in others] == [WAITING, WAITING]
+    assert chunks(host.step()) == [(request, 3) for request in others]
+    assert [request.num_cached_tokens for request in others] == [16, 16]
+    assert host.scheduler.counts["bypass"] == 0
+    host.run()
+
+
+@pytest.mark.parametrize(
+    ("num_same", "length", "waits"),
+    [(8, 16, True), (8, 17, False), (16, 40, False), (4, 5, False), (3, 6, False)],
+    ids=["half of its tokens", "less than half", "little of much", "the other has more to do", "no full page"],
+)
+def test_a_request_waits_if_that_spares_it_half_and_the_other_is_not_far_from_done(num_same, length, waits):
+    host = Host(max_num_batched_tokens=64)
+    host.add(prompt(16), max_tokens=2)
+    request = host.add(prompt(num_same) + prompt(length - num_same, 500), max_tokens=2)
+    host.step()
+    assert request.state is (WAITING if waits else RUNNING)
+    host.run()
+
+
+def test_nobody_waits_for_a_prefix_without_a_cache():
+    host = Host(max_num_batched_tokens=64, enable_prefix_caching=False)
+    requests = [host.add(prompt(16), max_tokens=2) for _ in range(2)]
+    host.step()
+    assert [request.state for request in requests] == [RUNNING, RUNNING]
+    host.run()
+
+
+@pytest.mark.parametrize("lora_name", [None, "a"])
+def test_nobody_waits_for_the_prefix_of_another_adapter(lora_name):
+    host = Host(max_num_batched_tokens=64)
+    host.add(prompt(16), max_tokens=2)
+    request = host.add(prompt(16), max_tokens=2, cache_key=CacheKey(lora_name=lora_name))
+    host.step()
+    assert request.state is (WAITING if lora_name is None else RUNNING)
+    host.run()
+
+
+@pytest.mark.parametrize("how", ["abort", "not finite"])
+def test_who_waits_computes_all_when_the_other_does_not(how):
+    host = Host(max_num_batched_tokens=64, long_prefill_token_threshold=12)
+    first = host.add([*prompt(16), POISON_TOKEN if how == "not finite" else 50], max_tokens=4)
+    request = host.add(prompt(18), max_tokens=2)
+    host.step()
+    assert request.state is WAITING
+    if how == "abort":
+        host.abort(first)
+    host.run()
+    assert request.num_cached_tokens == 0
+    assert request.state is RequestState.FINISHED_LENGTH

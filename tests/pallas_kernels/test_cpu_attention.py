@@ -19,7 +19,7 @@ from jpaged.pallas_kernels import cpu_code
 from jpaged.pallas_kernels.cpu_code import F32, I64, Code, register
 from jpaged.pallas_kernels.cpu_handler import Buffer, handler
 from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend, write_pages
+from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend_tiles, write_pages
 from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages, as_float32, as_stored
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ class Step:
         most = max([1, *(count for _, _, count in self.prefill), *(len(rows) for rows, _ in self.shared)])
 
         def run(q: jax.Array, tables: jax.Array, positions: jax.Array, plan: tuple[jax.Array, ...]) -> jax.Array:
-            return attend(self.pages, q, tables, positions, TilePlan(*plan), most, sinks)
+            return attend_tiles(self.pages, q, tables, positions, TilePlan(*plan), most, sinks)
 
         sinks = None if self.sinks is None else jnp.asarray(self.sinks)
         plan = tuple(jnp.asarray(array) for array in (counts, prefill, tiles, members, num_seen))

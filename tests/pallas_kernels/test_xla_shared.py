@@ -30,10 +30,16 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def sharing_world(**changes: Any) -> World:
-    options = {"scale": 0.125, **changes.pop("options", {})}
+PLATFORMS = {"cpu": {"platform": "cpu"}, "gpu": {"platform": "gpu", "slot_axes": (2, 2)}}
+"""Native code, and loops of XLA's."""
+
+
+def sharing_world(platform: str, **changes: Any) -> World:
+    changes = {"options": {}, **changes, **PLATFORMS[platform]}
+    options = {"scale": 0.125, **changes.pop("options")}
+    backend = replace(SHARING, platform=changes.pop("platform"))
     return World(
-        Shape(num_rows=12, num_tokens=64, table_len=8, backend=SHARING, options=options, **changes), num_pages=120
+        Shape(num_rows=12, num_tokens=64, table_len=8, backend=backend, options=options, **changes), num_pages=120
     )
 
 
@@ -47,11 +53,12 @@ def family(world: World, num_children: int, num_shared: int) -> list[int]:
     return [parent, *children]
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 @pytest.mark.parametrize("num_shared", [1, 4])
-def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_shared: int) -> None:
+def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_shared: int, platform: str) -> None:
     """Eight rows in tiles of three, and one that shares nothing."""
-    world = sharing_world(options=options)
+    world = sharing_world(platform, options=options)
     rows = [*family(world, 7, num_shared), world.add_row()]
     world.step({rows[-1]: 20})
     for _ in range(3):
@@ -59,8 +66,9 @@ def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_sha
     world.step({rows[1]: 1, rows[2]: 1, rows[5]: 9, rows[6]: 3})
 
 
-def test_families_and_layers_of_two_groups_match_the_oracle() -> None:
-    world = sharing_world(layers=(LayerPlace(0, 0), LayerPlace(1, 0)))
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_families_and_layers_of_two_groups_match_the_oracle(platform: str) -> None:
+    world = sharing_world(platform, layers=(LayerPlace(0, 0), LayerPlace(1, 0)))
     rows = family(world, 3, 2) + family(world, 4, 5)
     for _ in range(10):  # Over the edge of a page.
         world.step(dict.fromkeys(rows, 1))
@@ -78,14 +86,15 @@ def families(draw: st.DrawFn) -> list[tuple[int | None, int, int]]:
     return rows
 
 
-def test_any_tree_of_rows_matches_the_oracle() -> None:
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_any_tree_of_rows_matches_the_oracle(platform: str) -> None:
     run = None
 
     @settings(max_examples=25, deadline=None)
     @given(rows=families(), seed=st.integers(0, 2**16))
     def check(rows: list[tuple[int | None, int, int]], seed: int) -> None:
         nonlocal run
-        world = sharing_world()
+        world = sharing_world(platform)
         world.rng = np.random.default_rng(seed)
         world.run = run = run or world.run
         for parent, num_shared, num_own in rows:
