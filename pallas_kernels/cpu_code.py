@@ -7,13 +7,18 @@ in a tenth of a second, for the vectors that the machine has, and `cpu_handler` 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import jax
+import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
@@ -21,6 +26,7 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 POINTER = I8.as_pointer()
 SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, POINTER: 8}
 CACHE_LINE = 64
+CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 EXP_LEAST = -87.0
 """e to that is the least normal float32, nearly."""
@@ -214,18 +220,48 @@ _engines: dict[str, Any] = {}
 def register(module: ir.Module) -> str:
     """Compile a module and make its handler known to XLA under the module's name, which is returned.
 
-    Steps are traced by several threads at once: whoever comes first compiles.
+    Steps are traced by several threads at once: whoever comes first compiles. What was compiled lies beside XLA's
+    executables in JAX's compilation cache, if there is one.
     """
     with _lock:
         if module.name in _engines:
             return module.name
-        machine, parsed = _machine(), llvm.parse_assembly(str(module))
+        text, machine = str(module), _machine()
+        kept = _KeptCode(text)
+        parsed = llvm.parse_assembly(text)
         parsed.verify()
-        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-        passes.getModulePassManager().run(parsed, passes)
+        if kept.code is None:
+            passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+            passes.getModulePassManager().run(parsed, passes)
         engine = llvm.create_mcjit_compiler(parsed, machine)
+        engine.set_object_cache(lambda _, code: kept.keep(code), lambda _: kept.code)
         engine.finalize_object()
         address = ctypes.c_void_p(engine.get_function_address(module.name))
         jax.ffi.register_ffi_target(module.name, jax.ffi.pycapsule(address), platform="cpu")
         _engines[module.name] = engine
     return module.name
+
+
+class _KeptCode:
+    """What LLVM once made of a text for this processor, in a file behind its checksum."""
+
+    def __init__(self, text: str) -> None:
+        made_by = llvmlite.__version__, llvm.get_host_cpu_name(), _features().flatten(), text
+        name = hashlib.sha256("\0".join(made_by).encode()).hexdigest()
+        directory = jax.config.values.get("jax_compilation_cache_dir")
+        self._path = Path(directory, f"native_{name}.o") if directory else None
+        self.code: bytes | None = None
+        """None if there is none that is whole."""
+        with contextlib.suppress(OSError):
+            content = self._path.read_bytes() if self._path else b""
+            checksum, code = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+            self.code = code if checksum == hashlib.sha256(code).digest() else None
+
+    def keep(self, code: bytes) -> None:
+        """For later processes; a cache that cannot be written is none."""
+        if self._path is None or self.code is not None:
+            return
+        with contextlib.suppress(OSError):
+            new = self._path.with_suffix(f".{os.getpid()}")
+            new.write_bytes(hashlib.sha256(code).digest() + code)
+            new.replace(self._path)
