@@ -42,6 +42,11 @@ class CompilePlan:
         """Executables that are ready."""
         return sum(future.done() for future in self._futures.values())
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether something that was asked for is not ready."""
+        return not all(future.done() for future in self._futures.values())
+
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile these in the background, two at a time, in this order; `progress(done, total)`.
 

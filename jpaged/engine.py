@@ -378,8 +378,10 @@ class Engine:
         try:
             with self.runner.plan.serving():
                 self.core.drop()
-                # The step after the one that is read is under way before that is read.
-                while len(self.core.in_flight) < self._depth and not self.core.dispatch().is_empty:
+                # The step after the one that is read is under way before that is read; but not while executables are
+                # being compiled, of which it may have to wait for one.
+                depth = 1 if self.runner.plan.is_compiling else self._depth
+                while len(self.core.in_flight) < depth and not self.core.dispatch().is_empty:
                     pass
                 samples = self.core.retire() if self.core.in_flight else []
                 self.core.drop()
