@@ -105,6 +105,8 @@ class Admission:
         for a prefix that somebody computes, stands in nobody's way.
         """
         scheduler = self.scheduler
+        if not self.waiting:
+            return
         passed: list[Request] = []
         parked: list[Request] = []
         has_admitted = False

@@ -14,59 +14,91 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from .block_manager import BlockManager
-from .buckets import make_buckets
+from .buckets import Buckets, make_buckets
+from .compile_plan import CompilePlan
 from .core import Core
 from .errors import ConfigError
 from .flags import FlagParser
+from .models.loading import Weights
 from .output_processor import OutputProcessor
-from .pallas_kernels.ragged_paged_attention import XlaBackend
+from .pallas_kernels.ragged_paged_attention import PagedCache, XlaBackend
 from .prefix_hash import NO_EXTRAS, extend_hashes
+from .programs import ALLOCATE_KEY
 from .progress import say
 from .request import Request, make_request
-from .sampler import SampledRows
+from .runner import Runner
+from .sampler import SampledRows, SampleMode
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .step_inputs import BuiltStep, StepInputBuilder
+from .sharding import device_mesh
+from .step import DeviceState
+from .step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
 VOCAB_SIZE = 32_000
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, detokenize=False)
+NUM_WEIGHTS = 32 * 6 + 3
+"""Arrays of a model of 32 layers."""
+DRAWN = 10
+"""The token that every sequence draws."""
 HASHED_PAGE = 16
 """Tokens of a page in the measurement of hashing."""
 
 
-@dataclass(frozen=True)
-class InstantResults:
-    """Tokens that were drawn before anybody asked."""
+def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, max_pages: int) -> Runner:
+    """The engine's own runner, over programs that take and give what a model's would and compute nothing.
 
-    sampled: SampledRows | None
+    Each call hands over as many weights as 32 layers have, a state that is donated, and the step's packed input. All
+    tokens are the same, and none ends a sequence.
+    """
+    mesh = device_mesh(jax.devices("cpu")[:1])
+    layout = builder.backend.layout(
+        num_layers=1, num_pages=2, page_size=builder.block_size, num_kv_heads=1, head_size=8, dtype=np.float32
+    )
+    cache = PagedCache(tuple(jnp.zeros(shape) for shape in layout.shapes), layout, (), builder.backend)
+    num_slots, num_rows = num_seqs + 1, buckets.max_samples
 
-    def read(self) -> SampledRows | None:
-        return self.sampled
+    def allocate() -> DeviceState:
+        tables = jnp.zeros((1, num_slots, max_pages), jnp.int32)
+        return DeviceState(jax.tree.map(jnp.copy, cache), tables, jnp.zeros(num_slots, jnp.int32))
 
+    def forward(leaves: Any, state: DeviceState, inputs: Any) -> Any:
+        return state, jnp.zeros((num_rows, 8)), jnp.zeros((len(SAMPLE_FIELDS), num_rows), jnp.int32)
 
-@dataclass
-class InstantRunner:
-    """A device that takes no time: random tokens, none of which ends a sequence."""
+    def sample(num_rows: int, leaves: Any, last_tokens: Any, hidden: Any, samples: Any) -> Any:
+        drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
+        return last_tokens, drawn
 
-    tokens: np.ndarray
-    num_drawn: int = 0
+    def lower(run: Any, *shapes: Any) -> Any:
+        return lambda: jax.jit(run, donate_argnums=1, keep_unused=True).lower(*shapes)
 
-    def dispatch(self, step: BuiltStep) -> InstantResults:
-        if not step.samples:
-            return InstantResults(None)
-        start = self.num_drawn % (len(self.tokens) - len(step.samples))
-        self.num_drawn += len(step.samples)
-        tokens: Any = self.tokens[start : start + len(step.samples)]
-        are_finite: Any = np.ones(len(tokens), bool)
-        return InstantResults(SampledRows(token_ids=tokens, is_finite=are_finite))
+    paths = [("layers", index) for index in range(NUM_WEIGHTS - 1)] + [("head", 0)]
+    state_of_model = nnx.from_flat_state({path: nnx.Param(jnp.zeros(1)) for path in paths})
+    weights = Weights(None, state_of_model, jnp.float32, of_logits=("head",))
+    leaves, of_logits = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
+    state = jax.eval_shape(allocate)
+    _, hidden, samples = jax.eval_shape(forward, leaves, state, None)
+    programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
+    for size in buckets.num_tokens:
+        packed = StepInputs(jnp.zeros(builder.layouts[size].size, jnp.int32))
+        programs["forward", size] = lower(forward, leaves, state, packed)
+    for mode in (SampleMode.GREEDY, SampleMode.FULL):
+        for size in buckets.num_samples:
+            programs["sample", size, mode] = lower(
+                partial(sample, size), tuple(of_logits), state.last_tokens, hidden, samples
+            )
+    return Runner(weights=weights, plan=CompilePlan(programs), buckets=buckets, mesh=mesh)
 
 
 @dataclass
@@ -88,7 +120,7 @@ class Stopwatch:
         """Microseconds, median and 99th percentile, of each and of what a step takes in all."""
         columns = {name: np.array(values) for name, values in self.seconds.items()}
         columns["schedule + process"] = columns["schedule"] + columns["process"]
-        columns["sum"] = columns["schedule + process"] + columns["build"]
+        columns["sum"] = columns["schedule + process"] + columns["build"] + columns["dispatch"]
         return {
             name: {f"p{q}": round(1e6 * float(np.percentile(values, q)), 1) for q in (50, 99)}
             for name, values in columns.items()
@@ -109,8 +141,9 @@ class Host:
             watermark=0.01,
             clock=time.monotonic,
         )
+        buckets = make_buckets(max_num_batched_tokens=num_tokens, max_num_seqs=num_running, platform="gpu")
         builder = StepInputBuilder(
-            buckets=make_buckets(max_num_batched_tokens=num_tokens, max_num_seqs=num_running, platform="gpu"),
+            buckets=buckets,
             backend=XlaBackend(),
             block_size=block_size,
             num_groups=1,
@@ -122,10 +155,11 @@ class Host:
         self.random = random.Random(0)
         self.num_running = num_running
         self.num_requests = 0
+        self.runner = instant_runner(buckets, builder, num_running, pages)
         self.core = Core(
             scheduler=scheduler,
             builder=builder,
-            runner=InstantRunner(rng.integers(10, VOCAB_SIZE, 1 << 16, dtype=np.int32)),
+            runner=self.runner,
             outputs=OutputProcessor(None, eos_token_ids=(2,)),
             clock=time.monotonic,
         )
@@ -150,16 +184,18 @@ class Host:
     def step(self) -> int:
         """One step; returns the requests that it ended."""
         self.core.dispatch()
+        jax.block_until_ready(self.runner.state)  # The device's time is not the host's.
         self.core.retire()
         num_ended = len(self.core.scheduler.ended)
         self.core.scheduler.ended.clear()
         return num_ended
 
     def watched(self) -> Stopwatch:
-        """A stopwatch on the three parts of a step."""
+        """A stopwatch on the four parts of a step."""
         watch, core = Stopwatch(), self.core
         core.scheduler.schedule = watch.wrap("schedule", Scheduler.schedule.__get__(core.scheduler))  # type: ignore[method-assign]
         core.builder.build = watch.wrap("build", StepInputBuilder.build.__get__(core.builder))  # type: ignore[method-assign]
+        self.runner.dispatch = watch.wrap("dispatch", self.runner.dispatch)  # type: ignore[method-assign]
         core.retire = watch.wrap("process", Core.retire.__get__(core))  # type: ignore[method-assign]
         return watch
 

@@ -77,7 +77,8 @@ def step_programs(
     """Programs of an engine: one forward per token bucket, samplers per row bucket and mode, table updates, page moves.
 
     With `num_decode_steps` above 1 also a decoding program for each token bucket up to the sequences' number.
-    Programs take the weights as a flat tuple of arrays: a call need not take a tree of modules apart.
+    Programs take the weights as a flat tuple of arrays, samplers those of the logits: a call need not take a tree of
+    modules apart.
 
     `weights` holds shapes and dtypes; `cache` is the cache without its arrays (`pages` is not read). A page
     table is `max_pages` wide, and there are `max_num_seqs` state slots beside the null slot. Without host pages
@@ -115,9 +116,16 @@ def step_programs(
         inputs = StepInputs(shape((step_layout.size,), jnp.int32))
         return step_program(partial(decode, layout=step_layout), f"decode_{num_rows}", state, inputs)
 
+    some_leaves, whole_state = weights.split_logits()
+
     def lower_sample(num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
-        run = partial(sample_rows, num_rows=num_rows, mode=mode, max_logprobs=max_logprobs)
-        return step_program(run, f"sample_{num_rows}_{mode.value}", state.last_tokens, hidden, samples)
+        sample = partial(sample_rows, num_rows=num_rows, mode=mode, max_logprobs=max_logprobs)
+
+        def run(leaves: tuple[Any, ...], *arguments: Any) -> Any:
+            return sample(weights.graph, whole_state(leaves), *arguments)
+
+        run.__name__ = f"sample_{num_rows}_{mode.value}"
+        return jax.jit(run, donate_argnums=1).lower(tuple(some_leaves), state.last_tokens, hidden, samples)
 
     def lower_tables() -> jax.stages.Lowered:
         return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)

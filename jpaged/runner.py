@@ -58,6 +58,7 @@ class Runner:
     def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
         self.weights = weights
         self._leaves = tuple(jax.tree.leaves(weights.state))
+        self._leaves_of_logits = tuple(weights.split_logits()[0])
         self.state: DeviceState = plan.get(ALLOCATE_KEY)()
         self.plan = plan
         self.buckets = buckets
@@ -97,7 +98,7 @@ class Runner:
         if not step.samples:
             return StepOutputs(None)
         run_sample = self.plan.get(sample_key(self.buckets, len(step.samples), step.mode))
-        last_tokens, sampled = run_sample(self._leaves, self.state.last_tokens, hidden, samples)
+        last_tokens, sampled = run_sample(self._leaves_of_logits, self.state.last_tokens, hidden, samples)
         self.state = replace(self.state, last_tokens=last_tokens)
         return StepOutputs(sampled)
 

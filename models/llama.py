@@ -95,6 +95,8 @@ class Llama(nnx.Module):
     """A decoder of the Llama family. `__call__` gives hidden states, `logits` turns chosen rows into scores."""
 
     tensor_names = TENSOR_NAMES
+    of_logits = ("embed", "head")
+    """What `logits` needs: the second, or the first where they are tied."""
 
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         is_tied = config.tie_word_embeddings

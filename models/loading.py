@@ -10,7 +10,7 @@ import contextlib
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -54,6 +54,22 @@ class Weights:
     state: Any
     stream_dtype: Any
     """Of the hidden states."""
+    of_logits: tuple[str, ...]
+    """The modules that turn hidden states into scores."""
+
+    def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        """(leaves that scores need, how to put a state together of those alone): for a call that hands over no more."""
+        flat = nnx.to_flat_state(self.state)
+        leaves, tree = jax.tree.flatten(self.state)
+        places = [place for place, (path, _) in enumerate(flat) if path[0] in self.of_logits]
+
+        def whole(some: Sequence[Any]) -> Any:
+            found: list[Any] = [jnp.zeros(())] * len(leaves)
+            for place, leaf in zip(places, some, strict=True):
+                found[place] = leaf
+            return jax.tree.unflatten(tree, found)
+
+        return [leaves[place] for place in places], whole
 
     @property
     def size_bytes(self) -> int:
@@ -68,8 +84,9 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
     make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform, dtype)
-    graph, state = nnx.split(ARCHITECTURES[config.architecture](config, make=make))
-    return Weights(graph, state, make.stream_dtype)
+    model = ARCHITECTURES[config.architecture]
+    graph, state = nnx.split(model(config, make=make))
+    return Weights(graph, state, make.stream_dtype, model.of_logits)
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -267,5 +284,6 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
         return jnp.asarray(values.astype(dtype))
 
     make = WeightMaker(new, 1, jax.default_backend(), dtype)
-    graph, state = nnx.split(ARCHITECTURES[config.architecture](config, make=make))
-    return Weights(graph, state, make.stream_dtype)
+    model = ARCHITECTURES[config.architecture]
+    graph, state = nnx.split(model(config, make=make))
+    return Weights(graph, state, make.stream_dtype, model.of_logits)

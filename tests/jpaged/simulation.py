@@ -429,6 +429,7 @@ class Life:
             "table update batch": host.runner.num_update_batches,
             "long prompt in chunks": scheduled["prefill_chunks"],
             "chunks cut to a bucket": scheduled["chunks_cut"],
+            "prefix awaited": scheduled["await_prefix"],
             "hit": sum(start > 0 for start in host.first_starts.values()),
         }
         events |= {f"abort {stage}": scheduled[f"abort_{stage}"] for stage in STAGES}

@@ -15,7 +15,7 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys):
     assert main(["bench", "scheduler", *sizes, "-o", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["running"], result["prompt_tokens"], result["output_tokens"]) == (4, 512, 128)
-    assert set(result["decode_step"]) == {"schedule", "build", "process", "schedule + process", "sum"}
+    assert set(result["decode_step"]) == {"schedule", "build", "dispatch", "process", "schedule + process", "sum"}
     for values in result["decode_step"].values():
         assert 0 < values["p50"] <= values["p99"]
     assert set(result["us_per_request"]) == set(result["steps_with_newcomers"]) == {"3", "9"}
