@@ -27,7 +27,8 @@ MAX_BYPASSES = 8
 MAX_PASSED = 4
 """Requests that do not fit yet among which a step looks for one that does."""
 MAX_PARKED = 32
-"""The same for requests that only a gate, or a prefix on its way, keeps waiting. Any number of later ones may pass."""
+"""The same for requests that only a gate keeps waiting, which any number of later ones may pass, or a prefix on its way:
+who was passed too often for that computes it himself."""
 
 
 class Admission:
@@ -101,13 +102,14 @@ class Admission:
     def admit(self, budget: int) -> None:
         """Let waiting requests run, in order, but none before a swapped one whose turn is sooner.
 
-        One that does not fit yet may be passed by a few later ones that do. Whom only the gate refuses, or who waits
-        for a prefix that somebody computes, stands in nobody's way.
+        One that does not fit yet, or waits for a prefix that somebody computes, may be passed by a few later ones that
+        do. Whom only the gate refuses stands in nobody's way.
         """
         scheduler = self.scheduler
         if not self.waiting:
             return
         passed: list[Request] = []
+        expectant: list[Request] = []
         parked: list[Request] = []
         has_admitted = False
         self._publishing = [other for other in scheduler.running if scheduler.is_publishing(other)]
@@ -125,16 +127,16 @@ class Admission:
                 budget -= scheduler.start(request, match, budget)
                 has_admitted = True
                 self._publishing.append(request)
-                for other in passed:
+                for other in passed + expectant:
                     other.num_bypassed += 1
                     other.pages_wanted = 0  # The newcomer may share some with it: worth a look in the next step.
                     scheduler.counts["bypass"] += 1
             else:
-                (parked if request.awaits_prefix else passed).append(request)
-            is_their_turn = any(other.num_bypassed >= MAX_BYPASSES for other in passed)
-            if is_their_turn or len(passed) == MAX_PASSED or len(parked) == MAX_PARKED:
+                (expectant if request.awaits_prefix else passed).append(request)
+            is_their_turn = any(other.num_bypassed >= MAX_BYPASSES for other in passed + expectant)
+            if is_their_turn or len(passed) == MAX_PASSED or len(expectant + parked) == MAX_PARKED:
                 break
-        for request in passed + parked:
+        for request in passed + expectant + parked:
             self.waiting.push(request)
         if has_admitted:
             self._admitting.append((scheduler.step + 1, self.step_time))
@@ -164,7 +166,8 @@ class Admission:
         request.pages_wanted = demand.pages_now(request) - blocks.prefixes.num_shared(match)
         request.next_hash = match.next_hash
         num_pending = first.num_tokens - match.num_pages * blocks.block_size
-        if match.next_hash is not None and self._is_on_its_way(first, match, num_pending):
+        may_wait = match.next_hash is not None and request.num_bypassed < MAX_BYPASSES
+        if may_wait and self._is_on_its_way(first, match, num_pending):
             request.awaits_prefix = True
             return None
         is_too_long = not self.scheduler.enable_chunked_prefill and num_pending > budget

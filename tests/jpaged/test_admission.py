@@ -2,6 +2,7 @@
 
 import pytest
 
+from jpaged.admission import MAX_BYPASSES
 from jpaged.errors import QueueFullError
 from jpaged.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.prefix_hash import CacheKey
@@ -592,7 +593,20 @@ def test_requests_wait_for_a_prefix_that_somebody_computes_and_compute_only_the_
     assert [request.state for request in others] == [WAITING, WAITING]
     assert chunks(host.step()) == [(request, 3) for request in others]
     assert [request.num_cached_tokens for request in others] == [16, 16]
-    assert host.scheduler.counts["bypass"] == 0
+    host.run()
+
+
+def test_who_was_passed_too_often_waits_for_no_prefix():
+    """Eight newcomers pass; then it is computed twice."""
+    host = Host(max_num_batched_tokens=128, max_num_seqs=32, long_prefill_token_threshold=12)
+    host.add(prompt(40), max_tokens=2)
+    request = host.add(prompt(48), max_tokens=2)
+    strangers = [host.add(prompt(2, 500 + 10 * index), max_tokens=2) for index in range(MAX_BYPASSES + 1)]
+    work = host.step()
+    assert [one.state for one in strangers] == [RUNNING] * MAX_BYPASSES + [WAITING]
+    assert request not in dict(chunks(work))
+    assert request in dict(chunks(host.step()))
+    assert strangers[-1].state is RUNNING
     host.run()
 
 

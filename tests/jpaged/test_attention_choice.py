@@ -29,7 +29,7 @@ def tpu(kind="TPU v6 lite"):
 
 
 def test_each_platform_has_its_default():
-    assert choose_attention("auto", MODEL, CPU).backend == XlaBackend(platform="cpu")
+    assert choose_attention("auto", MODEL, CPU).backend == XlaBackend(platform="cpu", share_prefixes=True)
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     assert choose_attention("auto", MODEL, gpu).backend == XlaBackend(platform="gpu")
     for kind, chip in (("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("TPU7x", "v7x")):

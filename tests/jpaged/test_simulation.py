@@ -43,6 +43,7 @@ FLOORS = {
     "ignored": 600,
     "long prompt in chunks": 10000,
     "pin": 1000,
+    "prefix awaited": 500,
     "preemption by recompute": 1000,
     "refused: InvalidRequestError": 1000,
     "refused: QueueFullError": 3000,
