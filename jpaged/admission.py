@@ -27,7 +27,7 @@ MAX_BYPASSES = 8
 MAX_PASSED = 4
 """Requests that do not fit yet among which a step looks for one that does."""
 MAX_PARKED = 32
-"""The same for requests that only a gate keeps waiting, which any number of later ones may pass, or a prefix on its way:
+"""The same for requests that only a gate keeps waiting, whom any number of later ones may pass, or a prefix on its way:
 who was passed too often for that computes it himself."""
 
 
