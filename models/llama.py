@@ -37,7 +37,7 @@ TENSOR_NAMES = {
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
+    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         hidden, head = config.hidden_size, config.head_size
         queries, keys = config.num_heads * head, config.num_kv_heads * head
         self.qkv_proj = FusedLinear(
@@ -48,15 +48,12 @@ class Attention(nnx.Module):
             make=make,
         )
         self.o_proj = Linear(config.num_heads * head, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
-        self.layer, self.head_size, self.window = layer, head, config.windows[layer]
+        self.head_size = head
 
-    def __call__(
-        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], Any]:
+    def project(self, x_TD: Float[Array, "T D"], rotation: Rotation) -> list[Float[Array, "T H S"]]:
+        """Queries, keys and values, the first two rotated."""
         q_TNH, k_TKH, v_TKH = (part.reshape(x_TD.shape[0], -1, self.head_size) for part in self.qkv_proj(x_TD))
-        q_TNH, k_TKH, scale = rotation.apply(q_TNH), rotation.apply(k_TKH), self.head_size**-0.5
-        out_TNH, cache = cache.attend(self.layer, q_TNH, k_TKH, v_TKH, step, scale=scale, window=self.window)
-        return self.o_proj(out_TNH.reshape(x_TD.shape[0], -1)), cache
+        return [rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH]
 
 
 class MLP(nnx.Module):
@@ -75,20 +72,28 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind its norm and added to the stream."""
+    """Attention and MLP, each behind its norm and added to the stream.
 
-    def __init__(self, config: ModelConfig, layer: int, *, make: WeightMaker) -> None:
+    What comes before and after the cache is a function of its own: the layers differ in their weights alone, so it is
+    traced once and not once a layer.
+    """
+
+    def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
-        self.attention = Attention(config, layer, make=make)
+        self.attention = Attention(config, make=make)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
         self.mlp = MLP(config, make=make)
 
-    def __call__(
-        self, x_TD: Float[Array, "T D"], rotation: Rotation, cache: AttentionCache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], Any]:
-        attended_TD, cache = self.attention(self.attention_norm(x_TD), rotation, cache, step)
-        x_TD = x_TD + attended_TD
-        return x_TD + self.mlp(self.mlp_norm(x_TD)), cache
+    @jax.jit
+    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation) -> list[Float[Array, "T H S"]]:
+        """Queries, keys and values."""
+        return self.attention.project(self.attention_norm(x_TD), rotation)
+
+    @jax.jit
+    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        """The stream behind the layer, given what its heads have found."""
+        x_TD = x_TD + self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class Llama(nnx.Module):
@@ -101,9 +106,9 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         is_tied = config.tie_word_embeddings
         self.embed = Embedding(config.vocab_size, config.hidden_size, is_tied=is_tied, make=make)
-        self.layers = nnx.List([DecoderLayer(config, i, make=make) for i in range(config.num_layers)])
+        self.layers = nnx.List([DecoderLayer(config, make=make) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, make=make)
-        self.rope, self.head_size = config.rope, config.head_size
+        self.rope, self.head_size, self.windows = config.rope, config.head_size, config.windows
         # A tied model has no matrix of its own for the output.
         self.head = (
             nnx.data(None)
@@ -118,8 +123,11 @@ class Llama(nnx.Module):
         x_TD = self.embed(token_ids)
         frequencies, factor = inverse_frequencies(self.rope, self.head_size), attention_factor(self.rope)
         rotation = rotation_at(step.positions, frequencies, factor)
-        for layer in self.layers:
-            x_TD, cache = layer(x_TD, rotation, cache, step)
+        for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotation)
+            scale = self.head_size**-0.5
+            out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, step, scale=scale, window=window)
+            x_TD = layer.after(x_TD, out_TNH)
         return self.norm(x_TD), cache
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:

@@ -89,19 +89,20 @@ def product_bytes(weights, mesh, num_tokens):
     with jax.set_mesh(mesh):
         lowered = jax.jit(run).lower(jax.tree.leaves(weights.state), token)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    cost = lowered.compile({"xla_tpu_scoped_vmem_limit_kib": str(VMEM_KIB)} if on_tpu else None).cost_analysis()
+    compiled = lowered.compile({"xla_tpu_scoped_vmem_limit_kib": str(VMEM_KIB)} if on_tpu else None)
+    cost = compiled.cost_analysis()
     cost = cost[0] if isinstance(cost, list) else cost
     by_path = {path: _bytes(leaf) for path, leaf in nnx.to_flat_state(weights.state)}
     table, is_tied = by_path["embed", "weight"], ("head", "weight") not in by_path
     in_products = sum(by_path.values()) - (0 if is_tied else table)
-    native = sum(_tensor_bytes(line) for line in lowered.as_text().splitlines() if "@jpaged_product" in line)
+    native = sum(_tensor_bytes(line) for line in compiled.as_text().splitlines() if "jpaged_product" in line)
     return (cost or {}).get("bytes accessed", 0) + native - (0 if on_tpu else table), in_products
 
 
 def _tensor_bytes(line):
     """Of all that a custom call takes and gives."""
-    tensors = re.findall(r"tensor<([\dx]+)x(f32|bf16)>", line)
-    return sum(_count(map(int, dims.split("x"))) * (4 if kind == "f32" else 2) for dims, kind in tensors)
+    tensors = re.findall(r"(f32|bf16)\[([\d,]+)\]", line.partition("api_version")[0])
+    return sum(_count_text(dims) * (4 if kind == "f32" else 2) for kind, dims in tensors)
 
 
 def _bytes(leaf):

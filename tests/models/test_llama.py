@@ -122,8 +122,7 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
     config, weights = open_family(directory)
     golden = load_file(directory / "golden.safetensors")
     model = nnx.merge(weights.graph, weights.state)
-    for layer in model.layers:
-        layer.attention.window += 1
+    model.windows = tuple(window + 1 for window in model.windows)
     whole, _ = chunked_logits(
         config, replace(weights, state=nnx.state(model), graph=nnx.graphdef(model)), golden["tokens"]
     )
