@@ -129,9 +129,11 @@ def assemble(
         raise
     load_seconds = time.monotonic() - start
     runner = Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
-    plan.start(behind)
     if config.warmup == "full":
+        plan.start(behind)
         plan.wait()
+    else:
+        plan.start_later(behind)
     return EngineParts(
         config=config,
         opened=opened,

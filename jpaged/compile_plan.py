@@ -17,6 +17,7 @@ import jax
 
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_COMPILERS = 2
+LATER_S = 2.0
 
 Key = Hashable
 Lower = Callable[[], jax.stages.Lowered]
@@ -35,6 +36,8 @@ class CompilePlan:
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
         self._serving: set[int] = set()
         self._is_closed = False
+        self._later: list[Key] = []
+        self._timer: threading.Timer | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @property
@@ -45,7 +48,7 @@ class CompilePlan:
     @property
     def is_compiling(self) -> bool:
         """Whether something that was asked for is not ready."""
-        return not all(future.done() for future in self._futures.values())
+        return bool(self._later) or not all(future.done() for future in self._futures.values())
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile these in the background, two at a time, in this order; `progress(done, total)`.
@@ -62,6 +65,19 @@ class CompilePlan:
             future = self._futures[key] = self._compilers.submit(self._compile, key)
             if progress is not None:
                 future.add_done_callback(lambda _: progress(next(done), len(missing)))
+
+    def start_later(self, keys: Iterable[Key]) -> None:
+        """The same as soon as `start_rest` is called, or after a while: compiling takes time from the first step."""
+        self._later = list(keys)
+        self._timer = threading.Timer(LATER_S, self.start_rest)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def start_rest(self) -> None:
+        """Compile what was put off. Further calls do nothing."""
+        keys, self._later = self._later, []
+        if keys and not self._is_closed:
+            self.start(keys)
 
     def get(self, key: Key) -> jax.stages.Compiled:
         """The executable of `key`; waits for it if it is not ready. Raises what its compilation raised."""
@@ -92,6 +108,8 @@ class CompilePlan:
         """Stop compiling and counting, and drop the executables. What is being compiled is waited for."""
         if not self._is_closed:
             self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
             jax.monitoring.unregister_event_duration_listener(self._on_event)
             self._compilers.shutdown(cancel_futures=True)
             self._futures.clear()

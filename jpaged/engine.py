@@ -384,6 +384,7 @@ class Engine:
                 while len(self.core.in_flight) < depth and not self.core.dispatch().is_empty:
                     pass
                 samples = self.core.retire() if self.core.in_flight else []
+                self.runner.plan.start_rest()
                 self.core.drop()
         except BaseException:
             # The device state may be half written, or gone with a donation: live requests compute theirs anew.
