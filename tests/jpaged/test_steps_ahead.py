@@ -220,3 +220,17 @@ def test_warmup_full_compiles_the_plan_at_start_and_off_nothing(tmp_path: Path) 
         engine.generate([[5, 6, 7]], replace(GREEDY, max_tokens=2), use_tqdm=False)
         # The prompt's bucket, its sampler, and the second token's.
         assert engine.stats()["executables"] <= 4
+
+
+def test_the_first_token_does_not_wait_for_executables_of_later_steps(tiny: str) -> None:
+    """They are compiled behind it: no step is dispatched ahead that would have to wait for one."""
+    with Engine(tiny, **SIZES) as engine, traced(engine) as events:
+        engine.runner.plan.start_later([("decode", 8)])
+        engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
+        while not (outputs := engine.step()):
+            pass
+        assert outputs[0].outputs[0].token_ids
+        assert events == [("dispatch", 0), ("read", 0)]
+        engine.runner.plan.wait()
+        while engine.has_unfinished_requests():
+            engine.step()
