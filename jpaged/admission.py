@@ -177,13 +177,14 @@ class Admission:
     def _is_on_its_way(self, sequence: Sequence, match: PrefixMatch, num_pending: int) -> bool:
         """Whether somebody who runs is about to publish most of what the sequence would compute once more.
 
-        It waits if that spares it half of its own tokens, and is not far behind what the other has still to compute.
+        It waits if that spares it half of its own tokens, is not far behind what the other has still to compute, and
+        the other is served before it.
         """
         block_size, start = self.scheduler.blocks.block_size, match.num_pages
         for request in self._publishing:
             other = request.live[0]
             hashes = other.page_hashes[: request.prompt_len // block_size]
-            if start >= len(hashes) or hashes[start] != match.next_hash:
+            if start >= len(hashes) or hashes[start] != match.next_hash or request.order > sequence.request.order:
                 continue
             pairs = zip(hashes[start:], sequence.page_hashes[start:], strict=False)
             num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

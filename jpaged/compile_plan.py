@@ -36,6 +36,8 @@ class CompilePlan:
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
         self._serving: set[int] = set()
         self._is_closed = False
+        self._lock = threading.RLock()
+        """The thread of steps, a timer and whoever closes come at any time."""
         self._later: list[Key] = []
         self._timer: threading.Timer | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
@@ -43,56 +45,66 @@ class CompilePlan:
     @property
     def num_compiled(self) -> int:
         """Executables that are ready."""
-        return sum(future.done() for future in self._futures.values())
+        with self._lock:
+            return sum(future.done() for future in self._futures.values())
 
     @property
     def is_compiling(self) -> bool:
         """Whether something that was asked for is not ready."""
-        return bool(self._later) or not all(future.done() for future in self._futures.values())
+        with self._lock:
+            return bool(self._later) or not all(future.done() for future in self._futures.values())
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile these in the background, two at a time, in this order; `progress(done, total)`.
 
         KeyError for a key outside the plan: shapes are fixed at start.
         """
-        missing = [key for key in dict.fromkeys(keys) if key not in self._futures]
-        if unknown := [key for key in missing if key not in self.programs]:
-            raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
-        if progress is not None and missing:
-            progress(0, len(missing))
-        done = count(1)
-        for key in missing:
-            future = self._futures[key] = self._compilers.submit(self._compile, key)
-            if progress is not None:
-                future.add_done_callback(lambda _: progress(next(done), len(missing)))
+        with self._lock:
+            missing = [key for key in dict.fromkeys(keys) if key not in self._futures]
+            if unknown := [key for key in missing if key not in self.programs]:
+                raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
+            if progress is not None and missing:
+                progress(0, len(missing))
+            done = count(1)
+            for key in missing:
+                future = self._futures[key] = self._compilers.submit(self._compile, key)
+                if progress is not None:
+                    future.add_done_callback(lambda _: progress(next(done), len(missing)))
 
     def start_later(self, keys: Iterable[Key]) -> None:
         """The same as soon as `start_rest` is called, or after a while: compiling takes time from the first step."""
-        self._later = list(keys)
-        self._timer = threading.Timer(LATER_S, self.start_rest)
-        self._timer.daemon = True
-        self._timer.start()
+        with self._lock:
+            self._later = list(keys)
+            if self._later:
+                self._timer = threading.Timer(LATER_S, self.start_rest)
+                self._timer.daemon = True
+                self._timer.start()
 
     def start_rest(self) -> None:
         """Compile what was put off. Further calls do nothing."""
-        keys, self._later = self._later, []
-        if keys and not self._is_closed:
-            self.start(keys)
+        with self._lock:
+            keys, self._later = self._later, []
+            if keys and not self._is_closed:
+                self.start(keys)
 
     def get(self, key: Key) -> jax.stages.Compiled:
         """The executable of `key`; waits for it if it is not ready. Raises what its compilation raised."""
-        future = self._futures.get(key)
+        with self._lock:
+            future = self._futures.get(key)
         if future is None or not future.done():
             start = time.monotonic()
-            self.start([key])
-            future = self._futures[key]
+            with self._lock:
+                self.start([key])
+                future = self._futures[key]
             wait([future])
             self.waited_seconds += time.monotonic() - start
         return future.result()
 
     def wait(self) -> None:
         """Wait for everything that was asked for; raises what a compilation raised."""
-        for future in list(self._futures.values()):
+        with self._lock:
+            futures = list(self._futures.values())
+        for future in futures:
             future.result()
 
     @contextmanager
@@ -106,13 +118,15 @@ class CompilePlan:
 
     def close(self) -> None:
         """Stop compiling and counting, and drop the executables. What is being compiled is waited for."""
-        if not self._is_closed:
-            self._is_closed = True
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed, self._later = True, []
             if self._timer is not None:
                 self._timer.cancel()
-            jax.monitoring.unregister_event_duration_listener(self._on_event)
-            self._compilers.shutdown(cancel_futures=True)
-            self._futures.clear()
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._compilers.shutdown(cancel_futures=True)
+        self._futures.clear()
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         return self.programs[key]().compile()

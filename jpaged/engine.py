@@ -378,9 +378,10 @@ class Engine:
         try:
             with self.runner.plan.serving():
                 self.core.drop()
-                # The step after the one that is read is under way before that is read; but not while executables are
-                # being compiled, of which it may have to wait for one.
-                depth = 1 if self.runner.plan.is_compiling else self._depth
+                # The step after the one that is read is under way before that is read; but not, on a CPU, while
+                # executables are being compiled: it may have to wait for one, and all share the cores.
+                is_busy = self.device.platform == "cpu" and self.runner.plan.is_compiling
+                depth = 1 if is_busy else self._depth
                 while len(self.core.in_flight) < depth and not self.core.dispatch().is_empty:
                     pass
                 samples = self.core.retire() if self.core.in_flight else []

@@ -259,10 +259,12 @@ class _Memory:
         """An array that begins where JAX aliases it. It keeps its piece alive."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
-            if self._used + num_bytes > len(self._piece):
-                self._piece, self._used = _large_pages(max(num_bytes, PIECE_BYTES)), 0
             piece, start = self._piece, self._used
-            self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            if start + num_bytes > len(piece):
+                # What is large by itself has a piece of its own, and the smaller ones go on where they were.
+                piece, start = _large_pages(num_bytes if num_bytes > PIECE_BYTES // 4 else PIECE_BYTES), 0
+            if piece is self._piece or len(piece) == PIECE_BYTES:
+                self._piece, self._used = piece, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
         return piece[start : start + num_bytes].view(dtype).reshape(shape)
 
 

@@ -632,6 +632,17 @@ def test_nobody_waits_for_a_prefix_without_a_cache():
     host.run()
 
 
+def test_nobody_waits_for_who_is_served_later():
+    """Its prompt may take long to be computed."""
+    host = Host(max_num_batched_tokens=64, policy=POLICIES["priority"], long_prefill_token_threshold=12)
+    host.add(prompt(16), max_tokens=2, priority=5)
+    host.step()
+    sooner, later = (host.add(prompt(18), max_tokens=2, priority=priority) for priority in (1, 9))
+    host.step()
+    assert (sooner.state, later.state) == (RUNNING, WAITING)
+    host.run()
+
+
 @pytest.mark.parametrize("lora_name", [None, "a"])
 def test_nobody_waits_for_the_prefix_of_another_adapter(lora_name):
     host = Host(max_num_batched_tokens=64)

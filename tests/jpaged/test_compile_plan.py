@@ -87,6 +87,11 @@ def test_a_closed_plan_compiles_nothing_more(plan, lowering, monkeypatch):
     assert lowering.begun == []
 
 
+def test_nothing_put_off_is_nothing_to_wait_for(plan):
+    plan.start_later([])
+    assert not plan.is_compiling
+
+
 def test_it_says_whether_something_is_being_compiled(plan, lowering):
     assert not plan.is_compiling
     lowering.may_go_on.clear()
