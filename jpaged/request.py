@@ -148,7 +148,7 @@ class Request:
     fits_under: tuple[int, int, int] | None = None
     """Under which conditions it was found that it could run if it were alone."""
     num_bypassed: int = 0
-    """Later requests that were admitted before it because they fitted and it did not."""
+    """Later requests that were admitted before it: they fitted and it did not, or it waited for a prefix."""
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
