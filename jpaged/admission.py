@@ -181,12 +181,14 @@ class Admission:
         the other is served before it.
         """
         block_size, start = self.scheduler.blocks.block_size, match.num_pages
+        most = self.scheduler.demand.match_limit(sequence) // block_size
         for request in self._publishing:
-            other = request.live[0]
-            hashes = other.page_hashes[: request.prompt_len // block_size]
-            if start >= len(hashes) or hashes[start] != match.next_hash or request.order > sequence.request.order:
+            other, end = request.live[0], request.prompt_len // block_size
+            if request.order > sequence.request.order or other.page_hashes[start : min(start + 1, end)] != [
+                match.next_hash
+            ]:
                 continue
-            pairs = zip(hashes[start:], sequence.page_hashes[start:], strict=False)
+            pairs = zip(other.page_hashes[start:end], sequence.page_hashes[start:most], strict=False)
             num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if 2 * num_same * block_size >= max(num_pending, other.num_tokens - other.num_computed):
                 self.scheduler.counts["await_prefix"] += 1

@@ -98,7 +98,10 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
             programs["sample", size, mode] = lower(
                 partial(sample, size), tuple(of_logits), state.last_tokens, hidden, samples
             )
-    return Runner(weights=weights, plan=CompilePlan(programs), buckets=buckets, mesh=mesh)
+    plan = CompilePlan(programs)
+    plan.start(programs)
+    plan.wait()
+    return Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
 
 
 @dataclass
@@ -210,6 +213,7 @@ def bench_decode(*, num_running: int, block_size: int, num_steps: int) -> dict[s
     watch = host.watched()
     for _ in range(min(num_steps, OUTPUT_LEN - 10)):
         host.step()
+    host.runner.close()
     return watch.summary()
 
 
@@ -229,6 +233,7 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
         num_ended += _replace(host)
     seconds = time.perf_counter() - start
     assert len(host.core.scheduler.waiting) >= num_queued, "the queue has kept its length"
+    host.runner.close()
     return {"queued": num_queued, "us_per_request": round(1e6 * seconds / num_ended, 1), "step_us": watch.summary()}
 
 

@@ -204,8 +204,8 @@ def host_has(feature: str) -> bool:
     return _features().get(feature, False)
 
 
-@cache
 def _machine() -> llvm.TargetMachine:
+    """Another one for each engine, which takes it over and frees it."""
     features = _features().flatten()
     return llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3
