@@ -24,11 +24,14 @@ from llvmlite import ir
 
 from .cpu_code import F32, I32, I64, Code, constant, declared, has_long_vectors, host_has, register
 from .cpu_handler import Buffer, handler
+from .cpu_tiles import has_tiles, tile_handler
 
 PANEL = 32
 """Columns of W that lie together. Two cache lines of float32."""
 VECTORS = 2
 """Of sums of a row in registers."""
+DEPTH_OF_PAIRS = 32
+"""K is a multiple of it where pairs lie in panels: what a matrix unit multiplies at once."""
 WORDS_AT_ONCE = 768
 """Of a column, at most: that much of a panel stays in the second cache while all rows of x are multiplied with it."""
 WORTH_HELP = 1 << 16
@@ -38,15 +41,15 @@ WORTH_HELP = 1 << 16
 def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
     """Of a weight [K, N] in panels. Columns and pairs that there are not are zeros."""
     panels = -(-num_out // PANEL)
-    return (panels, -(-depth // 2), PANEL, 2) if jnp.dtype(dtype) == jnp.bfloat16 else (panels, depth, PANEL)
+    return (panels, -(-depth // DEPTH_OF_PAIRS) * DEPTH_OF_PAIRS // 2, PANEL, 2) if jnp.dtype(dtype) == jnp.bfloat16 else (panels, depth, PANEL)
 
 
 def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
     """`buffer`, of that shape, with zeros where no column and no pair will be written."""
     if num_out % PANEL:
         buffer[-1] = 0
-    if buffer.ndim == 4 and depth % 2:
-        buffer[:, -1] = 0
+    if buffer.ndim == 4:
+        buffer[:, depth // 2 :] = 0
     return buffer
 
 
@@ -70,7 +73,7 @@ def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
         else:
             target[:, :, : depth // 2] = some[..., : depth // 2 * 2].reshape(*some.shape[:2], -1, 2)
             if depth % 2:
-                target[:, :, -1, 0] = some[..., -1]
+                target[:, :, depth // 2, 0] = some[..., -1]
         done += some.shape[0] * some.shape[1]
 
 
@@ -97,11 +100,14 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
             f"product: got a weight of shape {panels.shape}, wanted {wanted}: panels of {x.shape[1]} × {num_out}"
         )
     are_pairs = x.dtype == jnp.bfloat16
-    if are_pairs and x.shape[1] % 2:
-        x = jnp.pad(x, ((0, 0), (0, 1)))
+    if are_pairs and (rest := 2 * panels.shape[1] - x.shape[1]):
+        x = jnp.pad(x, ((0, 0), (0, rest)))
     num_rows, has_long = x.shape[0], has_long_vectors()
-    num_groups = -(-num_rows // _most_rows(has_long))
-    name = _handler(are_pairs, are_pairs and host_has("avx512bf16"), has_long, num_rows // num_groups)
+    if are_pairs and has_tiles():
+        name = tile_handler(PANEL, WORTH_HELP)
+    else:
+        num_groups = -(-num_rows // _most_rows(has_long))
+        name = _handler(are_pairs, are_pairs and host_has("avx512bf16"), has_long, num_rows // num_groups)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
     return out[:, :num_out]
 

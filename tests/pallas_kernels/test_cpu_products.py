@@ -53,10 +53,15 @@ def test_products_are_what_they_should_be(depth: int, num_out: int, dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_long", [False, True])
-def test_other_processors_multiply_as_well(dtype: str, has_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those without pairs of bfloat16, with vectors of sixteen lanes and of eight."""
-    monkeypatch.setattr(cpu_products, "host_has", lambda feature: False)
+@pytest.mark.parametrize(("has_pairs", "has_long"), [(False, False), (False, True), (True, True)])
+def test_other_processors_multiply_as_well(
+    dtype: str, has_pairs: bool, has_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without a matrix unit; without pairs of bfloat16; with vectors of sixteen lanes and of eight."""
+    if has_pairs and not cpu_products.host_has("avx512bf16"):
+        pytest.skip("this processor has no products of pairs")
+    monkeypatch.setattr(cpu_products, "has_tiles", lambda: False)
+    monkeypatch.setattr(cpu_products, "host_has", lambda feature: has_pairs)
     monkeypatch.setattr(cpu_products, "has_long_vectors", lambda: has_long)
     for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):
         for rows in (3, 7, 40):
