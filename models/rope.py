@@ -55,7 +55,7 @@ class Rotation:
 
     def apply(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         """Rotate lane pairs (i, i + H/2) of every head, in float32."""
-        rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._flip, default=self._join)
+        rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._by_halves, default=self._join)
         return rotated.astype(x_TNH.dtype)
 
     def _join(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
@@ -63,11 +63,12 @@ class Rotation:
         cos, sin = self.cos, self.sin
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-    def _flip(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """The same where XLA would ask of every lane which half it belongs to."""
+    def _by_halves(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """The same for XLA:CPU, which would ask of every lane which half it belongs to, and compute cosines again in
+        every layer, for every head, were they not joined with something else."""
         halves = x_TNH.reshape(*x_TNH.shape[:2], 2, -1)
-        sin = jnp.stack([-self.sin, self.sin], axis=2)
-        return (halves * self.cos[:, :, None] + halves[:, :, ::-1] * sin).reshape(x_TNH.shape)
+        of_first, of_second = jnp.stack([self.cos, self.sin], axis=2), jnp.stack([-self.sin, self.cos], axis=2)
+        return (halves[:, :, :1] * of_first + halves[:, :, 1:] * of_second).reshape(x_TNH.shape)
 
 
 def rotation_at(positions: Int[Array, " T"], frequencies: np.ndarray, factor: float) -> Rotation:

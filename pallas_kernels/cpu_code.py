@@ -28,6 +28,7 @@ SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, POINTER: 8}
 CACHE_LINE = 64
 CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
+ROUNDER = 1.5 * 2**23
 EXP_LEAST = -87.0
 """e to that is the least normal float32, nearly."""
 EXP_TERMS = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
@@ -137,14 +138,39 @@ class Code:
 
     def add_product(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """a × b + c, rounded once where the machine can."""
-        return self._intrinsic("fmuladd", a.type, a, b, c)
+        function = declared(self.build.module, f"llvm.fmuladd.v{a.type.count}f32", a.type, *[a.type] * 3)
+        return self.build.call(function, [a, b, c])
+
+    def add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value, *, at_once: bool) -> ir.Value:
+        """total + factor × words, lane by lane; of pairs of bfloat16, in int32, both products: `at_once` or one after
+        the other."""
+        build = self.build
+        if words.type.element is F32:
+            return self.add_product(factor, words, total)
+        if at_once:
+            pairs = ir.VectorType(BFLOAT16, 2 * total.type.count)
+            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
+            function = declared(build.module, name, total.type, total.type, pairs, pairs)
+            return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
+        for which in range(2):
+            total = self.add_product(*(self._half(pair, which) for pair in (factor, words)), total)
+        return total
+
+    def _half(self, pairs: ir.Value, which: int) -> ir.Value:
+        """One of each pair of bfloat16, as float32."""
+        kind, build = pairs.type, self.build
+        bits = build.and_(pairs, constant(kind, -1 << 16)) if which else build.shl(pairs, constant(kind, 16))
+        return build.bitcast(bits, ir.VectorType(F32, kind.count))
 
     def exp(self, x: ir.Value) -> ir.Value:
         """e to the x, x ≤ 0, within 2 units of the last place; never 0."""
         build, kind = self.build, x.type
         least = constant(kind, EXP_LEAST)
         x = build.select(build.fcmp_ordered("<", x, least), least, x)
-        twos = self._intrinsic("rint", kind, build.fmul(x, constant(kind, LOG2_E)))
+        # So large a number has no room for fractions: the sum is a whole one, in its last bits.
+        rounder = constant(kind, ROUNDER)
+        shifted = self.add_product(x, constant(kind, LOG2_E), rounder)
+        twos = build.fsub(shifted, rounder)
         rest = self.add_product(twos, constant(kind, -LN2_HIGH), x)
         rest = self.add_product(twos, constant(kind, -LN2_LOW), rest)
         series = constant(kind, EXP_TERMS[0])
@@ -152,9 +178,8 @@ class Code:
             series = self.add_product(series, rest, constant(kind, term))
         series = self.add_product(series, build.fmul(rest, rest), build.fadd(rest, constant(kind, 1.0)))
         whole = ir.VectorType(I32, kind.count)
-        # Saturating: what is not a number stays one, through `series`.
-        exponent = build.add(self._intrinsic("fptosi.sat", whole, twos), constant(whole, 127))
-        return build.fmul(series, build.bitcast(build.shl(exponent, constant(whole, 23)), kind))
+        exponent = build.shl(build.bitcast(shifted, whole), constant(whole, 23))
+        return build.fmul(series, build.bitcast(build.add(exponent, constant(whole, 127 << 23)), kind))
 
     def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
         """All lanes as one, halves joined with each other."""
@@ -163,10 +188,21 @@ class Code:
             vector = join(*(self.build.shuffle_vector(vector, vector, lanes) for lanes in halves))
         return self.build.extract_element(vector, I32(0))
 
-    def _intrinsic(self, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-        kinds = [f"v{kind.count}{'f' if kind.element is F32 else 'i'}32" for kind in (result, args[0].type)]
-        full_name = f"llvm.{name}.{'.'.join(dict.fromkeys(kinds))}"
-        return self.build.call(declared(self.build.module, full_name, result, *(arg.type for arg in args)), args)
+
+class _Bfloat16(ir.Type):
+    """Which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+BFLOAT16 = _Bfloat16()
 
 
 def constant(kind: ir.Type, value: float) -> ir.Constant:

@@ -5,8 +5,8 @@
     panel ──▶ for some rows of x at once:   sums [rows, 32] in registers, one value of x × 32 of W a time, k by k
 
 Each result is one sum in one order, whatever rows it is computed beside: its bits do not depend on how many there are.
-A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], multiplied at once where the machine can (AVX512-BF16), and
-as float32, one after the other, where it cannot.
+A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], which a matrix unit multiplies (cpu_tiles), or vectors, both at once
+(AVX512-BF16) or one after the other as float32, whatever the machine has.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .cpu_code import F32, I32, I64, Code, constant, declared, has_long_vectors, host_has, register
+from .cpu_code import F32, I32, I64, Code, constant, has_long_vectors, host_has, register
 from .cpu_handler import Buffer, handler
-from .cpu_tiles import has_tiles, tile_handler
+from .cpu_tiles import PANEL, has_tiles, tile_handler
 
-PANEL = 32
-"""Columns of W that lie together. Two cache lines of float32."""
 VECTORS = 2
 """Of sums of a row in registers."""
 DEPTH_OF_PAIRS = 32
@@ -41,7 +39,11 @@ WORTH_HELP = 1 << 16
 def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
     """Of a weight [K, N] in panels. Columns and pairs that there are not are zeros."""
     panels = -(-num_out // PANEL)
-    return (panels, -(-depth // DEPTH_OF_PAIRS) * DEPTH_OF_PAIRS // 2, PANEL, 2) if jnp.dtype(dtype) == jnp.bfloat16 else (panels, depth, PANEL)
+    return (
+        (panels, -(-depth // DEPTH_OF_PAIRS) * DEPTH_OF_PAIRS // 2, PANEL, 2)
+        if jnp.dtype(dtype) == jnp.bfloat16
+        else (panels, depth, PANEL)
+    )
 
 
 def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
@@ -104,7 +106,7 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
         x = jnp.pad(x, ((0, 0), (0, rest)))
     num_rows, has_long = x.shape[0], has_long_vectors()
     if are_pairs and has_tiles():
-        name = tile_handler(PANEL, WORTH_HELP)
+        name = tile_handler(WORTH_HELP)
     else:
         num_groups = -(-num_rows // _most_rows(has_long))
         name = _handler(are_pairs, are_pairs and host_has("avx512bf16"), has_long, num_rows // num_groups)
@@ -158,7 +160,7 @@ def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
                 for i, start in enumerate(starts):
                     factor = code.in_all_lanes(code.load(x, add(start, k), kind), lanes)
                     for v in range(VECTORS):
-                        found.append(_add_product(code, factor, w[v], sums[i * VECTORS + v], are_pairs, at_once))
+                        found.append(code.add_words(factor, w[v], sums[i * VECTORS + v], at_once=at_once))
                 return found
 
             before = [build.select(is_begun, code.load_lanes(out, place, F32, lanes), none) for place in places]
@@ -186,38 +188,3 @@ def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
     sizes = are_pairs, at_once, lanes, group
     name = "_".join(["jpaged_product", *(str(int(size)) for size in sizes)])
     return register(handler(name, 2, 1, prepare, body))
-
-
-def _add_product(
-    code: Code, factor: ir.Value, words: ir.Value, total: ir.Value, are_pairs: bool, at_once: bool
-) -> ir.Value:
-    """total + factor × words, lane by lane; of pairs, the sum of two products."""
-    if not are_pairs:
-        return code.add_product(factor, words, total)
-    build = code.build
-    if not at_once:
-        low, high = constant(words.type, 16), constant(words.type, -1 << 16)
-        for take in (lambda pair: build.shl(pair, low), lambda pair: build.and_(pair, high)):
-            one, other = (build.bitcast(take(pair), total.type) for pair in (factor, words))
-            total = code.add_product(one, other, total)
-        return total
-    pairs = ir.VectorType(BFLOAT16, 2 * total.type.count)
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    function = declared(build.module, name, total.type, total.type, pairs, pairs)
-    return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
-
-
-class _Bfloat16(ir.Type):
-    """Which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat16)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat16)
-
-
-BFLOAT16 = _Bfloat16()

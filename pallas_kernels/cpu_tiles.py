@@ -1,9 +1,10 @@
-"""Products of bfloat16 in the matrix unit of an x86 processor (AMX), as native code.
+"""The matrix unit of an x86 processor (AMX) in native code: products of bfloat16, summed in float32.
 
-    x [R, K] · panel [K ÷ 2, 32, 2]      C (2 × 2 tiles of 16 × 16 sums) += A (2 of 16 rows) · B (2 of 16 columns)
+    C [rows, 32] += A [rows, pairs of K] · B [pairs of K, 32]     in tiles of 16 rows of 64 bytes: 2 × 2 of C,
+                                                                  2 of A by rows, 2 of B by columns
 
-A tile holds 16 rows of 64 bytes. What the unit multiplies at once is 32 values of K: a panel's pairs lie as it wants
-them, and rows of x as they are. Each result is one sum in one order, in whatever tiles; there is none for fewer rows.
+What it multiplies at once is 32 values of K. A lies as it is, B in pairs of K. Each sum is one sum in one order, in
+whatever tiles: it does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+from dataclasses import dataclass
 from functools import cache
 
 from llvmlite import ir
 
-from .cpu_code import I8, I16, I32, I64, POINTER, Code, declared, host_has, register
+from .cpu_code import I8, I16, I64, Code, declared, host_has, register
 from .cpu_handler import Buffer, handler
 
 TILE = 16
-"""Rows of a tile, and columns of its sums; pairs of K in a row of it."""
+"""Rows of a tile; columns of its sums; pairs of K in a row of it."""
 TILE_BYTES = 64
 """Of a row of a tile."""
-LINE_BYTES = 128
-"""From one pair of K to the next in a panel."""
+PANEL = 32
+"""Columns of B that are multiplied together."""
 PAIRS_AT_ONCE = 256
-"""Of K: that much of a panel stays in the first cache while all rows of x are multiplied with it."""
+"""Of K: that much of a panel stays in the first cache while all rows of A are multiplied with it."""
 SUMS, ROWS, COLUMNS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 """Numbers of the tiles: C by rows and columns, A, B."""
 # A configuration of tiles, in bytes: palette, then bytes in a row of each (int16), then rows of each (int8).
@@ -42,92 +44,132 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """Where one lies: its first element, and bytes from a row to the next. Of B, rows are pairs of K."""
+
+    begin: ir.Value
+    stride: ir.Value
+
+    def at(self, code: Code, row: ir.Value | int, num_bytes: ir.Value | int = 0) -> ir.Value:
+        """The address so many bytes into a row."""
+        build = code.build
+        row, num_bytes = (I64(x) if isinstance(x, int) else x for x in (row, num_bytes))
+        return build.gep(self.begin, [build.add(build.mul(row, self.stride), num_bytes)])
+
+
+class MatrixUnit:
+    """Its instructions, at the end of a function's last block. To be configured first, and released in the end."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self._config = code.allocate(I8, CONFIG_BYTES)
+
+    def configure(self, first_rows: ir.Value | int = TILE, other_rows: ir.Value | int = TILE) -> None:
+        """How many rows there are in the first 16 of A and C, and in the others."""
+        code = self._code
+        counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
+        for word in range(CONFIG_BYTES // 8):
+            code.store(I64(PALETTE if word == 0 else 0), self._config, word)
+        rows = {tile: I64(TILE) for tile in COLUMNS}
+        for sums, of_a, count in zip(SUMS, ROWS, counts, strict=True):
+            rows |= dict.fromkeys((*sums, of_a), count)
+        for tile, count in rows.items():
+            code.store(I16(TILE_BYTES), self._config, BYTES_OF // 2 + tile)
+            code.store(code.build.trunc(count, I8), self._config, ROWS_OF + tile)
+        self._call("ldtilecfg", self._config)
+
+    def release(self) -> None:
+        """The processor need not keep tiles for this thread any longer."""
+        self._call("tilerelease")
+
+    def load_sums(self, c: Matrix, num_tiles: int, *, is_begun: ir.Value | bool = True) -> None:
+        """Begin with what C has, or with zeros."""
+        code = self._code
+        if isinstance(is_begun, bool):
+            self._each_sum(c, num_tiles, "tileloadd64" if is_begun else "tilezero")
+            return
+        with code.build.if_else(is_begun) as (then, otherwise):
+            with then:
+                self._each_sum(c, num_tiles, "tileloadd64")
+            with otherwise:
+                self._each_sum(c, num_tiles, "tilezero")
+
+    def store_sums(self, c: Matrix, num_tiles: int) -> None:
+        self._each_sum(c, num_tiles, "tilestored64")
+
+    def multiply(self, a: Matrix, b: Matrix, num_tiles: int, begin: ir.Value | int, end: ir.Value | int) -> None:
+        """Sums += A · B, pairs of K from `begin` to `end`, a multiple of 16 of them, for 16 or 32 rows of A."""
+        code = self._code
+
+        def step(k: ir.Value) -> None:
+            for j, tile in enumerate(COLUMNS):
+                self._call("tileloadd64", I8(tile), b.at(code, k, TILE_BYTES * j), b.stride)
+            for i in range(num_tiles):
+                self._call("tileloadd64", I8(ROWS[i]), a.at(code, TILE * i, code.build.mul(k, I64(4))), a.stride)
+                for j, tile in enumerate(COLUMNS):
+                    self._call("tdpbf16ps", I8(SUMS[i][j]), I8(ROWS[i]), I8(tile))
+
+        code.loop(begin, end, step, step=TILE)
+
+    def _each_sum(self, c: Matrix, num_tiles: int, name: str) -> None:
+        for i in range(num_tiles):
+            for j in range(len(COLUMNS)):
+                place = (c.at(self._code, TILE * i, TILE_BYTES * j), c.stride) if name != "tilezero" else ()
+                self._call(name, I8(SUMS[i][j]), *place)
+
+    def _call(self, name: str, *args: ir.Value) -> None:
+        build = self._code.build
+        function = declared(build.module, f"llvm.x86.{name}", ir.VoidType(), *(arg.type for arg in args))
+        build.call(function, args)
+
+
 @cache
-def tile_handler(panel_width: int, worth_help: int) -> str:
-    """Name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N]; K a multiple of 32."""
+def tile_handler(worth_help: int) -> str:
+    """Name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N]; K a multiple of 32.
+
+    Whoever has fewer words of a weight to multiply with than `worth_help` does it alone.
+    """
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         x, panels = args
         build, num_panels, pairs = code.build, panels.size(0), panels.size(1)
-        words = build.mul(build.mul(num_panels, I64(panel_width)), pairs)
+        words = build.mul(build.mul(num_panels, I64(PANEL)), pairs)
         values = [x.data, panels.data, rets[0].data, pairs, rets[0].size(1), x.size(0)]
         return values, num_panels, build.icmp_signed(">", words, I64(worth_help))
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
         x, panels, out, pairs, width, num_rows = given
-        build, add, mul = code.build, code.build.add, code.build.mul
-        panel = mul(mul(unit, pairs), I64(panel_width))
-        x_stride, out_stride = mul(pairs, I64(4)), mul(width, I64(4))
-        config = code.allocate(I8, CONFIG_BYTES)
+        build, mul = code.build, code.build.mul
+        tiles, panel_row = MatrixUnit(code), I64(4 * PANEL)
+        b = Matrix(build.gep(panels, [mul(mul(unit, pairs), panel_row)]), panel_row)
+        all_a = Matrix(x, mul(pairs, I64(4)))
+        all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(width, I64(4)))
 
-        def call(name: str, *args: ir.Value) -> None:
-            function = declared(build.module, f"llvm.x86.{name}", ir.VoidType(), *(arg.type for arg in args))
-            build.call(function, args)
-
-        def address(base: ir.Value, word: ir.Value) -> ir.Value:
-            return build.bitcast(code.at(base, word, I32), POINTER)
-
-        def configure(first_rows: ir.Value, other_rows: ir.Value) -> None:
-            """So many rows in the tiles of the first 16 rows of x, and of the others."""
-            for at in range(0, CONFIG_BYTES, 8):
-                code.store(I64(PALETTE if at == 0 else 0), config, at // 8)
-            rows = {tile: I64(TILE) for tile in COLUMNS}
-            for sums, of_x, count in zip(SUMS, ROWS, (first_rows, other_rows), strict=True):
-                rows |= dict.fromkeys((*sums, of_x), count)
-            for tile, count in rows.items():
-                code.store(I16(TILE_BYTES), config, BYTES_OF // 2 + tile)
-                code.store(build.trunc(count, I8), config, ROWS_OF + tile)
-            call("ldtilecfg", config)
-
-        def multiply(first: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
-            """Up to 32 rows of x from `first`, in one or two tiles; pairs from `begin` to `end`."""
-            firsts = [add(first, I64(TILE * i)) for i in range(num_tiles)]
-            starts = [mul(row, pairs) for row in firsts]
-            places = [
-                (SUMS[i][j], address(out, add(mul(row, width), add(mul(unit, I64(panel_width)), I64(TILE * j)))))
-                for i, row in enumerate(firsts)
-                for j in range(2)
-            ]
-            is_begun = build.icmp_signed(">", begin, I64(0))
-            with build.if_else(is_begun) as (then, otherwise):
-                with then:
-                    for tile, place in places:
-                        call("tileloadd64", I8(tile), place, out_stride)
-                with otherwise:
-                    for tile, _ in places:
-                        call("tilezero", I8(tile))
-
-            def step(k: ir.Value) -> None:
-                of_panel = add(panel, mul(k, I64(panel_width)))
-                for j, tile in enumerate(COLUMNS):
-                    call("tileloadd64", I8(tile), address(panels, add(of_panel, I64(TILE * j))), I64(LINE_BYTES))
-                for i, start in enumerate(starts):
-                    call("tileloadd64", I8(ROWS[i]), address(x, add(start, k)), x_stride)
-                    for j in range(2):
-                        call("tdpbf16ps", I8(SUMS[i][j]), I8(ROWS[i]), I8(COLUMNS[j]))
-
-            code.loop(begin, end, step, step=TILE)
-            for tile, place in places:
-                call("tilestored64", I8(tile), place, out_stride)
+        def some_rows(first: ir.Value, num_tiles: int, begin: ir.Value | int, end: ir.Value) -> None:
+            a, c = (Matrix(whole.at(code, first), whole.stride) for whole in (all_a, all_c))
+            is_begun = False if isinstance(begin, int) else build.icmp_signed(">", begin, I64(0))
+            tiles.load_sums(c, num_tiles, is_begun=is_begun)
+            tiles.multiply(a, b, num_tiles, begin, end)
+            tiles.store_sums(c, num_tiles)
 
         whole = build.sdiv(num_rows, I64(2 * TILE))
         done = mul(whole, I64(2 * TILE))
         rest = build.sub(num_rows, done)
         with build.if_then(build.icmp_signed(">", whole, I64(0))):
-            configure(I64(TILE), I64(TILE))
+            tiles.configure()
 
             def some_depth(begin: ir.Value) -> None:
-                end = code.least(add(begin, I64(PAIRS_AT_ONCE)), pairs)
-                code.loop(0, done, lambda first: multiply(first, 2, begin, end), step=2 * TILE)
+                end = code.least(build.add(begin, I64(PAIRS_AT_ONCE)), pairs)
+                code.loop(0, done, lambda first: some_rows(first, 2, begin, end), step=2 * TILE)
 
             code.loop(0, pairs, some_depth, step=PAIRS_AT_ONCE)
         with build.if_then(build.icmp_signed(">", rest, I64(TILE))):
-            configure(I64(TILE), build.sub(rest, I64(TILE)))
-            multiply(done, 2, I64(0), pairs)
-        is_small = build.and_(build.icmp_signed(">", rest, I64(0)), build.icmp_signed("<=", rest, I64(TILE)))
-        with build.if_then(is_small):
-            configure(rest, I64(TILE))
-            multiply(done, 1, I64(0), pairs)
-        call("tilerelease")
+            tiles.configure(TILE, build.sub(rest, I64(TILE)))
+            some_rows(done, 2, 0, pairs)
+        with build.if_then(build.and_(build.icmp_signed(">", rest, I64(0)), build.icmp_signed("<=", rest, I64(TILE)))):
+            tiles.configure(rest)
+            some_rows(done, 1, 0, pairs)
+        tiles.release()
 
     return register(handler("jpaged_product_in_tiles", 2, 1, prepare, body))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -94,7 +93,7 @@ def nan_cache(
     """Pages that were never written: NaN everywhere, the null page included; the largest number where there is none."""
     is_whole = jnp.issubdtype(layout.dtype, jnp.integer)
     dead = jnp.iinfo(layout.dtype).max if is_whole else jnp.nan
-    pages: tuple[jax.Array, ...] = tuple(jnp.full(shape, dead, layout.dtype) for shape in layout.shapes)
-    if layout.stored_dtype != layout.dtype:
-        pages = tuple(jax.lax.bitcast_convert_type(array, layout.stored_dtype) for array in pages)
+    in_one = np.dtype(layout.stored_dtype).itemsize // np.dtype(layout.dtype).itemsize
+    numbers = np.full(in_one, dead, layout.dtype).view(layout.stored_dtype)[0]
+    pages = tuple(jnp.full(shape, numbers, layout.stored_dtype) for shape in layout.shapes)
     return PagedCache(pages, layout, layers, backend, scales)

@@ -87,14 +87,14 @@ class KVLayout(ABC):
 
     @property
     def stored_dtype(self) -> Any:
-        """Of the arrays, which may hold the bits of `dtype` as integers."""
+        """Of the arrays, which may hold numbers of `dtype` as integers, one or two in each."""
         return self.dtype
 
     @property
     def page_bytes(self) -> int:
         """Bytes that one page takes in all layers together."""
         num_values = sum(int(np.prod(shape)) for shape in self.shapes)
-        return num_values * np.dtype(self.dtype).itemsize // self.num_pages
+        return num_values * np.dtype(self.stored_dtype).itemsize // self.num_pages
 
 
 def refuse_one_of(k: Array | None, v: Array | None) -> None:

@@ -8,14 +8,13 @@
                           of pages
 
 Trip counts are dynamic: a step costs what its rows' contexts need, not what the bucket could hold. On a CPU all of this
-is native code, `cpu_attention`, by the same plan. It takes keys transposed, [page, K, H, Z] beside values
-[page, K, Z, H]: both its products run over the page without a transpose.
+is native code, `cpu_attention`, by the same plan, over pages as `cpu_pages` lays them out.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +24,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .cpu_attention import TilePlan, attend_tiles, write_pages
+from .cpu_attention import TilePlan, attend_tiles
+from .cpu_pages import PAIRS, CpuPages, pages_shapes, write_pages
 from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
 from .kv_scales import LayerScales
 from .page_writes import write_rows
 from .xla_decode import DecodeStrands
-from .xla_pages import BITS, LayerPages, as_stored
+from .xla_pages import LayerPages
 from .xla_prefill import PrefillTiles, prefill
 from .xla_shared import SharedPlan, see_shared
 from .xla_softmax import Softmax
@@ -75,27 +75,25 @@ DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64)
 
 @dataclass(frozen=True)
 class XlaLayout(KVLayout):
-    """Keys [L × C, K, H, Z], values [L × C, K, Z, H]; keys as values if they are not `are_keys_transposed`.
+    """Keys and values [L × C, K, Z, H]; `of_cpu`: as native code wants them, see cpu_pages."""
 
-    `are_bits`: the arrays hold the bits of bfloat16 numbers, see xla_pages.
+    of_cpu: bool = False
 
-    A CPU multiplies by transposed keys more quickly. A TPU would copy them all in order to write some.
-    """
-
-    are_keys_transposed: bool = True
-    are_bits: bool = False
+    @property
+    def are_pairs(self) -> bool:
+        """Whether the arrays hold pairs of bfloat16 numbers."""
+        return self.of_cpu and np.dtype(self.dtype) == jnp.bfloat16
 
     @property
     def stored_dtype(self) -> Any:
-        """uint16 if the arrays hold the bits of bfloat16 numbers."""
-        return np.dtype(BITS) if self.are_bits else self.dtype
+        """uint32 for pairs."""
+        return np.dtype(PAIRS) if self.are_pairs else self.dtype
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the keys and of the values."""
-        pages, heads = self.num_layers * self.num_pages, self.num_kv_heads
-        values = pages, heads, self.page_size, self.head_size
-        return (pages, heads, self.head_size, self.page_size) if self.are_keys_transposed else values, values
+        sizes = self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size
+        return pages_shapes(*sizes, are_pairs=self.are_pairs) if self.of_cpu else (sizes, sizes)
 
     @property
     def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
@@ -138,10 +136,8 @@ class XlaBackend:
                 f"kv_cache_dtype: got {np.dtype(dtype).name}, the xla backend takes {' or '.join(self.kv_dtypes)}; use "
                 "kv_cache_dtype=auto"
             )
-        is_cpu = self.platform == "cpu"
-        are_bits = is_cpu and np.dtype(dtype) == jnp.bfloat16
         sizes = num_layers, num_pages, page_size, num_kv_heads, head_size
-        return XlaLayout(*sizes, np.dtype(dtype), are_keys_transposed=is_cpu, are_bits=are_bits)
+        return XlaLayout(*sizes, np.dtype(dtype), of_cpu=self.platform == "cpu")
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and three values per query tile; each prefill row may end in a partial tile. Then shared pages."""
@@ -245,32 +241,19 @@ def _attend_layer(
 ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
     """Write and attend in the layer whose pages begin at `first_page`."""
     k_pages, v_pages = kv_pages
-    is_cpu = backend.platform == "cpu"
-    if k is not None and v is not None:
-        k, v = as_stored(k, k_pages.dtype), as_stored(v, v_pages.dtype)
-        if is_cpu:
-            k_pages, v_pages = write_pages(k_pages, v_pages, k, v, first_page, slots)
-        else:
-            k_pages = write_rows(k_pages, k, first_page, slots)
-            v_pages = write_rows(v_pages, v, first_page, slots)
     num_tokens, num_heads, head_size = q.shape
     num_rows = step.context_lens.shape[0]
     grouped = (layout.num_kv_heads, num_heads // layout.num_kv_heads)
     sizes, num_prefill = backend.sizes, backend._num_prefill(num_tokens, num_rows)
     q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
-    layer = LayerPages(
-        k_pages,
-        v_pages,
-        are_keys_transposed=layout.are_keys_transposed,
-        first=first_page,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
     shared, of_shared = backend._shared(num_rows), step.plan[num_prefill:]
     is_sharing = backend.share_prefixes and window is None
-    if is_cpu:
+    if layout.of_cpu:
+        pages = CpuPages(k_pages, v_pages, first_page, scale=scale, window=window, soft_cap=soft_cap)
+        if k is not None and v is not None:
+            k_pages, v_pages = write_pages(pages, k, v, slots)
+            pages = replace(pages, keys=k_pages, values=v_pages)
         of_shared = of_shared if is_sharing else jnp.zeros(shared.size, jnp.int32)
         num_shared, shared_tiles, members, num_seen = shared.sections(of_shared)
         tiles = TilePlan(
@@ -281,8 +264,12 @@ def _attend_layer(
             num_seen=num_seen,
         )
         most_tokens = max(sizes.queries, shared.tile_rows)
-        out = attend_tiles(layer, q_TKGH, tables, step.positions, tiles, most_tokens, sinks_KG)
+        out = attend_tiles(pages, q_TKGH, tables, step.positions, tiles, most_tokens=most_tokens, sinks=sinks_KG)
         return out.reshape(q.shape).astype(q.dtype), (k_pages, v_pages)
+    if k is not None and v is not None:
+        k_pages = write_rows(k_pages, k, first_page, slots)
+        v_pages = write_rows(v_pages, v, first_page, slots)
+    layer = LayerPages(k_pages, v_pages, first=first_page, scale=scale, window=window, soft_cap=soft_cap)
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
     before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import NULL_PAGE
-from .xla_pages import LayerPages, as_float32
+from .xla_pages import LayerPages
 from .xla_softmax import Softmax
 
 
@@ -106,9 +106,9 @@ class DecodeStrands:
         is_seen = slots < lens[:, None]
         if window is not None:
             is_seen &= slots >= (lens - window)[:, None]
-        k = as_float32(self.pages.keys.at[pages].get(mode="promise_in_bounds"))
+        k = self.pages.keys.at[pages].get(mode="promise_in_bounds").astype(jnp.float32)
         scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
         # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
-        v = as_float32(self.pages.values.at[pages].get(mode="promise_in_bounds"))
+        v = self.pages.values.at[pages].get(mode="promise_in_bounds").astype(jnp.float32)
         v = jnp.where(is_seen[:, None, :, None], v, 0.0)
         return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata
-from .xla_pages import LayerPages, as_float32
+from .xla_pages import LayerPages
 from .xla_softmax import Softmax
 
 
@@ -58,22 +58,16 @@ class PrefillTiles:
 
         return lax.fori_loop(first_key // tile_kv, (end + tile_kv - 1) // tile_kv, see_tile, state)
 
-    def _tile(self, pages: Int[Array, " p"]) -> tuple[Float[Array, "K H S"], Float[Array, "K S H"]]:
+    def _tile(self, pages: Int[Array, " p"]) -> tuple[Float[Array, "K S H"], Float[Array, "K S H"]]:
         """Keys and values of some pages, in order of position."""
-        if self.pages_a_turn == 1:
-            k, v = self.pages.keys[pages[0]], self.pages.values[pages[0]]
-        else:
-            slot_axis = 2 if self.pages.are_keys_transposed else 1
-            k, v = _joined(self.pages.keys[pages], slot_axis), _joined(self.pages.values[pages], 1)
-        return as_float32(k), as_float32(v)
+        return _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
 
 
-def _joined(pages: Float[Array, "p K A B"], slot_axis: int) -> Array:
-    """One page after the other along the axis that counts slots, which is 1 or 2 of a page's three."""
-    side_by_side = jnp.moveaxis(pages, 0, slot_axis)
-    shape = list(pages.shape[1:])
-    shape[slot_axis] *= pages.shape[0]
-    return side_by_side.reshape(shape)
+def _joined(pages: Float[Array, "p K Z H"]) -> Float[Array, "K S H"]:
+    """One page after the other, in float32."""
+    num_pages, num_kv_heads, page_size, head_size = pages.shape
+    side_by_side = jnp.moveaxis(pages, 0, 1).reshape(num_kv_heads, num_pages * page_size, head_size)
+    return side_by_side.astype(jnp.float32)
 
 
 def prefill(

@@ -19,24 +19,47 @@ from jpaged.pallas_kernels import cpu_code
 from jpaged.pallas_kernels.cpu_code import F32, I64, Code, register
 from jpaged.pallas_kernels.cpu_handler import Buffer, handler
 from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend_tiles, write_pages
-from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages, as_float32, as_stored
+from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend_tiles
+from jpaged.pallas_kernels.ragged_paged_attention.cpu_pages import PAIRS, CpuPages, write_pages
 
 ROOT = Path(__file__).parents[2]
 NUM_PAGES = 24
 BIT = ir.IntType(1)
 
 
-def random_pages(rng: np.random.Generator, heads: int, head_size: int, page_size: int, dtype: Any) -> list[jax.Array]:
+DTYPES = "float32", "bfloat16"
+ROUNDING = 2**-8
+"""Of a number in bfloat16, relative to it, at most."""
+
+
+def in_words(x: np.ndarray, dtype: str) -> jax.Array:
+    """Numbers [C, K, X, Y] as pages have them: those of bfloat16 in pairs of X."""
+    if dtype == "float32":
+        return jnp.asarray(x, dtype)
+    bits = np.asarray(jnp.asarray(x, dtype)).view(np.uint16).astype(np.uint32)
+    bits = np.pad(bits, [(0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)])
+    return jnp.asarray(bits[:, :, ::2] | bits[:, :, 1::2] << 16)
+
+
+def in_numbers(words: jax.Array, size: int) -> np.ndarray:
+    """The same turned round: as many as `size` in the place of X."""
+    array = np.asarray(words)
+    if array.dtype == np.float32:
+        return array.astype(np.float64)
+    halves = np.stack([array << 16, array & np.uint32(0xFFFF0000)], axis=3).view(np.float32)
+    return halves.reshape(*array.shape[:2], -1, array.shape[3])[:, :, :size].astype(np.float64)
+
+
+def random_pages(rng: np.random.Generator, heads: int, head_size: int, page_size: int, dtype: str) -> list[jax.Array]:
     shapes = (NUM_PAGES, heads, head_size, page_size), (NUM_PAGES, heads, page_size, head_size)
-    return [as_stored(jnp.asarray(rng.normal(size=shape), jnp.float32), dtype) for shape in shapes]
+    return [in_words(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 @dataclass
 class Step:
     """Tokens of some rows over pages: the first rows have one each, and may share pages."""
 
-    pages: LayerPages
+    pages: CpuPages
     q: np.ndarray
     tables: np.ndarray
     rows: np.ndarray
@@ -65,33 +88,39 @@ class Step:
         most = max([1, *(count for _, _, count in self.prefill), *(len(rows) for rows, _ in self.shared)])
 
         def run(q: jax.Array, tables: jax.Array, positions: jax.Array, plan: tuple[jax.Array, ...]) -> jax.Array:
-            return attend_tiles(self.pages, q, tables, positions, TilePlan(*plan), most, sinks)
+            return attend_tiles(self.pages, q, tables, positions, TilePlan(*plan), most_tokens=most, sinks=sinks)
 
         sinks = None if self.sinks is None else jnp.asarray(self.sinks)
         plan = tuple(jnp.asarray(array) for array in (counts, prefill, tiles, members, num_seen))
         return partial(jax.jit(run), self.q, self.tables, self.positions, plan)
 
-    def exact(self) -> np.ndarray:
-        """The definition, in float64."""
-        keys, values = (np.asarray(as_float32(a)).astype(np.float64) for a in (self.pages.keys, self.pages.values))
-        out, page_size, window = np.zeros(self.q.shape), values.shape[2], self.pages.window
+    def error(self, out: np.ndarray) -> float:
+        """Against the definition, in float64: what is more than weights rounded to bfloat16 make of it."""
+        page_size, window, head_size = self.pages.page_size, self.pages.window, self.q.shape[3]
+        are_pairs = self.pages.keys.dtype == PAIRS
+        keys, values = in_numbers(self.pages.keys, head_size), in_numbers(self.pages.values, page_size)
+        q = self.q.astype(np.float32) * np.float32(self.pages.scale)
+        if are_pairs:
+            q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
+        wanted, slack = np.zeros(q.shape), np.zeros(q.shape)
         tokens = [*range(self.num_decode)]
         tokens += [token for _, start, count in self.prefill for token in range(start, start + count)]
         for token in tokens:
             length = self.positions[token] + 1
             ids = int(self.pages.first) + self.tables[self.rows[token], : -(-length // page_size)]
             seen = slice(0 if window is None else max(0, length - window), length)
-            for head in range(self.q.shape[1]):
+            for head in range(q.shape[1]):
                 k = np.concatenate(keys[ids, head], axis=1)[:, seen]
                 v = np.concatenate(values[ids, head], axis=0)[seen]
-                scores = self.pages.scale * self.q[token, head] @ k
+                scores = q[token, head].astype(np.float64) @ k
                 if (cap := self.pages.soft_cap) is not None:
                     scores = cap * np.tanh(scores / cap)
                 sinks = np.full(len(scores), -np.inf) if self.sinks is None else self.sinks[head].astype(np.float64)
                 weights = np.exp(scores - np.maximum(scores.max(axis=1), sinks)[:, None])
                 total = weights.sum(axis=1) + np.exp(sinks - np.maximum(scores.max(axis=1), sinks))
-                out[token, head] = weights @ v / total[:, None]
-        return out
+                wanted[token, head] = weights @ v / total[:, None]
+                slack[token, head] = ROUNDING * are_pairs * (weights @ np.abs(v)) / total[:, None]
+        return float((np.abs(out - wanted) - slack).max())
 
 
 def random_step(
@@ -108,7 +137,7 @@ def random_step(
     soft_cap: float | None = None,
 ) -> Step:
     """Rows of these lengths: one token each, and for those behind as many as `queries` says, a tile each."""
-    heads, head_size, page_size = pages[0].shape[1:]
+    heads, page_size, head_size = pages[0].shape[1], pages[0].shape[3], pages[1].shape[3]
     counts = [1] * (len(lens) - len(queries)) + list(queries)
     rows = np.repeat(np.arange(len(lens)), counts)
     positions = np.concatenate([np.arange(n - count, n) for n, count in zip(lens, counts, strict=True)])
@@ -119,7 +148,7 @@ def random_step(
     first = len(lens) - len(queries)
     prefill = [(row, int(starts[row]), counts[row]) for row in range(first, len(lens))]
     q = rng.normal(size=(len(rows) + padding, heads, group, head_size)).astype(np.float32)
-    layer = LayerPages(*pages, True, jnp.int32(first_page), scale or head_size**-0.5, window, soft_cap)
+    layer = CpuPages(*pages, jnp.int32(first_page), scale or head_size**-0.5, window, soft_cap)
     padded = np.concatenate([positions, np.full(padding, 7)]).astype(np.int32)
     return Step(layer, q, tables, rows, padded, first, prefill)
 
@@ -128,7 +157,7 @@ SHAPES = [(3, 3, 64, 64), (1, 1, 64, 16), (2, 7, 128, 32), (2, 5, 80, 8), (1, 4,
 MASKS = {"plain": (None, None), "1": (1, None), "20": (20, None), "cap": (None, 3.0)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "group", "head_size", "page_size"), SHAPES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_tokens_see_what_attention_says(
@@ -136,13 +165,13 @@ def test_tokens_see_what_attention_says(
 ) -> None:
     """Whatever the vectors that a page and a head are cut into, at every edge of a page, in a layer of its own."""
     rng = np.random.default_rng(page_size)
-    pages = random_pages(rng, heads, head_size, page_size, jnp.dtype(dtype))
+    pages = random_pages(rng, heads, head_size, page_size, dtype)
     window, soft_cap = MASKS[mask]
     lens = [1, page_size - 1, page_size, page_size + 1, 3 * page_size, 4 * page_size - 1]
     lens, queries = [*lens, 2 * page_size + 3, 5, 3 * page_size], (page_size + 2, 5, 1)
     step = random_step(rng, pages, group, lens, queries, padding=3, first_page=4, window=window, soft_cap=soft_cap)
     out = step.attend()
-    assert np.abs(out - step.exact()).max() < 2e-6
+    assert step.error(out) < 2e-6
     assert (out[-3:] == 0).all(), "padding"
 
 
@@ -152,18 +181,18 @@ def test_vectors_of_eight_lanes_do_as_well(monkeypatch: pytest.MonkeyPatch, has_
         monkeypatch.setattr(module, "has_long_vectors", lambda: False)
     rng = np.random.default_rng(0)
     for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
-        pages = random_pages(rng, heads, head_size, page_size, jnp.float32)
+        pages = random_pages(rng, heads, head_size, page_size, "float32")
         step = random_step(rng, pages, group, [70, 20, 61], (7,), window=20)
         step.sinks = rng.normal(size=(heads, group)).astype(np.float32) if has_sinks else None
-        assert np.abs(step.attend() - step.exact()).max() < 2e-6
+        assert step.error(step.attend()) < 2e-6
 
 
 def test_sinks_take_their_share() -> None:
     rng = np.random.default_rng(0)
-    step = random_step(rng, random_pages(rng, 2, 64, 16, jnp.float32), 3, [40, 1, 33], (9,))
+    step = random_step(rng, random_pages(rng, 2, 64, 16, "float32"), 3, [40, 1, 33], (9,))
     without = step.attend()
     step.sinks = rng.normal(2.0, 1.0, size=(2, 3)).astype(np.float32)
-    assert np.abs(step.attend() - step.exact()).max() < 2e-6
+    assert step.error(step.attend()) < 2e-6
     assert np.abs(step.attend() - without).max() > 0.1
 
 
@@ -172,7 +201,7 @@ def test_sinks_take_their_share() -> None:
 def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None) -> None:
     """As a row of its own, and wherever a prompt is cut."""
     rng = np.random.default_rng(0)
-    pages = random_pages(rng, 2, 64, 16, jnp.float32)
+    pages = random_pages(rng, 2, 64, 16, "float32")
     step = random_step(rng, pages, group, [70], (41,), window=window)
     whole = step.attend().view(np.int32)
     for cuts in ((1, 40), (16, 16, 9), (7, 2, 1, 31), (5,) * 8 + (1,)):
@@ -186,16 +215,16 @@ def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None) -
         assert np.array_equal(alone.attend().view(np.int32)[0], whole[token])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str) -> None:
     """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt."""
     rng = np.random.default_rng(0)
-    step = random_step(rng, random_pages(rng, 2, 64, 16, jnp.dtype(dtype)), group, [50, 90, 65, 20, 49, 33], (9,))
+    step = random_step(rng, random_pages(rng, 2, 64, 16, dtype), group, [50, 90, 65, 20, 49, 33], (9,))
     for rows, num_pages in (([4, 0, 2], 3), ([1, 3], 1)):
         step.tables[rows, :num_pages] = step.tables[rows[0], :num_pages]
     alone = step.attend()
-    assert np.abs(alone - step.exact()).max() < 2e-6
+    assert step.error(alone) < 2e-6
     for shared in ([([4, 0, 2], 3)], [([4, 0, 2], 3), ([1, 3], 1)], [([0, 4], 2), ([3, 1], 1)], [([4, 0], 3)]):
         assert np.array_equal(replace(step, shared=shared).attend().view(np.int32), alone.view(np.int32)), shared
 
@@ -203,7 +232,7 @@ def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dt
 def test_shared_pages_are_read_from_the_first_rows_table() -> None:
     """That of nobody else is looked at, for as many pages as they share."""
     rng = np.random.default_rng(0)
-    step = random_step(rng, random_pages(rng, 1, 64, 16, jnp.float32), 2, [50, 60, 70])
+    step = random_step(rng, random_pages(rng, 1, 64, 16, "float32"), 2, [50, 60, 70])
     step.tables[:, :3] = step.tables[0, :3]
     wanted = step.attend()
     step.tables[1:, :3] = 2**30
@@ -214,16 +243,16 @@ def test_shared_pages_are_read_from_the_first_rows_table() -> None:
 def test_scores_of_any_size_make_weights(spread: float) -> None:
     """One key for all weight, or nearly the same for each: no overflow, no page forgotten."""
     rng = np.random.default_rng(0)
-    pages = random_pages(rng, 1, 64, 8, jnp.float32)
+    pages = random_pages(rng, 1, 64, 8, "float32")
     pages[0] = pages[0] * spread
     step = random_step(rng, pages, 2, [160], scale=1.0)
     # A score of 1e4 has a unit of the last place of 1e-3.
-    assert np.abs(step.attend() - step.exact()).max() < max(2e-6, spread * 1e-6)
+    assert step.error(step.attend()) < max(2e-6, spread * 1e-6)
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     rng = np.random.default_rng(0)
-    keys, values = random_pages(rng, 2, 64, 8, jnp.float32)
+    keys, values = random_pages(rng, 2, 64, 8, "float32")
     keys = keys.at[3, 1, 5, 2].set(jnp.nan)
     values = values.at[7, 0, 4, 9].set(jnp.inf).at[9].set(jnp.nan)
     step = random_step(rng, [keys, values], 2, [16, 16, 16, 8])
@@ -243,16 +272,15 @@ sys.path.insert(0, "tests/pallas_kernels")
 import jax.numpy as jnp
 from dataclasses import replace
 from test_cpu_attention import random_pages, random_step
-from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages
 rng = np.random.default_rng(0)
-step = random_step(rng, random_pages(rng, 3, 64, 64, jnp.float32), 3, rng.integers(500, 1300, 17).tolist(), (40,))
+step = random_step(rng, random_pages(rng, 3, 64, 64, "float32"), 3, rng.integers(500, 1300, 17).tolist(), (40,))
 run = step.compiled()
 for _ in range(200):  # Whoever comes late must find nothing left, and no memory that is gone.
     out = np.asarray(run())
 alone = replace(step, q=step.q[5:6], positions=step.positions[5:6], tables=step.tables[5:6], num_decode=1, prefill=[])
 assert np.array_equal(alone.attend()[0], out[5]), "a row alone"
 # Two units: whoever helps begins later and is not done when the caller is.
-two = random_step(rng, random_pages(rng, 1, 64, 64, jnp.float32), 3, [1500, 1500])
+two = random_step(rng, random_pages(rng, 1, 64, 64, "float32"), 3, [1500, 1500])
 ones = [slice(i, i + 1) for i in (0, 1)]
 each = [replace(two, q=two.q[i], positions=two.positions[i], tables=two.tables[i], num_decode=1) for i in ones]
 alone = np.concatenate([one.attend() for one in each])
@@ -276,7 +304,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "heads", "head_size", "page_size"), [(1, 3, 64, 64), (17, 2, 7, 5)])
 def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(
     num_tokens: int, heads: int, head_size: int, page_size: int, dtype: str
@@ -290,21 +318,24 @@ def test_many_tokens_are_written_by_several_threads() -> None:
 
 def check_writes(num_tokens: int, heads: int, head_size: int, page_size: int, dtype: str) -> None:
     rng = np.random.default_rng(num_tokens)
-    pages = random_pages(rng, heads, head_size, page_size, jnp.dtype(dtype))
+    shapes = (NUM_PAGES, heads, head_size, page_size), (NUM_PAGES, heads, page_size, head_size)
+    wanted = [np.array(jnp.asarray(rng.normal(size=shape), dtype), np.float32) for shape in shapes]
+    pages = [in_words(array, dtype) for array in wanted]
     first_page = 3
     slots = rng.permutation((NUM_PAGES - first_page) * page_size)[:num_tokens].astype(np.int32)
-    k, v = (
-        as_stored(jnp.asarray(rng.normal(size=(len(slots), heads, head_size)), jnp.float32), jnp.dtype(dtype))
-        for _ in range(2)
-    )
-    wanted = [np.array(array) for array in pages]
+    k, v = (jnp.asarray(rng.normal(size=(len(slots), heads, head_size)), dtype) for _ in range(2))
     for token, slot in enumerate(slots):
         page, place = first_page + slot // page_size, slot % page_size
         wanted[0][page, :, :, place] = k[token]
         wanted[1][page, :, place] = v[token]
-    found = jax.jit(write_pages, donate_argnums=(0, 1))(*pages, k, v, jnp.int32(first_page), slots)
+
+    def write(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        layer = CpuPages(keys, values, jnp.int32(first_page), 1.0, None, None)
+        return write_pages(layer, k, v, jnp.asarray(slots))
+
+    found = jax.jit(write, donate_argnums=(0, 1))(*pages)
     for array, expected in zip(found, wanted, strict=True):
-        assert np.array_equal(np.asarray(array), expected)
+        assert np.array_equal(np.asarray(array), np.asarray(in_words(expected, dtype)))
 
 
 def test_exponentials_are_within_two_units_of_the_last_place() -> None:

@@ -29,10 +29,9 @@ def test_every_dimension_has_a_logical_axis_that_sharding_knows() -> None:
             assert axis != "kv_heads" or size == found.num_kv_heads
 
 
-def test_a_cpu_keeps_bfloat16_as_bits() -> None:
-    """A bfloat16 scatter on a CPU copies the whole cache, one of integers does not."""
+def test_a_cpu_keeps_bfloat16_in_pairs() -> None:
     on_cpu, on_gpu = layout(XlaBackend(), "bfloat16"), layout(XlaBackend(platform="gpu"), "bfloat16")
-    assert (on_cpu.dtype, on_cpu.stored_dtype) == (jnp.bfloat16, np.uint16)
+    assert (on_cpu.dtype, on_cpu.stored_dtype) == (jnp.bfloat16, np.uint32)
     assert (on_gpu.dtype, on_gpu.stored_dtype) == (jnp.bfloat16, jnp.bfloat16)
     assert layout(XlaBackend()).stored_dtype == np.float32
     assert on_cpu.page_bytes == on_gpu.page_bytes == layout(XlaBackend()).page_bytes // 2

@@ -236,7 +236,7 @@ def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype
         assert memory is not None
         cache_bytes = layout.page_bytes * num_pages
         assert memory.alias_size_in_bytes >= cache_bytes
-        assert memory.temp_size_in_bytes < 0.05 * 256 * layout.page_bytes * (4 // layout.stored_dtype.itemsize)
+        assert memory.temp_size_in_bytes < 0.05 * 256 * layout.page_bytes * (4 // layout.dtype.itemsize)
         temps.append(memory.temp_size_in_bytes)
     assert temps[0] == temps[1]
 
@@ -320,7 +320,7 @@ def test_a_turn_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, 
         num_layers=1, num_pages=1, page_size=64, num_kv_heads=heads[1], head_size=head_size, dtype="float32"
     )
     keys, values = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in layout.shapes)
-    pages = LayerPages(keys, values, are_keys_transposed=False, first=0, scale=1.0, window=None, soft_cap=None)
+    pages = LayerPages(keys, values, first=0, scale=1.0, window=None, soft_cap=None)
     sizes = Tiles(queries=64, prefill_keys=64, strands=64, decode_keys=1024, strand_keys=128, decode_bytes=1 << 20)
     dealt = sizes.deal(pages, num_rows)
     assert (dealt.strands_a_turn, dealt.most_strands, dealt.strand_pages) == expected

@@ -1,0 +1,150 @@
+"""The pages of one layer on a CPU, as native code sees them, and new keys and values written into them.
+
+    keys    [C, K, H, Z]    by columns: a vector is some slots of a page
+    values  [C, K, Z, H]    by rows: a vector is some lanes of a head
+
+Of bfloat16, two numbers that are multiplied after one another lie in one word of 32 bits, the first one in its lower
+half: keys [C, K, H ÷ 2, Z], of a slot; values [C, K, Z ÷ 2, H], of two slots. So processors want them that multiply
+pairs, and a word is one lane of a vector whatever the dtype. XLA never looks into pages: it would copy an array of
+bfloat16 in order to write a row of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jax.ffi import ffi_call
+from jaxtyping import Array, Float, Int
+from llvmlite import ir
+
+from ..cpu_code import F32, I16, I32, I64, Code, register
+from ..cpu_handler import Buffer, handler
+
+PAIRS = jnp.uint32
+"""Of bfloat16 numbers."""
+WORTH_HELP = 1 << 17
+"""Values written, from which on a second thread is worth waking."""
+TOKENS_A_UNIT = 16
+
+
+@dataclass(frozen=True)
+class CpuPages:
+    """Keys and values of one layer, and what makes scores of them."""
+
+    keys: Float[Array, "C K H Z"]
+    """Or pairs [C, K, H ÷ 2, Z], with values [C, K, Z ÷ 2, H]."""
+    values: Float[Array, "C K Z H"]
+    first: Int[Array, ""]
+    """Where the layer's pages begin."""
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+    @property
+    def are_pairs(self) -> bool:
+        return bool(self.keys.dtype == PAIRS)
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[3]
+
+
+def words_of(size: int, *, are_pairs: bool) -> int:
+    """That so many numbers lie in."""
+    return -(-size // 2) if are_pairs else size
+
+
+def pages_shapes(
+    num_pages: int, num_kv_heads: int, page_size: int, head_size: int, *, are_pairs: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of keys and of values."""
+    key_words, value_words = (words_of(size, are_pairs=are_pairs) for size in (head_size, page_size))
+    return (num_pages, num_kv_heads, key_words, page_size), (num_pages, num_kv_heads, value_words, head_size)
+
+
+def as_words(x: Float[Array, "*rows H"], *, are_pairs: bool) -> Float[Array, "*rows H2"]:
+    """For native code to read by the word: float32, or bfloat16, behind the last of an odd number of which is a zero."""
+    if not are_pairs:
+        return x.astype(jnp.float32)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)]).astype(jnp.bfloat16)
+
+
+def write_pages(
+    pages: CpuPages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
+) -> tuple[Array, Array]:
+    """Write k and v into `slots` of the layer, in place; returns all keys and values."""
+    num_kv_heads, head_size = k.shape[1:]
+    stored = jnp.dtype(jnp.bfloat16) if pages.are_pairs else pages.keys.dtype
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
+    call = ffi_call(
+        _write_handler(pages.are_pairs, num_kv_heads, head_size, pages.page_size),
+        shapes,
+        input_output_aliases={0: 0, 1: 1},
+    )
+    keys, values = call(pages.keys, pages.values, k.astype(stored), v.astype(stored), slots, pages.first[None])
+    return keys, values
+
+
+@cache
+def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
+    kind = I16 if are_pairs else F32
+    token_values = num_kv_heads * head_size
+    (_, _, key_words, _), (_, _, value_words, _) = pages_shapes(
+        1, num_kv_heads, page_size, head_size, are_pairs=are_pairs
+    )
+
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+        num_tokens = args[4].size(0)
+        num_units = code.build.sdiv(code.build.add(num_tokens, I64(TOKENS_A_UNIT - 1)), I64(TOKENS_A_UNIT))
+        is_large = code.build.icmp_signed(">", num_tokens, I64(WORTH_HELP // token_values))
+        data = [buffer.data for buffer in (*rets, *args[2:5])]
+        return [*data, code.load_index(args[5].data, 0), num_tokens], num_units, is_large
+
+    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
+        keys, values, k, v, slots, first_page, num_tokens = given
+        build, add, mul = code.build, code.build.add, code.build.mul
+        begin = mul(unit, I64(TOKENS_A_UNIT))
+
+        def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
+            """Of a token's key."""
+            if not are_pairs:
+                return code.load(k, add(source, word), F32)
+            at = add(source, mul(word, I64(2)))
+            low = build.zext(code.load(k, at, I16), I32)
+            # Behind the last of an odd number there is none.
+            has_other = build.icmp_signed("<", mul(word, I64(2)), I64(head_size - 1))
+            other = code.load(k, build.select(has_other, add(at, I64(1)), at), I16)
+            high = build.select(has_other, build.zext(other, I32), I32(0))
+            return build.or_(low, build.shl(high, I32(16)))
+
+        def write(token: ir.Value) -> None:
+            slot = code.load_index(slots, token)
+            page, place = build.sdiv(slot, I64(page_size)), build.srem(slot, I64(page_size))
+            of_token = mul(token, I64(token_values))
+            of_page = mul(add(first_page, page), I64(num_kv_heads))
+            for head in range(num_kv_heads):
+                source, head_of_page = add(of_token, I64(head * head_size)), add(of_page, I64(head))
+                key_target = add(mul(head_of_page, I64(key_words * page_size)), place)
+                value_target = mul(head_of_page, I64(value_words * head_size))
+
+                def write_key(word: ir.Value, source: ir.Value = source, target: ir.Value = key_target) -> None:
+                    code.store(key_word(source, word), keys, add(target, mul(word, I64(page_size))))
+
+                def write_value(h: ir.Value, source: ir.Value = source, target: ir.Value = value_target) -> None:
+                    if are_pairs:
+                        in_head = add(mul(build.sdiv(place, I64(2)), I64(head_size)), h)
+                        at = add(mul(add(target, in_head), I64(2)), build.srem(place, I64(2)))
+                    else:
+                        at = add(target, add(mul(place, I64(head_size)), h))
+                    code.store(code.load(v, add(source, h), kind), values, at)
+
+                code.loop(0, key_words, write_key)
+                code.loop(0, head_size, write_value)
+
+        code.loop(begin, code.least(add(begin, I64(TOKENS_A_UNIT)), num_tokens), write)
+
+    name = "_".join(["jpaged_write", *map(str, (int(are_pairs), num_kv_heads, head_size, page_size))])
+    return register(handler(name, 6, 2, prepare, body))

@@ -1,0 +1,389 @@
+"""The queries of one KV head for the tokens of a tile, and what they have seen so far: native code of cpu_attention.
+
+    page by page:  scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       an online softmax
+
+Queries, of all tokens one after the other, and their sums lie in the unit's own memory. Numbers of bfloat16 lie in
+pairs, see cpu_pages: queries are rounded to it, and so are weights, one relative to the greatest so far; sums are
+float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from ..cpu_code import BFLOAT16, F32, I16, I32, I64, Code, constant, lanes_for
+from ..cpu_tiles import TILE
+from .cpu_pages import words_of
+from .xla_softmax import LEAST_MAX
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What native attention is made for."""
+
+    are_pairs: bool
+    num_kv_heads: int
+    group: int
+    """Queries of a KV head."""
+    head_size: int
+    page_size: int
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    most_tokens: int
+    """Of a tile."""
+    has_long: bool
+    """Vectors of 16 lanes, and not of 8."""
+    at_once: bool
+    """The processor multiplies pairs."""
+    has_tiles: bool
+    """The matrix unit multiplies."""
+
+    @property
+    def key_words(self) -> int:
+        """Of a slot, and of a query."""
+        return words_of(self.head_size, are_pairs=self.are_pairs)
+
+    @property
+    def value_words(self) -> int:
+        """Of a lane of a head, and of a query's weights."""
+        return words_of(self.page_size, are_pairs=self.are_pairs)
+
+    @property
+    def name(self) -> str:
+        """Of the handler."""
+        sizes = (getattr(self, name) for name in self.__dataclass_fields__)
+        return "_".join(["jpaged_attend", *(str(int(x) if isinstance(x, bool) else x) for x in sizes)]).replace(
+            ".", "p"
+        )
+
+
+class Queries:
+    """Vectors of a page's slots for scores, of a head's lanes for sums; a subclass has the matrix unit multiply."""
+
+    def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
+        """`keys` and `values`: where those of all layers begin."""
+        self.code, self.shape = code, shape
+        self.keys, self.values = keys, values
+        self.word = I32 if shape.are_pairs else F32
+        # With a vector of each query or of what it is multiplied with, as many sums stay in registers.
+        vectors_at_once, queries_at_once = (4, 6) if shape.has_long else (2, 4)
+        self.slot_lanes, self.slot_span = _lanes_and_span(shape.page_size, vectors_at_once)
+        self.head_lanes, self.head_span = _lanes_and_span(shape.head_size, vectors_at_once)
+        self.tokens_at_once = max(1, queries_at_once // shape.group)
+        num_parts = -(-shape.group // queries_at_once)
+        bounds = [shape.group * part // num_parts for part in range(num_parts + 1)]
+        self.parts = [range(*bounds[part : part + 2]) for part in range(num_parts)]
+        """Queries of a token that are multiplied at once."""
+        most_queries = shape.most_tokens * shape.group
+        # A matrix unit takes rows by the tile, and so goes beyond the last.
+        room = most_queries + TILE
+        self.queries = code.allocate(self.word, room * shape.key_words)
+        self.sums = code.allocate(F32, room * shape.head_size)
+        num_scored = room if self.shape.has_tiles else self.tokens_at_once * shape.group
+        self.scores = code.allocate(F32, num_scored * shape.page_size)
+        """And weights, if they are not rounded."""
+        self.weights = code.allocate(I32, num_scored * shape.value_words) if shape.are_pairs else self.scores
+        if shape.page_size % 2 and shape.are_pairs:
+            code.loop(0, num_scored * shape.value_words, lambda at: code.store(I32(0), self.weights, at))
+        self.greatest, self.totals = (code.allocate(F32, most_queries) for _ in range(2))
+        self.tokens, self.rows, self.lens = (code.allocate(I64, shape.most_tokens) for _ in range(3))
+
+    def begin(self) -> None:
+        """Before the first page."""
+
+    def end(self) -> None:
+        """After the last one."""
+
+    def note(self, i: ir.Value, token: ir.Value, row: ir.Value, positions: ir.Value) -> None:
+        """Token i of the tile."""
+        self.code.store(token, self.tokens, i)
+        self.code.store(row, self.rows, i)
+        self.code.store(self.code.build.add(self.code.load_index(positions, token), I64(1)), self.lens, i)
+
+    def row(self, i: ir.Value) -> ir.Value:
+        return self.code.load(self.rows, i, I64)
+
+    def num_pages(self, i: ir.Value) -> ir.Value:
+        """That token i looks at, if not from the first on."""
+        build = self.code.build
+        return build.sdiv(
+            build.add(self.code.load(self.lens, i, I64), I64(self.shape.page_size - 1)), I64(self.shape.page_size)
+        )
+
+    def first_page(self, i: ir.Value) -> ir.Value:
+        return self.code.build.sdiv(self._oldest(i), I64(self.shape.page_size))
+
+    def _oldest(self, i: ir.Value) -> ir.Value:
+        """The first position that token i sees."""
+        if self.shape.window is None:
+            return I64(0)
+        return self.code.most(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
+
+    def seen(self, i: ir.Value, first_slot: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """From which slot of a page to which token i sees it: none, if that is not ahead."""
+        code, build = self.code, self.code.build
+        seen_from = code.most(build.sub(self._oldest(i), first_slot), I64(0))
+        length = build.sub(code.load(self.lens, i, I64), first_slot)
+        return seen_from, code.least(length, I64(self.shape.page_size))
+
+    def of_token(self, i: ir.Value, head: ir.Value) -> ir.Value:
+        """Number of the first query of token i among those of all tokens and heads."""
+        build = self.code.build
+        heads_before = build.mul(self.code.load(self.tokens, i, I64), I64(self.shape.num_kv_heads))
+        return build.mul(build.add(heads_before, head), I64(self.shape.group))
+
+    def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
+        """Nothing seen but the sinks."""
+        code, build, shape = self.code, self.code.build, self.shape
+        first = build.mul(i, I64(shape.group))
+
+        def start(g: ir.Value) -> None:
+            place, greatest = build.add(first, g), constant(F32, LEAST_MAX)
+            if shape.has_sinks:
+                greatest = code.load(sinks, build.add(build.mul(head, I64(shape.group)), g), F32)
+            code.store(greatest, self.greatest, place)
+            code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.totals, place)
+
+        code.loop(0, shape.group, start)
+        source, target = (build.mul(x, I64(shape.key_words)) for x in (self.of_token(i, head), first))
+        code.loop(
+            0,
+            shape.group * shape.key_words,
+            lambda at: code.store(code.load(q, build.add(source, at), self.word), self.queries, build.add(target, at)),
+        )
+        lane, none = build.mul(first, I64(shape.head_size)), constant(ir.VectorType(F32, self.head_lanes), 0.0)
+        code.loop(
+            0,
+            shape.group * shape.head_size,
+            lambda at: code.store_vector(none, self.sums, build.add(lane, at)),
+            step=self.head_lanes,
+        )
+
+    def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
+        """Sums become means; zeros where nothing was seen."""
+        code, build, group, head_size = self.code, self.code.build, self.shape.group, self.shape.head_size
+        first, target = build.mul(i, I64(group)), self.of_token(i, head)
+
+        def finish(g: ir.Value) -> None:
+            total = code.load(self.totals, build.add(first, g), F32)
+            is_none = build.fcmp_ordered("==", total, constant(F32, 0.0))
+            total = code.in_all_lanes(build.select(is_none, constant(F32, 1.0), total), self.head_lanes)
+
+            def divide(h: ir.Value) -> None:
+                at, to = (build.add(build.mul(build.add(x, g), I64(head_size)), h) for x in (first, target))
+                sums = code.load_vector(self.sums, at, F32, self.head_lanes)
+                code.store_vector(build.fdiv(sums, total), out, to)
+
+            code.loop(0, head_size, divide, step=self.head_lanes)
+
+        code.loop(0, group, finish)
+
+    def see_page(
+        self, first: ir.Value, last: ir.Value, begin: ir.Value, following: ir.Value, first_slot: ir.Value
+    ) -> None:
+        """Tokens first … last see a page, those at once that have their sums in registers.
+
+        It is that page of all pages and KV heads, its first slot is that position; `following` is the next one.
+        """
+        code, build = self.code, self.code.build
+        at_once, alone = self.tokens_at_once, first
+        if at_once > 1:
+            alone = build.sub(last, build.srem(build.sub(last, first), I64(at_once)))
+            code.loop(first, alone, lambda i: self._see(i, at_once, begin, None, first_slot), step=at_once)
+        code.loop(alone, last, lambda i: self._see(i, 1, begin, following, first_slot))
+
+    def _see(self, i: ir.Value, count: int, page: ir.Value, following: ir.Value | None, first_slot: ir.Value) -> None:
+        """As many tokens from i on see a page. For a token alone with it, what is to be read next is fetched ahead."""
+        code, build, shape = self.code, self.code.build, self.shape
+        tokens = [build.add(i, I64(j)) for j in range(count)]
+        # Slots of the page that any of them sees: those that a token does not see weigh nothing for it.
+        seen_from, seen_to = zip(*(self.seen(token, first_slot) for token in tokens), strict=True)
+        any_from, any_to = seen_from[0], seen_to[0]
+        for one_from, one_to in zip(seen_from[1:], seen_to[1:], strict=True):
+            any_from, any_to = code.least(any_from, one_from), code.most(any_to, one_to)
+        first = build.mul(i, I64(shape.group))
+        with build.if_then(build.icmp_signed("<", any_from, any_to)):
+            for part in self.parts:
+                self._score(first, count, part, page, following is not None and part is self.parts[0])
+
+            def weigh(place: ir.Value) -> None:
+                self.weigh(build.add(first, place), place, first_slot, I64(shape.page_size))
+
+            code.loop(0, count * shape.group, weigh)
+            for part in self.parts:
+                of_part = following if part is self.parts[0] else None
+                self._sum_values(first, count, part, page, of_part, any_from, any_to)
+
+    def _score(self, first: ir.Value, count: int, part: range, page: ir.Value, fetches: bool) -> None:
+        """scores[query, z] = q · k[:, z], some queries and slots at once."""
+        code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
+        page_size, key_words = shape.page_size, shape.key_words
+        begin = mul(page, I64(key_words * page_size))
+        values = mul(page, I64(shape.value_words * shape.head_size))
+        none = constant(ir.VectorType(F32, self.slot_lanes), 0.0)
+        places = [j * shape.group + g for j in range(count) for g in part]
+        queries = [mul(add(first, I64(place)), I64(key_words)) for place in places]
+        vectors = range(0, self.slot_span, self.slot_lanes)
+
+        def some_slots(slot: ir.Value) -> None:
+            def word_of_head(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
+                in_page = add(mul(word, I64(page_size)), slot)
+                at = add(begin, in_page)
+                k = [code.load_lanes(self.keys, add(at, I64(x)), self.word, self.slot_lanes) for x in vectors]
+                if fetches:
+                    code.fetch(self.values, add(values, in_page), self.word, self.slot_span)
+                found = []
+                for index, query in enumerate(queries):
+                    ours = code.in_all_lanes(code.load(self.queries, add(query, word), self.word), self.slot_lanes)
+                    so_far = scores[index * len(k) : (index + 1) * len(k)]
+                    found += [self._add_words(ours, x, score) for x, score in zip(k, so_far, strict=True)]
+                return found
+
+            scores = code.loop(0, key_words, word_of_head, carried=[none] * (len(queries) * len(vectors)))
+            for index, place in enumerate(places):
+                for x, score in zip(vectors, scores[index * len(vectors) :], strict=False):
+                    code.store_vector(score, self.scores, add(I64(place * page_size + x), slot))
+
+        code.loop(0, page_size, some_slots, step=self.slot_span)
+
+    def _add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value) -> ir.Value:
+        # The instruction for pairs takes vectors of 16; a page or a head may be cut into shorter ones.
+        return self.code.add_words(factor, words, total, at_once=self.shape.at_once and words.type.count == TILE)
+
+    def weigh(self, query: ir.Value, place: ir.Value, first_slot: ir.Value, end: ir.Value) -> None:
+        """Scores become weights, relative to the greatest so far; what was summed before shrinks accordingly.
+
+        The query's scores are those at `place`, of the slots up to `end`.
+        """
+        code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
+        slot_lanes, head_lanes = self.slot_lanes, self.head_lanes
+        seen_from, seen_to = self.seen(build.sdiv(query, I64(shape.group)), first_slot)
+        scores_of = mul(place, I64(shape.page_size))
+        # In numbers of bfloat16.
+        weights_of = mul(place, I64(2 * shape.value_words)) if shape.are_pairs else scores_of
+        none = constant(ir.VectorType(F32, slot_lanes), 0.0)
+        places = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
+        bounds = [code.in_all_lanes(build.trunc(bound, I32), slot_lanes) for bound in (seen_from, seen_to)]
+
+        def is_seen(slot: ir.Value) -> ir.Value:
+            at = add(places, code.in_all_lanes(build.trunc(slot, I32), slot_lanes))
+            return build.and_(build.icmp_signed(">=", at, bounds[0]), build.icmp_signed("<", at, bounds[1]))
+
+        def scores(slot: ir.Value) -> ir.Value:
+            return code.load_vector(self.scores, add(scores_of, slot), F32, slot_lanes)
+
+        def see(slot: ir.Value, most: ir.Value) -> list[ir.Value]:
+            score, least = scores(slot), constant(none.type, LEAST_MAX)
+            if shape.soft_cap is not None:
+                score = _capped(code, score, shape.soft_cap)
+                code.store_vector(score, self.scores, add(scores_of, slot))
+            return [code.greater(build.select(is_seen(slot), score, least), most)]
+
+        before = code.load(self.greatest, query, F32)
+        most = code.loop(0, end, see, step=slot_lanes, carried=[code.in_all_lanes(before, slot_lanes)])
+        now = code.reduce(most[0], code.greater)
+        in_lanes = code.in_all_lanes(now, slot_lanes)
+
+        def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
+            weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
+            if shape.are_pairs:
+                self._store_rounded(weight, self.weights, add(weights_of, slot))
+            else:
+                code.store_vector(weight, self.weights, add(weights_of, slot))
+            return [build.fadd(total, weight)]
+
+        total = code.reduce(code.loop(0, end, exponentiate, step=slot_lanes, carried=[none])[0], build.fadd)
+        # Where the greatest has not changed, nothing shrinks.
+        has_changed = build.fcmp_unordered("!=", before, now)
+        with build.if_then(has_changed):
+            decay = code.exp(code.in_all_lanes(build.fsub(before, now), head_lanes))
+            kept = code.load(self.totals, query, F32)
+            code.store(build.fmul(kept, build.extract_element(decay, I32(0))), self.totals, query)
+            code.store(now, self.greatest, query)
+            lane = mul(query, I64(shape.head_size))
+
+            def shrink(h: ir.Value) -> None:
+                at = add(lane, h)
+                code.store_vector(build.fmul(code.load_vector(self.sums, at, F32, head_lanes), decay), self.sums, at)
+
+            code.loop(0, shape.head_size, shrink, step=head_lanes)
+        code.store(build.fadd(code.load(self.totals, query, F32), total), self.totals, query)
+
+    def _store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:
+        """As bfloat16, whatever lies in the other half of a word."""
+        build, lanes = self.code.build, vector.type.count
+        rounded = build.fptrunc(vector, ir.VectorType(BFLOAT16, lanes))
+        self.code.store_vector(build.bitcast(rounded, ir.VectorType(I16, lanes)), base, offset)
+
+    def _sum_values(
+        self,
+        first: ir.Value,
+        count: int,
+        part: range,
+        page: ir.Value,
+        following: ir.Value | None,
+        seen_from: ir.Value,
+        seen_to: ir.Value,
+    ) -> None:
+        """sums[query] += Σ weights[query, z] · v[z], some queries and lanes at once. Dead slots are not looked at."""
+        code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
+        head_size = shape.head_size
+        begin = mul(page, I64(shape.value_words * head_size))
+        places = [j * shape.group + g for j in range(count) for g in part]
+        vectors = range(0, self.head_span, self.head_lanes)
+        keys = None if following is None else mul(following, I64(shape.key_words * shape.page_size))
+
+        def some_lanes(h: ir.Value) -> None:
+            at = [add(mul(add(first, I64(place)), I64(head_size)), add(h, I64(x))) for place in places for x in vectors]
+
+            def sum_words(first_word: ir.Value, end: ir.Value, *, are_halves: bool = False) -> None:
+                def word_of_page(word: ir.Value, *so_far: ir.Value) -> list[ir.Value]:
+                    in_page = add(mul(word, I64(head_size)), h)
+                    row = add(begin, in_page)
+                    v = [code.load_lanes(self.values, add(row, I64(x)), self.word, self.head_lanes) for x in vectors]
+                    if are_halves:
+                        v = [build.and_(x, constant(x.type, 0xFFFF)) for x in v]
+                    if keys is not None:
+                        code.fetch(self.keys, add(keys, in_page), self.word, self.head_span)
+                    found = []
+                    for index, place in enumerate(places):
+                        at = add(I64(place * shape.value_words), word)
+                        ours = code.in_all_lanes(code.load(self.weights, at, self.word), self.head_lanes)
+                        sums = so_far[index * len(v) : (index + 1) * len(v)]
+                        found += [self._add_words(ours, x, value) for x, value in zip(v, sums, strict=True)]
+                    return found
+
+                before = [code.load_vector(self.sums, place, F32, self.head_lanes) for place in at]
+                after = code.loop(first_word, end, word_of_page, carried=before)
+                for place, value in zip(at, after, strict=True):
+                    code.store_vector(value, self.sums, place)
+
+            if not shape.are_pairs:
+                sum_words(seen_from, seen_to)
+                return
+            whole = build.sdiv(seen_to, I64(2))
+            sum_words(build.sdiv(seen_from, I64(2)), whole)
+            with build.if_then(build.icmp_signed("!=", mul(whole, I64(2)), seen_to)):
+                sum_words(whole, add(whole, I64(1)), are_halves=True)
+
+        code.loop(0, head_size, some_lanes, step=self.head_span)
+
+
+def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
+    """Of a vector, and of as many as are taken at once, both dividing `size`."""
+    lanes = lanes_for(size)
+    return lanes, lanes * max(n for n in range(1, vectors_at_once + 1) if size // lanes % n == 0)
+
+
+def _capped(code: Code, score: ir.Value, cap: float) -> ir.Value:
+    """cap × tanh(score ÷ cap), by an exponential that cannot overflow: tanh |x| = (1 − e⁻²|ˣ|) ÷ (1 + e⁻²|ˣ|)."""
+    build, kind = code.build, score.type
+    is_negative = build.fcmp_ordered("<", score, constant(kind, 0.0))
+    size = build.select(is_negative, build.fneg(score), score)
+    small = code.exp(build.fmul(size, constant(kind, -2.0 / cap)))
+    one = constant(kind, 1.0)
+    capped = build.fmul(constant(kind, cap), build.fdiv(build.fsub(one, small), build.fadd(one, small)))
+    return build.select(is_negative, build.fneg(capped), capped)

@@ -1,0 +1,131 @@
+"""The queries of a tile, multiplied by the matrix unit of an x86 processor: native code of cpu_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from ..cpu_code import I32, I64, Code
+from ..cpu_tiles import PANEL, TILE, Matrix, MatrixUnit
+from .cpu_queries import Queries, Shape
+
+BLOCK = 2 * TILE
+"""Slots whose values are summed at once: a tile's row of pairs."""
+
+
+class TiledQueries(Queries):
+    """All queries at once see a page, whose pairs are tiles as they lie there; rows beyond the last mean nothing."""
+
+    @staticmethod
+    def takes(shape: Shape) -> bool:
+        """Whether heads and pages are whole panels."""
+        return shape.are_pairs and shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
+
+    def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
+        super().__init__(code, shape, keys=keys, values=values)
+        self.tiles = MatrixUnit(code)
+        self.edge = code.allocate(I32, TILE * shape.head_size)
+        """Values of a block whose last slots are dead: zeros there, whatever the page holds."""
+
+    def begin(self) -> None:
+        self.tiles.configure()
+
+    def end(self) -> None:
+        self.tiles.release()
+
+    def see_page(
+        self, first: ir.Value, last: ir.Value, begin: ir.Value, following: ir.Value, first_slot: ir.Value
+    ) -> None:
+        code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
+        # Positions ascend in a tile; where they do not, in a shared one, all tokens see whole pages.
+        seen_from, _ = self.seen(first, first_slot)
+        _, seen_to = self.seen(build.sub(last, I64(1)), first_slot)
+        first_query = mul(first, I64(shape.group))
+        num_queries = mul(build.sub(last, first), I64(shape.group))
+        begin_block = mul(build.sdiv(seen_from, I64(BLOCK)), I64(BLOCK))
+        whole = mul(build.sdiv(seen_to, I64(BLOCK)), I64(BLOCK))
+        has_edge = build.icmp_signed("<", whole, seen_to)
+        end_block = build.add(whole, build.select(has_edge, I64(BLOCK), I64(0)))
+        keys = self._matrix(self.keys, mul(begin, I64(shape.key_words * shape.page_size)), shape.page_size)
+        values = self._matrix(self.values, mul(begin, I64(shape.value_words * shape.head_size)), shape.head_size)
+
+        def score(row: ir.Value, num_tiles: int) -> None:
+            query = build.add(first_query, row)
+            a = self._matrix(self.queries, mul(query, I64(shape.key_words)), shape.key_words)
+            scores = self._matrix(self.scores, mul(query, I64(shape.page_size)), shape.page_size)
+
+            def some_slots(slot: ir.Value) -> None:
+                at = mul(slot, I64(4))
+                c, b = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (scores, keys))
+                self.tiles.load_sums(c, num_tiles, is_begun=False)
+                self.tiles.multiply(a, b, num_tiles, 0, shape.key_words)
+                self.tiles.store_sums(c, num_tiles)
+
+            code.loop(begin_block, end_block, some_slots, step=PANEL)
+
+        def sum_values(row: ir.Value, num_tiles: int) -> None:
+            query = build.add(first_query, row)
+            weights = self._matrix(self.weights, mul(query, I64(shape.value_words)), shape.value_words)
+            sums = self._matrix(self.sums, mul(query, I64(shape.head_size)), shape.head_size)
+            of_edge = Matrix(weights.at(code, 0, mul(whole, I64(2))), weights.stride)
+            edge = self._matrix(self.edge, I64(0), shape.head_size)
+
+            def some_lanes(h: ir.Value) -> None:
+                at = mul(h, I64(4))
+                c, b, b_of_edge = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (sums, values, edge))
+                self.tiles.load_sums(c, num_tiles)
+                self.tiles.multiply(weights, b, num_tiles, build.sdiv(begin_block, I64(2)), build.sdiv(whole, I64(2)))
+                with build.if_then(has_edge):
+                    self.tiles.multiply(of_edge, b_of_edge, num_tiles, 0, TILE)
+                self.tiles.store_sums(c, num_tiles)
+
+            code.loop(0, shape.head_size, some_lanes, step=PANEL)
+
+        self._by_tiles(num_queries, score)
+
+        def weigh(place: ir.Value) -> None:
+            query = build.add(first_query, place)
+            self.weigh(query, query, first_slot, end_block)
+
+        code.loop(0, num_queries, weigh)
+        with build.if_then(has_edge):
+            self._copy_edge(values, whole, seen_to)
+        self._by_tiles(num_queries, sum_values)
+
+    def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
+        """body(first row, tiles of rows): two tiles at once, and one if no more are left."""
+        build = self.code.build
+        done = build.mul(build.sdiv(build.add(num_rows, I64(TILE - 1)), I64(2 * TILE)), I64(2 * TILE))
+        self.code.loop(0, done, lambda row: body(row, 2), step=2 * TILE)
+        with build.if_then(build.icmp_signed("<", done, num_rows)):
+            body(done, 1)
+
+    def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
+        """Values of slots `begin` … `end` of a page, then zeros."""
+        code, build, lanes = self.code, self.code.build, self.head_lanes
+        head_size = I64(self.shape.head_size)
+        first, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
+
+        def copy_pair(pair: ir.Value) -> None:
+            # Which numbers of a pair live: both, the first, none.
+            live = build.sub(num_slots, build.mul(pair, I64(2)))
+            mask = build.select(
+                build.icmp_signed(">", live, I64(1)),
+                I32(-1),
+                build.select(build.icmp_signed("==", live, I64(1)), I32(0xFFFF), I32(0)),
+            )
+            in_lanes = code.in_all_lanes(mask, lanes)
+            row = values.at(code, build.add(first, pair))
+
+            def copy(h: ir.Value) -> None:
+                words = code.load_lanes(row, h, I32, lanes)
+                to = build.add(build.mul(pair, head_size), h)
+                code.store_vector(build.and_(words, in_lanes), self.edge, to)
+
+            code.loop(0, self.shape.head_size, copy, step=lanes)
+
+        code.loop(0, TILE, copy_pair)
+
+    def _matrix(self, base: ir.Value, first_word: ir.Value, words_a_row: int) -> Matrix:
+        return Matrix(self.code.build.gep(base, [self.code.build.mul(first_word, I64(4))]), I64(4 * words_a_row))
