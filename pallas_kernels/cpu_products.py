@@ -5,8 +5,8 @@
     panel ──▶ for some rows of x at once:   sums [rows, 32] in registers, one value of x × 32 of W a time, k by k
 
 Each result is one sum in one order, whatever rows it is computed beside: its bits do not depend on how many there are.
-A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], which a matrix unit multiplies (cpu_tiles), or vectors, both at once
-(AVX512-BF16) or one after the other as float32, whatever the machine has.
+A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], for whatever the machine has: a matrix unit (cpu_tiles), or
+vectors, which multiply both at once (AVX512-BF16) or one after the other as float32.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ DEPTH_OF_PAIRS = 32
 """K is a multiple of it where pairs lie in panels: what a matrix unit multiplies at once."""
 WORDS_AT_ONCE = 768
 """Of a column, at most: that much of a panel stays in the second cache while all rows of x are multiplied with it."""
+FETCHED_AHEAD = 32 * PANEL
+"""Words of a panel: processors do not fetch by themselves as far ahead as memory wants it."""
 WORTH_HELP = 1 << 16
 """Words of a weight, from which on a second thread is worth waking."""
 
@@ -156,6 +158,7 @@ def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 at = add(add(panel, mul(k, I64(PANEL))), I64(column))
                 w = [code.load_lanes(panels, add(at, I64(v * lanes)), kind, lanes) for v in range(VECTORS)]
+                code.fetch(panels, add(at, I64(FETCHED_AHEAD)), kind, VECTORS * lanes)
                 found = []
                 for i, start in enumerate(starts):
                     factor = code.in_all_lanes(code.load(x, add(start, k), kind), lanes)

@@ -26,9 +26,12 @@ from llvmlite import ir
 from ..cpu_code import F32, I64, Code, constant, has_long_vectors, host_has, register
 from ..cpu_handler import Buffer, handler
 from ..cpu_tiles import has_tiles
-from .cpu_pages import WORTH_HELP, CpuPages, as_words
+from .cpu_pages import CpuPages, as_words
 from .cpu_queries import Queries, Shape
 from .cpu_query_tiles import TiledQueries
+
+WORTH_HELP = 1 << 17
+"""Values of keys, from which on a second thread is worth waking."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,15 @@ def _attend_handler(shape: Shape) -> str:
             to_end = queries.num_pages(sub(count, I64(1)))
             together = build.select(is_shared, num_pages, to_end)
             see(I64(0), count, queries.first_page(I64(0)), together)
-            with build.if_then(is_shared):
-                code.loop(0, count, lambda i: see(i, add(i, I64(1)), together, queries.num_pages(i)))
-            code.loop(0, count, lambda i: queries.finish(i, head, out))
+
+            def go_on(i: ir.Value) -> None:
+                # The last one first: a matrix unit also adds to the sums of queries behind, which are done then.
+                i = sub(sub(count, I64(1)), i)
+                with build.if_then(is_shared):
+                    see(i, add(i, I64(1)), together, queries.num_pages(i))
+                queries.finish(i, head, out)
+
+            code.loop(0, count, go_on)
         queries.end()
 
     return register(handler(shape.name, 12, 1, prepare, body))

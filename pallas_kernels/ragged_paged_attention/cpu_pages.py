@@ -25,9 +25,12 @@ from ..cpu_handler import Buffer, handler
 
 PAIRS = jnp.uint32
 """Of bfloat16 numbers."""
-WORTH_HELP = 1 << 17
-"""Values written, from which on a second thread is worth waking."""
-TOKENS_A_UNIT = 16
+WORTH_HELP = 1 << 11
+"""Values written, from which on a second thread is worth waking: a key lies in as many cache lines as it has words."""
+FEW_TOKENS, MANY_TOKENS = 4, 16
+"""That a unit writes: of a prompt, so many as have their words in one cache line."""
+MOST_IN_FEW = 64
+"""Tokens of a step that is cut into units of few: each is of another row."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def pages_shapes(
 
 
 def as_words(x: Float[Array, "*rows H"], *, are_pairs: bool) -> Float[Array, "*rows H2"]:
-    """For native code to read by the word: float32, or bfloat16, behind the last of an odd number of which is a zero."""
+    """For native code to read by the word: float32, or an even number of bfloat16, the last one a zero if it is new."""
     if not are_pairs:
         return x.astype(jnp.float32)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)]).astype(jnp.bfloat16)
@@ -97,16 +100,18 @@ def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size
     )
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-        num_tokens = args[4].size(0)
-        num_units = code.build.sdiv(code.build.add(num_tokens, I64(TOKENS_A_UNIT - 1)), I64(TOKENS_A_UNIT))
-        is_large = code.build.icmp_signed(">", num_tokens, I64(WORTH_HELP // token_values))
+        build, num_tokens = code.build, args[4].size(0)
+        are_few = build.icmp_signed("<=", num_tokens, I64(MOST_IN_FEW))
+        in_unit = build.select(are_few, I64(FEW_TOKENS), I64(MANY_TOKENS))
+        num_units = build.sdiv(build.add(num_tokens, build.sub(in_unit, I64(1))), in_unit)
+        is_large = build.icmp_signed(">", num_tokens, I64(WORTH_HELP // token_values))
         data = [buffer.data for buffer in (*rets, *args[2:5])]
-        return [*data, code.load_index(args[5].data, 0), num_tokens], num_units, is_large
+        return [*data, code.load_index(args[5].data, 0), num_tokens, in_unit], num_units, is_large
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
-        keys, values, k, v, slots, first_page, num_tokens = given
+        keys, values, k, v, slots, first_page, num_tokens, in_unit = given
         build, add, mul = code.build, code.build.add, code.build.mul
-        begin = mul(unit, I64(TOKENS_A_UNIT))
+        begin = mul(unit, in_unit)
 
         def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
             """Of a token's key."""
@@ -144,7 +149,7 @@ def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size
                 code.loop(0, key_words, write_key)
                 code.loop(0, head_size, write_value)
 
-        code.loop(begin, code.least(add(begin, I64(TOKENS_A_UNIT)), num_tokens), write)
+        code.loop(begin, code.least(add(begin, in_unit), num_tokens), write)
 
     name = "_".join(["jpaged_write", *map(str, (int(are_pairs), num_kv_heads, head_size, page_size))])
     return register(handler(name, 6, 2, prepare, body))

@@ -15,7 +15,7 @@ BLOCK = 2 * TILE
 
 
 class TiledQueries(Queries):
-    """All queries at once see a page, whose pairs are tiles as they lie there; rows beyond the last mean nothing."""
+    """All queries at once see a page, whose pairs are tiles as they lie there; rows behind the last are overwritten."""
 
     @staticmethod
     def takes(shape: Shape) -> bool:

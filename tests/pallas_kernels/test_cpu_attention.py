@@ -23,7 +23,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan,
 from jpaged.pallas_kernels.ragged_paged_attention.cpu_pages import PAIRS, CpuPages, write_pages
 
 ROOT = Path(__file__).parents[2]
-NUM_PAGES = 24
+NUM_PAGES = 40
 BIT = ir.IntType(1)
 
 
@@ -175,13 +175,22 @@ def test_tokens_see_what_attention_says(
     assert (out[-3:] == 0).all(), "padding"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("has_pairs", "has_long"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_vectors_of_eight_lanes_do_as_well(monkeypatch: pytest.MonkeyPatch, has_sinks: bool) -> None:
+def test_other_processors_attend_as_well(
+    monkeypatch: pytest.MonkeyPatch, has_sinks: bool, has_pairs: bool, has_long: bool, dtype: str
+) -> None:
+    """Those without a matrix unit; without products of pairs; with vectors of sixteen lanes and of eight."""
+    if has_pairs and not cpu_code.host_has("avx512bf16"):
+        pytest.skip("this processor has no products of pairs")
     for module in (cpu_code, cpu_attention):
-        monkeypatch.setattr(module, "has_long_vectors", lambda: False)
+        monkeypatch.setattr(module, "has_long_vectors", lambda: has_long)
+    monkeypatch.setattr(cpu_attention, "has_tiles", lambda: False)
+    monkeypatch.setattr(cpu_attention, "host_has", lambda feature: has_pairs)
     rng = np.random.default_rng(0)
     for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
-        pages = random_pages(rng, heads, head_size, page_size, "float32")
+        pages = random_pages(rng, heads, head_size, page_size, dtype)
         step = random_step(rng, pages, group, [70, 20, 61], (7,), window=20)
         step.sinks = rng.normal(size=(heads, group)).astype(np.float32) if has_sinks else None
         assert step.error(step.attend()) < 2e-6
@@ -196,12 +205,13 @@ def test_sinks_take_their_share() -> None:
     assert np.abs(step.attend() - without).max() > 0.1
 
 
+@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 32)])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("group", [1, 3, 7])
-def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None) -> None:
+def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None, dtype: str, page_size: int) -> None:
     """As a row of its own, and wherever a prompt is cut."""
     rng = np.random.default_rng(0)
-    pages = random_pages(rng, 2, 64, 16, "float32")
+    pages = random_pages(rng, 2, 64, page_size, dtype)
     step = random_step(rng, pages, group, [70], (41,), window=window)
     whole = step.attend().view(np.int32)
     for cuts in ((1, 40), (16, 16, 9), (7, 2, 1, 31), (5,) * 8 + (1,)):
@@ -215,12 +225,13 @@ def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None) -
         assert np.array_equal(alone.attend().view(np.int32)[0], whole[token])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 32)])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str) -> None:
+def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str, page_size: int) -> None:
     """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt."""
     rng = np.random.default_rng(0)
-    step = random_step(rng, random_pages(rng, 2, 64, 16, dtype), group, [50, 90, 65, 20, 49, 33], (9,))
+    lens = [length * page_size // 16 for length in (50, 90, 65, 20, 49, 33)]
+    step = random_step(rng, random_pages(rng, 2, 64, page_size, dtype), group, lens, (9,))
     for rows, num_pages in (([4, 0, 2], 3), ([1, 3], 1)):
         step.tables[rows, :num_pages] = step.tables[rows[0], :num_pages]
     alone = step.attend()
@@ -248,6 +259,29 @@ def test_scores_of_any_size_make_weights(spread: float) -> None:
     step = random_step(rng, pages, 2, [160], scale=1.0)
     # A score of 1e4 has a unit of the last place of 1e-3.
     assert step.error(step.attend()) < max(2e-6, spread * 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("page_size", "head_size"), [(64, 64), (32, 96), (16, 64), (4, 24), (1, 64)])
+def test_dead_slots_are_not_looked_at(page_size: int, head_size: int, dtype: str) -> None:
+    """Pages begin with whatever was there: nothing of it comes through, not even what is no number."""
+    rng = np.random.default_rng(0)
+    lens = [1, 3 * page_size - 1, page_size, page_size + 1, 2 * page_size + 3, page_size + (page_size + 1) // 2, 7]
+    shapes = (NUM_PAGES, 2, head_size, page_size), (NUM_PAGES, 2, page_size, head_size)
+    numbers = [rng.normal(size=shape) for shape in shapes]
+    step = random_step(rng, [in_words(array, dtype) for array in numbers], 3, lens, (5,))
+    order = iter(rng.permutation(NUM_PAGES))
+    for row, length in enumerate(lens):
+        for index in range(-(-length // page_size)):
+            page = step.tables[row, index] = next(order)
+            dead = np.arange(page_size) + index * page_size >= length
+            numbers[0][page, :, :, dead] = np.nan
+            numbers[1][page][:, dead] = np.inf
+    keys, values = (in_words(np.where(np.isfinite(array), array, 0.0), dtype) for array in numbers)
+    wanted = replace(step, pages=replace(step.pages, keys=keys, values=values)).attend()
+    keys, values = (in_words(array, dtype) for array in numbers)
+    assert np.isfinite(wanted).all()
+    assert np.array_equal(replace(step, pages=replace(step.pages, keys=keys, values=values)).attend(), wanted)
 
 
 def test_what_is_not_a_number_stays_in_its_row() -> None:
