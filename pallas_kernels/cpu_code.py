@@ -153,7 +153,8 @@ class Code:
             function = declared(build.module, name, total.type, total.type, pairs, pairs)
             return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
         for which in range(2):
-            total = self.add_product(*(self._half(pair, which) for pair in (factor, words)), total)
+            one, other = (self._half(pair, which) for pair in (factor, words))
+            total = self.add_product(one, other, total)
         return total
 
     def _half(self, pairs: ir.Value, which: int) -> ir.Value:

@@ -187,7 +187,7 @@ class World:
             pages = slots[place.group] // page_size + place.index * num_pages
             is_written[pages, slots[place.group] % page_size] = True
         for old, new, slot_axis in zip(before, self.cache.pages, self.shape.slot_axes, strict=True):
-            old_slots, new_slots = (np.moveaxis(bits_of(x), slot_axis, 1) for x in (old, new))
+            old_slots, new_slots = (slots_of(x, slot_axis, page_size) for x in (old, new))
             assert np.array_equal(old_slots[~is_written], new_slots[~is_written])
 
 
@@ -195,6 +195,15 @@ def bits_of(x: np.ndarray | jax.Array) -> np.ndarray:
     """As whole numbers, of which all are equal to themselves."""
     array = np.asarray(x)
     return array.view({1: np.int8, 2: np.int16, 4: np.int32}[array.dtype.itemsize])
+
+
+def slots_of(x: np.ndarray | jax.Array, slot_axis: int, page_size: int) -> np.ndarray:
+    """Bits with the slots of a page in axis 1; of two slots in a word, each its half."""
+    bits = np.moveaxis(bits_of(x), slot_axis, 1)
+    if bits.shape[1] == page_size:
+        return bits
+    halves = np.stack([bits & 0xFFFF, bits >> 16 & 0xFFFF], axis=2)
+    return halves.reshape(bits.shape[0], page_size, *bits.shape[2:])
 
 
 def attend_layers(

@@ -74,10 +74,10 @@ def test_window_soft_cap_and_sinks(options: dict[str, Any], platform: str) -> No
 @pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("step_dtype", ["bfloat16", "float32"])
 def test_pages_of_bfloat16(platform: str, step_dtype: str) -> None:
-    """On a CPU as bits, elsewhere as numbers: NaN in dead slots included."""
+    """On a CPU in pairs, elsewhere as numbers: NaN in dead slots included."""
     options: dict[str, Any] = dict(dtype="bfloat16", step_dtype=step_dtype, options=FEATURES["all of them"])
     world = World(shape_of(**options, **ON_PLATFORM[platform]))
-    assert world.cache.pages[0].dtype == ("uint16" if platform == "cpu" else "bfloat16")
+    assert world.cache.pages[0].dtype == ("uint32" if platform == "cpu" else "bfloat16")
     run_ragged(world)
 
 
