@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +42,8 @@ from .user_cache import make_private, user_cache
 
 logger = logging.getLogger("jpaged")
 
+TURN_S = 0.001
+"""Python's is five times as long."""
 WINDOWS = (None,)
 """Page-table groups: all layers of the models here see all of their context."""
 PREFILL_TOKENS = 256
@@ -117,13 +121,14 @@ def assemble(
         max_logprobs=config.max_logprobs,
         num_decode_steps=_num_decode_steps(config),
     )
-    # Reading weights leaves the interpreter alone most of the time: what is needed first compiles meanwhile.
+    # Reading weights leaves the interpreter alone most of the time: what is needed first is traced meanwhile.
     plan = CompilePlan(programs.lower)
     first, behind = _warmup_keys(config, programs, buckets, sizes, demands, modes, is_cpu=device.platform == "cpu")
     plan.start([ALLOCATE_KEY, *first], progress=_phase(progress, "compile"))
     start = time.monotonic()
     try:
-        weights = load_weights(programs.weights, model, opened.checkpoint, progress=_phase(progress, "load"))
+        with _short_turns():
+            weights = load_weights(programs.weights, model, opened.checkpoint, progress=_phase(progress, "load"))
     except BaseException:
         plan.close()
         raise
@@ -150,6 +155,17 @@ def assemble(
         runner=runner,
         load_seconds=load_seconds,
     )
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Threads hand the interpreter on sooner: whoever calls numpy gives it up each time and waits a turn to get it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def use_compilation_cache(directory: str | None) -> None:
