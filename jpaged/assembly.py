@@ -161,7 +161,10 @@ def assemble(
 def _short_turns() -> Iterator[None]:
     """Threads hand the interpreter on sooner: whoever calls numpy gives it up each time and waits a turn to get it."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, TURN_S))
+    if before <= TURN_S:  # Also if another engine is being put together: that one will set it back.
+        yield
+        return
+    sys.setswitchinterval(TURN_S)
     try:
         yield
     finally:

@@ -209,5 +209,7 @@ def _layout(
 
 def _empty_cache(backend: Backend, layout: KVLayout) -> PagedCache:
     """Pages full of NaN."""
-    pages = tuple(jnp.full(shape, jnp.nan, layout.dtype) for shape in layout.shapes)
+    in_one = np.dtype(layout.stored_dtype).itemsize // np.dtype(layout.dtype).itemsize
+    dead = np.full(in_one, np.nan, layout.dtype).view(layout.stored_dtype)[0]
+    pages = tuple(jnp.full(shape, dead, layout.stored_dtype) for shape in layout.shapes)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)

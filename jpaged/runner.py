@@ -177,7 +177,8 @@ class Runner:
         return self._put(np.array(pages + [NULL_PAGE] * (MAX_MOVES - len(pages)), np.int32))
 
     def _put(self, array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        """For all chips. One takes a host's array as it is: a call transfers it at a fifth of what device_put costs."""
+        """For all chips. One takes a host's array as it is, which nobody may write any more: a call transfers it sooner
+        than device_put does."""
         return array if self._whole is None else jax.device_put(array, self._whole)
 
     def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:

@@ -299,8 +299,10 @@ class StepInputBuilder:
     def _fill_tokens(self, view: dict[str, np.ndarray], rows: _Rows, chunks: list[Chunk]) -> None:
         """Where each token stands and is written; and which it is, by its id or by the slot that drew it."""
         num_tokens = rows.num_tokens
-        slots = np.repeat(rows.slots, rows.query_lens)
-        positions = np.arange(num_tokens) + np.repeat(rows.starts - rows.query_starts, rows.query_lens)
+        slots, positions = rows.slots, rows.starts
+        if num_tokens > len(slots):
+            slots = np.repeat(slots, rows.query_lens)
+            positions = np.arange(num_tokens) + np.repeat(positions - rows.query_starts, rows.query_lens)
         pages = self.tables[:, slots, positions // self.block_size]
         view["positions"][:num_tokens] = positions
         view["slots"][:, :num_tokens] = pages * self.block_size + positions % self.block_size
@@ -319,9 +321,11 @@ class StepInputBuilder:
         num_decodes = len(work.decodes)
         samplers = [sampler for chunk in work.chunks for sampler in chunk.samplers]
         num_samples = num_decodes + len(samplers)
-        num_samplers = np.ones_like(rows.places)
-        num_samplers[num_decodes:] = [len(chunk.samplers) for chunk in work.chunks]
-        row_of_sample = np.repeat(rows.places, num_samplers)
+        row_of_sample = rows.places
+        if work.chunks:
+            num_samplers = np.ones_like(row_of_sample)
+            num_samplers[num_decodes:] = [len(chunk.samplers) for chunk in work.chunks]
+            row_of_sample = np.repeat(row_of_sample, num_samplers)
         slots = rows.slots[row_of_sample]
         slots[num_decodes:] = [sampler.slot for sampler in samplers]
         self.next_positions[rows.slots] = rows.final_lens

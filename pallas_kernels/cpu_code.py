@@ -26,6 +26,8 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 POINTER = I8.as_pointer()
 SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, POINTER: 8}
 CACHE_LINE = 64
+LONG_LANES = 16
+"""Of float32 in the longest vector there is."""
 CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
@@ -44,7 +46,9 @@ class Code:
     def allocate(self, kind: ir.Type, count: int) -> ir.Value:
         """Room for as many elements until the function returns, the same one each time this place is passed."""
         with self.build.goto_entry_block():
-            return self.build.bitcast(self.build.alloca(kind, size=count), POINTER)
+            place = self.build.alloca(kind, size=count)
+            place.align = CACHE_LINE
+            return self.build.bitcast(place, POINTER)
 
     def at(self, base: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
         """The address of the element at `offset`."""
@@ -80,6 +84,25 @@ class Code:
     def store_vector(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:
         address = self.build.bitcast(self.at(base, offset, vector.type.element), vector.type.as_pointer())
         self.build.store(vector, address, align=SIZES[vector.type.element])
+
+    def store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value, *, at_once: bool) -> None:
+        """Float32 as bfloat16, to the nearest, to even: by the processor (`at_once`, 16 lanes), or in whole numbers.
+
+        What is no finite number may become another that is none.
+        """
+        build, lanes = self.build, vector.type.count
+        short = ir.VectorType(I16, lanes)
+        if at_once:
+            name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}"
+            function = declared(build.module, name, ir.VectorType(BFLOAT16, lanes), vector.type)
+            rounded = build.bitcast(build.call(function, [vector]), short)
+        else:
+            kind = ir.VectorType(I32, lanes)
+            bits, half = build.bitcast(vector, kind), constant(kind, 16)
+            odd = build.and_(build.lshr(bits, half), constant(kind, 1))
+            nearest = build.add(build.add(bits, constant(kind, 0x7FFF)), odd)
+            rounded = build.trunc(build.lshr(nearest, half), short)
+        self.store_vector(rounded, base, offset)
 
     def fetch(self, base: ir.Value, offset: ir.Value, kind: ir.Type, count: int) -> None:
         """Ask for `count` elements into the second cache: what is in use fills the first. An address of nothing does no

@@ -24,25 +24,21 @@ from llvmlite import ir
 
 from .cpu_code import F32, I32, I64, Code, constant, has_long_vectors, host_has, register
 from .cpu_handler import Buffer, handler
-from .cpu_tiles import PANEL, has_tiles, tile_handler
+from .cpu_tiles import DEPTH, PANEL, WORTH_HELP, has_matrix_unit, tile_handler
 
 VECTORS = 2
 """Of sums of a row in registers."""
-DEPTH_OF_PAIRS = 32
-"""K is a multiple of it where pairs lie in panels: what a matrix unit multiplies at once."""
 WORDS_AT_ONCE = 768
 """Of a column, at most: that much of a panel stays in the second cache while all rows of x are multiplied with it."""
 FETCHED_AHEAD = 32 * PANEL
 """Words of a panel: processors do not fetch by themselves as far ahead as memory wants it."""
-WORTH_HELP = 1 << 16
-"""Words of a weight, from which on a second thread is worth waking."""
 
 
 def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
     """Of a weight [K, N] in panels. Columns and pairs that there are not are zeros."""
     panels = -(-num_out // PANEL)
     return (
-        (panels, -(-depth // DEPTH_OF_PAIRS) * DEPTH_OF_PAIRS // 2, PANEL, 2)
+        (panels, -(-depth // DEPTH) * DEPTH // 2, PANEL, 2)
         if jnp.dtype(dtype) == jnp.bfloat16
         else (panels, depth, PANEL)
     )
@@ -107,8 +103,8 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
     if are_pairs and (rest := 2 * panels.shape[1] - x.shape[1]):
         x = jnp.pad(x, ((0, 0), (0, rest)))
     num_rows, has_long = x.shape[0], has_long_vectors()
-    if are_pairs and has_tiles():
-        name = tile_handler(WORTH_HELP)
+    if are_pairs and has_matrix_unit():
+        name = tile_handler()
     else:
         num_groups = -(-num_rows // _most_rows(has_long))
         name = _handler(are_pairs, are_pairs and host_has("avx512bf16"), has_long, num_rows // num_groups)

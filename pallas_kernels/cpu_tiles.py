@@ -25,7 +25,11 @@ TILE = 16
 TILE_BYTES = 64
 """Of a row of a tile."""
 PANEL = 32
-"""Columns of B that are multiplied together."""
+"""Columns of B that are multiplied together; and of any weight that lie together, two cache lines of float32."""
+DEPTH = 2 * TILE
+"""Of K that is multiplied at once: a multiple of it."""
+WORTH_HELP = 1 << 16
+"""Words of a weight, from which on a second thread is worth waking."""
 PAIRS_AT_ONCE = 256
 """Of K: that much of a panel stays in the first cache while all rows of A are multiplied with it."""
 SUMS, ROWS, COLUMNS = ((0, 1), (2, 3)), (4, 5), (6, 7)
@@ -37,7 +41,7 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 
 @cache
-def has_tiles() -> bool:
+def has_matrix_unit() -> bool:
     """Whether the processor has a matrix unit for bfloat16 and the system lets this process use it."""
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and host_has("amx-bf16")):
         return False
@@ -125,23 +129,20 @@ class MatrixUnit:
 
 
 @cache
-def tile_handler(worth_help: int) -> str:
-    """Name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N]; K a multiple of 32.
-
-    Whoever has fewer words of a weight to multiply with than `worth_help` does it alone.
-    """
+def tile_handler() -> str:
+    """Name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N]; K a multiple of 32."""
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         x, panels = args
         build, num_panels, pairs = code.build, panels.size(0), panels.size(1)
         words = build.mul(build.mul(num_panels, I64(PANEL)), pairs)
         values = [x.data, panels.data, rets[0].data, pairs, rets[0].size(1), x.size(0)]
-        return values, num_panels, build.icmp_signed(">", words, I64(worth_help))
+        return values, num_panels, build.icmp_signed(">", words, I64(WORTH_HELP))
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
         x, panels, out, pairs, width, num_rows = given
         build, mul = code.build, code.build.mul
-        tiles, panel_row = MatrixUnit(code), I64(4 * PANEL)
+        matrix_unit, panel_row = MatrixUnit(code), I64(4 * PANEL)
         b = Matrix(build.gep(panels, [mul(mul(unit, pairs), panel_row)]), panel_row)
         all_a = Matrix(x, mul(pairs, I64(4)))
         all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(width, I64(4)))
@@ -149,15 +150,15 @@ def tile_handler(worth_help: int) -> str:
         def some_rows(first: ir.Value, num_tiles: int, begin: ir.Value | int, end: ir.Value) -> None:
             a, c = (Matrix(whole.at(code, first), whole.stride) for whole in (all_a, all_c))
             is_begun = False if isinstance(begin, int) else build.icmp_signed(">", begin, I64(0))
-            tiles.load_sums(c, num_tiles, is_begun=is_begun)
-            tiles.multiply(a, b, num_tiles, begin, end)
-            tiles.store_sums(c, num_tiles)
+            matrix_unit.load_sums(c, num_tiles, is_begun=is_begun)
+            matrix_unit.multiply(a, b, num_tiles, begin, end)
+            matrix_unit.store_sums(c, num_tiles)
 
         whole = build.sdiv(num_rows, I64(2 * TILE))
         done = mul(whole, I64(2 * TILE))
         rest = build.sub(num_rows, done)
         with build.if_then(build.icmp_signed(">", whole, I64(0))):
-            tiles.configure()
+            matrix_unit.configure()
 
             def some_depth(begin: ir.Value) -> None:
                 end = code.least(build.add(begin, I64(PAIRS_AT_ONCE)), pairs)
@@ -165,11 +166,11 @@ def tile_handler(worth_help: int) -> str:
 
             code.loop(0, pairs, some_depth, step=PAIRS_AT_ONCE)
         with build.if_then(build.icmp_signed(">", rest, I64(TILE))):
-            tiles.configure(TILE, build.sub(rest, I64(TILE)))
+            matrix_unit.configure(TILE, build.sub(rest, I64(TILE)))
             some_rows(done, 2, 0, pairs)
         with build.if_then(build.and_(build.icmp_signed(">", rest, I64(0)), build.icmp_signed("<=", rest, I64(TILE)))):
-            tiles.configure(rest)
+            matrix_unit.configure(rest)
             some_rows(done, 1, 0, pairs)
-        tiles.release()
+        matrix_unit.release()
 
     return register(handler("jpaged_product_in_tiles", 2, 1, prepare, body))

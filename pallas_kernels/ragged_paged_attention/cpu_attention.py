@@ -9,7 +9,8 @@
 
 A page's keys and values are read once, from memory into registers, for all queries of a KV head, and of a tile from the
 caches. Whatever tile a token is in and whatever company it has, the same is done for it in the same order, one page
-after the other: its bits do not depend on it, nor on the number of threads, nor on how a prompt was cut.
+after the other: its bits do not depend on it, nor on the number of threads, nor on how a prompt was cut, as long
+as all values are finite: a later token's, of weight 0, reaches the others of its row in a tile if it is not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from llvmlite import ir
 
 from ..cpu_code import F32, I64, Code, constant, has_long_vectors, host_has, register
 from ..cpu_handler import Buffer, handler
-from ..cpu_tiles import has_tiles
+from ..cpu_tiles import has_matrix_unit
 from .cpu_pages import CpuPages, as_words
 from .cpu_queries import Queries, Shape
 from .cpu_query_tiles import TiledQueries
@@ -65,6 +66,7 @@ def attend_tiles(
     Entries of `tables` up to a token's page must lie in the layer; others are not looked at.
     """
     _, num_kv_heads, group, head_size = q.shape
+    pages.check(num_kv_heads, head_size)
     shape = Shape(
         are_pairs=pages.are_pairs,
         num_kv_heads=num_kv_heads,
@@ -77,9 +79,9 @@ def attend_tiles(
         most_tokens=most_tokens,
         has_long=has_long_vectors(),
         at_once=host_has("avx512bf16"),
-        has_tiles=False,
+        in_tiles=False,
     )
-    shape = replace(shape, has_tiles=has_tiles() and TiledQueries.takes(shape))
+    shape = replace(shape, in_tiles=has_matrix_unit() and TiledQueries.takes(shape))
     queries = as_words(q.astype(jnp.float32) * pages.scale, are_pairs=pages.are_pairs)
     arrays = [queries, pages.keys, pages.values, tables, positions, pages.first[None]]
     plan = [tiles.counts, tiles.prefill, tiles.shared, tiles.members, tiles.num_seen]
@@ -126,7 +128,7 @@ def _attend_handler(shape: Shape) -> str:
         ) = given  # fmt: skip
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
-        kind = TiledQueries if shape.has_tiles else Queries
+        kind = TiledQueries if shape.in_tiles else Queries
         queries = kind(code, shape, keys=keys, values=values)
 
         # Which tokens, of which rows; and how many pages all of them go through together.
@@ -156,7 +158,6 @@ def _attend_handler(shape: Shape) -> str:
             queries.start(i, head, q, sinks)
 
         code.loop(0, count, note)
-        queries.begin()
 
         def page_of(row: ir.Value, index: ir.Value) -> ir.Value:
             """Number of a page of this KV head, among those of all layers."""
@@ -174,6 +175,7 @@ def _attend_handler(shape: Shape) -> str:
             code.loop(begin, end, see_page)
 
         with build.if_then(build.icmp_signed(">", count, I64(0))):
+            queries.begin()
             to_end = queries.num_pages(sub(count, I64(1)))
             together = build.select(is_shared, num_pages, to_end)
             see(I64(0), count, queries.first_page(I64(0)), together)
@@ -186,7 +188,7 @@ def _attend_handler(shape: Shape) -> str:
                 queries.finish(i, head, out)
 
             code.loop(0, count, go_on)
-        queries.end()
+            queries.end()
 
     return register(handler(shape.name, 12, 1, prepare, body))
 

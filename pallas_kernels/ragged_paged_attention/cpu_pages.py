@@ -54,6 +54,18 @@ class CpuPages:
     def page_size(self) -> int:
         return self.keys.shape[3]
 
+    def check(self, num_kv_heads: int, head_size: int) -> None:
+        """ValueError for arrays that native code would misread: it takes them for what it was made for."""
+        sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
+        dtype = PAIRS if self.are_pairs else jnp.float32
+        wanted = [(shape, dtype) for shape in pages_shapes(*sizes, are_pairs=self.are_pairs)]
+        for name, array, (shape, dtype) in zip(("keys", "values"), (self.keys, self.values), wanted, strict=True):
+            if (array.shape, array.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"pages: got {name} {array.shape} of {array.dtype}, wanted {shape} of {jnp.dtype(dtype)}; make "
+                    "them by the shapes and the stored_dtype of the backend's layout"
+                )
+
 
 def words_of(size: int, *, are_pairs: bool) -> int:
     """That so many numbers lie in."""
@@ -80,6 +92,7 @@ def write_pages(
 ) -> tuple[Array, Array]:
     """Write k and v into `slots` of the layer, in place; returns all keys and values."""
     num_kv_heads, head_size = k.shape[1:]
+    pages.check(num_kv_heads, head_size)
     stored = jnp.dtype(jnp.bfloat16) if pages.are_pairs else pages.keys.dtype
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
     call = ffi_call(

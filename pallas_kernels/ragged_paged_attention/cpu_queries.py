@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from ..cpu_code import BFLOAT16, F32, I16, I32, I64, Code, constant, lanes_for
-from ..cpu_tiles import TILE
+from ..cpu_code import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
 from .cpu_pages import words_of
 from .xla_softmax import LEAST_MAX
 
@@ -38,7 +37,7 @@ class Shape:
     """Vectors of 16 lanes, and not of 8."""
     at_once: bool
     """The processor multiplies pairs."""
-    has_tiles: bool
+    in_tiles: bool
     """The matrix unit multiplies."""
 
     @property
@@ -50,6 +49,11 @@ class Shape:
     def value_words(self) -> int:
         """Of a lane of a head, and of a query's weights."""
         return words_of(self.page_size, are_pairs=self.are_pairs)
+
+    @property
+    def num_queries(self) -> int:
+        """Of a tile, at most."""
+        return self.most_tokens * self.group
 
     @property
     def name(self) -> str:
@@ -77,19 +81,20 @@ class Queries:
         bounds = [shape.group * part // num_parts for part in range(num_parts + 1)]
         self.parts = [range(*bounds[part : part + 2]) for part in range(num_parts)]
         """Queries of a token that are multiplied at once."""
-        most_queries = shape.most_tokens * shape.group
-        # A matrix unit takes rows by the tile, and so goes beyond the last.
-        room = most_queries + TILE
-        self.queries = code.allocate(self.word, room * shape.key_words)
-        self.sums = code.allocate(F32, room * shape.head_size)
-        num_scored = room if self.shape.has_tiles else self.tokens_at_once * shape.group
+        num_queries, num_scored = self.room()
+        self.queries = code.allocate(self.word, num_queries * shape.key_words)
+        self.sums = code.allocate(F32, num_queries * shape.head_size)
         self.scores = code.allocate(F32, num_scored * shape.page_size)
         """And weights, if they are not rounded."""
         self.weights = code.allocate(I32, num_scored * shape.value_words) if shape.are_pairs else self.scores
         if shape.page_size % 2 and shape.are_pairs:
             code.loop(0, num_scored * shape.value_words, lambda at: code.store(I32(0), self.weights, at))
-        self.greatest, self.totals = (code.allocate(F32, most_queries) for _ in range(2))
+        self.greatest, self.totals = (code.allocate(F32, shape.num_queries) for _ in range(2))
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.most_tokens) for _ in range(3))
+
+    def room(self) -> tuple[int, int]:
+        """Queries that there is room for, and how many of them have their scores kept at once."""
+        return self.shape.num_queries, self.tokens_at_once * self.shape.group
 
     def begin(self) -> None:
         """Before the first page."""
@@ -250,8 +255,11 @@ class Queries:
         code.loop(0, page_size, some_slots, step=self.slot_span)
 
     def _add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value) -> ir.Value:
-        # The instruction for pairs takes vectors of 16; a page or a head may be cut into shorter ones.
-        return self.code.add_words(factor, words, total, at_once=self.shape.at_once and words.type.count == TILE)
+        return self.code.add_words(factor, words, total, at_once=self._at_once(words.type.count))
+
+    def _at_once(self, lanes: int) -> bool:
+        """A page or a head may be cut into vectors too short for the processor's instructions for pairs."""
+        return self.shape.at_once and lanes == LONG_LANES
 
     def weigh(self, query: ir.Value, place: ir.Value, first_slot: ir.Value, end: ir.Value) -> None:
         """Scores become weights, relative to the greatest so far; what was summed before shrinks accordingly.
@@ -290,7 +298,7 @@ class Queries:
         def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
             weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
             if shape.are_pairs:
-                self._store_rounded(weight, self.weights, add(weights_of, slot))
+                code.store_rounded(weight, self.weights, add(weights_of, slot), at_once=self._at_once(slot_lanes))
             else:
                 code.store_vector(weight, self.weights, add(weights_of, slot))
             return [build.fadd(total, weight)]
@@ -311,12 +319,6 @@ class Queries:
 
             code.loop(0, shape.head_size, shrink, step=head_lanes)
         code.store(build.fadd(code.load(self.totals, query, F32), total), self.totals, query)
-
-    def _store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value) -> None:
-        """As bfloat16, whatever lies in the other half of a word."""
-        build, lanes = self.code.build, vector.type.count
-        rounded = build.fptrunc(vector, ir.VectorType(BFLOAT16, lanes))
-        self.code.store_vector(build.bitcast(rounded, ir.VectorType(I16, lanes)), base, offset)
 
     def _sum_values(
         self,

@@ -12,6 +12,8 @@ from .cpu_queries import Queries, Shape
 
 BLOCK = 2 * TILE
 """Slots whose values are summed at once: a tile's row of pairs."""
+MOST_BYTES = 1 << 20
+"""Of queries, scores, weights and sums together."""
 
 
 class TiledQueries(Queries):
@@ -19,20 +21,26 @@ class TiledQueries(Queries):
 
     @staticmethod
     def takes(shape: Shape) -> bool:
-        """Whether heads and pages are whole panels."""
-        return shape.are_pairs and shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
+        """Whether heads and pages are whole panels, and what a tile's queries need fits a thread's stack."""
+        words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
+        is_small = 4 * words * (shape.num_queries + TILE) <= MOST_BYTES
+        return is_small and shape.are_pairs and shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
+
+    def room(self) -> tuple[int, int]:
+        """Rows are taken by the tile, and so beyond the last."""
+        return (self.shape.num_queries + TILE,) * 2
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
         super().__init__(code, shape, keys=keys, values=values)
-        self.tiles = MatrixUnit(code)
+        self.matrix_unit = MatrixUnit(code)
         self.edge = code.allocate(I32, TILE * shape.head_size)
         """Values of a block whose last slots are dead: zeros there, whatever the page holds."""
 
     def begin(self) -> None:
-        self.tiles.configure()
+        self.matrix_unit.configure()
 
     def end(self) -> None:
-        self.tiles.release()
+        self.matrix_unit.release()
 
     def see_page(
         self, first: ir.Value, last: ir.Value, begin: ir.Value, following: ir.Value, first_slot: ir.Value
@@ -58,9 +66,9 @@ class TiledQueries(Queries):
             def some_slots(slot: ir.Value) -> None:
                 at = mul(slot, I64(4))
                 c, b = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (scores, keys))
-                self.tiles.load_sums(c, num_tiles, is_begun=False)
-                self.tiles.multiply(a, b, num_tiles, 0, shape.key_words)
-                self.tiles.store_sums(c, num_tiles)
+                self.matrix_unit.load_sums(c, num_tiles, is_begun=False)
+                self.matrix_unit.multiply(a, b, num_tiles, 0, shape.key_words)
+                self.matrix_unit.store_sums(c, num_tiles)
 
             code.loop(begin_block, end_block, some_slots, step=PANEL)
 
@@ -74,11 +82,13 @@ class TiledQueries(Queries):
             def some_lanes(h: ir.Value) -> None:
                 at = mul(h, I64(4))
                 c, b, b_of_edge = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (sums, values, edge))
-                self.tiles.load_sums(c, num_tiles)
-                self.tiles.multiply(weights, b, num_tiles, build.sdiv(begin_block, I64(2)), build.sdiv(whole, I64(2)))
+                self.matrix_unit.load_sums(c, num_tiles)
+                self.matrix_unit.multiply(
+                    weights, b, num_tiles, build.sdiv(begin_block, I64(2)), build.sdiv(whole, I64(2))
+                )
                 with build.if_then(has_edge):
-                    self.tiles.multiply(of_edge, b_of_edge, num_tiles, 0, TILE)
-                self.tiles.store_sums(c, num_tiles)
+                    self.matrix_unit.multiply(of_edge, b_of_edge, num_tiles, 0, TILE)
+                self.matrix_unit.store_sums(c, num_tiles)
 
             code.loop(0, shape.head_size, some_lanes, step=PANEL)
 

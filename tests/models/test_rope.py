@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -109,3 +110,17 @@ FACTORS = {
 @pytest.mark.parametrize(("config", "wanted"), FACTORS.values(), ids=FACTORS.keys())
 def test_attention_factor(config: RopeConfig, wanted: float) -> None:
     assert attention_factor(config) == pytest.approx(wanted)
+
+
+def test_cosines_are_computed_once_for_all_layers() -> None:
+    """XLA:CPU likes to compute them again in every consumer, for every head."""
+
+    def layers(positions: jax.Array, x: jax.Array) -> jax.Array:
+        rotation = rotation_at(positions, PLAIN, 1.0)
+        for _ in range(4):
+            x = jnp.sin(rotation.apply(x) @ jnp.ones((HEAD, HEAD)))
+        return x
+
+    shapes = jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((16, 9, HEAD), jnp.float32)
+    text = jax.jit(layers).lower(*shapes).compile().as_text()
+    assert 1 <= text.count(" cosine(") <= 2

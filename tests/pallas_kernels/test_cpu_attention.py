@@ -18,6 +18,7 @@ from llvmlite import ir
 from jpaged.pallas_kernels import cpu_code
 from jpaged.pallas_kernels.cpu_code import F32, I64, Code, register
 from jpaged.pallas_kernels.cpu_handler import Buffer, handler
+from jpaged.pallas_kernels.cpu_tiles import has_matrix_unit
 from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
 from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend_tiles
 from jpaged.pallas_kernels.ragged_paged_attention.cpu_pages import PAIRS, CpuPages, write_pages
@@ -95,14 +96,17 @@ class Step:
         return partial(jax.jit(run), self.q, self.tables, self.positions, plan)
 
     def error(self, out: np.ndarray) -> float:
-        """Against the definition, in float64: what is more than weights rounded to bfloat16 make of it."""
+        """Against the definition, in float64; of bfloat16 the norm of a query's error beyond what rounded weights make.
+
+        Roundings of many weights are of either sign, and so do not add up but as squares do.
+        """
         page_size, window, head_size = self.pages.page_size, self.pages.window, self.q.shape[3]
         are_pairs = self.pages.keys.dtype == PAIRS
         keys, values = in_numbers(self.pages.keys, head_size), in_numbers(self.pages.values, page_size)
         q = self.q.astype(np.float32) * np.float32(self.pages.scale)
         if are_pairs:
             q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
-        wanted, slack = np.zeros(q.shape), np.zeros(q.shape)
+        wanted, slack = np.zeros(q.shape), np.zeros(q.shape[:3])
         tokens = [*range(self.num_decode)]
         tokens += [token for _, start, count in self.prefill for token in range(start, start + count)]
         for token in tokens:
@@ -119,8 +123,10 @@ class Step:
                 weights = np.exp(scores - np.maximum(scores.max(axis=1), sinks)[:, None])
                 total = weights.sum(axis=1) + np.exp(sinks - np.maximum(scores.max(axis=1), sinks))
                 wanted[token, head] = weights @ v / total[:, None]
-                slack[token, head] = ROUNDING * are_pairs * (weights @ np.abs(v)) / total[:, None]
-        return float((np.abs(out - wanted) - slack).max())
+                slack[token, head] = ROUNDING * are_pairs * np.sqrt(weights**2 @ (v**2).sum(axis=1)) / total
+        if not are_pairs:
+            return float(np.abs(out - wanted).max())
+        return float((np.linalg.norm(out - wanted, axis=-1) - slack).max())
 
 
 def random_step(
@@ -186,7 +192,7 @@ def test_other_processors_attend_as_well(
         pytest.skip("this processor has no products of pairs")
     for module in (cpu_code, cpu_attention):
         monkeypatch.setattr(module, "has_long_vectors", lambda: has_long)
-    monkeypatch.setattr(cpu_attention, "has_tiles", lambda: False)
+    monkeypatch.setattr(cpu_attention, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(cpu_attention, "host_has", lambda feature: has_pairs)
     rng = np.random.default_rng(0)
     for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
@@ -196,16 +202,21 @@ def test_other_processors_attend_as_well(
         assert step.error(step.attend()) < 2e-6
 
 
-def test_sinks_take_their_share() -> None:
+PAGES = [("float32", 16), ("bfloat16", 16), ("bfloat16", 32)]
+"""Of floats, of pairs, and such as a matrix unit takes."""
+
+
+@pytest.mark.parametrize(("dtype", "page_size"), PAGES)
+def test_sinks_take_their_share(dtype: str, page_size: int) -> None:
     rng = np.random.default_rng(0)
-    step = random_step(rng, random_pages(rng, 2, 64, 16, "float32"), 3, [40, 1, 33], (9,))
+    step = random_step(rng, random_pages(rng, 2, 64, page_size, dtype), 3, [40, 1, 33], (9,))
     without = step.attend()
     step.sinks = rng.normal(2.0, 1.0, size=(2, 3)).astype(np.float32)
     assert step.error(step.attend()) < 2e-6
     assert np.abs(step.attend() - without).max() > 0.1
 
 
-@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 32)])
+@pytest.mark.parametrize(("dtype", "page_size"), PAGES)
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None, dtype: str, page_size: int) -> None:
@@ -225,7 +236,7 @@ def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None, d
         assert np.array_equal(alone.attend().view(np.int32)[0], whole[token])
 
 
-@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 32)])
+@pytest.mark.parametrize(("dtype", "page_size"), PAGES)
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dtype: str, page_size: int) -> None:
     """Rows of one tile in any order, of different lengths, beside rows that share nothing and a prompt."""
@@ -248,17 +259,6 @@ def test_shared_pages_are_read_from_the_first_rows_table() -> None:
     wanted = step.attend()
     step.tables[1:, :3] = 2**30
     assert np.array_equal(replace(step, shared=[([0, 2, 1], 3)]).attend(), wanted)
-
-
-@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4])
-def test_scores_of_any_size_make_weights(spread: float) -> None:
-    """One key for all weight, or nearly the same for each: no overflow, no page forgotten."""
-    rng = np.random.default_rng(0)
-    pages = random_pages(rng, 1, 64, 8, "float32")
-    pages[0] = pages[0] * spread
-    step = random_step(rng, pages, 2, [160], scale=1.0)
-    # A score of 1e4 has a unit of the last place of 1e-3.
-    assert step.error(step.attend()) < max(2e-6, spread * 1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -284,20 +284,71 @@ def test_dead_slots_are_not_looked_at(page_size: int, head_size: int, dtype: str
     assert np.array_equal(replace(step, pages=replace(step.pages, keys=keys, values=values)).attend(), wanted)
 
 
-def test_what_is_not_a_number_stays_in_its_row() -> None:
+@pytest.mark.parametrize(("dtype", "page_size"), PAGES)
+@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4])
+def test_scores_of_any_size_make_weights(spread: float, dtype: str, page_size: int) -> None:
+    """One key for all weight, or nearly the same for each: no overflow, no page forgotten."""
     rng = np.random.default_rng(0)
-    keys, values = random_pages(rng, 2, 64, 8, "float32")
-    keys = keys.at[3, 1, 5, 2].set(jnp.nan)
-    values = values.at[7, 0, 4, 9].set(jnp.inf).at[9].set(jnp.nan)
-    step = random_step(rng, [keys, values], 2, [16, 16, 16, 8])
+    keys, values = (rng.normal(size=(NUM_PAGES, 1, *shape)) for shape in ((64, page_size), (page_size, 64)))
+    pages = [in_words(keys * spread, dtype), in_words(values, dtype)]
+    step = random_step(rng, pages, 2, [160], scale=1.0)
+    # A score of 1e4 has a unit of the last place of 1e-3.
+    assert step.error(step.attend()) < max(2e-6, spread * 1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "page_size"), PAGES)
+def test_what_is_not_a_number_stays_in_its_row(dtype: str, page_size: int) -> None:
+    rng = np.random.default_rng(0)
+    keys, values = rng.normal(size=(NUM_PAGES, 2, 64, page_size)), rng.normal(size=(NUM_PAGES, 2, page_size, 64))
+    keys[3, 1, 5, 2], values[7, 0, 4, 9], values[9] = np.nan, np.inf, np.nan
+    lens = [2 * page_size] * 3 + [page_size]
+    step = random_step(rng, [in_words(keys, dtype), in_words(values, dtype)], 2, lens)
     step.tables[:, :2] = [[1, 2], [1, 3], [7, 2], [2, 9]]
-    out = step.attend()
-    assert np.isfinite(out[0]).all()
-    assert np.isnan(out[1, 1]).all()
-    assert np.isfinite(out[1, 0]).all()
-    assert np.isinf(out[2, 0, :, 9]).all()
-    assert np.isfinite(np.delete(out[2, 0], 9, axis=1)).all()
-    assert np.isfinite(out[3]).all()
+    for shared in ([], [([0, 1], 1)]):
+        out = replace(step, shared=shared).attend()
+        assert np.isfinite(out[0]).all()
+        assert np.isnan(out[1, 1]).all()
+        assert np.isfinite(out[1, 0]).all()
+        assert not np.isfinite(out[2, 0, :, 9]).any()
+        assert np.isfinite(np.delete(out[2, 0], 9, axis=1)).all()
+        assert np.isfinite(out[3]).all()
+
+
+def test_a_page_as_large_as_a_stack_is_left_to_vectors() -> None:
+    rng = np.random.default_rng(0)
+    step = random_step(rng, random_pages(rng, 1, 64, 1024, "bfloat16"), 48, [1500], (16,))
+    assert step.error(step.attend()) < 2e-6
+    assert "tdpbf16ps" not in code_of(step)
+
+
+def test_a_matrix_unit_multiplies_where_there_is_one() -> None:
+    if not has_matrix_unit():
+        pytest.skip("this processor has no matrix unit, or the system does not let this process use it")
+    rng = np.random.default_rng(0)
+    for (dtype, page_size), is_used in zip(PAGES, (False, False, True), strict=True):
+        step = random_step(rng, random_pages(rng, 2, 64, page_size, dtype), 3, [40])
+        assert ("tdpbf16ps" in code_of(step)) == is_used
+
+
+def code_of(step: Step) -> str:
+    """LLVM's, of the attention that the step calls."""
+    cpu_attention._attend_handler.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        texts: list[str] = []
+        patch.setattr(cpu_attention, "register", lambda module: (texts.append(str(module)), register(module))[1])
+        step.attend()
+    return texts[0]
+
+
+@pytest.mark.parametrize("change", ["dtype", "values"])
+def test_pages_that_native_code_would_misread_are_refused(change: str) -> None:
+    rng = np.random.default_rng(0)
+    keys, values = random_pages(rng, 2, 64, 16, "float32")
+    pages = [keys.astype("bfloat16"), values.astype("bfloat16")] if change == "dtype" else [keys, values[:, :, :8]]
+    wanted = {"dtype": r"keys .* of bfloat16, wanted .* of float32", "values": r"values .*8, 64\) of float32, wanted"}
+    step = random_step(rng, [keys, values], 2, [40])
+    with pytest.raises(ValueError, match=wanted[change]):
+        replace(step, pages=replace(step.pages, keys=pages[0], values=pages[1])).attend()
 
 
 BITS_OF_LONG_ROWS = """
@@ -307,14 +358,15 @@ import jax.numpy as jnp
 from dataclasses import replace
 from test_cpu_attention import random_pages, random_step
 rng = np.random.default_rng(0)
-step = random_step(rng, random_pages(rng, 3, 64, 64, "float32"), 3, rng.integers(500, 1300, 17).tolist(), (40,))
+dtype = sys.argv[1]
+step = random_step(rng, random_pages(rng, 3, 64, 64, dtype), 3, rng.integers(500, 1300, 17).tolist(), (40,))
 run = step.compiled()
 for _ in range(200):  # Whoever comes late must find nothing left, and no memory that is gone.
     out = np.asarray(run())
 alone = replace(step, q=step.q[5:6], positions=step.positions[5:6], tables=step.tables[5:6], num_decode=1, prefill=[])
 assert np.array_equal(alone.attend()[0], out[5]), "a row alone"
 # Two units: whoever helps begins later and is not done when the caller is.
-two = random_step(rng, random_pages(rng, 1, 64, 64, "float32"), 3, [1500, 1500])
+two = random_step(rng, random_pages(rng, 1, 64, 64, dtype), 3, [1500, 1500])
 ones = [slice(i, i + 1) for i in (0, 1)]
 each = [replace(two, q=two.q[i], positions=two.positions[i], tables=two.tables[i], num_decode=1) for i in ones]
 alone = np.concatenate([one.attend() for one in each])
@@ -325,13 +377,14 @@ print(hashlib.sha256(out.tobytes()).hexdigest())
 """
 
 
-def test_any_number_of_threads_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_threads_gives_the_same_bits(dtype: str) -> None:
     """Also none but the caller's, and more than there are cores."""
     found = set()
     for num_threads in (1, 2, 5):
         # XLA makes its pool as large as NPROC says.
         environment = {**os.environ, "NPROC": str(num_threads), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", BITS_OF_LONG_ROWS]
+        command = [sys.executable, "-c", BITS_OF_LONG_ROWS, dtype]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
         assert result.returncode == 0, result.stderr[-2000:]
         found.add(result.stdout)
@@ -346,8 +399,10 @@ def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(
     check_writes(num_tokens, heads, head_size, page_size, dtype)
 
 
-def test_many_tokens_are_written_by_several_threads() -> None:
-    check_writes(1000, 3, 64, 64, "float32")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [40, 1000])
+def test_many_tokens_are_written_by_several_threads(num_tokens: int, dtype: str) -> None:
+    check_writes(num_tokens, 3, 64, 64, dtype)
 
 
 def check_writes(num_tokens: int, heads: int, head_size: int, page_size: int, dtype: str) -> None:

@@ -1,11 +1,17 @@
-"""Native code is kept in JAX's compilation cache, and compiled again where that is broken or not for writing."""
+"""Native code: kept in JAX's compilation cache, compiled again where that is broken; for any processor there is."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import pytest
+
+from jpaged.pallas_kernels import cpu_code, cpu_handler, cpu_products, cpu_tiles
+from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention, cpu_pages
+from jpaged.pallas_kernels.ragged_paged_attention.cpu_queries import Shape
 
 ROOT = Path(__file__).parents[2]
 MULTIPLY = """
@@ -55,3 +61,59 @@ def test_without_a_cache_each_process_compiles(tmp_path: Path) -> None:
     assert multiply(None) == "compiles\n"
     (tmp_path / "file").write_text("")
     assert multiply(tmp_path / "file") == "compiles\n", "a directory that cannot be"
+
+
+PROCESSORS = {
+    "x86-64-v3": ("x86_64", False, False, False),
+    "skylake-avx512": ("x86_64", True, False, False),
+    "znver4": ("x86_64", True, True, False),
+    "sapphirerapids": ("x86_64", True, True, True),
+    "neoverse-n1": ("aarch64", False, False, False),
+}
+"""Architecture; has vectors of sixteen lanes, products of pairs, a matrix unit."""
+OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove"}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What LLVM cannot say in instructions it calls by a name that nobody may have: the process would end there."""
+    architecture, has_long, has_pairs, has_unit = PROCESSORS[processor]
+    texts: list[str] = []
+    for module in (cpu_handler, cpu_products, cpu_tiles, cpu_attention, cpu_pages):
+        monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
+    monkeypatch.setattr(cpu_code, "has_long_vectors", lambda: has_long)
+    for dtype_is_pairs in (False, True):
+        cpu_products._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_long, 5)
+        cpu_pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
+        for page_size, window, soft_cap, in_tiles in ((64, None, None, has_unit), (12, 20, 30.0, False)):
+            cpu_attention._attend_handler.__wrapped__(
+                Shape(
+                    are_pairs=dtype_is_pairs,
+                    num_kv_heads=3,
+                    group=3,
+                    head_size=64,
+                    page_size=page_size,
+                    window=window,
+                    soft_cap=soft_cap,
+                    has_sinks=window is not None,
+                    most_tokens=16,
+                    has_long=has_long,
+                    at_once=has_pairs,
+                    in_tiles=in_tiles and dtype_is_pairs,
+                )
+            )
+    cpu_handler._nothing.__wrapped__(4, 4)
+    if has_unit:
+        cpu_tiles.tile_handler.__wrapped__()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple(f"{architecture}-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu=processor, opt=3)
+    for text in texts:
+        parsed = llvm.parse_assembly(text)
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        passes.getModulePassManager().run(parsed, passes)
+        assembly = machine.emit_assembly(parsed)
+        called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))
+        assert called - {"work", "help"} <= OF_LIBC
+    assert len(texts) == 9 + has_unit

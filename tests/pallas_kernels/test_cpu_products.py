@@ -60,7 +60,7 @@ def test_other_processors_multiply_as_well(
     """Those without a matrix unit; without pairs of bfloat16; with vectors of sixteen lanes and of eight."""
     if has_pairs and not cpu_products.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
-    monkeypatch.setattr(cpu_products, "has_tiles", lambda: False)
+    monkeypatch.setattr(cpu_products, "has_matrix_unit", lambda: False)
     monkeypatch.setattr(cpu_products, "host_has", lambda feature: has_pairs)
     monkeypatch.setattr(cpu_products, "has_long_vectors", lambda: has_long)
     for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):

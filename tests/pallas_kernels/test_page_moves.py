@@ -39,6 +39,7 @@ class FusedLayout(KVLayout):
 SIZES = {"num_layers": NUM_LAYERS, "num_pages": NUM_PAGES, "page_size": 4, "num_kv_heads": 2, "head_size": 8}
 LAYOUTS = {
     "float32": XlaBackend().layout(**SIZES, dtype="float32"),
+    "pairs of bfloat16": XlaBackend().layout(**SIZES, dtype="bfloat16"),
     "bfloat16": XlaBackend(platform="gpu").layout(**SIZES, dtype="bfloat16"),
     "another layout": FusedLayout(**SIZES, dtype=np.dtype(np.float32)),
 }
@@ -52,15 +53,15 @@ def layout(request):
 def random_cache(layout):
     """Any bits at all: NaN with and without payloads, infinities, denormals, both zeros.
 
-    In bfloat16 no payloads: a CPU, for which no backend takes that dtype, may scatter it as float32 and lose them.
+    In bfloat16 no payloads: a CPU, where pages hold pairs of them, may scatter single ones as float32 and lose them.
     """
     rng = np.random.default_rng(1)
     arrays = []
     for shape in layout.shapes:
-        if np.dtype(layout.dtype).itemsize == 4:
+        if np.dtype(layout.stored_dtype).itemsize == 4:
             unsigned = rng.integers(0, 2**32, shape, dtype=np.uint32)
             unsigned[..., 0] |= 0x7F80_0001
-            arrays.append(jnp.asarray(unsigned.view(np.float32)))
+            arrays.append(jnp.asarray(unsigned.view(layout.stored_dtype)))
         else:
             unsigned = rng.integers(0, 2**16, shape, dtype=np.uint16)
             unsigned[(unsigned & 0x7FFF) > 0x7F80] = 0x7FC0

@@ -34,9 +34,11 @@ from .scenarios import (
 FEATURES = features(page_size=8)
 
 
-# Decode rows are native code on a CPU and loops of XLA's elsewhere; the pages' slots are the last axis of keys there.
+# All is native code on a CPU, in pairs of bfloat16 by a matrix unit if there is one, and loops of XLA's elsewhere; the
+# pages' slots are the last axis of keys there.
 ON_PLATFORM = {
     "cpu": {},
+    "cpu, bfloat16": {"page_size": 32, "dtype": "bfloat16"},
     "gpu": {"backend": replace(shape_of().backend, platform="gpu"), "slot_axes": (2, 2)},
 }
 
@@ -44,7 +46,7 @@ ON_PLATFORM = {
 @pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("page_size", [8, 12, 16, 64, 128])
 def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int, platform: str) -> None:
-    run_ragged(World(shape_of(page_size, **ON_PLATFORM[platform])))
+    run_ragged(World(shape_of(**{**ON_PLATFORM[platform], "page_size": page_size})))
 
 
 @pytest.mark.parametrize("platform", ON_PLATFORM)
@@ -53,16 +55,18 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int, pla
     run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads, **ON_PLATFORM[platform])))
 
 
-def test_a_step_with_room_for_more_rows_than_tokens() -> None:
-    some = World(replace(shape_of(), num_tokens=4, num_rows=16))
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+def test_a_step_with_room_for_more_rows_than_tokens(platform: str) -> None:
+    some = World(replace(shape_of(**ON_PLATFORM[platform]), num_tokens=4, num_rows=16))
     some.add_rows(2)
     for work in ({0: 3, 1: 1}, {0: 1, 1: 1}, {1: 4}):
         some.step(work)
 
 
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("head_size", [24, 80, 96, 128])
-def test_every_head_size(head_size: int) -> None:
-    run_ragged(World(shape_of(head_size=head_size)))
+def test_every_head_size(head_size: int, platform: str) -> None:
+    run_ragged(World(shape_of(head_size=head_size, **ON_PLATFORM[platform])))
 
 
 @pytest.mark.parametrize("platform", ON_PLATFORM)
@@ -71,7 +75,7 @@ def test_window_soft_cap_and_sinks(options: dict[str, Any], platform: str) -> No
     run_ragged(World(shape_of(options=options, **ON_PLATFORM[platform])))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("step_dtype", ["bfloat16", "float32"])
 def test_pages_of_bfloat16(platform: str, step_dtype: str) -> None:
     """On a CPU in pairs, elsewhere as numbers: NaN in dead slots included."""
@@ -81,14 +85,17 @@ def test_pages_of_bfloat16(platform: str, step_dtype: str) -> None:
     run_ragged(world)
 
 
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
-def test_pages_that_the_window_has_left_may_be_null(window: int) -> None:
-    run_beyond_the_window(World(shape_of(options={"window": window})), num_steps=10, chunk=2)
+def test_pages_that_the_window_has_left_may_be_null(window: int, platform: str) -> None:
+    world = World(shape_of(options={"window": window}, **ON_PLATFORM[platform]))
+    run_beyond_the_window(world, num_steps=10, chunk=world.shape.page_size // 4)
 
 
-def test_a_single_token_step() -> None:
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+def test_a_single_token_step(platform: str) -> None:
     """No prefill code at all."""
-    run_single_tokens(World(shape_of()))
+    run_single_tokens(World(shape_of(**ON_PLATFORM[platform])))
 
 
 def test_more_rows_than_a_tile_and_no_multiple_of_it() -> None:
@@ -109,16 +116,19 @@ def test_default_tiles_over_a_long_context() -> None:
     world.step(dict.fromkeys(range(9), 1))
 
 
-def test_rows_that_share_their_first_pages() -> None:
-    run_shared_pages(World(shape_of()))
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+def test_rows_that_share_their_first_pages(platform: str) -> None:
+    run_shared_pages(World(shape_of(**ON_PLATFORM[platform])))
 
 
-def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
-    run_ragged(World(shape_of(**TWO_GROUPS), num_pages=96))
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+def test_groups_have_their_own_pages_and_layers_their_own_places(platform: str) -> None:
+    run_ragged(World(shape_of(**TWO_GROUPS, **ON_PLATFORM[platform]), num_pages=96))
 
 
-def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
-    run_layer_without_keys(World(shape_of()))
+@pytest.mark.parametrize("platform", ON_PLATFORM)
+def test_a_layer_without_keys_reads_those_of_the_layer_it_names(platform: str) -> None:
+    run_layer_without_keys(World(shape_of(**ON_PLATFORM[platform])))
 
 
 def test_keys_without_values_are_refused_by_name() -> None:
@@ -163,9 +173,10 @@ def test_what_does_not_fit_the_cache_is_refused_before_any_backend_sees_it(given
         world.cache.attend(layer, step=step, scale=0.125, soft_cap=soft_cap, **arguments)
 
 
+@pytest.mark.parametrize("platform", ON_PLATFORM)
 @pytest.mark.parametrize("error", [-1, 1])
-def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
-    check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12})), error)
+def test_a_window_off_by_one_would_be_noticed(error: int, platform: str) -> None:
+    check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12}, **ON_PLATFORM[platform])), error)
 
 
 def test_a_causal_mask_off_by_one_would_be_noticed() -> None:
