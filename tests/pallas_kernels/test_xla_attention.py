@@ -298,10 +298,11 @@ def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], nu
 def test_a_row_has_the_same_bits_in_any_company(platform: str) -> None:
     """Alone, among longer and shorter rows, in another place of another tile: not one bit differs."""
     world = World(shape_of(num_rows=12, table_len=8, **ON_PLATFORM[platform]))
-    rng = np.random.default_rng(0)
-    world.cache = replace(
-        world.cache, pages=tuple(jnp.asarray(rng.normal(size=page.shape), jnp.float32) for page in world.cache.pages)
-    )
+    rng, layout = np.random.default_rng(0), world.layout
+    in_one = layout.stored_dtype.itemsize // layout.dtype.itemsize
+    numbers = [rng.normal(size=(*shape[:-1], shape[-1] * in_one)).astype(layout.dtype) for shape in layout.shapes]
+    pages = tuple(jnp.asarray(array.view(layout.stored_dtype)) for array in numbers)
+    world.cache = replace(world.cache, pages=pages)
     q = jnp.asarray(rng.normal(size=(1, 4, 64)), jnp.float32)
     others = jnp.asarray(rng.normal(size=(48, 4, 64)), jnp.float32)
     attend = jax.jit(lambda cache, q, step: cache.attend(0, q, None, None, step, scale=0.125)[0])
@@ -310,7 +311,14 @@ def test_a_row_has_the_same_bits_in_any_company(platform: str) -> None:
         tables = [[[1 + (7 * row + page) % 60 for page in range(8)] for row in range(len(lens))]]
         tables[0][place] = [61, 5, 62, 63, 0, 0, 0, 0]
         step = metadata(
-            world.shape.backend, [1] * len(lens), lens, tables, page_size=8, num_tokens=48, num_rows=12, table_len=8
+            world.shape.backend,
+            [1] * len(lens),
+            lens,
+            tables,
+            page_size=world.shape.page_size,
+            num_tokens=48,
+            num_rows=12,
+            table_len=8,
         )
         out = attend(world.cache, others.at[place].set(q[0]), step)
         found.append(np.asarray(out[place]).view(np.int32))
