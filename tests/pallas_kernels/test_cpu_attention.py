@@ -442,3 +442,28 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
     out = np.asarray(jax.jit(lambda x: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x))(x))
     wanted = np.exp(x.astype(np.float64))
     assert (np.abs(out - wanted) <= 2 * np.spacing(wanted.astype(np.float32))).all()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_numbers_are_rounded_to_bfloat16_as_anybody_rounds(at_once: bool) -> None:
+    if at_once and not cpu_code.host_has("avx512bf16"):
+        pytest.skip("this processor has no products of pairs")
+
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Any:
+        return [args[0].data, rets[0].data, args[0].size(0)], I64(1), BIT(0)
+
+    def body(code: Code, given: list[Any], unit: Any) -> None:
+        source, target, size = given
+
+        def some(at: Any) -> None:
+            code.store_rounded(code.load_vector(source, at, F32, 16), target, at, at_once=at_once)
+
+        code.loop(0, size, some, step=16)
+
+    name = register(handler(f"jpaged_test_rounded_{at_once}", 1, 1, prepare, body))
+    # Every pair of neighbours, what lies in their middle, and beside that.
+    bits = np.arange(0x3800, 0x4000, dtype=np.uint32)[:, None] << 16 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    x = np.concatenate([bits.astype(np.uint32).ravel(), np.zeros(16, np.uint32)]).view(np.float32)
+    x = x[: len(x) // 16 * 16]
+    out = jax.jit(lambda x: jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, jnp.uint16))(x))(x)
+    assert np.array_equal(np.asarray(out), np.asarray(jnp.asarray(x).astype(jnp.bfloat16)).view(np.uint16))
