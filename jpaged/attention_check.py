@@ -208,8 +208,6 @@ def _layout(
 
 
 def _empty_cache(backend: Backend, layout: KVLayout) -> PagedCache:
-    """Pages full of NaN."""
-    in_one = np.dtype(layout.stored_dtype).itemsize // np.dtype(layout.dtype).itemsize
-    dead = np.full(in_one, np.nan, layout.dtype).view(layout.stored_dtype)[0]
-    pages = tuple(jnp.full(shape, dead, layout.stored_dtype) for shape in layout.shapes)
+    """Pages that nobody has written."""
+    pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)

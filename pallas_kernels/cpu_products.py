@@ -37,11 +37,9 @@ FETCHED_AHEAD = 32 * PANEL
 def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
     """Of a weight [K, N] in panels. Columns and pairs that there are not are zeros."""
     panels = -(-num_out // PANEL)
-    return (
-        (panels, -(-depth // DEPTH) * DEPTH // 2, PANEL, 2)
-        if jnp.dtype(dtype) == jnp.bfloat16
-        else (panels, depth, PANEL)
-    )
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return panels, -(-depth // DEPTH) * DEPTH // 2, PANEL, 2
+    return panels, depth, PANEL
 
 
 def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:

@@ -87,20 +87,18 @@ class MatrixUnit:
         """The processor need not keep tiles for this thread any longer."""
         self._call("tilerelease")
 
-    def load_sums(self, c: Matrix, num_tiles: int, *, is_begun: ir.Value | bool = True) -> None:
-        """Begin with what C has, or with zeros."""
-        code = self._code
-        if isinstance(is_begun, bool):
-            self._each_sum(c, num_tiles, "tileloadd64" if is_begun else "tilezero")
-            return
-        with code.build.if_else(is_begun) as (then, otherwise):
-            with then:
-                self._each_sum(c, num_tiles, "tileloadd64")
-            with otherwise:
-                self._each_sum(c, num_tiles, "tilezero")
+    def clear_sums(self, num_tiles: int) -> None:
+        """Begin with zeros."""
+        for numbers in SUMS[:num_tiles]:
+            for number in numbers:
+                self._call("tilezero", I8(number))
+
+    def load_sums(self, c: Matrix, num_tiles: int) -> None:
+        """Begin with what C has."""
+        self._each_sum("tileloadd64", c, num_tiles)
 
     def store_sums(self, c: Matrix, num_tiles: int) -> None:
-        self._each_sum(c, num_tiles, "tilestored64")
+        self._each_sum("tilestored64", c, num_tiles)
 
     def multiply(self, a: Matrix, b: Matrix, num_tiles: int, begin: ir.Value | int, end: ir.Value | int) -> None:
         """Sums += A · B, pairs of K from `begin` to `end`, a multiple of 16 of them, for 16 or 32 rows of A."""
@@ -116,11 +114,10 @@ class MatrixUnit:
 
         code.loop(begin, end, step, step=TILE)
 
-    def _each_sum(self, c: Matrix, num_tiles: int, name: str) -> None:
-        for i in range(num_tiles):
-            for j in range(len(COLUMNS)):
-                place = (c.at(self._code, TILE * i, TILE_BYTES * j), c.stride) if name != "tilezero" else ()
-                self._call(name, I8(SUMS[i][j]), *place)
+    def _each_sum(self, name: str, c: Matrix, num_tiles: int) -> None:
+        for i, numbers in enumerate(SUMS[:num_tiles]):
+            for j, number in enumerate(numbers):
+                self._call(name, I8(number), c.at(self._code, TILE * i, TILE_BYTES * j), c.stride)
 
     def _call(self, name: str, *args: ir.Value) -> None:
         build = self._code.build
@@ -147,10 +144,13 @@ def tile_handler() -> str:
         all_a = Matrix(x, mul(pairs, I64(4)))
         all_c = Matrix(build.gep(out, [mul(unit, panel_row)]), mul(width, I64(4)))
 
-        def some_rows(first: ir.Value, num_tiles: int, begin: ir.Value | int, end: ir.Value) -> None:
+        def some_rows(first: ir.Value, num_tiles: int, begin: ir.Value, end: ir.Value) -> None:
             a, c = (Matrix(whole.at(code, first), whole.stride) for whole in (all_a, all_c))
-            is_begun = False if isinstance(begin, int) else build.icmp_signed(">", begin, I64(0))
-            matrix_unit.load_sums(c, num_tiles, is_begun=is_begun)
+            with build.if_else(build.icmp_signed("==", begin, I64(0))) as (is_new, is_begun):
+                with is_new:
+                    matrix_unit.clear_sums(num_tiles)
+                with is_begun:
+                    matrix_unit.load_sums(c, num_tiles)
             matrix_unit.multiply(a, b, num_tiles, begin, end)
             matrix_unit.store_sums(c, num_tiles)
 
@@ -167,10 +167,10 @@ def tile_handler() -> str:
             code.loop(0, pairs, some_depth, step=PAIRS_AT_ONCE)
         with build.if_then(build.icmp_signed(">", rest, I64(TILE))):
             matrix_unit.configure(TILE, build.sub(rest, I64(TILE)))
-            some_rows(done, 2, 0, pairs)
+            some_rows(done, 2, I64(0), pairs)
         with build.if_then(build.and_(build.icmp_signed(">", rest, I64(0)), build.icmp_signed("<=", rest, I64(TILE)))):
             matrix_unit.configure(rest)
-            some_rows(done, 1, 0, pairs)
+            some_rows(done, 1, I64(0), pairs)
         matrix_unit.release()
 
     return register(handler("jpaged_product_in_tiles", 2, 1, prepare, body))

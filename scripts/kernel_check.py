@@ -171,6 +171,13 @@ def random_numbers(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Ar
     return jax.random.normal(key, shape, source).astype(dtype)
 
 
+def random_elements(key: jax.Array, shape: tuple[int, ...], dtype: Any, stored_dtype: Any) -> jax.Array:
+    """Of arrays that hold numbers of `dtype`, one or two in each element."""
+    in_one = np.dtype(stored_dtype).itemsize // np.dtype(dtype).itemsize
+    numbers = random_numbers(key, shape if in_one == 1 else (*shape, in_one), dtype)
+    return jax.lax.bitcast_convert_type(numbers, stored_dtype)
+
+
 class Bench:
     """The backend of each case, on the device or interpreted, and the random numbers of this run.
 
@@ -207,9 +214,9 @@ class Bench:
         """Pages full of NaN (the largest number where there is none), or of random numbers."""
         layout = self.layout(case, num_pages)
         pages = tuple(
-            jnp.full(shape, dead_of(layout.dtype), layout.dtype)
+            jnp.full(shape, layout.unwritten)
             if is_dead
-            else random_numbers(self.next_key(), shape, layout.dtype)
+            else random_elements(self.next_key(), shape, layout.dtype, layout.stored_dtype)
             for shape in layout.shapes
         )
         scales = None
@@ -284,7 +291,7 @@ class Bench:
             if np.asarray(again[:total]).tobytes() != got.tobytes():
                 raise RuntimeError("the same step gives other bits when it is run again")
         others = [each[: layer * cache.layout.num_pages] for each in cache.pages]
-        if not all((jnp.isnan(each) | (each == dead_of(each.dtype))).all() for each in others):
+        if not all((jnp.isnan(each) | (each == cache.layout.unwritten)).all() for each in others):
             raise RuntimeError("pages of another layer were written")
         options = {name: np.asarray(x) if name == "sinks" else x for name, x in options.items()}
         keys, values = ([np.concatenate(row) for row in with_shared(history, case.rows)] for history in histories)
@@ -295,11 +302,6 @@ class Bench:
                 f"{np.count_nonzero(~np.isfinite(errors))} of {errors.size} outputs are not finite"
             )
         return float(np.max(errors))
-
-
-def dead_of(dtype: Any) -> Any:
-    """What slots hold that nobody has written: NaN, or the largest number where there is none."""
-    return jnp.iinfo(dtype).max if dtype == np.int8 else jnp.nan
 
 
 def with_aliases(tables: np.ndarray, case: Case) -> np.ndarray:

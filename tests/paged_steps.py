@@ -91,9 +91,5 @@ def nan_cache(
     layout: KVLayout, layers: tuple[LayerPlace, ...], backend: Backend, scales: KVScales | None = None
 ) -> PagedCache:
     """Pages that were never written: NaN everywhere, the null page included; the largest number where there is none."""
-    is_whole = jnp.issubdtype(layout.dtype, jnp.integer)
-    dead = jnp.iinfo(layout.dtype).max if is_whole else jnp.nan
-    in_one = np.dtype(layout.stored_dtype).itemsize // np.dtype(layout.dtype).itemsize
-    numbers = np.full(in_one, dead, layout.dtype).view(layout.stored_dtype)[0]
-    pages = tuple(jnp.full(shape, numbers, layout.stored_dtype) for shape in layout.shapes)
+    pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
     return PagedCache(pages, layout, layers, backend, scales)

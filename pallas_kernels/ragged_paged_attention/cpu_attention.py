@@ -15,7 +15,7 @@ as all values are finite: a later token's, of weight 0, reaches the others of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import jax
@@ -79,9 +79,8 @@ def attend_tiles(
         most_tokens=most_tokens,
         has_long=has_long_vectors(),
         at_once=host_has("avx512bf16"),
-        in_tiles=False,
+        has_unit=has_matrix_unit(),
     )
-    shape = replace(shape, in_tiles=has_matrix_unit() and TiledQueries.takes(shape))
     queries = as_words(q.astype(jnp.float32) * pages.scale, are_pairs=pages.are_pairs)
     arrays = [queries, pages.keys, pages.values, tables, positions, pages.first[None]]
     plan = [tiles.counts, tiles.prefill, tiles.shared, tiles.members, tiles.num_seen]
@@ -128,7 +127,7 @@ def _attend_handler(shape: Shape) -> str:
         ) = given  # fmt: skip
         build, add, sub, mul = code.build, code.build.add, code.build.sub, code.build.mul
         tile, head = build.sdiv(unit, I64(num_kv_heads)), build.srem(unit, I64(num_kv_heads))
-        kind = TiledQueries if shape.in_tiles else Queries
+        kind = TiledQueries if TiledQueries.takes(shape) else Queries
         queries = kind(code, shape, keys=keys, values=values)
 
         # Which tokens, of which rows; and how many pages all of them go through together.

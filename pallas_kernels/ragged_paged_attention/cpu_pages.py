@@ -22,6 +22,7 @@ from llvmlite import ir
 
 from ..cpu_code import F32, I16, I32, I64, Code, register
 from ..cpu_handler import Buffer, handler
+from .layer_pages import LayerPages
 
 PAIRS = jnp.uint32
 """Of bfloat16 numbers."""
@@ -34,17 +35,8 @@ MOST_IN_FEW = 64
 
 
 @dataclass(frozen=True)
-class CpuPages:
-    """Keys and values of one layer, and what makes scores of them."""
-
-    keys: Float[Array, "C K H Z"]
-    """Or pairs [C, K, H ÷ 2, Z], with values [C, K, Z ÷ 2, H]."""
-    values: Float[Array, "C K Z H"]
-    first: Int[Array, ""]
-    """Where the layer's pages begin."""
-    scale: float
-    window: int | None
-    soft_cap: float | None
+class CpuPages(LayerPages):
+    """Keys [C, K, H, Z] and values [C, K, Z, H], or pairs [C, K, H ÷ 2, Z] and [C, K, Z ÷ 2, H]."""
 
     @property
     def are_pairs(self) -> bool:

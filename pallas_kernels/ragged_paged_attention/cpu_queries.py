@@ -37,8 +37,8 @@ class Shape:
     """Vectors of 16 lanes, and not of 8."""
     at_once: bool
     """The processor multiplies pairs."""
-    in_tiles: bool
-    """The matrix unit multiplies."""
+    has_unit: bool
+    """The processor has a matrix unit for them."""
 
     @property
     def key_words(self) -> int:
@@ -187,18 +187,18 @@ class Queries:
         code.loop(0, group, finish)
 
     def see_page(
-        self, first: ir.Value, last: ir.Value, begin: ir.Value, following: ir.Value, first_slot: ir.Value
+        self, first: ir.Value, last: ir.Value, page: ir.Value, following: ir.Value, first_slot: ir.Value
     ) -> None:
-        """Tokens first … last see a page, those at once that have their sums in registers.
+        """Tokens first … last see `page` of all pages and KV heads, those at once that have their sums in registers.
 
-        It is that page of all pages and KV heads, its first slot is that position; `following` is the next one.
+        Its first slot is that position. `following` is the page to be seen next.
         """
         code, build = self.code, self.code.build
         at_once, alone = self.tokens_at_once, first
         if at_once > 1:
             alone = build.sub(last, build.srem(build.sub(last, first), I64(at_once)))
-            code.loop(first, alone, lambda i: self._see(i, at_once, begin, None, first_slot), step=at_once)
-        code.loop(alone, last, lambda i: self._see(i, 1, begin, following, first_slot))
+            code.loop(first, alone, lambda i: self._see(i, at_once, page, None, first_slot), step=at_once)
+        code.loop(alone, last, lambda i: self._see(i, 1, page, following, first_slot))
 
     def _see(self, i: ir.Value, count: int, page: ir.Value, following: ir.Value | None, first_slot: ir.Value) -> None:
         """As many tokens from i on see a page. For a token alone with it, what is to be read next is fetched ahead."""

@@ -21,10 +21,11 @@ class TiledQueries(Queries):
 
     @staticmethod
     def takes(shape: Shape) -> bool:
-        """Whether heads and pages are whole panels, and what a tile's queries need fits a thread's stack."""
+        """Whether there is a unit, heads and pages are whole panels, and a tile's queries fit a thread's stack."""
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
         is_small = 4 * words * (shape.num_queries + TILE) <= MOST_BYTES
-        return is_small and shape.are_pairs and shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
+        are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
+        return shape.has_unit and shape.are_pairs and are_panels and is_small
 
     def room(self) -> tuple[int, int]:
         """Rows are taken by the tile, and so beyond the last."""
@@ -43,7 +44,7 @@ class TiledQueries(Queries):
         self.matrix_unit.release()
 
     def see_page(
-        self, first: ir.Value, last: ir.Value, begin: ir.Value, following: ir.Value, first_slot: ir.Value
+        self, first: ir.Value, last: ir.Value, page: ir.Value, following: ir.Value, first_slot: ir.Value
     ) -> None:
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         # Positions ascend in a tile; where they do not, in a shared one, all tokens see whole pages.
@@ -55,8 +56,8 @@ class TiledQueries(Queries):
         whole = mul(build.sdiv(seen_to, I64(BLOCK)), I64(BLOCK))
         has_edge = build.icmp_signed("<", whole, seen_to)
         end_block = build.add(whole, build.select(has_edge, I64(BLOCK), I64(0)))
-        keys = self._matrix(self.keys, mul(begin, I64(shape.key_words * shape.page_size)), shape.page_size)
-        values = self._matrix(self.values, mul(begin, I64(shape.value_words * shape.head_size)), shape.head_size)
+        keys = self._matrix(self.keys, mul(page, I64(shape.key_words * shape.page_size)), shape.page_size)
+        values = self._matrix(self.values, mul(page, I64(shape.value_words * shape.head_size)), shape.head_size)
 
         def score(row: ir.Value, num_tiles: int) -> None:
             query = build.add(first_query, row)
@@ -66,7 +67,7 @@ class TiledQueries(Queries):
             def some_slots(slot: ir.Value) -> None:
                 at = mul(slot, I64(4))
                 c, b = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (scores, keys))
-                self.matrix_unit.load_sums(c, num_tiles, is_begun=False)
+                self.matrix_unit.clear_sums(num_tiles)
                 self.matrix_unit.multiply(a, b, num_tiles, 0, shape.key_words)
                 self.matrix_unit.store_sums(c, num_tiles)
 

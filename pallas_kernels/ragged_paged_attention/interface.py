@@ -91,6 +91,14 @@ class KVLayout(ABC):
         return self.dtype
 
     @property
+    def unwritten(self) -> Any:
+        """An element of the arrays as checks fill them before anything is written: NaN, or the largest number."""
+        is_whole = np.issubdtype(self.dtype, np.integer)
+        number = np.iinfo(self.dtype).max if is_whole else np.nan
+        in_one = np.dtype(self.stored_dtype).itemsize // np.dtype(self.dtype).itemsize
+        return np.full(in_one, number, self.dtype).view(self.stored_dtype)[0]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes that one page takes in all layers together."""
         num_values = sum(int(np.prod(shape)) for shape in self.shapes)

@@ -30,7 +30,7 @@ from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refu
 from .kv_scales import LayerScales
 from .page_writes import write_rows
 from .xla_decode import DecodeStrands
-from .xla_pages import LayerPages
+from .xla_pages import XlaPages
 from .xla_prefill import PrefillTiles, prefill
 from .xla_shared import SharedPlan, see_shared
 from .xla_softmax import Softmax
@@ -56,7 +56,7 @@ class Tiles:
     decode_bytes: int = 32 << 20
     """Of the keys of a turn's strands together, at most: copied together, they are read again by a product."""
 
-    def deal(self, pages: LayerPages, num_rows: int) -> DecodeStrands:
+    def deal(self, pages: XlaPages, num_rows: int) -> DecodeStrands:
         """How the pages of that many rows are dealt: few rows over more strands, which are shorter."""
         page_bytes = math.prod(pages.keys.shape[1:]) * pages.keys.dtype.itemsize
         a_turn = max(1, min(self.decode_keys // pages.page_size, self.decode_bytes // page_bytes))
@@ -269,7 +269,7 @@ def _attend_layer(
     if k is not None and v is not None:
         k_pages = write_rows(k_pages, k, first_page, slots)
         v_pages = write_rows(v_pages, v, first_page, slots)
-    layer = LayerPages(k_pages, v_pages, first=first_page, scale=scale, window=window, soft_cap=soft_cap)
+    layer = XlaPages(k_pages, v_pages, first=first_page, scale=scale, window=window, soft_cap=soft_cap)
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
     before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)

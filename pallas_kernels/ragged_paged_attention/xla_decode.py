@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import NULL_PAGE
-from .xla_pages import LayerPages
+from .xla_pages import XlaPages
 from .xla_softmax import Softmax
 
 
@@ -30,7 +30,7 @@ from .xla_softmax import Softmax
 class DecodeStrands:
     """How the pages of rows are dealt over strands, and how these are taken."""
 
-    pages: LayerPages
+    pages: XlaPages
     strands_a_turn: int
     most_strands: int
     """Of a row."""

@@ -5,20 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from .layer_pages import LayerPages
 
 
 @dataclass(frozen=True)
-class LayerPages:
-    """Keys and values of one layer, and what makes scores of them."""
-
-    keys: Float[Array, "C K Z H"]
-    values: Float[Array, "C K Z H"]
-    first: Int[Array, ""]
-    """Where the layer's pages begin."""
-    scale: float
-    window: int | None
-    soft_cap: float | None
+class XlaPages(LayerPages):
+    """Keys and values [C, K, Z, H]."""
 
     @property
     def page_size(self) -> int:

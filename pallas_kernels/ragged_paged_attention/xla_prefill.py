@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .interface import AttentionMetadata
-from .xla_pages import LayerPages
+from .xla_pages import XlaPages
 from .xla_softmax import Softmax
 
 
@@ -23,7 +23,7 @@ from .xla_softmax import Softmax
 class PrefillTiles:
     """How the pages of one row are taken."""
 
-    pages: LayerPages
+    pages: XlaPages
     pages_a_turn: int
 
     def attend(

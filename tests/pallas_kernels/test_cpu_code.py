@@ -85,7 +85,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     for dtype_is_pairs in (False, True):
         cpu_products._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_long, 5)
         cpu_pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
-        for page_size, window, soft_cap, in_tiles in ((64, None, None, has_unit), (12, 20, 30.0, False)):
+        for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             cpu_attention._attend_handler.__wrapped__(
                 Shape(
                     are_pairs=dtype_is_pairs,
@@ -99,7 +99,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                     most_tokens=16,
                     has_long=has_long,
                     at_once=has_pairs,
-                    in_tiles=in_tiles and dtype_is_pairs,
+                    has_unit=has_unit,
                 )
             )
     cpu_handler._nothing.__wrapped__(4, 4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES, Tiles
-from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import LayerPages
+from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import XlaPages
 
 from ..paged_steps import metadata, plan_of
 from .paged_world import ATOL, Shape, World, shape_of
@@ -339,7 +339,7 @@ def test_a_turn_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, 
         num_layers=1, num_pages=1, page_size=64, num_kv_heads=heads[1], head_size=head_size, dtype="float32"
     )
     keys, values = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in layout.shapes)
-    pages = LayerPages(keys, values, first=0, scale=1.0, window=None, soft_cap=None)
+    pages = XlaPages(keys, values, first=0, scale=1.0, window=None, soft_cap=None)
     sizes = Tiles(queries=64, prefill_keys=64, strands=64, decode_keys=1024, strand_keys=128, decode_bytes=1 << 20)
     dealt = sizes.deal(pages, num_rows)
     assert (dealt.strands_a_turn, dealt.most_strands, dealt.strand_pages) == expected
