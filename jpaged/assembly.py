@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from .attention_check import check_kernels
 from .attention_choice import block_size_of, choose_attention
 from .block_manager import BlockManager
-from .buckets import Buckets, make_buckets
+from .buckets import Buckets, filled_tokens, make_buckets
 from .compile_plan import CompilePlan, Key
 from .config import MAX_DECODE_STEPS, EngineConfig
 from .core import Core
@@ -129,16 +129,15 @@ def assemble(
     try:
         with _short_turns():
             weights = load_weights(programs.weights, model, opened.checkpoint, progress=_phase(progress, "load"))
+        load_seconds = time.monotonic() - start
+        runner = Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
+        if config.warmup == "full":
+            plan.wait()
+        preemption = _preemption(config, sizes, builder, runner)
     except BaseException:
         plan.close()
         raise
-    load_seconds = time.monotonic() - start
-    runner = Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
-    if config.warmup == "full":
-        plan.start(behind)
-        plan.wait()
-    else:
-        plan.start_later(behind)
+    plan.start_later(behind)
     return EngineParts(
         config=config,
         opened=opened,
@@ -146,7 +145,7 @@ def assemble(
         device=device,
         backend=backend,
         core=Core(
-            scheduler=_scheduler(config, sizes, buckets, _preemption(config, sizes, builder, runner)),
+            scheduler=_scheduler(config, sizes, buckets, preemption),
             builder=builder,
             runner=runner,
             outputs=OutputProcessor(opened.tokenizer, eos_token_ids=opened.eos_token_ids),
@@ -348,15 +347,33 @@ def _warmup_keys(
     everything = list(programs.lower)
     if config.warmup == "full":
         return everything, []
-    if config.warmup == "off" or not demands:
+    if config.warmup == "off":
         return [], []
-    num_prompt_tokens = sum(demand.prompt_len for demand in demands)
+    if not demands:
+        return [], [] if is_cpu else everything
     num_seqs = min(sum(demand.num_samples for demand in demands), sizes.max_num_seqs)
-    prefill = forward_key(buckets, min(num_prompt_tokens, sizes.max_num_batched_tokens))
     samplers = [sample_key(buckets, num_seqs, mode) for mode in modes]
     decodes = [decode_key(buckets, num_seqs), forward_key(buckets, num_seqs)]
     behind = [key for key in decodes if key in programs.lower]
-    return [prefill, *samplers], behind if is_cpu else [*behind, *everything]
+    return [*_prompt_keys(config, buckets, sizes, demands), *samplers], behind if is_cpu else [*behind, *everything]
+
+
+def _prompt_keys(
+    config: EngineConfig, buckets: Buckets, sizes: EngineSizes, demands: Sequence[Demand]
+) -> dict[Key, None]:
+    """Of the steps that a prompt's first token waits for, in order; of several prompts, of the first step."""
+    left = sum(demand.prompt_len for demand in demands)
+    most = sizes.max_num_batched_tokens
+    if len(demands) == 1 and config.enable_chunked_prefill:
+        most = min(most, config.long_prefill_token_threshold or most)
+    keys: dict[Key, None] = {}
+    while left and (len(demands) == 1 or not keys):
+        num_tokens = min(left, most)
+        if config.enable_chunked_prefill:
+            num_tokens = filled_tokens(buckets.num_tokens, num_tokens)
+        keys[forward_key(buckets, num_tokens)] = None
+        left -= num_tokens
+    return keys
 
 
 def _free_bytes(device: jax.Device) -> int:

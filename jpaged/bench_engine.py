@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from argparse import Namespace
 from collections import defaultdict
@@ -107,6 +108,8 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
         name, equals, command = peer.partition("=")
         if not (name and equals and command) or name in (ENGINE, *VERSUS):
             raise ConfigError(f"--peer: got {peer!r}, allowed: NAME=COMMAND with a name of its own")
+    if args.output and not args.output.absolute().parent.is_dir():
+        raise ConfigError(f"--output: got {args.output}, allowed: a file in a folder that there is")
     return args
 
 
@@ -187,7 +190,7 @@ def _result(
         },
         "peers": {name: one.ready for name, one in contenders.items() if isinstance(one, PeerContender)},
         "runs": num_runs,
-        "command": " ".join(["jpaged", "bench", *sys.argv[2:]]),
+        "command": shlex.join(["jpaged", "bench", *sys.argv[2:]]),
         "model": config.model,
         "dtype": engine.sizes.dtype,
         "max_num_seqs": engine.sizes.max_num_seqs,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
 LOGPROB_SAMPLES = (8, 64, 256)
+LEAST_FILLED = 64
+"""Tokens of the smallest bucket that steps are cut down to: smaller ones cost little more than the weights' way."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,25 @@ class Buckets:
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
     """Powers of two up to the caps; a CPU, on which each row costs, also gets small sizes, logits included."""
-    small = (1, 8) if platform == "cpu" else ()
-    num_tokens = small + _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
-    num_samples = small[:1] + sample_sizes(max_num_seqs)
+    num_tokens, num_samples = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens), sample_sizes(max_num_seqs)
+    if platform == "cpu":
+        num_tokens, num_samples = (1, 8, *num_tokens), (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
     most = num_samples[-1]
     num_logprob_samples = (*(size for size in LOGPROB_SAMPLES if size < most), most)
     return Buckets(num_tokens, num_samples, num_logprob_samples)
 
 
 def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Of a device; the last is also how many rows the largest steps have room for."""
-    return _powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs)
+    """Of a device; the last is also how many rows the largest steps have room for: no fewer than the smallest has
+    tokens, each of which may be a row that decodes."""
+    return _powers_of_two(MIN_DEVICE_SAMPLES, max(max_num_seqs, MIN_DEVICE_TOKENS))
+
+
+def filled_tokens(sizes: Sequence[int], count: int, least: int = LEAST_FILLED) -> int:
+    """How many of so many tokens a step computes that may leave some to the next: those that fill a bucket of `sizes`
+    from `least` on, if at most half of that many are left; else all."""
+    filled = max((size for size in sizes if least <= size <= count), default=count)
+    return filled if 2 * (count - filled) <= filled else count
 
 
 def _powers_of_two(first: int, at_least: int) -> tuple[int, ...]:

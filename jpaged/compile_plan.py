@@ -6,6 +6,7 @@ process: those that a step causes on its own thread are counted as outside of th
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ import jax
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_COMPILERS = 2
 LATER_S = 2.0
+
+logger = logging.getLogger("jpaged")
 
 Key = Hashable
 Lower = Callable[[], jax.stages.Lowered]
@@ -34,6 +37,8 @@ class CompilePlan:
         """Compilations during steps that the plan did not ask for. Anything but 0 is a defect."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
+        self._urgent = ThreadPoolExecutor(1, thread_name_prefix="jpaged-compile-now")
+        """What a step waits for."""
         self._serving: set[int] = set()
         self._is_closed = False
         self._lock = threading.RLock()
@@ -46,7 +51,8 @@ class CompilePlan:
     def num_compiled(self) -> int:
         """Executables that are ready."""
         with self._lock:
-            return sum(future.done() for future in self._futures.values())
+            done = [future for future in self._futures.values() if future.done()]
+            return sum(future.exception() is None for future in done)
 
     @property
     def is_compiling(self) -> bool:
@@ -88,20 +94,25 @@ class CompilePlan:
                 self.start(keys)
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """The executable of `key`; waits for it if it is not ready. Raises what its compilation raised."""
+        """The executable of `key`; waits for it if it is not ready, but not for others before it in the queue.
+
+        Raises what its compilation raised.
+        """
         with self._lock:
             future = self._futures.get(key)
         if future is None or not future.done():
             start = time.monotonic()
             with self._lock:
                 self.start([key])
+                if self._futures[key].cancel():  # It had not begun.
+                    self._futures[key] = self._urgent.submit(self._compile, key)
                 future = self._futures[key]
             wait([future])
             self.waited_seconds += time.monotonic() - start
         return future.result()
 
     def wait(self) -> None:
-        """Wait for everything that was asked for; raises what a compilation raised."""
+        """Wait for everything that was asked for; raises what a compilation raised. Not beside somebody's `get`."""
         with self._lock:
             futures = list(self._futures.values())
         for future in futures:
@@ -125,11 +136,16 @@ class CompilePlan:
             if self._timer is not None:
                 self._timer.cancel()
         jax.monitoring.unregister_event_duration_listener(self._on_event)
-        self._compilers.shutdown(cancel_futures=True)
+        for compilers in (self._compilers, self._urgent):
+            compilers.shutdown(cancel_futures=True)
         self._futures.clear()
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
-        return self.programs[key]().compile()
+        try:
+            return self.programs[key]().compile()
+        except Exception:
+            logger.exception("%s was not compiled", key)  # Whoever wants it is told; nobody may.
+            raise
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         # The plan compiles on threads of its own, and so may others in this process: neither is a step.

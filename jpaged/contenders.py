@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ from .models.loading import Weights
 from .pallas_kernels.ragged_paged_attention import AttentionMetadata
 from .sampler import SampleMode, SamplingRows, sample
 from .sampling_params import SamplingParams
-from .step_inputs import BuiltStep
+from .step_inputs import COUNT_FIELDS, BuiltStep
 from .workloads import Workload
 
 DENSE_ROWS = 16
@@ -100,10 +101,10 @@ class EngineContender:
     def _note(self, step: BuiltStep) -> None:
         assert step.layout is not None
         assert step.inputs is not None
-        counts = step.inputs.view(step.layout)["counts"]
-        num_tokens, num_decode_rows = int(counts[0]), int(counts[2])
+        counts = dict(zip(COUNT_FIELDS, step.inputs.view(step.layout)["counts"].tolist(), strict=True))
+        num_tokens = counts["num_tokens"]
         self.built.append(step)
-        kind = "decode" if num_tokens == num_decode_rows else "prompts"
+        kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
         num_steps = max(step.draws, default=1)
         samples = self.engine.runner.buckets.samples_for(len(step.samples), logprobs=False) if step.samples else 0
         self.steps += [StepShape(step.layout.num_tokens, samples)] * num_steps
@@ -231,11 +232,12 @@ class DenseContender:
         start = time.perf_counter()
         for first in range(0, len(workload.prompts), DENSE_ROWS):
             batch = slice(first, first + DENSE_ROWS)
-            self._run_batch(workload.prompts[batch], workload.outs[batch], workload.longest)
+            self._run_batch(workload.prompts[batch], workload.outs[batch])
         return time.perf_counter() - start
 
-    def _run_batch(self, prompts: tuple[tuple[int, ...], ...], outs: tuple[int, ...], num_slots: int) -> None:
+    def _run_batch(self, prompts: tuple[tuple[int, ...], ...], outs: tuple[int, ...]) -> None:
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
+        num_slots = max(length + out for length, out in zip(lens.tolist(), outs, strict=True))
         ids = np.zeros((len(prompts), lens.max()), np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
@@ -275,9 +277,16 @@ class PeerContender:
 
     def __init__(self, name: str, command: str, max_num_seqs: int):
         self.name, self.max_num_seqs = name, max_num_seqs
-        self._process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                shlex.split(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--peer: {name} cannot be started: {error}") from error
         self.ready = self._read()
 
     def run(self, workload: Workload) -> float:
@@ -285,8 +294,9 @@ class PeerContender:
         pairs = zip(workload.prompts, workload.outs, strict=True)
         requests = [{"prompt": list(prompt), "out": out} for prompt, out in pairs]
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"requests": requests, "max_num_seqs": self.max_num_seqs}) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # It has ended, as reading will say.
+            self._process.stdin.write(json.dumps({"requests": requests, "max_num_seqs": self.max_num_seqs}) + "\n")
+            self._process.stdin.flush()
         answer = self._read()
         if answer.get("tokens") != workload.num_out:
             raise ConfigError(
@@ -305,5 +315,13 @@ class PeerContender:
         if not line:
             status = self._process.wait()
             raise ConfigError(f"--peer: {self.name} ended with status {status} and no answer; run its command alone")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise ConfigError(
+                f"--peer: {self.name} wrote {line.strip()[:100]!r}, wanted an object of JSON; what else it has to say "
+                "belongs to stderr"
+            )
         return answer

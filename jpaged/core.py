@@ -168,9 +168,9 @@ class Core:
                 self._fail(samples[row], "the model gave NaN or infinite logits for this request")
         row = 0
         try:
-            for row, (sequence, token_id) in enumerate(zip(samples, token_ids.tolist(), strict=True)):
+            for row, sequence, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
                 known = sequence.token_ids
-                if len(known) + 1 < sequence.next_check and not (token_id in sequence.stop_ids or sequence.is_watched):
+                if len(known) < sequence.next_check and not (token_id in sequence.stop_ids or sequence.is_watched):
                     known.append(token_id)
                 elif sequence.state.is_finished:
                     self.num_generated -= 1  # It ended while this step was in flight, or by values that are not finite.
@@ -207,7 +207,7 @@ class Core:
             logger.exception("request %s failed", request.request_id)
             self._fail(sequence, f"internal error while its output was made: {type(error).__name__}")
             return
-        if end is not None or len(sequence.token_ids) >= sequence.next_check:
+        if end is not None or len(sequence.token_ids) > sequence.next_check:
             self.scheduler.note_token(sequence)
         if end is not None:
             self.scheduler.finish(sequence, end)

@@ -41,8 +41,9 @@ class StepOutputs:
     sampled: SampledRows | None
 
     def __post_init__(self) -> None:
-        for leaf in jax.tree.leaves(self.sampled):
-            leaf.copy_to_host_async()
+        for array in vars(self.sampled).values() if self.sampled is not None else ():
+            if array is not None:
+                array.copy_to_host_async()
 
     def read(self) -> SampledRows | None:
         """Wait for the step; its rows as numpy, by row, or by step and row where several tokens were decoded.
@@ -204,7 +205,7 @@ class Runner:
         view["slots"][:, :num_tokens] = positions % page_size
         view["query_starts"][:] = np.minimum(np.arange(layout.num_rows + 1), num_rows) * row_len
         view["context_lens"][:num_rows] = row_lens
-        view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0, 1, False
+        view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0, False
         self.state.cache.backend.plan(
             row_lens,
             row_lens,

@@ -21,6 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 from .admission import Admission
 from .block_manager import BlockManager
+from .buckets import LEAST_FILLED, filled_tokens
 from .fork_tree import children_of, leave_children, num_distinct, samplers_of
 from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
@@ -29,8 +30,6 @@ from .request import Request, RequestState, Sequence
 from .request_queue import POLICIES, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate, Chunk, SchedulerOutput
 
-LEAST_FILLED = 64
-"""Tokens of the smallest bucket that chunks are cut down to: smaller ones cost little more than the weights' way."""
 MAX_WITHHELD = 8
 """Steps in a row in which prompts that are computed whole keep others from decoding."""
 
@@ -225,7 +224,7 @@ class Scheduler:
     def note_token(self, sequence: Sequence) -> None:
         """A sequence got a token that may fill a page: the ones before are computed, and sound.
 
-        Only here are pages published. `next_check` says with which token the next call is due.
+        Only here are pages published. `next_check` says behind which token the next call is due.
         """
         num_known = len(sequence.token_ids)
         self.blocks.pass_windows(sequence, num_known - 1)
@@ -233,7 +232,7 @@ class Scheduler:
             return  # It is looked at with every token until it runs again.
         self.blocks.prefixes.publish(sequence, num_known - 1)
         next_page = self.blocks.pages_for(num_known) * self.blocks.block_size
-        sequence.next_check = min(next_page + 1, sequence.max_len)
+        sequence.next_check = min(next_page, sequence.max_len - 1)
 
     def is_publishing(self, request: Request) -> bool:
         """Whether a running request's prompt is computed, or about to be, and not yet in the prefix cache."""
@@ -411,15 +410,13 @@ class Scheduler:
     def _fill_bucket(self, num_decodes: int) -> None:
         """Put off the last tokens of the step's chunks that would make it half as large again as it need be.
 
-        A bucket costs by its size, whatever is in it. What is put off is at most half of the bucket that is filled,
-        and computed in the next step, beside what is there anyway. Every chunk keeps a token.
+        A bucket costs by its size, whatever is in it. What is put off is computed in the next step, beside what is
+        there anyway. Every chunk keeps a token.
         """
         chunks = self._work.chunks
         num_tokens = num_decodes + sum(chunk.num_tokens for chunk in chunks)
-        sizes = [size for size in self.token_buckets if self.least_filled <= size <= num_tokens]
-        filled = max(sizes, default=num_tokens)
-        surplus = num_tokens - filled
-        if 2 * surplus > filled or surplus > sum(chunk.num_tokens - 1 for chunk in chunks):
+        surplus = num_tokens - filled_tokens(self.token_buckets, num_tokens, self.least_filled)
+        if surplus > sum(chunk.num_tokens - 1 for chunk in chunks):
             return
         self.counts["chunks_cut"] += surplus > 0
         for index in reversed(range(len(chunks))):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,8 @@ NUM_STEP_FIELDS = 3
 """The first of them differ in every step; the others belong to the sequence."""
 CHANGE_FIELDS = ("group", "slot", "index", "page")
 """A page-table change: entry `index` of state slot `slot`'s table in `group` becomes `page`."""
-COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples", "num_steps", "is_drawn")
-"""`num_steps`: tokens that rows decode one after another, at most; `is_drawn`: a row is not greedy."""
+COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples", "is_drawn")
+"""`is_drawn`: a row is not greedy."""
 MODES = tuple(SampleMode)
 """Each does what the ones before it do."""
 
@@ -164,6 +164,10 @@ class _Rows:
     def num_tokens(self) -> int:
         return int(self.query_ends[-1])
 
+    def one_token_on(self) -> _Rows:
+        """The same rows in the step after this one, in which each decodes the next token."""
+        return replace(self, starts=self.starts + 1)
+
 
 class StepInputBuilder:
     """Builds step inputs for one engine: its buckets, its backend, its state slots.
@@ -199,6 +203,9 @@ class StepInputBuilder:
         self.prompt_lens = np.zeros(num_slots, np.intp)
         self.modes = np.zeros(num_slots, np.intp)
         self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - NUM_STEP_FIELDS, num_slots), np.int32)
+        self._steady: tuple[list[Sequence], _Rows] | None = None
+        """The sequences of the last step and its rows, if all of them decoded one token each and still have their
+        slots."""
 
     def build(self, work: SchedulerOutput) -> BuiltStep:
         """Pack the step's work.
@@ -208,6 +215,7 @@ class StepInputBuilder:
         """
         for sequence in work.placed:
             self._take_slot(sequence)
+            self._steady = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
             return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves)
@@ -222,10 +230,8 @@ class StepInputBuilder:
         self._fill_rows(view, rows, layout)
         self._fill_tokens(view, rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
-        num_steps = max(work.decode_lens, default=1)
         is_drawn = mode is not SampleMode.GREEDY
-        counts = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), num_steps, is_drawn
-        view["counts"][:] = counts
+        view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), is_drawn
         return BuiltStep(StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves)
 
     def _layout(self, num_tokens: int) -> StepLayout:
@@ -260,6 +266,15 @@ class StepInputBuilder:
 
     def _rows(self, work: SchedulerOutput) -> _Rows:
         """Order the rows. A chunk of one token is a decode whose token the host happens to know."""
+        is_plain = not (work.chunks or work.decode_lens)
+        if is_plain and self._steady is not None and self._steady[0] == work.decodes:
+            rows = self._steady[1].one_token_on()
+        else:
+            rows = self._ordered(work)
+        self._steady = (work.decodes, rows) if is_plain else None
+        return rows
+
+    def _ordered(self, work: SchedulerOutput) -> _Rows:
         for chunk in work.chunks:
             self.next_positions[chunk.sequence.slot] = chunk.start
         slots = np.array(

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from llvmlite import ir
 
 from .cpu_code import I32, I64, POINTER, Code, declared, register
 
-# Where things stand in XLA's structures, counted in words of 8 bytes.
+KNOWN_MAJOR = 0
+"""Version of XLA's structures; with another one, fields may have changed places."""
+# Where things stand in these, counted in words of 8 bytes.
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGS, FRAME_RETS = 1, 2, 3, 9, 14
 BUFFER_DATA, BUFFER_DIMS = 3, 5
 EXTENSION_TYPE, EXTENSION_METADATA, METADATA_VERSION, METADATA_TRAITS = 1, 3, 3, 4
@@ -97,13 +100,26 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
         is_metadata = build.icmp_signed("==", code.load(extension, 2 * EXTENSION_TYPE, I32), I32(1))
         with build.if_then(is_metadata):
             metadata = code.load(extension, EXTENSION_METADATA, POINTER)
-            header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-            for offset, part in enumerate(("MAJOR", "MINOR")):
-                found = re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)
-                assert found is not None, "jaxlib's header names its version"
-                code.store(I32(int(found[1])), metadata, 2 * METADATA_VERSION + offset)
+            for offset, number in enumerate(_interface_version(interface_header())):
+                code.store(I32(number), metadata, 2 * METADATA_VERSION + offset)
             code.store(I32(0), metadata, 2 * METADATA_TRAITS)
             build.ret(ir.Constant(POINTER, None))
+
+
+def interface_header() -> str:
+    """Text of jaxlib's header."""
+    return Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+
+
+def _interface_version(header: str) -> tuple[int, int]:
+    """Major and minor. RuntimeError for a major one whose structures may not be those that this file knows."""
+    numbers = [int(number) for number in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)]
+    if len(numbers) != 2 or numbers[0] != KNOWN_MAJOR:
+        raise RuntimeError(
+            f"jaxlib {version('jaxlib')}: got version {'.'.join(map(str, numbers))} of XLA's interface for native "
+            f"code, wanted {KNOWN_MAJOR}.x; install a jaxlib that jpaged was tested with, such as 0.10.2"
+        )
+    return numbers[0], numbers[1]
 
 
 def _work(module: ir.Module, kinds: list[ir.Type], body: Body) -> ir.Function:

@@ -33,6 +33,8 @@ VOCAB_TILE = 512
 VMEM_KIB = 128 << 10
 """Of a v6e chip."""
 SHAPED = re.compile(r"= (?:\w+)\[([\d,]*)\]\S* (copy|convert|transpose|bitcast-convert|all-gather|all-reduce)\(")
+STARTED = re.compile(r"= \(\w+\[([\d,]*)\](\S*) .* copy-start\(")
+"""A copy beside other work; of the buffer that it makes, memory that is not a chip's main one is called S(1)."""
 FUSED = re.compile(r"%(?:wrapped_|bitcast_)?(copy|convert|transpose)[\w.-]* = (?:\w+)\[([\d,]*)\]\S* fusion\(")
 
 
@@ -44,6 +46,7 @@ def made_whole(hlo):
         name = re.match(r"(?:ENTRY )?%?([\w.-]+) \(", block)
         if name and name[1] not in fused:
             found += [(kind, dims) for dims, kind in SHAPED.findall(block)]
+            found += [("copy-start", dims) for dims, layout in STARTED.findall(block) if "S(" not in layout]
             # A fusion that is nothing but such a thing carries its name.
             found += FUSED.findall(block)
     return found
@@ -157,11 +160,9 @@ def main() -> None:
             pages = programs.state.cache.pages
             cache_shapes = [array.sharding.shard_shape(array.shape) for array in pages]
             cache_bytes = sum(map(_count, cache_shapes)) * layout.stored_dtype.itemsize
-            keys = [("forward", num_seqs)]
             if num_pages == NUM_PAGES[0]:
-                keys += [("forward", 2 * num_seqs), ("decode", num_seqs)]
                 found.setdefault("products", {})[dtype] = product_bytes(programs.weights, mesh, LEAST_TOKENS)
-            for key in keys:
+            for key in (("forward", num_seqs), ("forward", 2 * num_seqs), ("decode", num_seqs)):
                 with jax.set_mesh(mesh):
                     name = f"{dtype} {' '.join(map(str, key))}"
                     one = report(programs, key, cache_shapes, cache_bytes, num_pages)

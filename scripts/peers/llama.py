@@ -3,8 +3,8 @@
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
     jpaged bench latency --peer "llama.cpp=python scripts/peers/llama.py --model checkpoints/f32.gguf"
 
-A request is taken in as soon as a sequence is free; prompts go in batches of 512 beside the decoding ones, which is how
-llama.cpp's own server works.
+A request is taken in as soon as a sequence is free, into the one whose last prompt begins as its own for longest: what
+they have in common is not computed anew. Prompts go in batches of 512 beside those that decode. So its server works.
 """
 
 import argparse
@@ -55,16 +55,29 @@ def decode(rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
     return drawn
 
 
+def num_common(tokens: list[int], others: list[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = zip(tokens, others, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(others)))
+
+
 def run(requests: list[dict], max_num_seqs: int) -> int:
     """All requests; returns the tokens that came out."""
-    lib.llama_memory_clear(lib.llama_get_memory(context), True)
-    waiting, free = deque(requests), deque(range(max_num_seqs))
+    memory = lib.llama_get_memory(context)
+    lib.llama_memory_clear(memory, True)
+    waiting, free = deque(requests), list(range(max_num_seqs))
+    kept: dict[int, list[int]] = {sequence: [] for sequence in free}
     live: dict[int, dict] = {}
     num_out = 0
     while waiting or live:
         while waiting and free:
             request = waiting.popleft()
-            live[free.popleft()] = {"prompt": request["prompt"], "at": 0, "left": request["out"], "next": None}
+            prompt = request["prompt"]
+            sequence = max(free, key=lambda one: num_common(kept[one], prompt))
+            free.remove(sequence)
+            at = min(num_common(kept[sequence], prompt), len(prompt) - 1)
+            lib.llama_memory_seq_rm(memory, sequence, at, -1)
+            live[sequence] = {"prompt": prompt, "at": at, "left": request["out"], "next": None}
         rows = []
         for sequence, one in live.items():
             if one["next"] is not None:
@@ -82,7 +95,7 @@ def run(requests: list[dict], max_num_seqs: int) -> int:
             num_out += 1
             if not one["left"]:
                 del live[sequence]
-                lib.llama_memory_seq_rm(lib.llama_get_memory(context), sequence, -1, -1)
+                kept[sequence] = one["prompt"]
                 free.append(sequence)
     return num_out
 

@@ -170,10 +170,11 @@ class SymbolicDevice:
             return []
         view = {name: array.tolist() for name, array in step.layout.view(step.inputs.packed).items() if name != "plan"}
         self._change_tables(view["changes"])
-        num_tokens, num_rows, num_decode_rows, num_samples, num_steps, _ = view["counts"]
+        num_tokens, num_rows, num_decode_rows, num_samples, _ = view["counts"]
         self._check_padding(view, num_tokens, num_rows)
-        assert num_steps == max(step.draws, default=1), "as many steps as the host waits for"
         if step.draws:
+            num_steps = max(step.draws)
+            assert num_steps == max(view["row_steps"]), "as many steps as the host waits for"
             assert num_decode_rows == num_rows == num_samples, "several steps of rows that do not decode"
             return self._decode(view, num_rows, num_steps, extras)
         assert not any(view["row_steps"]), "a row goes on in a step of one token"

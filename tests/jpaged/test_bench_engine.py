@@ -79,6 +79,21 @@ def test_a_peer_that_computes_something_else_is_found_out(tiny: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("no-such-command", "--peer: other cannot be started: .*no-such-command"),
+        (f"{sys.executable} -c 'print(7)'", "--peer: other wrote '7', wanted an object of JSON"),
+        (f"{sys.executable} -c 'print(\"Loading\")'", "--peer: other wrote 'Loading', wanted an object of JSON"),
+        # It has ended when it is asked.
+        (f"{sys.executable} -c 'print(\"{{}}\")'", "--peer: other ended with status 0 and no answer"),
+    ],
+)
+def test_a_peer_that_is_none_is_named(tiny: str, tmp_path: Path, command: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        bench(tiny, tmp_path, "--versus", "--peer", f"other={command}")
+
+
+@pytest.mark.parametrize(
     ("flags", "wanted"),
     [
         (["--workload", "D"], "--workload: got 'D', allowed: A, B, C, sharegpt"),
@@ -88,6 +103,7 @@ def test_a_peer_that_computes_something_else_is_found_out(tiny: str, tmp_path: P
         (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
         (["--workload", "A"], "whose token ids go up to"),
         (["--max-model-len", "100"], "max_model_len: got 100, the workloads need"),
+        (["-o", "no/such/folder/out.json"], "--output: got no/such/folder/out.json, allowed: a file in a folder that"),
     ],
     ids=str,
 )

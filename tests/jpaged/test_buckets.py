@@ -21,6 +21,7 @@ def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(plat
     size = buckets.tokens_for(count)
     assert size == min(each for each in buckets.num_tokens if each >= count)
     assert buckets.rows_for(size) >= min(count, num_seqs)
+    assert all(buckets.rows_for(size) == size for size in buckets.decode_sizes), "each token is a row's"
     count = data.draw(st.integers(1, num_seqs) | st.sampled_from([1, num_seqs]))
     for logprobs, sizes in ((False, buckets.num_samples), (True, buckets.num_logprob_samples)):
         assert buckets.samples_for(count, logprobs=logprobs) == min(each for each in sizes if each >= count)

@@ -28,6 +28,17 @@ class Lowering:
         return lower
 
 
+def gated(lowering, key, gate):
+    """A program that is lowered when its own gate opens."""
+
+    def lower():
+        lowering.begun.append(key)
+        assert gate.wait(30)
+        return jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+
+    return lower
+
+
 @pytest.fixture
 def lowering():
     return Lowering()
@@ -76,6 +87,33 @@ def test_who_needs_it_sooner_gets_it(plan, lowering):
     plan.start_rest()
     plan.wait()
     assert lowering.begun == ["b", "c"]
+
+
+def test_who_needs_it_now_does_not_wait_for_what_was_asked_for_before(plan, lowering):
+    gates = {key: threading.Event() for key in "abcd"}
+    plan.programs = {key: gated(lowering, key, gate) for key, gate in gates.items()}
+    plan.start("abcd")
+    wait_for(lambda: len(lowering.begun) == 2)
+    gates["d"].set()
+    assert plan.get("d")(jnp.zeros(3)).tolist() == [1, 1, 1]
+    assert lowering.begun == ["a", "b", "d"]
+    assert plan.num_compiled == 1
+    for gate in gates.values():
+        gate.set()
+    plan.wait()
+    assert lowering.begun == ["a", "b", "d", "c"]
+
+
+def test_what_could_not_be_compiled_is_not_ready(plan, caplog):
+    plan.programs["b"] = lambda: 1 / 0
+    plan.start("ab")
+    with pytest.raises(ZeroDivisionError):
+        plan.wait()
+    with pytest.raises(ZeroDivisionError):
+        plan.get("b")
+    wait_for(lambda: not plan.is_compiling)
+    assert plan.num_compiled == 1
+    assert "b was not compiled" in caplog.text
 
 
 def test_a_closed_plan_compiles_nothing_more(plan, lowering, monkeypatch):

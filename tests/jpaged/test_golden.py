@@ -5,6 +5,7 @@ Every variant runs the same prompts another way, and proves by a counter that it
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,19 @@ def test_one_at_a_time(engine: Engine) -> None:
     num_steps = sum(len(item["output_ids"]) for item in ITEMS)
     # Where an end was drawn, the step after it was already under way.
     assert num_steps <= engine.stats()["steps"] - before <= num_steps + len(ITEMS)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_several_tokens_a_dispatch(async_scheduling: bool) -> None:
+    """Where nobody wants logprobs: they are read token by token."""
+    params = replace(PARAMS, logprobs=None)
+    with Engine(**SIZES, async_scheduling=async_scheduling) as engine:
+        outputs = engine.generate([item["prompt_ids"] for item in ITEMS], params, use_tqdm=False)
+        for output, item in zip(outputs, ITEMS, strict=True):
+            assert list(output.outputs[0].token_ids) == item["output_ids"]
+            assert output.outputs[0].finish_reason == item["finish"]
+        # Of 64 tokens; the prompts take three steps.
+        assert engine.stats()["steps"] < 20
 
 
 def test_text_is_that_of_transformers(engine: Engine) -> None:

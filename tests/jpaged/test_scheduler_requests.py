@@ -437,7 +437,7 @@ def test_a_page_is_published_with_the_token_after_its_last_one():
 
 @pytest.mark.parametrize(
     ("prompt_len", "max_tokens", "next_check"),
-    [(3, 50, 5), (4, 50, 9), (5, 50, 9), (7, 50, 9), (8, 50, 13), (4, 5, 9), (4, 4, 8)],
+    [(3, 50, 4), (4, 50, 8), (5, 50, 8), (7, 50, 8), (8, 50, 12), (4, 5, 8), (4, 4, 7)],
 )
 def test_a_sequence_is_looked_at_when_its_page_is_full_or_it_has_its_length_and_not_before(
     prompt_len, max_tokens, next_check

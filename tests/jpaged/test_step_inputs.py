@@ -165,7 +165,6 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
         "num_rows": 3,
         "num_decode_rows": 2,
         "num_samples": 2,
-        "num_steps": 1,
         "is_drawn": 1,
     }
     assert view["row_slots"].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
@@ -241,7 +240,7 @@ def test_rows_that_decode_on_are_packed_with_their_steps_and_the_next_step_begin
     builder.backend = SimpleNamespace(plan=noted)
     built, view = build(builder, decodes=sequences, decode_lens=lens)
     assert (built.draws, built.samples) == (lens, sequences)
-    assert view["counts"].tolist() == [3, 3, 3, 3, 5, 1]
+    assert view["counts"].tolist() == [3, 3, 3, 3, 1]
     assert view["row_slots"][:3].tolist() == [2, 3, 1]
     assert view["row_steps"].tolist() == [2, 3, 5, 0, 0, 0, 0, 0]
     assert view["context_lens"][:3].tolist() == [10, 7, 4]
@@ -600,6 +599,12 @@ class Life:
         """Work of the next step, from sequences as they are before it; `complete` makes them what they are after."""
         rng, placed, decodes, chunks = self.rng, [], [], []
         self.changes = {}
+        if rng.random() < 0.4:  # Nobody comes or goes, and all who can decode do, in their order.
+            for sequence in self.running:
+                if sequence.is_last_token_on_device:
+                    self._grow(sequence, sequence.num_computed + 1)
+                    decodes.append(sequence)
+            return self._work(decodes, chunks, placed)
         for sequence in list(self.running):
             if rng.random() < 0.1 and sequence not in self.awaiting and not self._is_awaiting(sequence):
                 self._leave(sequence)
@@ -622,6 +627,9 @@ class Life:
                     self._share(sequence, sibling, end)
                 chunks.append(Chunk(sequence, sequence.num_computed, num_tokens, samplers))
                 budget -= num_tokens
+        return self._work(decodes, chunks, placed)
+
+    def _work(self, decodes, chunks, placed):
         changes = [(*place, page) for place, page in self.changes.items()]
         return work_of(decodes=decodes, chunks=chunks, placed=placed, changes=changes)
 
@@ -754,7 +762,7 @@ def packed_row_by_row(work, layout, block_size):
             mode = SampleMode.LOGPROBS
         elif params.temperature > 0 and mode is SampleMode.GREEDY:
             mode = SampleMode.FULL
-    sections["counts"][:] = token, len(rows), num_ones, len(draws), 1, mode is not SampleMode.GREEDY
+    sections["counts"][:] = token, len(rows), num_ones, len(draws), mode is not SampleMode.GREEDY
     return sections, [sampler for _, sampler in draws], mode
 
 
@@ -792,6 +800,7 @@ def test_lives_have_in_them_what_builders_get_wrong():
     for seed in range(20):
         builder = builder_of(block_size=1)
         life = Life(random.Random(seed), block_size=1, num_groups=1, max_num_seqs=8)
+        before = None
         for _ in range(40):
             work = life.step()
             built = builder.build(work)
@@ -802,6 +811,9 @@ def test_lives_have_in_them_what_builders_get_wrong():
             seen["chunks that draw nothing"] += sum(not chunk.samplers for chunk in work.chunks)
             seen["shared rows"] += sum(len(chunk.samplers) > 1 for chunk in work.chunks)
             seen[built.mode] += 1
+            is_plain = bool(work.decodes) and not work.chunks
+            seen["the same decodes once more"] += is_plain and before == work.decodes
+            before = work.decodes if built.layout is not None else before
             life.complete(work)
-    assert len(seen) == 6 + len(SampleMode)
+    assert len(seen) == 7 + len(SampleMode)
     assert min(seen.values()) >= 10, seen

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from jpaged import Engine, SamplingParams
+from jpaged import Engine, EngineConfig, SamplingParams, assembly
+from jpaged.buckets import make_buckets
 from jpaged.runner import StepOutputs
+from jpaged.sampler import SampleMode
+from jpaged.sizing import Demand
 
 from .tiny_model import write_tiny_model
 
@@ -99,6 +102,21 @@ def test_decoding_takes_a_dispatch_for_so_many_tokens(tiny: str, num_decode_step
     with Engine(tiny, **SIZES, num_decode_steps=num_decode_steps) as engine, traced(engine) as events:
         engine.generate([[20 + index] * 9 for index in range(5)], GREEDY, use_tqdm=False)
         assert sum(kind == "dispatch" for kind, _ in events) == 1 + most
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8, 9])
+def test_few_sequences_decode_in_the_smallest_bucket_of_a_device(
+    tiny: str, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has more tokens than there are sequences."""
+    sizes = SIZES | {"max_num_seqs": max_num_seqs}
+    prompts = PROMPTS[:max_num_seqs]
+    with Engine(tiny, **sizes) as engine:
+        wanted = tokens(engine.generate(prompts, GREEDY, use_tqdm=False))
+    monkeypatch.setattr(assembly, "make_buckets", lambda **options: make_buckets(**options | {"platform": "tpu"}))
+    with Engine(tiny, **sizes) as engine:
+        assert tokens(engine.generate(prompts, GREEDY, use_tqdm=False)) == wanted
+        assert engine.stats()["steps"] < 20, "several tokens each"
 
 
 def test_rows_that_end_leave_a_bucket_that_the_others_need_not_fill(tiny: str) -> None:
@@ -234,3 +252,24 @@ def test_the_first_token_does_not_wait_for_executables_of_later_steps(tiny: str)
         engine.runner.plan.wait()
         while engine.has_unfinished_requests():
             engine.step()
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "options"),
+    [(80, {}), (150, {}), (250, {}), (90, {"enable_chunked_prefill": False}), (200, {"max_num_batched_tokens": 64})],
+)
+def test_a_known_prompt_waits_for_nothing_that_was_not_begun_at_the_start(
+    tiny: str, prompt_len: int, options: dict[str, Any]
+) -> None:
+    """A step leaves tokens to the next one rather than fill half of a larger bucket: what it takes is compiled."""
+    config = EngineConfig(tiny, max_num_seqs=1, block_size=16, max_model_len=256, **options)
+    demands, modes = [Demand(prompt_len, 2)], [SampleMode.GREEDY]
+    with Engine.from_engine_args(config, demands=demands, modes=modes) as engine:
+        plan = engine.runner.plan
+        plan.wait()
+        begun, waited = plan.num_compiled, plan.waited_seconds
+        engine.add_request("a", {"prompt_token_ids": [5] * prompt_len}, replace(GREEDY, max_tokens=2))
+        while not engine.step():
+            pass
+        assert plan.waited_seconds == waited
+        assert begun <= 5, "not everything there is"

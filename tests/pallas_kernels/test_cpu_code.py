@@ -63,6 +63,47 @@ def test_without_a_cache_each_process_compiles(tmp_path: Path) -> None:
     assert multiply(tmp_path / "file") == "compiles\n", "a directory that cannot be"
 
 
+def places(header: str, struct: str) -> dict[str, int]:
+    """Where the fields of a structure stand, in words."""
+    found = re.search(rf"struct {struct} {{(.*?)\n}};", header, re.DOTALL)
+    assert found is not None, struct
+    words, place = {}, 0
+    for field in re.sub(r"//[^\n]*", "", found[1]).split(";")[:-1]:
+        kind, name = re.match(r"\s*(.*?)[ (](\w+)\)?$", " ".join(field.split()), re.DOTALL).groups()  # type: ignore[union-attr]
+        words[name] = place
+        place += {"XLA_FFI_Args": 5, "XLA_FFI_Rets": 5, "XLA_FFI_Api_Version": 3}.get(kind, 1)
+    return words
+
+
+def test_the_interface_is_laid_out_as_native_code_takes_it() -> None:
+    header = cpu_handler.interface_header()
+    frame, buffer = places(header, "XLA_FFI_CallFrame"), places(header, "XLA_FFI_Buffer")
+    args, rets = places(header, "XLA_FFI_Args"), places(header, "XLA_FFI_Rets")
+    assert (frame["extension_start"], frame["api"], frame["ctx"]) == (
+        cpu_handler.FRAME_EXTENSION,
+        cpu_handler.FRAME_API,
+        cpu_handler.FRAME_CONTEXT,
+    )
+    assert frame["args"] + args["args"] == cpu_handler.FRAME_ARGS
+    assert frame["rets"] + rets["rets"] == cpu_handler.FRAME_RETS
+    assert (buffer["data"], buffer["dims"]) == (cpu_handler.BUFFER_DATA, cpu_handler.BUFFER_DIMS)
+    api = places(header, "XLA_FFI_Api")
+    for name, index in (
+        ("Error_Destroy", cpu_handler.DESTROY_ERROR),
+        ("ThreadPool_Schedule", cpu_handler.SCHEDULE),
+        ("ThreadPool_NumThreads", cpu_handler.NUM_THREADS),
+    ):
+        assert api[f"XLA_FFI_{name}"] == cpu_handler.API_FUNCTIONS + index
+
+
+def test_an_interface_of_another_major_version_is_refused() -> None:
+    header = cpu_handler.interface_header()
+    later = header.replace("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1")
+    assert cpu_handler._interface_version(header)[0] == 0
+    with pytest.raises(RuntimeError, match=r"got version 1\.\d+ of XLA's interface for native code, wanted 0\.x"):
+        cpu_handler._interface_version(later)
+
+
 PROCESSORS = {
     "x86-64-v3": ("x86_64", False, False, False),
     "skylake-avx512": ("x86_64", True, False, False),
