@@ -318,7 +318,7 @@ def test_a_prefill_is_measured_with_the_attention_of_real_rows(runner):
     assert view["slots"].max() < PAGE
     assert not view["row_slots"].any()
     assert not view["changes"].any()
-    assert view["counts"].tolist() == [60, 3, 0, 0, 1, 0]
+    assert view["counts"].tolist() == [60, 3, 0, 0, 0]
     shortest = new_builder().layouts[1]
     one_token = shortest.view(runner._null_prefill(shortest)[0].packed)
     assert one_token["counts"].tolist()[:4] == [1, 1, 1, 0], "a row with one query is a decode row"
