@@ -262,7 +262,7 @@ def test_a_known_prompt_waits_for_nothing_that_was_not_begun_at_the_start(
     tiny: str, prompt_len: int, options: dict[str, Any]
 ) -> None:
     """A step leaves tokens to the next one rather than fill half of a larger bucket: what it takes is compiled."""
-    config = EngineConfig(tiny, max_num_seqs=1, block_size=16, max_model_len=256, **options)
+    config = EngineConfig(model=tiny, max_num_seqs=1, block_size=16, max_model_len=256, **options)
     demands, modes = [Demand(prompt_len, 2)], [SampleMode.GREEDY]
     with Engine.from_engine_args(config, demands=demands, modes=modes) as engine:
         plan = engine.runner.plan
