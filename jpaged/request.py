@@ -66,6 +66,13 @@ class Sequence:
     page it writes is its own, and its last token is on the device. A sequence below it just decodes."""
     slot: int = 0
     """State slot on the device; 0, the null slot, when it has none."""
+    next_check: int = 0
+    """Known tokens from which on a new token is looked at: until then it can neither end the sequence by length
+    nor fill a page."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that may end it."""
+    is_watched: bool = False
+    """Its output processor wants to see every token: for text or logprobs."""
     is_last_token_on_device: bool = False
     """Its last token was drawn in the slot it holds: the step takes it from there."""
     last_chunk_step: int = 0
@@ -81,13 +88,6 @@ class Sequence:
     """Chained hash of each full page, as far as it was needed."""
     num_published: int = 0
     """Full pages already offered to the prefix cache."""
-    next_check: int = 0
-    """Known tokens from which on a new token is looked at: until then it can neither end the sequence by length
-    nor fill a page."""
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that may end it."""
-    is_watched: bool = False
-    """Its output processor wants to see every token: for text or logprobs."""
     state: RequestState = RequestState.WAITING
     stop_reason: int | str | None = None
     output: SequenceOutput | None = None
