@@ -39,6 +39,7 @@ SAMPLE_FIELDS = (
 )  # fmt: skip
 """Columns of a sampled row. `token` is where in the step its hidden state is; temperature, top_p and min_p are float
 bits."""
+OUTPUT_INDEX = SAMPLE_FIELDS.index("output_index")
 NUM_STEP_FIELDS = 3
 """The first of them differ in every step; the others belong to the sequence."""
 CHANGE_FIELDS = ("group", "slot", "index", "page")
@@ -203,9 +204,8 @@ class StepInputBuilder:
         self.prompt_lens = np.zeros(num_slots, np.intp)
         self.modes = np.zeros(num_slots, np.intp)
         self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - NUM_STEP_FIELDS, num_slots), np.int32)
-        self._steady: tuple[list[Sequence], _Rows] | None = None
-        """The sequences of the last step and its rows, if all of them decoded one token each and still have their
-        slots."""
+        self._last: tuple[BuiltStep, _Rows] | None = None
+        """The last step and its rows, if each decoded one token and still has its slot."""
 
     def build(self, work: SchedulerOutput) -> BuiltStep:
         """Pack the step's work.
@@ -215,24 +215,54 @@ class StepInputBuilder:
         """
         for sequence in work.placed:
             self._take_slot(sequence)
-            self._steady = None
+            self._last = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
             return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves)
+        is_plain = not (work.chunks or work.decode_lens)
+        if is_plain and self._last is not None and self._last[0].samples == work.decodes:
+            step, rows = self._one_token_on(*self._last, changes, work.moves)
+        else:
+            step, rows = self._packed(work, changes)
+        self._last = (step, rows) if is_plain else None
+        return step
+
+    def _packed(self, work: SchedulerOutput, changes: np.ndarray) -> tuple[BuiltStep, _Rows]:
         rows = self._rows(work)
         layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
         # A new one costs no more than to clean an old one, which the device might still be reading.
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
-        updates = self._batches(changes) if changes.shape[1] > layout.num_changes else ()
-        if not updates:
-            view["changes"][:, : changes.shape[1]] = changes
-        self._fill_rows(view, rows, layout)
-        self._fill_tokens(view, rows, work.chunks)
+        updates = self._fill_changes(view, changes, layout)
+        self._fill_rows(view, rows)
+        self._fill_plan(view, rows, layout)
+        self._fill_places(view, rows)
+        self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
         is_drawn = mode is not SampleMode.GREEDY
         view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), is_drawn
-        return BuiltStep(StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves)
+        return BuiltStep(StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves), rows
+
+    def _one_token_on(
+        self, last: BuiltStep, last_rows: _Rows, changes: np.ndarray, moves: list[PageMove]
+    ) -> tuple[BuiltStep, _Rows]:
+        """What `_packed` would give for a step in which the rows of the last one decode their next token.
+
+        Most steps are such: all that differs is where the tokens stand, and the pages.
+        """
+        assert last.inputs is not None
+        assert last.layout is not None
+        rows, layout, packed = last_rows.one_token_on(), last.layout, np.array(last.inputs.packed)
+        view, num_rows = layout.view(packed), len(rows.slots)
+        view["changes"][:] = 0
+        view["plan"][:] = 0
+        updates = self._fill_changes(view, changes, layout)
+        view["context_lens"][:num_rows] += 1
+        self._fill_plan(view, rows, layout)
+        self._fill_places(view, rows)
+        view["samples"][OUTPUT_INDEX, :num_rows] += 1
+        self.next_positions[rows.slots] = rows.context_lens
+        return BuiltStep(StepInputs(packed), layout, updates, last.samples, [], last.mode, moves), rows
 
     def _layout(self, num_tokens: int) -> StepLayout:
         num_rows = self.buckets.rows_for(num_tokens)
@@ -266,15 +296,6 @@ class StepInputBuilder:
 
     def _rows(self, work: SchedulerOutput) -> _Rows:
         """Order the rows. A chunk of one token is a decode whose token the host happens to know."""
-        is_plain = not (work.chunks or work.decode_lens)
-        if is_plain and self._steady is not None and self._steady[0] == work.decodes:
-            rows = self._steady[1].one_token_on()
-        else:
-            rows = self._ordered(work)
-        self._steady = (work.decodes, rows) if is_plain else None
-        return rows
-
-    def _ordered(self, work: SchedulerOutput) -> _Rows:
         for chunk in work.chunks:
             self.next_positions[chunk.sequence.slot] = chunk.start
         slots = np.array(
@@ -290,7 +311,16 @@ class StepInputBuilder:
         num_steps = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
         return _Rows(slots[order], starts[order], query_lens[order], places, num_decode_rows, num_steps)
 
-    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
+    def _fill_changes(
+        self, view: dict[str, np.ndarray], changes: np.ndarray, layout: StepLayout
+    ) -> tuple[np.ndarray, ...]:
+        """Page-table changes go with the step; returns them in batches of their own where they are too many."""
+        if changes.shape[1] > layout.num_changes:
+            return self._batches(changes)
+        view["changes"][:, : changes.shape[1]] = changes
+        return ()
+
+    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
         num_rows = len(rows.slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
@@ -298,7 +328,9 @@ class StepInputBuilder:
         view["row_slots"][:num_rows] = rows.slots
         if rows.num_steps is not None:
             view["row_steps"][:num_rows] = rows.num_steps
-        # A plan for the longest that contexts become holds for all shorter ones: true lengths are the device's.
+
+    def _fill_plan(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
+        """For the longest that contexts become, which holds for all shorter ones: true lengths are the device's."""
         self.backend.plan(
             rows.query_lens,
             rows.final_lens,
@@ -311,8 +343,8 @@ class StepInputBuilder:
             out=view["plan"],
         )
 
-    def _fill_tokens(self, view: dict[str, np.ndarray], rows: _Rows, chunks: list[Chunk]) -> None:
-        """Where each token stands and is written; and which it is, by its id or by the slot that drew it."""
+    def _fill_places(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
+        """Where each token stands and is written."""
         num_tokens = rows.num_tokens
         slots, positions = rows.slots, rows.starts
         if num_tokens > len(slots):
@@ -321,7 +353,9 @@ class StepInputBuilder:
         pages = self.tables[:, slots, positions // self.block_size]
         view["positions"][:num_tokens] = positions
         view["slots"][:, :num_tokens] = pages * self.block_size + positions % self.block_size
-        token_ids = view["token_ids"]
+
+    def _fill_token_ids(self, token_ids: np.ndarray, rows: _Rows, chunks: list[Chunk]) -> None:
+        """Which tokens they are, by id or by the slot that drew it."""
         token_ids[: rows.num_decode_rows] = -1 - rows.slots[: rows.num_decode_rows]
         places = rows.places[len(rows.places) - len(chunks) :]
         for chunk, at in zip(chunks, rows.query_starts[places].tolist(), strict=True):
@@ -347,7 +381,7 @@ class StepInputBuilder:
         self.next_positions[slots] = rows.final_lens[row_of_sample]
         columns[0, :num_samples] = rows.query_ends[row_of_sample] - 1
         columns[1, :num_samples] = slots
-        columns[2, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
+        columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows.take(slots, axis=1)
         return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=0)]
 
