@@ -28,6 +28,7 @@ from .models.config import ModelConfig
 from .models.loading import abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel
 from .output_processor import OutputProcessor
+from .pallas_kernels.cpu_tiles import what_multiplies
 from .pallas_kernels.ragged_paged_attention import Backend, KVLayout, LayerPlace, PagedCache
 from .preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from .programs import ALLOCATE_KEY, Programs, decode_key, forward_key, sample_key, step_programs
@@ -89,6 +90,8 @@ def assemble(
     attention = choose_attention(config.attention_backend, model, device, kv_dtype)
     backend = attention.backend
     logger.info("attention: %s, %s", backend.name, attention.reason)
+    if device.platform == "cpu":
+        logger.info("native code: %s", what_multiplies())
     sizes = size_engine(
         config,
         model,

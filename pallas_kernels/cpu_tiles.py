@@ -17,7 +17,7 @@ from functools import cache
 
 from llvmlite import ir
 
-from .cpu_code import I8, I16, I64, Code, declared, host_has, register
+from .cpu_code import I8, I16, I64, Code, declared, has_long_vectors, host_has, register
 from .cpu_handler import Buffer, handler
 
 TILE = 16
@@ -46,6 +46,18 @@ def has_matrix_unit() -> bool:
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and host_has("amx-bf16")):
         return False
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
+
+
+def what_multiplies() -> str:
+    """What native code uses of this processor, for whoever wonders about its speed."""
+    parts = [f"vectors of {16 if has_long_vectors() else 8} float32"]
+    if host_has("avx512bf16"):
+        parts.append("products of bfloat16 pairs")
+    if has_matrix_unit():
+        parts.append("a matrix unit (AMX)")
+    elif host_has("amx-bf16"):
+        parts.append("no matrix unit: the system does not let this process use AMX")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True)

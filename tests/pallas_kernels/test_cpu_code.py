@@ -104,6 +104,24 @@ def test_an_interface_of_another_major_version_is_refused() -> None:
         cpu_handler._interface_version(later)
 
 
+@pytest.mark.parametrize(
+    ("features", "is_granted", "wanted"),
+    [
+        ((), False, "vectors of 8 float32"),
+        (("avx512bf16",), False, "vectors of 8 float32, products of bfloat16 pairs"),
+        (("amx-bf16",), True, "vectors of 8 float32, a matrix unit (AMX)"),
+        (("amx-bf16",), False, "vectors of 8 float32, no matrix unit: the system does not let this process use AMX"),
+    ],
+)
+def test_a_start_says_what_multiplies(
+    features: tuple[str, ...], is_granted: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_tiles, "host_has", lambda name: name in features)
+    monkeypatch.setattr(cpu_tiles, "has_matrix_unit", lambda: is_granted)
+    monkeypatch.setattr(cpu_tiles, "has_long_vectors", lambda: False)
+    assert cpu_tiles.what_multiplies() == wanted
+
+
 PROCESSORS = {
     "x86-64-v3": ("x86_64", False, False, False),
     "skylake-avx512": ("x86_64", True, False, False),
