@@ -106,6 +106,7 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
             build.ret(ir.Constant(POINTER, None))
 
 
+@cache
 def interface_header() -> str:
     """Text of jaxlib's header."""
     return Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()

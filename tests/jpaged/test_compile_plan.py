@@ -12,31 +12,20 @@ from jpaged.compile_plan import CompilePlan
 
 
 class Lowering:
-    """Programs that note when they are lowered, and wait until they may be."""
+    """Programs that note when they are lowered, and wait until they may be: all of them, or one by its own gate."""
 
     def __init__(self):
         self.begun: list[str] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def program(self, key):
+    def program(self, key, gate=None):
         def lower():
             self.begun.append(key)
-            assert self.may_go_on.wait(30)
+            assert (gate or self.may_go_on).wait(30)
             return jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
 
         return lower
-
-
-def gated(lowering, key, gate):
-    """A program that is lowered when its own gate opens."""
-
-    def lower():
-        lowering.begun.append(key)
-        assert gate.wait(30)
-        return jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
-
-    return lower
 
 
 @pytest.fixture
@@ -91,7 +80,7 @@ def test_who_needs_it_sooner_gets_it(plan, lowering):
 
 def test_who_needs_it_now_does_not_wait_for_what_was_asked_for_before(plan, lowering):
     gates = {key: threading.Event() for key in "abcd"}
-    plan.programs = {key: gated(lowering, key, gate) for key, gate in gates.items()}
+    plan.programs = {key: lowering.program(key, gate) for key, gate in gates.items()}
     plan.start("abcd")
     wait_for(lambda: len(lowering.begun) == 2)
     gates["d"].set()
