@@ -229,7 +229,7 @@ def test_a_mutant_that_only_waits_is_killed_too(checkout):
     (checkout / "src" / "toy.py").write_text("def is_small(number):\n    return number < 1000\n")
     seeds = "import time\nfrom toy.toy import is_small\n\ndef seed(number):\n    is_small(1000) and time.sleep(1000)\n"
     (checkout / "src" / "seeds.py").write_text(seeds)
-    _, summary = mutate(checkout, "src/toy.py", "--tests", "toy.seeds:seed@0-0", "--limit", 1)
+    _, summary = mutate(checkout, "src/toy.py", "--tests", "toy.seeds:seed@0-0", "--limit", 3)
     assert [stage["kills_by_time"] for stage in summary["stages"]] == [summary["killed"]] == [2]
 
 
