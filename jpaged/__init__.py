@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
     from .llm import LLM
-    from .outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from .sampling_params import SamplingParams
+    from .logits_processor import LogitsProcessor
+    from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "Engine": "engine",
@@ -27,29 +29,36 @@ _EXPORTS = {
     "InvalidRequestError": "errors",
     "JpagedError": "errors",
     "LLM": "llm",
+    "LogitsProcessor": "logits_processor",
+    "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
 }
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "Engine",
     "EngineConfig",
     "InvalidRequestError",
     "JpagedError",
+    "LogitsProcessor",
+    "Logprob",
     "ModelLoadError",
     "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
 ]
 
-_NOT_BUILT = ("AsyncEngine", "BeamSearchParams", "LoRARequest", "PoolingParams")
+_NOT_BUILT = ("AsyncEngine", "LoRARequest", "PoolingParams")
 
 # In a checkout the other rooms lie beside this folder; an installed wheel has them inside.
 _CHECKOUT = Path(__file__).resolve().parent.parent

@@ -170,7 +170,11 @@ class Admission:
         if may_wait and self._is_on_its_way(first, match, num_pending):
             request.awaits_prefix = True
             return None
-        is_too_long = not self.scheduler.enable_chunked_prefill and num_pending > budget
+        scored_end = self.scheduler.scored_end(first, start := first.num_tokens - num_pending)
+        if self.scheduler.enable_chunked_prefill:
+            is_too_long = scored_end <= start
+        else:
+            is_too_long = num_pending > budget or scored_end < first.num_tokens
         status = demand.status_of(request, request.pages_wanted + self._reserve())
         return match if status is AllocStatus.OK and not is_too_long else None
 

@@ -33,11 +33,13 @@ from .pallas_kernels.ragged_paged_attention import Backend, KVLayout, LayerPlace
 from .preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from .programs import ALLOCATE_KEY, Programs, decode_key, forward_key, sample_key, step_programs
 from .request_queue import POLICIES, QueueLimits
+from .rule_book import RuleBook
 from .runner import Runner
-from .sampler import SampleMode
+from .sampler import PLAIN, SampleSettings
+from .sampling_params import SampleMode
 from .scheduler import Scheduler
 from .sharding import device_mesh, select_devices
-from .sizing import Demand, EngineSizes, StepSizes, chosen_dtypes, free_host_bytes, size_engine
+from .sizing import Demand, EngineSizes, StepSizes, chosen_dtypes, free_host_bytes, rules_bytes, size_engine
 from .step_inputs import StepInputBuilder
 from .user_cache import make_private, user_cache
 
@@ -68,6 +70,7 @@ class EngineParts:
     backend: Backend
     core: Core
     runner: Runner
+    rule_book: RuleBook
     load_seconds: float
 
 
@@ -109,7 +112,8 @@ def assemble(
     for note in sizes.notes:
         logger.warning(note)
     logger.info("memory: %s", sizes.memory)
-    buckets, builder = step_tools(sizes, backend, device.platform)
+    rule_book = RuleBook(model.vocab_size, config.logits_processors)
+    buckets, builder = step_tools(sizes, backend, device.platform, rule_book)
     check_kernels(backend, model, sizes.dtype, sizes.kv_cache_dtype, sizes.block_size, device)
     check_tensors(abstract_weights(model, sizes.dtype, mesh), model, opened.checkpoint)
     programs = planned_programs(
@@ -121,7 +125,9 @@ def assemble(
         builder,
         num_blocks=sizes.num_blocks,
         num_host_blocks=sizes.num_host_blocks,
-        max_logprobs=config.max_logprobs,
+        settings=SampleSettings(
+            config.logits_processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs"
+        ),
         num_decode_steps=_num_decode_steps(config),
     )
     # Reading weights leaves the interpreter alone most of the time: what is needed first is traced meanwhile.
@@ -155,6 +161,7 @@ def assemble(
             clock=time.monotonic,
         ),
         runner=runner,
+        rule_book=rule_book,
         load_seconds=load_seconds,
     )
 
@@ -204,7 +211,9 @@ def _layout(backend: Backend, model: ModelConfig, num_pages: int, block_size: in
         raise ConfigError(str(error)) from error
 
 
-def step_tools(sizes: EngineSizes | StepSizes, backend: Backend, platform: str) -> tuple[Buckets, StepInputBuilder]:
+def step_tools(
+    sizes: EngineSizes | StepSizes, backend: Backend, platform: str, rule_book: RuleBook
+) -> tuple[Buckets, StepInputBuilder]:
     """The padded sizes that steps come in, and what builds them."""
     buckets = make_buckets(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -218,6 +227,7 @@ def step_tools(sizes: EngineSizes | StepSizes, backend: Backend, platform: str) 
         num_groups=len(WINDOWS),
         max_num_seqs=sizes.max_num_seqs,
         max_pages=-(-sizes.max_model_len // sizes.block_size),
+        rule_book=rule_book,
     )
     return buckets, builder
 
@@ -232,7 +242,7 @@ def planned_programs(
     *,
     num_blocks: int,
     num_host_blocks: int = 0,
-    max_logprobs: int = 0,
+    settings: SampleSettings = PLAIN,
     num_decode_steps: int = 1,
 ) -> Programs:
     """Every program of an engine of these sizes. Nothing is allocated, and no device asked: the mesh may be of a
@@ -248,7 +258,7 @@ def planned_programs(
         builder=builder,
         max_num_seqs=sizes.max_num_seqs,
         max_pages=builder.max_pages,
-        max_logprobs=max_logprobs,
+        settings=settings,
         num_host_blocks=num_host_blocks,
         num_decode_steps=num_decode_steps,
     )
@@ -259,16 +269,17 @@ def measured_step_bytes(model: ModelConfig, sizes: StepSizes, mesh: Mesh, backen
 
     Compiled over a cache of one page: nothing that a step makes for itself grows with the pages.
     """
-    buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)
+    buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform, RuleBook(model.vocab_size))
     programs = planned_programs(model, sizes, mesh, backend, buckets, builder, num_blocks=2, num_decode_steps=2)
     most_rows = buckets.max_samples
     keys = [
         forward_key(buckets, buckets.num_tokens[-1]),
-        sample_key(buckets, most_rows, SampleMode.LOGPROBS),
+        sample_key(buckets, most_rows, SampleMode.EVERYTHING),
         decode_key(buckets, most_rows),
     ]
     with ThreadPoolExecutor(len(keys)) as compilers:
-        return max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
+        most = max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
+    return most + rules_bytes(model.vocab_size, sizes.max_num_seqs)
 
 
 def own_bytes(compiled: jax.stages.Compiled) -> int:
@@ -308,6 +319,7 @@ def _scheduler(config: EngineConfig, sizes: EngineSizes, buckets: Buckets, preem
         limits=QueueLimits(**config.limits),
         max_decode_steps=_num_decode_steps(config),
         token_buckets=buckets.num_tokens,
+        max_scored=buckets.max_samples,
     )
 
 

@@ -37,12 +37,13 @@ from .prefix_hash import NO_EXTRAS, extend_hashes
 from .programs import ALLOCATE_KEY
 from .progress import say
 from .request import Request, make_request
+from .rule_book import RuleBook
 from .runner import Runner
-from .sampler import SampledRows, SampleMode
-from .sampling_params import SamplingParams
+from .sampler import SampledRows
+from .sampling_params import SampleMode, SamplingParams
 from .scheduler import Scheduler
 from .sharding import device_mesh
-from .step import DeviceState
+from .step import DeviceState, RowsToSample
 from .step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
@@ -69,16 +70,17 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
     cache = PagedCache(tuple(jnp.zeros(shape) for shape in layout.shapes), layout, (), builder.backend)
     num_slots, num_rows = num_seqs + 1, buckets.max_samples
 
-    def allocate() -> DeviceState:
+    def allocate() -> tuple[DeviceState, None]:
         tables = jnp.zeros((1, num_slots, max_pages), jnp.int32)
-        return DeviceState(jax.tree.map(jnp.copy, cache), tables, jnp.zeros(num_slots, jnp.int32))
+        return DeviceState(jax.tree.map(jnp.copy, cache), tables, jnp.zeros(num_slots, jnp.int32)), None
 
     def forward(leaves: Any, state: DeviceState, inputs: Any) -> Any:
-        return state, jnp.zeros((num_rows, 8)), jnp.zeros((len(SAMPLE_FIELDS), num_rows), jnp.int32)
+        rows = RowsToSample(jnp.zeros((num_rows, 8)), jnp.zeros((len(SAMPLE_FIELDS), num_rows), jnp.int32))
+        return state, rows, rows
 
-    def sample(num_rows: int, leaves: Any, last_tokens: Any, hidden: Any, samples: Any) -> Any:
+    def sample(num_rows: int, leaves: Any, kept: Any, rows: Any) -> Any:
         drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
-        return last_tokens, drawn
+        return kept, drawn
 
     def lower(run: Any, *shapes: Any) -> Any:
         return lambda: jax.jit(run, donate_argnums=1, keep_unused=True).lower(*shapes)
@@ -87,16 +89,16 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
     state_of_model = nnx.from_flat_state({path: nnx.Param(jnp.zeros(1)) for path in paths})
     weights = Weights(None, state_of_model, jnp.float32, of_logits=("head",))
     leaves, of_logits = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
-    state = jax.eval_shape(allocate)
-    _, hidden, samples = jax.eval_shape(forward, leaves, state, None)
+    state, _ = jax.eval_shape(allocate)
+    _, rows, _ = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for size in buckets.num_tokens:
         packed = StepInputs(jnp.zeros(builder.layouts[size].size, jnp.int32))
         programs["forward", size] = lower(forward, leaves, state, packed)
-    for mode in (SampleMode.GREEDY, SampleMode.FULL):
+    for mode in (SampleMode.GREEDY, SampleMode.DRAWN):
         for size in buckets.num_samples:
             programs["sample", size, mode] = lower(
-                partial(sample, size), tuple(of_logits), state.last_tokens, hidden, samples
+                partial(sample, size), tuple(of_logits), (state.last_tokens, None), rows
             )
     plan = CompilePlan(programs)
     plan.start(programs)
@@ -152,6 +154,7 @@ class Host:
             num_groups=1,
             max_num_seqs=num_running,
             max_pages=pages,
+            rule_book=RuleBook(VOCAB_SIZE),
         )
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(10, VOCAB_SIZE, 1 << 20).tolist()

@@ -6,9 +6,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .sampling_params import SampleMode
+
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
-LOGPROB_SAMPLES = (8, 64, 256)
+EVERYTHING_SAMPLES = (8, 64, 256)
 LEAST_FILLED = 64
 """Tokens of the smallest bucket that steps are cut down to: smaller ones cost little more than the weights' way."""
 
@@ -19,7 +21,8 @@ class Buckets:
 
     num_tokens: tuple[int, ...]
     num_samples: tuple[int, ...]
-    num_logprob_samples: tuple[int, ...]
+    num_everything_samples: tuple[int, ...]
+    """Of which some have rules or logprobs: fewer sizes, to save executables."""
 
     @property
     def max_samples(self) -> int:
@@ -38,9 +41,13 @@ class Buckets:
         """Rows that a step of this token bucket has room for: each has at least one token."""
         return min(num_tokens, self.max_samples)
 
-    def samples_for(self, count: int, *, logprobs: bool) -> int:
-        """Smallest sample bucket that holds `count`; steps with logprobs have fewer sizes, to save executables."""
-        sizes = self.num_logprob_samples if logprobs else self.num_samples
+    def sample_sizes(self, mode: SampleMode) -> tuple[int, ...]:
+        """Sample buckets of one mode."""
+        return self.num_everything_samples if mode is SampleMode.EVERYTHING else self.num_samples
+
+    def samples_for(self, count: int, mode: SampleMode) -> int:
+        """Smallest sample bucket of a mode that holds `count`."""
+        sizes = self.sample_sizes(mode)
         return sizes[bisect_left(sizes, count)]
 
 
@@ -50,8 +57,8 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: st
     if platform == "cpu":
         num_tokens, num_samples = (1, 8, *num_tokens), (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
     most = num_samples[-1]
-    num_logprob_samples = (*(size for size in LOGPROB_SAMPLES if size < most), most)
-    return Buckets(num_tokens, num_samples, num_logprob_samples)
+    num_everything_samples = (*(size for size in EVERYTHING_SAMPLES if size < most), most)
+    return Buckets(num_tokens, num_samples, num_everything_samples)
 
 
 def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from sys import float_info
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
+from .logits_processor import LogitsProcessor
 from .model_source import DEFAULT_MODEL
 from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES
 from .sampling_params import is_integer, shown
@@ -35,12 +36,12 @@ MAX_DECODE_STEPS = 16
 WARMUPS = ("lazy", "full", "off")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LIMITS = ("waiting_requests", "waiting_tokens")
 """Keys of `limits`."""
 
 NOT_BUILT = (
-    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "logprobs_mode",
-    "logits_processors", "deterministic", "enforce_eager",
+    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "deterministic", "enforce_eager",
     "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh",
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "params",
@@ -67,7 +68,14 @@ class EngineConfig:
     device: str = _option("auto", f"{', '.join(DEVICES)}; auto never leaves a visible accelerator for the CPU")
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}")
     max_model_len: int | None = _option(None, "longest sequence in tokens, prompt and output; default: the model's")
-    max_logprobs: int = _option(20, "most logprobs a request may ask for per token")
+    max_logprobs: int = _option(20, "most logprobs a request may ask for per token; -1: all of the vocabulary")
+    logprobs_mode: str = _option(
+        "raw_logprobs",
+        f"{', '.join(LOGPROBS_MODES)}: of the model, or of what is drawn from, after rules, temperature and truncation",
+    )
+    logits_processors: tuple[LogitsProcessor, ...] = field(
+        default=(), metadata={"help": "rules of your own for logits, in Python; requests give arguments in extra_args"}
+    )
     block_size: int | None = _option(
         None, f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64, with pallas-tpu 128"
     )
@@ -143,7 +151,9 @@ class EngineConfig:
         self._choice("attention_backend", ("auto", *BACKEND_NAMES))
         self._choice("generation_config", ("auto", "none"))
         self._integer("seed", *INT64)
-        self._integer("max_logprobs", 0, 1000)
+        self._integer("max_logprobs", -1, 1000)
+        self._choice("logprobs_mode", LOGPROBS_MODES)
+        object.__setattr__(self, "logits_processors", self._processors())
         self._integer("max_model_len", 1, INT64[1], optional=True)
         self._integer("kv_cache_memory_bytes", 1, INT64[1], optional=True)
         self._integer("max_num_batched_tokens", 1, MAX_STEP_TOKENS, optional=True)
@@ -210,6 +220,15 @@ class EngineConfig:
         value = getattr(self, name)
         if not isinstance(value, str) or value not in allowed:
             self._refuse(name, ", ".join(allowed) + more)
+
+    def _processors(self) -> tuple[LogitsProcessor, ...]:
+        given = self.logits_processors
+        if not isinstance(given, list | tuple) or not all(isinstance(one, LogitsProcessor) for one in given):
+            self._refuse("logits_processors", "a list of LogitsProcessor")
+        names = [name for processor in given for name in processor.arguments]
+        if len(set(names)) < len(names):
+            self._refuse("logits_processors", "processors whose arguments all have different names")
+        return tuple(given)
 
     def _limits(self) -> dict[str, int | None]:
         """Every limit by its name; None is none."""

@@ -31,8 +31,8 @@ from .engine import Engine
 from .errors import ConfigError
 from .models.loading import Weights
 from .pallas_kernels.ragged_paged_attention import AttentionMetadata
-from .sampler import SampleMode, SamplingRows, sample
-from .sampling_params import SamplingParams
+from .sampler import SamplingRows, sample
+from .sampling_params import SampleMode, SamplingParams
 from .step_inputs import COUNT_FIELDS, BuiltStep
 from .workloads import Workload
 
@@ -106,7 +106,7 @@ class EngineContender:
         self.built.append(step)
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
         num_steps = max(step.draws, default=1)
-        samples = self.engine.runner.buckets.samples_for(len(step.samples), logprobs=False) if step.samples else 0
+        samples = self.engine.runner.buckets.samples_for(len(step.samples), SampleMode.GREEDY) if step.samples else 0
         self.steps += [StepShape(step.layout.num_tokens, samples)] * num_steps
         self.true_tokens[kind] += sum(step.draws) if step.draws else num_tokens
         self.padded_tokens[kind] += step.layout.num_tokens * num_steps
@@ -167,7 +167,7 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
         rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
-        drawn = sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY, 0)
+        drawn = sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY)
         return drawn.token_ids[0] & 7
 
     return run

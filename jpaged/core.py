@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jpaged")
 
+NOT_FINITE = "the model gave NaN or infinite logits for this request"
+NO_TOKEN_LEFT = f"{NOT_FINITE}, or its rules, such as allowed_token_ids and bad_words, leave no token to draw"
+
 
 class StepResults(Protocol):
     """What a dispatched step will have drawn."""
@@ -36,6 +39,10 @@ class StepResults(Protocol):
 
         Of a step with `draws`: rows by step, [K, R].
         """
+        ...
+
+    def read_scores(self) -> SampledRows | None:
+        """The same of a step with `scored`, in their order."""
         ...
 
 
@@ -113,8 +120,10 @@ class Core:
     def retire(self) -> list[Sequence]:
         """Wait for the oldest step in flight and take in what it drew; returns the sequences that it drew for."""
         work, step, results = self.in_flight[0]
-        sampled = results.read()
+        sampled, scores = results.read(), results.read_scores() if step.scored else None
         self.in_flight.popleft()
+        if scores is not None:
+            self._take_in_scores(step, scores)  # Before they count as delivered: an interrupt may come.
         self.scheduler.retire(work)
         if sampled is not None and step.draws:
             self._take_in_several(step, sampled)
@@ -136,7 +145,26 @@ class Core:
     def restart(self) -> None:
         """A step has failed, and with it the device's state: results in flight are lost, all is computed anew."""
         self.in_flight.clear()
+        for request in self.scheduler.unfinished:
+            if request.beams is not None:
+                request.beams.restore(request)
         self.scheduler.restart()
+
+    def _take_in_scores(self, step: BuiltStep, scores: SampledRows) -> None:
+        """Give requests the scores of their prompts' tokens."""
+        row = 0
+        for request, positions in step.scored:
+            rows = range(row, row := row + len(positions))
+            if request.state.is_finished:
+                continue
+            error = None if scores.is_finite[rows.start : rows.stop].all() else NOT_FINITE
+            try:
+                self.outputs.note_scores(request, positions, scores, rows)
+            except Exception as exception:  # Whatever one request does to its output, the others go on.
+                error = self._own_error(request, exception)
+            if error is not None:
+                for sequence in list(request.live):
+                    self._fail(sequence, error)
 
     def _take_in_several(self, step: BuiltStep, sampled: SampledRows) -> None:
         """Take in what a step has decoded, token by token. After the one that ends a sequence come none of its own."""
@@ -165,7 +193,7 @@ class Core:
         """
         if not is_finite.all():
             for row in np.flatnonzero(~is_finite).tolist():
-                self._fail(samples[row], "the model gave NaN or infinite logits for this request")
+                self._fail(samples[row], NOT_FINITE if samples[row].request.is_plain else NO_TOKEN_LEFT)
         row = 0
         try:
             for row, sequence, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
@@ -174,6 +202,8 @@ class Core:
                     known.append(token_id)
                 elif sequence.state.is_finished:
                     self.num_generated -= 1  # It ended while this step was in flight, or by values that are not finite.
+                elif sequence.request.beams is not None:
+                    self._take_in_beam(sequence, sampled, row)
                 else:
                     known.append(token_id)
                     self._look_at(sequence, sampled, row)
@@ -192,9 +222,30 @@ class Core:
         for _, step, _ in self.in_flight:
             counts = step.draws or [1] * len(step.samples)
             num_to_come += sum(count for one, count in zip(step.samples, counts, strict=True) if one is sequence)
-        if sequence in sequence.request.live:
-            del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
+        if sequence in sequence.request.live and sequence.request.beams is None:
+            # A new array: outputs that were given may look into the old one still.
+            sequence.token_ids = sequence.token_ids[: sequence.num_tokens - num_to_come - 1]
             self.outputs.restart(sequence)
+
+    def _take_in_beam(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
+        """A beam's likeliest next tokens are there. With those of all beams of its request, they go on."""
+        request, search = sequence.request, sequence.request.beams
+        assert search is not None
+        assert sampled.scores is not None
+        if request.first_token_time is None:
+            request.first_token_time = self.clock()
+        if request.state is not RequestState.RUNNING:
+            return  # It gave its pages back while this step was in flight, and computes this row once more.
+        try:
+            if search.note(sequence, *sampled.scores.top(row, search.num_candidates)):
+                turn = search.choose(request.live)
+                if not turn.choices:
+                    search.commit(turn, ())
+                heirs = self.scheduler.branch(request, [(one, beam.last_token) for one, beam in turn.choices])
+                if turn.choices:
+                    search.commit(turn, heirs)
+        except Exception as exception:  # Whatever one search does, the others go on.
+            self._fail(sequence, self._own_error(request, exception))
 
     def _look_at(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
         """A token that may matter has been appended."""
@@ -203,16 +254,23 @@ class Core:
             request.first_token_time = self.clock()
         try:
             end = self.outputs.judge(sequence, sampled, row)
-        except Exception as error:  # Whatever one request does to its output, the others go on.
-            logger.exception("request %s failed", request.request_id)
-            self._fail(sequence, f"internal error while its output was made: {type(error).__name__}")
+        except Exception as exception:  # Whatever one request does to its output, the others go on.
+            self._fail(sequence, self._own_error(request, exception))
             return
         if end is not None or len(sequence.token_ids) > sequence.next_check:
             self.scheduler.note_token(sequence)
         if end is not None:
             self.scheduler.finish(sequence, end)
 
+    def _own_error(self, request: Request, exception: Exception) -> str:
+        """What a caller is told of an exception that its own output has raised."""
+        logger.error("request %s failed", request.request_id, exc_info=exception)
+        return f"internal error while its output was made: {type(exception).__name__}"
+
     def _fail(self, sequence: Sequence, message: str) -> None:
-        if not sequence.state.is_finished:
-            sequence.request.error = message
-            self.scheduler.finish(sequence, RequestState.FINISHED_ERROR)
+        request = sequence.request
+        # One beam alone has no end.
+        for one in [sequence] if request.beams is None else list(request.live):
+            if not one.state.is_finished:
+                request.error = message
+                self.scheduler.finish(one, RequestState.FINISHED_ERROR)

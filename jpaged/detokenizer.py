@@ -38,6 +38,7 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
         *,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
@@ -47,6 +48,9 @@ class Detokenizer:
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        # A special token right behind another one is written as it is, without the space of some decoders.
+        self._joined = frozenset[int]() if spaces_between_special_tokens else tokenizer.special_ids
+        self._is_behind_joined = False
         # SentencePiece's decoder counts bytes, byte-level decoders the longest broken stretch.
         self._errors = _EACH_BYTE if tokenizer.has_byte_fallback else "replace"
         self._matchers = [_StopMatcher(text) for text in stop]
@@ -81,6 +85,11 @@ class Detokenizer:
             if token_id in skipped:
                 continue
             piece = pieces.token_bytes(token_id)
+            if self._joined:
+                is_joined = token_id in self._joined
+                if is_joined and self._is_behind_joined:
+                    piece = pieces.special_bytes(token_id)
+                self._is_behind_joined = is_joined
             if self._is_first and piece:
                 piece = pieces.token_bytes(token_id, is_first=True)
                 self._is_first = False

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from .assembly import EngineParts, Progress, assemble
+from .beam_search import BeamSearch
 from .config import EngineConfig
 from .errors import ConfigError, InvalidRequestError, QueueFullError
 from .opening import OpenedModel, open_for_engine
@@ -23,10 +24,10 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput
 from .prefix_hash import CacheKey
 from .prompts import EncodedPrompt, PromptEncoder, check_priority
 from .request import Request, make_request
-from .sampler import SampleMode
-from .sampling_params import SamplingParams, is_integer, shown
+from .sampling_params import BeamSearchParams, SampleMode, SamplingParams, is_integer, shown
 from .sizing import Demand
 
+Params = SamplingParams | BeamSearchParams
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel as int32."""
 
@@ -72,9 +73,10 @@ class Engine:
         self.load_seconds = parts.load_seconds
         self.prompts = PromptEncoder(
             self.tokenizer,
-            self.opened.config.vocab_size,
+            parts.rule_book,
             self.sizes.max_model_len,
             max_waiting_tokens=self.config.limits["waiting_tokens"],
+            eos_token_ids=self.opened.eos_token_ids,
         )
         self.requests: dict[str, Request] = {}
         self._num_requests = self._num_prompt_tokens = 0
@@ -86,7 +88,7 @@ class Engine:
     def generate(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
@@ -108,10 +110,10 @@ class Engine:
                 "step() them to their end or abort them first"
             )
         prompts = _as_prompts(prompts)
-        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-            sampling_params = sampling_params or self.default_sampling_params()
-        each_params = _each(sampling_params, len(prompts), "sampling_params", SamplingParams)
-        each_priority = _each(priority, len(prompts), "priority", int | None)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        each_params = _each(sampling_params, len(prompts), "sampling_params", Params, "SamplingParams")
+        each_priority = _each(priority, len(prompts), "priority", int | None, "an integer")
         results: list[RequestOutput | None] = [None] * len(prompts)
         requests: deque[Request] = deque()
         index_of: dict[str, int] = {}
@@ -147,6 +149,21 @@ class Engine:
         conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
         return self.generate([{"messages": one} for one in conversations], sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams | Sequence[BeamSearchParams], *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search each prompt's most likely continuations; of each the `beam_width` best come back, the best first.
+
+        `cumulative_logprob` is the sum over a beam's tokens. The search needs the logprobs of (1 + number of EOS
+        tokens) × `beam_width` tokens of each row, which the engine's `max_logprobs` must allow.
+        """
+        each = params if isinstance(params, Sequence) else [params]
+        if not all(isinstance(one, BeamSearchParams) for one in each):
+            raise InvalidRequestError(
+                f"params: got {shown(params)}, allowed: BeamSearchParams or a list of them", param="params"
+            )
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
     def default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend, to the end of the context."""
         return SamplingParams(**{"max_tokens": None, **self.opened.sampling_defaults})
@@ -157,7 +174,7 @@ class Engine:
         self,
         request_id: str,
         prompt: Any,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         arrival_time: float | None = None,
         priority: int | None = None,
@@ -197,8 +214,10 @@ class Engine:
         self._queue(request)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns the outputs so far of every request that it brought a token or an end."""
-        return [self.core.outputs.output_of(request) for request in self._advance()]
+        """Compute one step; returns the outputs of every request that it brought a token or an end, each as its
+        `output_kind` wants it."""
+        outputs = [self.core.outputs.output_of(request) for request in self._advance()]
+        return [output for output in outputs if output is not None]
 
     def run_until_done(self, requests: Iterable[Request] = ()) -> Iterator[RequestOutput]:
         """Step until nothing is left, giving each request's output when it ends. Aborts all if that is cut short.
@@ -211,8 +230,8 @@ class Engine:
             while held or self.has_unfinished_requests():
                 self._queue_while_there_is_room(held)
                 for request in self._advance():
-                    if request.state.is_finished:
-                        yield self.core.outputs.output_of(request)
+                    if request.state.is_finished and (output := self.core.outputs.output_of(request)) is not None:
+                        yield output
         finally:
             self.abort_request(list(self.requests))
 
@@ -251,6 +270,8 @@ class Engine:
                 f"request_id: got {shown(request_id)}, allowed: an unfinished request; fork before it ends",
                 param="request_id",
             )
+        if request.beams is not None:
+            raise InvalidRequestError("request_id: got a beam search, whose samples are its beams", param="request_id")
         parent = next((one for one in request.live if one.index == sample), None)
         if parent is None:
             raise InvalidRequestError(
@@ -409,7 +430,7 @@ class Engine:
         if not self._is_open:
             raise RuntimeError("this engine was shut down; make a new one")
 
-    def enqueue(self, request_id: str, encoded: EncodedPrompt, params: SamplingParams, *, number: int) -> Request:
+    def enqueue(self, request_id: str, encoded: EncodedPrompt, params: Params, *, number: int) -> Request:
         """Queue a request whose prompt and parameters have been checked against this engine's model.
 
         InvalidRequestError if it can never fit, QueueFullError if it cannot be queued now.
@@ -427,9 +448,10 @@ class Engine:
         arrival_time: float | None = None,
     ) -> Request:
         """A request with everything about it checked, and not yet queued. InvalidRequestError."""
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, Params):
             raise InvalidRequestError(
-                f"sampling_params: got {type(params).__name__}, allowed: SamplingParams", param="sampling_params"
+                f"sampling_params: got {type(params).__name__}, allowed: SamplingParams, BeamSearchParams",
+                param="sampling_params",
             )
         self.prompts.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.sizes.max_num_seqs)
         encoded = self.prompts.encode(prompt)
@@ -451,24 +473,31 @@ class Engine:
         self,
         request_id: str,
         encoded: EncodedPrompt,
-        params: SamplingParams,
+        params: Params,
         *,
         number: int,
         arrival_time: float | None = None,
     ) -> Request:
         room = self.sizes.max_model_len - len(encoded.token_ids)
+        max_tokens = min(room, params.max_tokens or room)
+        beams = None
+        if isinstance(params, BeamSearchParams):
+            beams = BeamSearch(params, params.end_ids(self.opened.eos_token_ids), max_tokens)
+            params = params.as_samples(beams.num_candidates)
         return make_request(
             request_id=request_id,
             number=number,
             prompt_token_ids=encoded.token_ids,
             params=params,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
-            max_tokens=min(room, params.max_tokens or room),
+            max_tokens=max_tokens,
             engine_seed=self.config.seed,
             num_groups=self.blocks.num_groups,
             prompt=encoded.text,
             priority=encoded.priority,
             cache_key=CacheKey(cache_salt=encoded.cache_salt),
+            bad_words=self.prompts.bad_words(params),
+            beams=beams,
         )
 
     def _queue(self, request: Request) -> Request:
@@ -520,12 +549,11 @@ def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     )
 
 
-def _each(values: Any, count: int, name: str, kind: Any) -> list[Any]:
+def _each(values: Any, count: int, name: str, kind: Any, kind_name: str) -> list[Any]:
     """One value for all prompts, or a list of one for each."""
     if isinstance(values, kind):
         return [values] * count
     if not isinstance(values, Sequence) or isinstance(values, str):
-        kind_name = kind.__name__ if isinstance(kind, type) else "an integer"
         raise InvalidRequestError(f"{name}: got {shown(values)}, allowed: {kind_name} or a list of them", param=name)
     if len(values) != count:
         raise InvalidRequestError(

@@ -25,11 +25,16 @@ SAMPLING_FLAGS: dict[str, tuple[str, str]] = {
     "min_p": ("float", "keep tokens at least this likely relative to the likeliest"),
     "seed": ("int", "fix the random draws of every request"),
     "n": ("int", "samples per prompt, 1 to 128; on stdout each begins with [its number]"),
-    "logprobs": ("int", "also give the logprobs of the sampled and of this many likeliest tokens"),
+    "presence_penalty": ("float", "lower the logits of tokens that were generated already, by -2 to 2"),
+    "frequency_penalty": ("float", "the same each time that they were generated"),
+    "repetition_penalty": ("float", "divide the logits of tokens of prompt and output by this; 1 is off"),
+    "min_tokens": ("int", "nothing ends the output before it has so many tokens"),
+    "logprobs": ("int", "also give the logprobs of the sampled and of this many likeliest tokens; -1: of all"),
+    "prompt_logprobs": ("int", "the same for the prompt's tokens"),
 }
 FLAG_NAMES = {"n": "num_samples"}
 UNBUILT_FLAGS = {
-    *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice", "beam_width", "length_penalty",
+    *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice",
     "lora", "image", "trace",
 }  # fmt: skip
 
@@ -93,8 +98,24 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given as flags."""
-    names = [*SAMPLING_FLAGS, "stop", "stop_token_ids", "ignore_eos"]
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = [*SAMPLING_FLAGS, "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words"]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return given if args.logit_bias is None else {**given, "logit_bias": dict(args.logit_bias)}
+
+
+def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The parameters of beam search among the flags, if it is asked for. ConfigError for flags without use then."""
+    sampling = sampling_flags(args)
+    if args.beam_width is None:
+        if args.length_penalty is not None:
+            raise ConfigError("--length-penalty: has no effect without --beam-width; add that or leave it out")
+        return None
+    others = [name for name in sampling if name not in ("max_tokens", "ignore_eos")]
+    if others:
+        flag = "--" + FLAG_NAMES.get(others[0], others[0]).replace("_", "-")
+        raise ConfigError(f"{flag}: has no effect with --beam-width, which samples nothing; leave one of them out")
+    given = {"beam_width": args.beam_width, "length_penalty": args.length_penalty, **sampling}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
@@ -106,6 +127,24 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stop-token-ids", action="append", type=_number("int"), metavar="ID", help="end at this token id (repeatable)"
     )
+    group.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to a token's logit (repeatable)"
+    )
+    group.add_argument(
+        "--allowed-token-ids",
+        action="append",
+        type=_number("int"),
+        metavar="ID",
+        help="generate these tokens only (repeatable)",
+    )
+    group.add_argument("--bad-words", action="append", metavar="TEXT", help="never generate this (repeatable)")
+    group.add_argument("--beam-width", type=_number("int"), metavar="N", help="beam search: the N best, best first")
+    group.add_argument(
+        "--length-penalty",
+        type=_number("float"),
+        metavar="X",
+        help="of beam search: beams are compared by their logprob / length ** X; default 1",
+    )
     group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end-of-sequence token")
 
 
@@ -113,8 +152,8 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """Flags of every engine option but `seed`; those that were not given are absent."""
     aliases = {name: alias for alias, name in ALIASES.items()}
     for field in fields(EngineConfig):
-        if field.name == "seed":
-            continue  # --seed is the sampling parameter.
+        if field.name in ("seed", "logits_processors"):
+            continue  # --seed is the sampling parameter; functions have no spelling on a command line.
         spellings = ["--" + name.replace("_", "-") for name in (field.name, aliases.get(field.name)) if name]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
         kind = str(field.type).split(" ")[0]
@@ -142,6 +181,13 @@ def _number(kind: str) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {wanted}") from None
 
     return convert
+
+
+def _bias(text: str) -> tuple[float, float]:
+    token_id, equals, bias = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a token id and a number, such as 1234=-100")
+    return _number("int")(token_id), _number("float")(bias)
 
 
 def _steps(text: str) -> float | str:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
-from .flags import engine_config, parse_generate, sampling_flags
+from .flags import beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record
 from .progress import ProgressReport, say, seconds_since_start
 from .results import ResultFile, dump_line, output_record
-from .sampling_params import FIELDS, SamplingParams
+from .sampling_params import FIELDS, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -59,11 +59,15 @@ def _run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     flags = sampling_flags(args)
     SamplingParams(**flags)
+    beams = beam_flags(args)
+    if beams is not None:
+        BeamSearchParams(**{"max_tokens": None, **beams})
     prompts = _prompts(args)
     if args.resume and args.output is None:
         raise ConfigError("--resume: needs --output F, the file to go on with")
-    if args.logprobs is not None and args.output is None and not args.json:
-        raise ConfigError("--logprobs: has no place in plain text; add --json or --output F")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in flags and args.output is None and not args.json:
+            raise ConfigError(f"--{name.replace('_', '-')}: has no place in plain text; add --json or --output F")
     prompt_file = None if args.prompt_file is None else Path(args.prompt_file)
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
     template = None if args.chat_template is None else _template(args.chat_template)
@@ -71,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     from .opening import open_for_engine
 
     opened = open_for_engine(config)
-    jobs = _jobs(args, config, opened, prompts, flags, template)
+    jobs = _jobs(args, config, opened, prompts, flags, beams, template)
     records, num_others = results.finished_records(jobs) if results and args.resume else ({}, 0)
     missing = [job for job in jobs if isinstance(job, Job) and job.number not in records]
     if args.resume:
@@ -103,7 +107,8 @@ class _Run:
         self.is_json = args.json
         self.is_text = not args.json and results is None
         only = jobs[0] if len(jobs) == 1 else None
-        self.is_stream = self.is_text and isinstance(only, Job) and only.params.n == 1
+        is_one = isinstance(only, Job) and isinstance(only.params, SamplingParams) and only.params.n == 1
+        self.is_stream = self.is_text and is_one
         self._next = 0
 
     @property
@@ -228,9 +233,11 @@ def _jobs(
     opened: OpenedModel,
     prompts: list[str],
     flags: Mapping[str, Any],
+    beams: Mapping[str, Any] | None,
     template: str | None,
 ) -> list[Job | BadLine]:
     from .prompts import PromptEncoder
+    from .rule_book import RuleBook
     from .sizing import requested_max_len, requested_max_seqs
 
     tokenizer = opened.tokenizer
@@ -245,11 +252,13 @@ def _jobs(
     reader = JobReader(
         encoder=PromptEncoder(
             tokenizer,
-            opened.config.vocab_size,
+            RuleBook(opened.config.vocab_size),
             requested_max_len(config, opened.config),
             chat_template=template,
             max_waiting_tokens=config.limits["waiting_tokens"],
+            eos_token_ids=opened.eos_token_ids,
         ),
+        beams=beams,
         defaults={**opened.sampling_defaults, **flags},
         max_logprobs=config.max_logprobs,
         max_num_seqs=requested_max_seqs(config),
@@ -264,7 +273,7 @@ def _jobs(
 
 def _start_engine(config: EngineConfig, opened: OpenedModel, jobs: list[Job]) -> Engine:
     from .engine import Engine
-    from .sampler import sample_mode
+    from .sampling_params import sample_mode
     from .sizing import Demand
 
     demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n) for job in jobs]
@@ -279,13 +288,15 @@ def _start_engine(config: EngineConfig, opened: OpenedModel, jobs: list[Job]) ->
 def _effective(jobs: list[Job], flags: Mapping[str, Any], opened: OpenedModel) -> str:
     """Each sampling parameter as it takes effect, and where it comes from."""
     shown = []
+    if isinstance(jobs[0].params, BeamSearchParams):
+        return " · ".join(f"{name} {value}" for name, value in vars(jobs[0].params).items())
     for name in FIELDS:
-        values = {getattr(job.params, name) for job in jobs}
+        values = [getattr(job.params, name) for job in jobs]
         source = "flag" if name in flags else "model" if name in opened.sampling_defaults else "default"
-        if len(values) > 1:
+        value = values[0]
+        if any(other != value for other in values):
             shown.append(f"{name} varies (lines of the file)")
-        elif name in SHOWN_PARAMS or source != "default" or values != {_DEFAULTS[name]}:
-            value = values.pop()
+        elif name in SHOWN_PARAMS or source != "default" or value != _DEFAULTS[name]:
             source = source if value == {**_DEFAULTS, **opened.sampling_defaults, **flags}[name] else "line"
             shown.append(f"{name} {value} ({source})")
     return " · ".join(shown)

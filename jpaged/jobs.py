@@ -13,9 +13,11 @@ from typing import Any
 
 from .errors import ConfigError, InvalidRequestError
 from .prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
-from .sampling_params import FIELDS, SamplingParams, check_name, shown
+from .sampling_params import FIELDS, BeamSearchParams, SamplingParams, check_name, shown
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
+BEAM_LINE_FIELDS = ("max_tokens", "ignore_eos")
+"""Parameters of a line that a beam search has too."""
 MAX_ERROR_CHARS = 4096
 
 
@@ -26,7 +28,7 @@ class Job:
     id: str | int
     number: int
     prompt: EncodedPrompt
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,36 @@ class JobReader:
     """Samples of one prompt at most; None while the engine can still be made for as many as are asked for."""
     scheduling_policy: object
     use_chat: bool
+    beams: Mapping[str, Any] | None = None
+    """Parameters of beam search from the flags: it takes the place of sampling."""
     system: str | None = None
     """System message put before text prompts."""
 
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
         """A checked job; InvalidRequestError names what is wrong."""
-        params = SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
+        if "output_kind" in own_params:
+            raise InvalidRequestError(
+                "output_kind: is for streams, a line's output is written when it ends; leave it out",
+                param="output_kind",
+            )
+        params = self._params(own_params)
         self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
         encoded = self.encoder.encode(self._written_out(prompt))
         check_priority(encoded.priority, self.scheduling_policy)
         return Job(id_, number, encoded, params)
+
+    def _params(self, own_params: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
+        if self.beams is None:
+            return SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
+        for name in own_params:
+            if name not in BEAM_LINE_FIELDS:
+                check_name(name)
+                raise InvalidRequestError(
+                    f"{name}: has no effect in a beam search, allowed: {', '.join(BEAM_LINE_FIELDS)}; leave it out, or "
+                    "leave --beam-width out",
+                    param=name,
+                )
+        return BeamSearchParams(**{"max_tokens": None, **self.beams, **own_params})
 
     def file_jobs(self, path: Path) -> list[Job | BadLine]:
         """Jobs of a .txt or .jsonl file, in its order. Blank lines are none; a line's number counts from 1."""

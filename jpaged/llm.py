@@ -7,7 +7,7 @@ from typing import Any
 
 from .engine import Engine
 from .outputs import RequestOutput
-from .sampling_params import SamplingParams
+from .sampling_params import BeamSearchParams, SamplingParams
 from .tokenizer import Tokenizer
 
 
@@ -37,6 +37,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """As `Engine.chat`."""
         return self.engine.chat(messages, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams | Sequence[BeamSearchParams], *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """As `Engine.beam_search`."""
+        return self.engine.beam_search(prompts, params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend."""

@@ -13,7 +13,7 @@ from .errors import InvalidRequestError, ModelLoadError
 from .model_source import ModelSource, read_generation_defaults, resolve_model
 from .models.checkpoint import Checkpoint, GGUFCheckpoint, open_model
 from .models.config import ModelConfig
-from .sampling_params import FIELDS, SamplingParams
+from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer, load_tokenizer
 
 
@@ -49,15 +49,7 @@ def open_for_engine(config: EngineConfig) -> OpenedModel:
 
 
 def _usable(defaults: dict[str, Any], source: ModelSource) -> dict[str, Any]:
-    """The defaults that this version honours; one that it would have to ignore ends the start."""
-    if defaults.get("repetition_penalty") == 1.0:
-        del defaults["repetition_penalty"]
-    for name in defaults:
-        if name not in FIELDS:
-            raise ModelLoadError(
-                f"{source.path}: its generation config sets {name} = {defaults[name]}, which is not available in this "
-                "version; give --generation-config none and your own sampling flags"
-            )
+    """The defaults, if they are in range."""
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from .buckets import Buckets
 from .compile_plan import Key, Lower
+from .logit_rules import new_rules, rule_shapes, set_rules
 from .models.loading import Weights
 from .pallas_kernels.ragged_paged_attention import (
     MAX_MOVES,
@@ -22,13 +23,15 @@ from .pallas_kernels.ragged_paged_attention import (
     put_pages,
     take_pages,
 )
-from .sampler import SampleMode
+from .sampler import SampleSettings
+from .sampling_params import SampleMode
 from .sharding import replicated, sharding_of
-from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
+from .step import DeviceState, RowsToSample, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
 TABLES_KEY = ("tables",)
 ALLOCATE_KEY = ("allocate",)
+SET_RULES_KEY = ("set_rules",)
 COPY_KEY = ("copy",)
 SWAP_OUT_KEY = ("swap_out",)
 SWAP_IN_KEY = ("swap_in",)
@@ -57,7 +60,7 @@ def decode_key(buckets: Buckets, num_rows: int) -> Key:
 
 def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
     """Key of the sample program that takes this many rows."""
-    return ("sample", buckets.samples_for(num_samples, logprobs=mode is SampleMode.LOGPROBS), mode)
+    return ("sample", buckets.samples_for(num_samples, mode), mode)
 
 
 def step_programs(
@@ -70,7 +73,7 @@ def step_programs(
     builder: StepInputBuilder,
     max_num_seqs: int,
     max_pages: int,
-    max_logprobs: int,
+    settings: SampleSettings,
     num_host_blocks: int,
     num_decode_steps: int = 1,
 ) -> Programs:
@@ -94,8 +97,10 @@ def step_programs(
         page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
         last_tokens=shape((max_num_seqs + 1,), jnp.int32),
     )
-    hidden = shape((buckets.max_samples, hidden_size), weights.stream_dtype)
-    samples = shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
+    to_sample = RowsToSample(
+        shape((buckets.max_samples, hidden_size), weights.stream_dtype),
+        shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32),
+    )
     changes = shape((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
     leaves, tree = jax.tree.flatten(weights.state)
 
@@ -118,30 +123,41 @@ def step_programs(
 
     some_leaves, whole_state = weights.split_logits()
 
+    rules = rule_shapes(builder.rule_book, max_num_seqs + 1, whole)
+
     def lower_sample(num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
-        sample = partial(sample_rows, num_rows=num_rows, mode=mode, max_logprobs=max_logprobs)
+        sample = partial(sample_rows, num_rows=num_rows, mode=mode, settings=settings)
 
         def run(leaves: tuple[Any, ...], *arguments: Any) -> Any:
             return sample(weights.graph, whole_state(leaves), *arguments)
 
         run.__name__ = f"sample_{num_rows}_{mode.value}"
-        return jax.jit(run, donate_argnums=1).lower(tuple(some_leaves), state.last_tokens, hidden, samples)
+        kept = state.last_tokens, rules if mode is SampleMode.EVERYTHING else None
+        return jax.jit(run, donate_argnums=1).lower(tuple(some_leaves), kept, to_sample)
 
     def lower_tables() -> jax.stages.Lowered:
         return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)
 
     def lower_allocate() -> jax.stages.Lowered:
-        placement = jax.tree.map(lambda leaf: leaf.sharding, state)
-        return jax.jit(lambda: new_state(state), out_shardings=placement).lower()
+        placement = jax.tree.map(lambda leaf: leaf.sharding, (state, rules))
+        empty = partial(new_rules, builder.rule_book, max_num_seqs + 1)
+        return jax.jit(lambda: (new_state(state), empty()), out_shardings=placement).lower()
 
-    lower: dict[Key, Lower] = {TABLES_KEY: lower_tables, ALLOCATE_KEY: lower_allocate}
+    def lower_set_rules() -> jax.stages.Lowered:
+        row, slot = shape((builder.rule_book.width,), jnp.int32), shape((), jnp.int32)
+        return jax.jit(set_rules, donate_argnums=0).lower(rules, row, slot)
+
+    lower: dict[Key, Lower] = {
+        TABLES_KEY: lower_tables,
+        ALLOCATE_KEY: lower_allocate,
+        SET_RULES_KEY: lower_set_rules,
+    }
     lower |= move_programs(layout, mesh, num_host_blocks=num_host_blocks)
     lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
     if num_decode_steps > 1:
         lower |= {("decode", size): partial(lower_decode, size) for size in buckets.decode_sizes}
     for mode in SampleMode:
-        sizes = buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples
-        lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in sizes}
+        lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in buckets.sample_sizes(mode)}
     return Programs(weights, state, lower)
 
 

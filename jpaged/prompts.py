@@ -12,7 +12,8 @@ from typing import Any
 
 from .config import INT64
 from .errors import InvalidRequestError
-from .sampling_params import SamplingParams, is_integer, shown
+from .rule_book import MAX_BAD_TOKENS, RuleBook
+from .sampling_params import BeamSearchParams, SamplingParams, is_integer, shown
 from .tokenizer import Tokenizer
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -42,12 +43,17 @@ class PromptEncoder:
     """Encodes and checks prompts for one model."""
 
     tokenizer: Tokenizer
-    vocab_size: int
-    """Rows of the output head: ids at or above it would read another token's row."""
+    rule_book: RuleBook
     max_model_len: int
     chat_template: str | None = None
     max_waiting_tokens: int | None = None
     """The limit `waiting_tokens`: a longer prompt could never be queued."""
+    eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head: ids at or above it would read another token's row."""
+        return self.rule_book.vocab_size
 
     def encode(self, prompt: Any) -> EncodedPrompt:
         """Ids of a text, of a list or array of ids, or of {"prompt"}, {"prompt_token_ids"} or {"messages"}.
@@ -67,22 +73,81 @@ class PromptEncoder:
             return EncodedPrompt(self._tokenize(prompt, add_special_tokens=True), prompt, **extras)
         return EncodedPrompt(self._ids(prompt), None, **extras)
 
-    def check_params(self, params: SamplingParams, *, max_logprobs: int, max_num_seqs: int | None) -> None:
+    def check_params(
+        self, params: SamplingParams | BeamSearchParams, *, max_logprobs: int, max_num_seqs: int | None
+    ) -> None:
         """Hold parameters against this model and the engine's caps; `max_num_seqs` None has not been chosen yet."""
+        if isinstance(params, BeamSearchParams):
+            self._check_beams(params, max_logprobs=max_logprobs, max_num_seqs=max_num_seqs)
+            return
         if max_num_seqs is not None and params.n > max_num_seqs:
             raise InvalidRequestError(
                 f"n: got {params.n}, allowed: at most max_num_seqs, {max_num_seqs}, for all samples of a prompt run "
                 "together; lower n or raise max_num_seqs",
                 param="n",
             )
-        for token_id in params.stop_token_ids or ():
-            self._check_id(token_id, "stop_token_ids")
-        most = min(max_logprobs, self.vocab_size)
-        if params.logprobs is not None and params.logprobs > most:
-            limit = "max_logprobs" if max_logprobs <= self.vocab_size else "the size of the vocabulary"
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                self._check_id(token_id, name)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name), max_logprobs)
+        self.rule_book.check(params)
+        self.bad_words(params)
+
+    def _check_beams(self, params: BeamSearchParams, *, max_logprobs: int, max_num_seqs: int | None) -> None:
+        """As many beams run together, and there are logprobs for them."""
+        if max_num_seqs is not None and params.beam_width > max_num_seqs:
             raise InvalidRequestError(
-                f"logprobs: got {shown(params.logprobs)}, allowed: at most {limit}, {most}", param="logprobs"
+                f"beam_width: got {params.beam_width}, allowed: at most max_num_seqs, {max_num_seqs}, for all beams "
+                "of a search run together; lower it or raise max_num_seqs",
+                param="beam_width",
             )
+        wanted = params.num_candidates(len(params.end_ids(self.eos_token_ids)))
+        if wanted > self.vocab_size:
+            raise InvalidRequestError(
+                f"beam_width: got {params.beam_width}, which chooses from {wanted} tokens, allowed: so many that "
+                f"these are at most the vocabulary, {self.vocab_size}; lower it",
+                param="beam_width",
+            )
+        if 0 <= max_logprobs < wanted:
+            raise InvalidRequestError(
+                f"beam_width: got {params.beam_width}, which takes the logprobs of {wanted} tokens, allowed: at most "
+                f"max_logprobs, {max_logprobs}, of them; lower it or start the engine with a higher max_logprobs",
+                param="beam_width",
+            )
+
+    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of what may not come out: of each bad word as it is, and of the same behind a space.
+
+        InvalidRequestError if they are too many.
+        """
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for prefix in ("", " "):
+                words[tuple(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))] = None
+        for token_id in {token_id for word in words for token_id in word}:
+            self._check_id(token_id, "bad_words")
+        if (num_tokens := sum(len(word) for word in words)) > MAX_BAD_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words: got {num_tokens} tokens, counted with and without a space before each word, allowed: at "
+                f"most {MAX_BAD_TOKENS}; give fewer or shorter words",
+                param="bad_words",
+            )
+        return tuple(word for word in words if word)
+
+    def _check_logprobs(self, name: str, wanted: int | None, max_logprobs: int) -> None:
+        if wanted is None or (max_logprobs < 0 and wanted <= self.vocab_size):
+            return
+        most = self.vocab_size if max_logprobs < 0 else min(max_logprobs, self.vocab_size)
+        if wanted < 0:
+            raise InvalidRequestError(
+                f"{name}: got -1, allowed: at most max_logprobs, {most}; start the engine with max_logprobs=-1 to get "
+                "all",
+                param=name,
+            )
+        if wanted > most:
+            limit = "max_logprobs" if most == max_logprobs else "the size of the vocabulary"
+            raise InvalidRequestError(f"{name}: got {shown(wanted)}, allowed: at most {limit}, {most}", param=name)
 
     def _chosen(self, prompt: Mapping[str, Any]) -> Any:
         for key in prompt:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from .prefix_hash import NO_EXTRAS, CacheKey
 
 if TYPE_CHECKING:
+    from .beam_search import BeamSearch
     from .output_processor import SequenceOutput
+    from .outputs import Logprob
     from .sampling_params import SamplingParams
 
 SEED_MODULUS = 1 << 64
@@ -125,10 +127,18 @@ class Request:
     """Lower is sooner, under the policy `priority`."""
     cache_key: CacheKey = NO_EXTRAS
     """What besides tokens its keys and values depend on."""
+    is_plain: bool = True
+    """Its tokens may be drawn several at a time: no step of the host's, no rule and no logprob comes between."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Tokens that may not come out one after another."""
+    beams: BeamSearch | None = None
+    """Its samples are the running beams of this search: each waits for the host to choose its next token."""
     needs_prompt_scores: bool = False
     """Its prompt's logprobs are wanted: no position of the prompt may be left to the prefix cache."""
     num_scored: int = 0
     """Prompt positions whose scores have been delivered."""
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    """Of the prompt's tokens, as far as they have been delivered; kept by the output processor."""
     sequences: list[Sequence] = field(default_factory=list)
     """All samples, those that ended too, in the order they came."""
     live: list[Sequence] = field(default_factory=list)
@@ -201,7 +211,8 @@ def make_request(
     prompt: str | None = None,
     priority: int = 0,
     cache_key: CacheKey = NO_EXTRAS,
-    needs_prompt_scores: bool = False,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    beams: BeamSearch | None = None,
     sample_indices: Iterable[int] | None = None,
 ) -> Request:
     """A waiting request with its `params.n` sequences; their sample indices count from 0 unless they are given.
@@ -219,7 +230,10 @@ def make_request(
         prompt=prompt,
         priority=priority,
         cache_key=cache_key,
-        needs_prompt_scores=needs_prompt_scores,
+        is_plain=params.logprobs is None and not params.has_rules,
+        bad_words=bad_words,
+        beams=beams,
+        needs_prompt_scores=params.prompt_logprobs is not None,
     )
     for index in range(params.n) if sample_indices is None else sample_indices:
         sequence = request.new_sequence(index, request.prompt_token_ids, num_groups)

@@ -12,18 +12,23 @@ from typing import Any
 
 from .errors import ConfigError
 from .jobs import BadLine, Job
-from .outputs import CompletionOutput, RequestOutput
+from .outputs import CompletionOutput, Logprob, RequestOutput
+
+LEAST_LOGPROB = -9999.0
 
 
 def output_record(job: Job, output: RequestOutput) -> dict[str, Any]:
     """The JSON object of one finished request."""
-    return {
+    record: dict[str, Any] = {
         "id": job.id,
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
         "outputs": [_completion_record(completion) for completion in output.outputs],
         "metrics": asdict(output.metrics),
     }
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [entries and _entries_record(entries) for entries in output.prompt_logprobs]
+    return record
 
 
 def dump_line(record: dict[str, Any]) -> str:
@@ -122,9 +127,17 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "cumulative_logprob": completion.cumulative_logprob,
-        "logprobs": None if logprobs is None else [{str(i): asdict(one) for i, one in e.items()} for e in logprobs],
+        "logprobs": None if logprobs is None else [_entries_record(entries) for entries in logprobs],
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+    }
+
+
+def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
+    """Logprobs by token id, as strings; JSON has no −∞, which a token has that could not be drawn."""
+    return {
+        str(token_id): {**asdict(entry), "logprob": max(entry.logprob, LEAST_LOGPROB)}
+        for token_id, entry in entries.items()
     }
 
 

@@ -18,13 +18,23 @@ from jax.sharding import Mesh
 
 from .buckets import Buckets
 from .compile_plan import CompilePlan
+from .logit_rules import SlotRules
 from .models.loading import Weights
 from .page_store import MoveKind, PageMove
 from .pallas_kernels.ragged_paged_attention import MAX_MOVES, NULL_PAGE, Page
-from .programs import ALLOCATE_KEY, COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, TABLES_KEY, sample_key
+from .programs import (
+    ALLOCATE_KEY,
+    COPY_KEY,
+    SET_RULES_KEY,
+    SWAP_IN_KEY,
+    SWAP_OUT_KEY,
+    TABLES_KEY,
+    sample_key,
+)
 from .sampler import SampledRows
+from .sampling_params import SampleMode
 from .sharding import replicated
-from .step import DeviceState
+from .step import DeviceState, RowsToSample
 from .step_inputs import BuiltStep, StepInputs, StepLayout
 
 MAX_STAGED = 4
@@ -39,11 +49,11 @@ class StepOutputs:
     """
 
     sampled: SampledRows | None
+    scored: SampledRows | None = None
 
     def __post_init__(self) -> None:
-        for array in vars(self.sampled).values() if self.sampled is not None else ():
-            if array is not None:
-                array.copy_to_host_async()
+        for array in jax.tree.leaves((self.sampled, self.scored)):
+            array.copy_to_host_async()
 
     def read(self) -> SampledRows | None:
         """Wait for the step; its rows as numpy, by row, or by step and row where several tokens were decoded.
@@ -51,6 +61,10 @@ class StepOutputs:
         None if no row was sampled.
         """
         return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
+
+    def read_scores(self) -> SampledRows | None:
+        """The same of the tokens of prompts that the step has scored. None if it has scored none."""
+        return None if self.scored is None else jax.tree.map(np.asarray, self.scored)
 
 
 class Runner:
@@ -60,7 +74,9 @@ class Runner:
         self.weights = weights
         self._leaves = tuple(jax.tree.leaves(weights.state))
         self._leaves_of_logits = tuple(weights.split_logits()[0])
-        self.state: DeviceState = plan.get(ALLOCATE_KEY)()
+        self.state: DeviceState
+        self.rules: SlotRules
+        self.state, self.rules = plan.get(ALLOCATE_KEY)()
         self.plan = plan
         self.buckets = buckets
         self.num_copies = 0
@@ -89,19 +105,18 @@ class Runner:
         for changes in step.table_updates:
             tables = self.plan.get(TABLES_KEY)(self.state.page_tables, self._put(changes))
             self.state = replace(self.state, page_tables=tables)
+        for slot, row in step.rules.items():
+            self.rules = self.plan.get(SET_RULES_KEY)(self.rules, self._put(row), self._put(np.array(slot, np.int32)))
         if step.layout is None or step.inputs is None:
             return StepOutputs(None)
         if step.draws:
             run_decode = self.plan.get(("decode", step.layout.num_tokens))
             self.state, sampled = run_decode(self._leaves, self.state, StepInputs(self._put(step.inputs.packed)))
             return StepOutputs(sampled)
-        hidden, samples = self._forward(step.layout, step.inputs)
-        if not step.samples:
-            return StepOutputs(None)
-        run_sample = self.plan.get(sample_key(self.buckets, len(step.samples), step.mode))
-        last_tokens, sampled = run_sample(self._leaves_of_logits, self.state.last_tokens, hidden, samples)
-        self.state = replace(self.state, last_tokens=last_tokens)
-        return StepOutputs(sampled)
+        to_sample, to_score = self._forward(step.layout, step.inputs)
+        sampled = self._sample(to_sample, len(step.samples), step.mode) if step.samples else None
+        scored = self._sample(to_score, step.num_scored, SampleMode.EVERYTHING) if step.scored else None
+        return StepOutputs(sampled, scored)
 
     def measure_swap(self) -> float:
         """Bytes per second to the host and back, by one batch of null pages; waits for it. Not during a step."""
@@ -121,19 +136,27 @@ class Runner:
 
     def reset(self) -> None:
         """A new device state and no host pages, as at start: a step that failed may have taken the old with it."""
-        self._drop_pages()
-        self.state = self.plan.get(ALLOCATE_KEY)()
+        self._drop_state()
+        self.state, self.rules = self.plan.get(ALLOCATE_KEY)()
 
     def close(self) -> None:
         """Give the memory back: pages, on the device and the host, and weights."""
         self.plan.close()
-        self._drop_pages()
+        self._drop_state()
         _delete(self.weights.state)
 
-    def _forward(self, layout: StepLayout, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
+    def _forward(self, layout: StepLayout, inputs: StepInputs) -> tuple[RowsToSample, RowsToSample]:
         run_forward = self.plan.get(("forward", layout.num_tokens))
-        self.state, hidden, samples = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
-        return hidden, samples
+        self.state, to_sample, to_score = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
+        return to_sample, to_score
+
+    def _sample(self, rows: RowsToSample, num_rows: int, mode: SampleMode) -> SampledRows:
+        run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
+        kept = self.state.last_tokens, self.rules if mode is SampleMode.EVERYTHING else None
+        (last_tokens, rules), sampled = run_sample(self._leaves_of_logits, kept, rows)
+        self.state = replace(self.state, last_tokens=last_tokens)
+        self.rules = rules or self.rules
+        return sampled
 
     def _move(self, moves: list[PageMove]) -> None:
         for kind, batch in _batches(moves):
@@ -185,10 +208,11 @@ class Runner:
     def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:
         self.state = replace(self.state, cache=replace(self.state.cache, pages=pages))
 
-    def _drop_pages(self) -> None:
+    def _drop_state(self) -> None:
+        """All but the weights."""
         self._staged.clear()
         self._host_pages.clear()
-        _delete(self.state)
+        _delete((self.state, self.rules))
 
     def _null_prefill(self, layout: StepLayout) -> tuple[StepInputs, int]:
         """A step of as long rows as page tables allow, all in state slot 0, whose pages are null pages."""

@@ -11,7 +11,6 @@ batch, a preemption or a restart.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from .sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from .logits_processor import LogitsProcessor
+from .sampling_params import GREEDY_TEMPERATURE, SampleMode
 
 PURPOSE_SAMPLE = 0
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
@@ -28,21 +28,6 @@ CDF_BLOCK = 512
 
 Bounds = tuple[Array, Array, Array, Array]
 """Of a bisection: the lower and the upper bound as bits, and how many tokens each keeps."""
-
-
-class SampleMode(enum.Enum):
-    """What a step's rows need: each mode is an executable of its own, and computes what the ones before it do."""
-
-    GREEDY = "greedy"
-    FULL = "full"
-    LOGPROBS = "logprobs"
-
-
-def sample_mode(params: SamplingParams) -> SampleMode:
-    """The least mode that does what these parameters ask for."""
-    if params.logprobs is not None:
-        return SampleMode.LOGPROBS
-    return SampleMode.GREEDY if params.is_greedy else SampleMode.FULL
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +39,10 @@ class SamplingRows:
     seed_high: Int[Array, " R"]
     sample_index: Int[Array, " R"]
     output_index: Int[Array, " R"]
+    ruled_slot: Int[Array, " R"]
+    """The row's slot if its owner has rules, else 0."""
+    forced_token: Int[Array, " R"]
+    """In mode EVERYTHING a token that is taken instead of drawing one; −1: draw."""
     top_k: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -62,45 +51,99 @@ class SamplingRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TokenScores:
+    """How likely a token of each row was, and which were the most likely ones: those, or all by id."""
+
+    logprobs: Float[Array, " R"]
+    ranks: Int[Array, " R"]
+    """1 for the most likely token."""
+    top_token_ids: Int[Array, "R k"] | None = None
+    top_logprobs: Float[Array, "R k"] | None = None
+    all_logprobs: Float[Array, "R V"] | None = None
+    """In place of the most likely ones, where requests may ask for all."""
+
+    def top(self, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and logprobs of the `count` most likely tokens of a row, −1 for all, the likeliest first; on the host."""
+        if self.all_logprobs is None:
+            assert self.top_token_ids is not None
+            assert self.top_logprobs is not None
+            return np.asarray(self.top_token_ids[row, :count]), np.asarray(self.top_logprobs[row, :count])
+        logprobs = np.asarray(self.all_logprobs[row])
+        ids = np.argsort(-logprobs, kind="stable")[: len(logprobs) if count < 0 else count]
+        return ids, logprobs[ids]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SampledRows:
-    """One token per row. The logprob fields are None unless the mode asks for them."""
+    """One token per row."""
 
     token_ids: Int[Array, " R"]
     is_finite: Bool[Array, " R"]
     """False where the logits held a NaN or +inf, or nothing but −inf: the token means nothing."""
-    logprobs: Float[Array, " R"] | None = None
-    """Of the sampled token, before temperature and truncation."""
-    ranks: Int[Array, " R"] | None = None
-    """1 for the most likely token."""
-    top_token_ids: Int[Array, "R k"] | None = None
-    top_logprobs: Float[Array, "R k"] | None = None
+    scores: TokenScores | None = None
+    """In mode EVERYTHING."""
 
 
-def sample(logits_RV: Float[Array, "R V"], rows: SamplingRows, mode: SampleMode, max_logprobs: int) -> SampledRows:
-    """Sample every row; its min(`max_logprobs`, V) most likely tokens come along in mode LOGPROBS."""
-    row_max = jnp.max(logits_RV, axis=-1, keepdims=True)
-    greedy, is_finite = _first_maximum(logits_RV, row_max)
+@dataclass(frozen=True)
+class SampleSettings:
+    """What is fixed for an engine: its own rules, and which logprobs it gives."""
+
+    processors: tuple[LogitsProcessor, ...] = ()
+    max_logprobs: int = 0
+    """Most likely tokens that come with logprobs; −1: all of the vocabulary."""
+    has_processed_logprobs: bool = False
+    """Of the distribution that is drawn from, after rules, temperature and truncation; else of the model's own."""
+
+
+PLAIN = SampleSettings()
+"""No rules of the engine's own, no logprobs."""
+
+
+def sample(
+    logits_RV: Float[Array, "R V"],
+    rows: SamplingRows,
+    mode: SampleMode,
+    settings: SampleSettings = PLAIN,
+    ruled_RV: Float[Array, "R V"] | None = None,
+) -> SampledRows:
+    """Sample every row; in mode EVERYTHING from `ruled_RV`, the logits as the rows' rules leave them, with logprobs."""
+    drawn_RV = logits_RV if ruled_RV is None else ruled_RV
+    row_max = jnp.max(drawn_RV, axis=-1, keepdims=True)
+    greedy, is_finite = _first_maximum(drawn_RV, row_max)
     if mode is SampleMode.GREEDY:
         return SampledRows(greedy, is_finite)
     # Not above: what the host calls greedy may round up to the limit on its way to float32.
     is_greedy = rows.temperature <= GREEDY_TEMPERATURE
-    shifted_RV = logits_RV - row_max
-    weights = truncated_weights(shifted_RV, rows, is_greedy)
+    tempered_RV = tempered(drawn_RV - row_max, rows, is_greedy)
+    weights, is_kept = truncated_weights(tempered_RV, rows, is_greedy)
     token_ids = jnp.where(is_greedy, greedy, inverse_cdf(weights, uniforms(rows, PURPOSE_SAMPLE)))
-    if mode is SampleMode.FULL:
+    if mode is SampleMode.DRAWN:
         return SampledRows(token_ids, is_finite)
-    # All relative to the row's maximum: where logits are large, their own rounding would show.
-    sampled = jnp.take_along_axis(shifted_RV, token_ids[:, None], axis=1)
-    log_total = jnp.log(jnp.sum(jnp.exp(shifted_RV), axis=-1, keepdims=True))
-    top_shifted, top_ids = lax.top_k(shifted_RV, min(max_logprobs, logits_RV.shape[1]))
-    return SampledRows(
-        token_ids,
-        is_finite,
-        logprobs=(sampled - log_total)[:, 0],
-        ranks=1 + jnp.sum((shifted_RV > sampled).astype(jnp.int32), axis=-1),
-        top_token_ids=top_ids,
-        top_logprobs=top_shifted - log_total,
-    )
+    token_ids = jnp.where(rows.forced_token >= 0, rows.forced_token, token_ids)
+    if settings.has_processed_logprobs:
+        logprobs = log_shares(jnp.where(is_kept, tempered_RV, -jnp.inf))
+    else:
+        raw_max = jnp.max(logits_RV, axis=-1, keepdims=True)
+        # A NaN that a rule has taken away still means that the model has failed.
+        is_finite &= _first_maximum(logits_RV, raw_max)[1]
+        logprobs = log_shares(logits_RV - raw_max)
+    return SampledRows(token_ids, is_finite, token_scores(logprobs, token_ids, settings.max_logprobs))
+
+
+def log_shares(shifted_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    """Logprobs of logits whose row maximum is 0: where logits are large, their own rounding would show."""
+    return shifted_RV - jnp.log(jnp.sum(jnp.exp(shifted_RV), axis=-1, keepdims=True))
+
+
+def token_scores(logprobs_RV: Float[Array, "R V"], token_ids: Int[Array, " R"], max_logprobs: int) -> TokenScores:
+    """How each row's token stands among its logprobs, with the `max_logprobs` highest, −1 for all."""
+    own = jnp.take_along_axis(logprobs_RV, token_ids[:, None], axis=1)
+    ranks = 1 + jnp.sum((logprobs_RV > own).astype(jnp.int32), axis=-1)
+    if max_logprobs < 0:
+        return TokenScores(own[:, 0], ranks, all_logprobs=logprobs_RV)
+    top_logprobs, top_ids = lax.top_k(logprobs_RV, min(max_logprobs, logprobs_RV.shape[1]))
+    return TokenScores(own[:, 0], ranks, top_ids, top_logprobs)
 
 
 def _first_maximum(
@@ -137,19 +180,24 @@ def uniforms(rows: SamplingRows, purpose: int) -> Float[Array, " R"]:
     return uniform
 
 
+def tempered(shifted_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]) -> Float[Array, "R V"]:
+    """Logits whose row maximum is 0, at each row's temperature. Greedy rows (padding among them) stay as they are."""
+    return shifted_RV / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
+
+
 def truncated_weights(
-    shifted_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]
-) -> Float[Array, "R V"]:
-    """Softmax numerators of logits whose row maximum is 0, with 0 for the tokens that the row's rules drop."""
-    # Greedy rows (padding among them) go along with a harmless temperature; nobody draws from theirs.
-    weights = jnp.exp(shifted_RV / jnp.where(is_greedy, 1.0, rows.temperature)[:, None])
-    threshold = rows.min_p
+    tempered_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]
+) -> tuple[Float[Array, "R V"], Bool[Array, "R V"]]:
+    """Softmax numerators of tempered logits, with 0 for the tokens that the row's rules drop, and which are kept."""
+    weights = jnp.exp(tempered_RV)
+    threshold = jnp.where(is_greedy, 0.0, rows.min_p)
     has_top_k = ~is_greedy & (rows.top_k > 0) & (rows.top_k < weights.shape[1])
     threshold = _raise(weights, threshold, has_top_k, rows.top_k, jnp.zeros_like(threshold))
     has_top_p = ~is_greedy & (rows.top_p < 1.0)
     _, mass = _total(weights, threshold)
     threshold = _raise(weights, threshold, has_top_p, jnp.zeros_like(rows.top_k), rows.top_p * mass)
-    return jnp.where(weights >= threshold[:, None], weights, 0.0)
+    is_kept = weights >= threshold[:, None]
+    return jnp.where(is_kept, weights, 0.0), is_kept
 
 
 def _raise(

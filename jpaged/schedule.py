@@ -21,6 +21,14 @@ class Chunk:
     """Who draws its next token from the chunk's last position: nobody if the sequence knows more tokens, mostly
     the sequence itself, and those samples of the same prompt that share all of its tokens."""
 
+    @property
+    def scored(self) -> range:
+        """Positions of the chunk whose next token is one of the prompt, with a logprob that is wanted and not there."""
+        request = self.sequence.request
+        if not request.needs_prompt_scores:
+            return range(0)
+        return range(max(self.start, request.num_scored), min(self.start + self.num_tokens, request.prompt_len - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:

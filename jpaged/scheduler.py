@@ -22,6 +22,7 @@ from collections.abc import Sequence as SequenceOf
 from .admission import Admission
 from .block_manager import BlockManager
 from .buckets import LEAST_FILLED, filled_tokens
+from .errors import InvalidRequestError
 from .fork_tree import children_of, leave_children, num_distinct, samplers_of
 from .page_demand import PageDemand
 from .preemption import Preemption, PreemptionMode, PreemptionPolicy
@@ -56,6 +57,7 @@ class Scheduler:
         max_decode_steps: int = 1,
         token_buckets: SequenceOf[int] = (),
         least_filled: int = LEAST_FILLED,
+        max_scored: int | None = None,
     ):
         """`watermark` is the share of the pool that admission leaves free for those that run.
 
@@ -63,7 +65,8 @@ class Scheduler:
         others to come along. `tokens_ahead` are the tokens that a decoding sequence has pages for, at least.
         `max_decode_steps` is how many tokens sequences may decode one after another in one step, where nothing else
         is to be done; `token_buckets` are the padded numbers of tokens, ascending, that steps come in,
-        of which those from `least_filled` on are filled.
+        of which those from `least_filled` on are filled. `max_scored` bounds the prompt tokens of a step that are
+        scored.
         """
         assert max_num_seqs <= max_num_batched_tokens, "a step cannot decode all sequences"
         self.blocks = blocks
@@ -78,6 +81,7 @@ class Scheduler:
         self.max_decode_steps = max_decode_steps
         self.token_buckets = tuple(token_buckets)
         self.least_filled = least_filled
+        self.max_scored = max_scored or max_num_batched_tokens
         self.admission = Admission(
             self,
             policy=policy,
@@ -115,6 +119,12 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """InvalidRequestError if the request can never fit, or its policy's key cannot be sorted."""
         self.demand.check(request, self.max_num_seqs)
+        if request.needs_prompt_scores and not self.enable_chunked_prefill and request.prompt_len - 1 > self.max_scored:
+            raise InvalidRequestError(
+                f"prompt_logprobs: got a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false, "
+                f"allowed: at most {self.max_scored + 1}, as many as a step has logprobs for; leave chunked prefill on",
+                param="prompt_logprobs",
+            )
         self.admission.check(request)
 
     def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
@@ -138,6 +148,42 @@ class Scheduler:
         self._has_new_members = True
         self.counts["fork"] += 1
         return child
+
+    def branch(self, request: Request, choices: SequenceOf[tuple[Sequence, int]]) -> list[Sequence]:
+        """Let the samples of a request go on as these ones do, each with a token more; returns which has which choice.
+
+        A sample that is chosen goes on once in its own place; the others take the places of those that are not, and
+        share its pages. Nothing of the request may be in flight. Samples beyond the choices end.
+        """
+        idle = [one for one in request.live if all(one is not parent for parent, _ in choices)]
+        heirs: list[Sequence] = []
+        for parent, _ in choices:
+            heir = idle.pop() if parent in heirs else parent
+            if heir is not parent:
+                self._become(heir, parent)
+            heirs.append(heir)
+        for heir, (_, token_id) in zip(heirs, choices, strict=True):
+            heir.token_ids.append(token_id)
+            heir.num_tokens += 1
+        for heir in heirs:
+            self.note_token(heir)
+        for one in idle:
+            self.finish(one, RequestState.FINISHED_STOPPED)
+        return heirs
+
+    def _become(self, sequence: Sequence, parent: Sequence) -> None:
+        """Make a sample equal to another one of its request, which shares its pages with it."""
+        request = sequence.request
+        self._release(sequence)
+        request.live.remove(sequence)
+        leave_children(sequence)
+        request.live.append(sequence)
+        sequence.token_ids, sequence.num_tokens = parent.token_ids[:], parent.num_tokens
+        sequence.parent, sequence.fork_len = parent, parent.num_tokens
+        sequence.awaits_parent = parent.num_computed < parent.num_tokens
+        if not sequence.awaits_parent:
+            self._share(parent, sequence, parent.num_tokens)
+        self._has_new_members = True
 
     def finish(self, sequence: Sequence, state: RequestState) -> None:
         """End one sequence and free what it holds; its request ends with its last sequence. Later calls do nothing."""
@@ -301,14 +347,24 @@ class Scheduler:
         # Those who wait for pages of this sequence get them before it goes on.
         stops = [child.fork_len for child in children_of(sequence) if child.awaits_parent and child.fork_len > start]
         end = min(sequence.num_tokens, *stops) if stops else sequence.num_tokens
+        scored_end = self.scored_end(sequence, start)
         if self.enable_chunked_prefill:
-            end = min(end, start + budget, start + self.max_chunk)
-        elif end - start > budget:
+            end = min(end, start + budget, start + self.max_chunk, scored_end)
+        elif end - start > budget or end > scored_end:
             return 0
-        if not self._make_room(sequence, end):
+        if end <= start or not self._make_room(sequence, end):
             return 0
         self._work.chunks.append(Chunk(sequence, start, end - start, tuple(samplers_of(sequence, end))))
         return end - start
+
+    def scored_end(self, sequence: Sequence, start: int) -> int:
+        """How far a chunk of a sequence may reach from `start`, so that the step has room for its scores."""
+        request, wanted_end = sequence.request, sequence.request.prompt_len - 1
+        if not request.needs_prompt_scores:
+            return sequence.num_tokens
+        room = self.max_scored - sum(len(chunk.scored) for chunk in self._work.chunks)
+        end = max(start, request.num_scored) + room
+        return sequence.num_tokens if end >= wanted_end else end
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for so many tokens, from the last running requests if need be; False if it has to wait itself."""
@@ -434,7 +490,7 @@ class Scheduler:
             return False
         # Those that do not decode have drawn their last token, which the host is about to read.
         is_all = all(s.num_computed < s.granted or s.num_computed == s.max_len - 1 for s in self.sequences)
-        return is_all and all(sequence.request.params.logprobs is None for sequence in decodes)
+        return is_all and all(sequence.request.is_plain for sequence in decodes)
 
     def _decode_lens(self, decodes: list[Sequence]) -> list[int]:
         """How many tokens each decodes in this step: as many as it may, and as the slowest of its bucket's rows.
@@ -461,8 +517,9 @@ class Scheduler:
             if sampler is not sequence:
                 self.blocks.share(sequence, sampler, end)
                 sampler.awaits_parent = False
-            sampler.is_last_token_on_device = True
-            sampler.num_tokens = end + 1
+            if sequence.request.beams is None:  # What is drawn for a beam is not its next token.
+                sampler.is_last_token_on_device = True
+                sampler.num_tokens = end + 1
 
     def _take_turns(self, decodes: list[Sequence], room: int) -> list[Sequence]:
         """The first sequence always, others one after another from step to step."""
@@ -531,6 +588,9 @@ class Scheduler:
         mode, reason = self.preemption.choose(
             num_tokens=num_distinct(request), num_pages=self.blocks.num_held(request.live)
         )
+        if request.beams is not None:
+            mode, reason = PreemptionMode.RECOMPUTE, "its beams may change places while it is away"
+            request.beams.forget_rows()
         if mode is PreemptionMode.SWAP:
             slots = [sequence.slot for sequence in request.live if sequence.slot]
             for sequence in request.live:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .config import MAX_STEP_TOKENS, EngineConfig
 from .errors import ConfigError
 from .models.config import ModelConfig
+from .rule_book import RuleBook
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
@@ -405,4 +406,10 @@ def _round_down(num_pages: int) -> int:
 def estimated_step_bytes(model: ModelConfig, num_tokens: int, num_seqs: int) -> int:
     """Bytes that a step's activations and logits take, on the generous side."""
     widths = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_size
-    return 4 * num_tokens * widths + 3 * 4 * num_seqs * model.vocab_size + ATTENTION_BYTES
+    logits = 6 * 4 * num_seqs * model.vocab_size
+    return 4 * num_tokens * widths + logits + ATTENTION_BYTES + rules_bytes(model.vocab_size, num_seqs)
+
+
+def rules_bytes(vocab_size: int, num_seqs: int) -> int:
+    """Of the rules that slots hold their logits to, the null slot among them."""
+    return 4 * (num_seqs + 1) * RuleBook(vocab_size).width

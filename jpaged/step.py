@@ -1,8 +1,8 @@
 """The compiled step, in three programs: apply page-table changes, forward, sample. And the state between steps.
 
     update_tables(tables, changes)            → tables        only when a step's own buffer is too small for them
-    forward(weights, state, packed)           → state, hidden rows, sample parameters
-    sample_rows(weights, last tokens, …)      → last tokens, sampled rows
+    forward(weights, state, packed)           → state, rows to sample, rows of prompts to score
+    sample_rows(weights, sampling state, …)   → sampling state, sampled rows
     decode(weights, state, packed)            → state, sampled rows of up to MAX_DECODE_STEPS steps, in one program
 
 Pure functions of arrays; what the buffer means is `step_inputs`' business, how a model works the model's.
@@ -21,15 +21,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .config import MAX_DECODE_STEPS
+from .logit_rules import SlotRules, apply_rules, note_tokens
 from .pallas_kernels.cpu_handler import uninitialized
 from .pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
-from .sampler import SampledRows, SampleMode, SamplingRows
+from .sampler import SampledRows, SampleSettings, SamplingRows
 from .sampler import sample as sample_logits
+from .sampling_params import SampleMode
 from .sharding import TENSOR_AXIS
-from .step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, STOP_FIELDS, StepInputs, StepLayout
+from .step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, SCORE_FIELDS, STOP_FIELDS, StepInputs, StepLayout
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p")
-DECODE_MODES = (SampleMode.GREEDY, SampleMode.FULL)
+DECODE_MODES = (SampleMode.GREEDY, SampleMode.DRAWN)
 """By `is_drawn`."""
 
 
@@ -41,6 +43,16 @@ class DeviceState:
     cache: PagedCache
     page_tables: Int[Array, "groups slots P"]
     last_tokens: Int[Array, " slots"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowsToSample:
+    """What a forward program leaves for a sampling program: the first rows count, the others are padding."""
+
+    hidden: Float[Array, "S D"]
+    columns: Int[Array, "fields S"]
+    """SAMPLE_FIELDS."""
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
@@ -72,16 +84,27 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 
 def forward(
     graph: Any, weights: Any, state: DeviceState, inputs: StepInputs, layout: StepLayout
-) -> tuple[DeviceState, Float[Array, "S D"], Int[Array, "fields S"]]:
-    """Compute every token of the step; return the hidden states of the rows that are sampled, and their parameters."""
+) -> tuple[DeviceState, RowsToSample, RowsToSample]:
+    """Compute every token of the step; return the hidden states of the rows that are sampled with their parameters, and
+    the same of the prompts' tokens that are scored."""
     view = inputs.view(layout)
     tables = update_tables(state.page_tables, view["changes"])
     ids = view["token_ids"]
     from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
     model = nnx.merge(graph, weights)
     hidden_TD, cache = model(jnp.where(ids <= -2, from_slot, ids), state.cache, _metadata(view, tables))
-    hidden_SD = hidden_TD[view["samples"][SAMPLE_FIELDS.index("token")]]
-    return replace(state, cache=cache, page_tables=tables), hidden_SD, view["samples"]
+    to_sample, to_score = (
+        RowsToSample(hidden_TD[columns[SAMPLE_FIELDS.index("token")]], columns)
+        for columns in (view["samples"], _score_columns(view["scores"], layout))
+    )
+    return replace(state, cache=cache, page_tables=tables), to_sample, to_score
+
+
+def _score_columns(scores: Int[Array, "2 N"], layout: StepLayout) -> Int[Array, "fields S"]:
+    """Tokens to be scored as sampled rows that are given their token, in no slot."""
+    columns = jnp.zeros((len(SAMPLE_FIELDS), layout.num_samples), jnp.int32)
+    places = jnp.array([SAMPLE_FIELDS.index(name) for name in SCORE_FIELDS])
+    return columns.at[places, : layout.num_scores].set(scores)
 
 
 def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"]) -> AttentionMetadata:
@@ -101,18 +124,23 @@ def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"]) -> Att
 def sample_rows(
     graph: Any,
     weights: Any,
-    last_tokens: Int[Array, " slots"],
-    hidden_SD: Float[Array, "S D"],
-    samples: Int[Array, "fields S"],
+    state: tuple[Int[Array, " slots"], SlotRules | None],
+    to_sample: RowsToSample,
     num_rows: int,
     mode: SampleMode,
-    max_logprobs: int,
-) -> tuple[Int[Array, " slots"], SampledRows]:
-    """Sample the first `num_rows` rows and remember each token in its sequence's state slot."""
-    slots, rows = _sampling_rows(samples[:, :num_rows])
-    logits_RV = nnx.merge(graph, weights).logits(hidden_SD[:num_rows])
-    sampled = sample_logits(logits_RV, rows, mode, max_logprobs)
-    return last_tokens.at[slots].set(sampled.token_ids), sampled
+    settings: SampleSettings,
+) -> tuple[tuple[Int[Array, " slots"], SlotRules | None], SampledRows]:
+    """Sample the first `num_rows` rows and remember each token in its sequence's state slot, and in its rules."""
+    slots, rows = _sampling_rows(to_sample.columns[:, :num_rows])
+    logits_RV = nnx.merge(graph, weights).logits(to_sample.hidden[:num_rows])
+    last_tokens, rules = state
+    ruled_RV = None
+    if rules is not None:
+        ruled_RV = apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
+    sampled = sample_logits(logits_RV, rows, mode, settings, ruled_RV)
+    if rules is not None:
+        rules = note_tokens(rules, rows.ruled_slot, sampled.token_ids)
+    return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
 
 
 def _sampling_rows(samples: Int[Array, "fields R"]) -> tuple[Int[Array, " R"], SamplingRows]:
@@ -150,7 +178,7 @@ def decode(
         return (num_done < num_steps) & (token_ids[None] != stops).all(axis=0)
 
     def draw(logits_RV: Float[Array, "R V"], output_index: Int[Array, " R"]) -> SampledRows:
-        modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode, 0) for mode in DECODE_MODES]
+        modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode) for mode in DECODE_MODES]
 
         def choose(is_drawn: Int[Array, ""], logits_RV: Float[Array, "R V"], rows: SamplingRows) -> SampledRows:
             return lax.switch(is_drawn, modes, logits_RV, rows)

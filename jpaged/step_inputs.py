@@ -23,22 +23,26 @@ import numpy as np
 
 from .buckets import Buckets
 from .pallas_kernels.ragged_paged_attention import Backend
-from .sampler import SampleMode, sample_mode
+from .rule_book import RuleBook
+from .sampling_params import SampleMode, sample_mode
 
 if TYPE_CHECKING:
     from .page_store import PageMove
-    from .request import Sequence
+    from .request import Request, Sequence
     from .schedule import Chunk, SchedulerOutput
 
 STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
 """Tokens that end a sequence, as many as fit, so that a step of several tokens need not go on for nobody."""
 NO_TOKEN = -1
 SAMPLE_FIELDS = (
-    "token", "slot", "output_index", "sample_index", "seed_low", "seed_high", "top_k", "temperature", "top_p", "min_p",
-    *STOP_FIELDS,
+    "token", "slot", "output_index", "ruled_slot", "forced_token", "sample_index", "seed_low", "seed_high", "top_k",
+    "temperature", "top_p", "min_p", *STOP_FIELDS,
 )  # fmt: skip
-"""Columns of a sampled row. `token` is where in the step its hidden state is; temperature, top_p and min_p are float
-bits."""
+"""Columns of a sampled row. `token` is where in the step its hidden state is; `ruled_slot` its slot if its logits have
+rules, else 0; `forced_token` one that is not drawn but given, to be scored, or −1; temperature, top_p and min_p are
+float bits."""
+SCORE_FIELDS = ("token", "forced_token")
+"""Columns of a token of a prompt that is scored: where in the step the hidden state before it is, and its id."""
 OUTPUT_INDEX = SAMPLE_FIELDS.index("output_index")
 NUM_STEP_FIELDS = 3
 """The first of them differ in every step; the others belong to the sequence."""
@@ -61,12 +65,18 @@ class StepLayout:
     num_changes: int
     plan_len: int
 
+    @property
+    def num_scores(self) -> int:
+        """Tokens that may be scored beside those that are sampled."""
+        return min(self.num_tokens, self.num_samples)
+
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Name → (offset, shape), in int32."""
         shapes: dict[str, tuple[int, ...]] = {
             "counts": (len(COUNT_FIELDS),),
             "samples": (len(SAMPLE_FIELDS), self.num_samples),
+            "scores": (len(SCORE_FIELDS), self.num_scores),
             "changes": (len(CHANGE_FIELDS), self.num_changes),
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
@@ -127,6 +137,14 @@ class BuiltStep:
     """The least that does what all of `samples` ask for."""
     moves: list[PageMove]
     """To be executed in this order, before everything else."""
+    rules: dict[int, np.ndarray]
+    """By slot, of sequences that have just taken it: `RuleBook.row`. To be set before anything is sampled."""
+    scored: list[tuple[Request, range]]
+    """Whose prompt's tokens are scored, behind which positions, in the order of the rows of scores."""
+
+    @property
+    def num_scored(self) -> int:
+        return sum(len(positions) for _, positions in self.scored)
 
 
 @dataclass(frozen=True)
@@ -186,12 +204,14 @@ class StepInputBuilder:
         num_groups: int,
         max_num_seqs: int,
         max_pages: int,
+        rule_book: RuleBook,
     ):
         """`max_pages` is the width of a page table."""
         self.buckets = buckets
         self.backend = backend
         self.block_size = block_size
         self.num_groups = num_groups
+        self.rule_book = rule_book
         self.layouts = {size: self._layout(size) for size in buckets.num_tokens}
         self.num_changes = self.layouts[buckets.num_tokens[-1]].num_changes
         num_slots = max_num_seqs + 1
@@ -213,21 +233,26 @@ class StepInputBuilder:
         Rows with one token come first, longest context first, as backends want them: rows of like length can
         then be taken together. Samples keep the order of the work: decodes, then each chunk's samplers.
         """
+        rules: dict[int, np.ndarray] = {}
         for sequence in work.placed:
             self._take_slot(sequence)
+            if sequence.request.params.has_rules:
+                rules[sequence.slot] = self._rules(sequence)
             self._last = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
-            return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves)
+            return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves, rules, [])
         is_plain = not (work.chunks or work.decode_lens)
         if is_plain and self._last is not None and self._last[0].samples == work.decodes:
             step, rows = self._one_token_on(*self._last, changes, work.moves)
         else:
-            step, rows = self._packed(work, changes)
+            step, rows = self._packed(work, changes, rules)
         self._last = (step, rows) if is_plain else None
         return step
 
-    def _packed(self, work: SchedulerOutput, changes: np.ndarray) -> tuple[BuiltStep, _Rows]:
+    def _packed(
+        self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]
+    ) -> tuple[BuiltStep, _Rows]:
         rows = self._rows(work)
         layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
         # A new one costs no more than to clean an old one, which the device might still be reading.
@@ -241,7 +266,11 @@ class StepInputBuilder:
         samples, mode = self._fill_samples(view["samples"], rows, work)
         is_drawn = mode is not SampleMode.GREEDY
         view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), is_drawn
-        return BuiltStep(StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves), rows
+        scored = self._fill_scores(view["scores"], rows, work.chunks)
+        step = BuiltStep(
+            StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves, rules, scored
+        )
+        return step, rows
 
     def _one_token_on(
         self, last: BuiltStep, last_rows: _Rows, changes: np.ndarray, moves: list[PageMove]
@@ -262,7 +291,7 @@ class StepInputBuilder:
         self._fill_places(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.slots] = rows.context_lens
-        return BuiltStep(StepInputs(packed), layout, updates, last.samples, [], last.mode, moves), rows
+        return BuiltStep(StepInputs(packed), layout, updates, last.samples, [], last.mode, moves, {}, []), rows
 
     def _layout(self, num_tokens: int) -> StepLayout:
         num_rows = self.buckets.rows_for(num_tokens)
@@ -281,6 +310,18 @@ class StepInputBuilder:
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
         self.sample_rows[:, slot] = _sample_row(sequence)
+
+    def _rules(self, sequence: Sequence) -> np.ndarray:
+        """Of a sequence that takes its slot: it has drawn no token there yet, and the host knows all that it has."""
+        request, token_ids = sequence.request, sequence.token_ids
+        assert sequence.num_tokens - len(token_ids) <= 1, "a slot is taken while tokens are in flight"
+        return self.rule_book.row(
+            request.params,
+            prompt=request.prompt_token_ids,
+            output=token_ids[request.prompt_len :],
+            stop_ids=sequence.stop_ids,
+            bad_words=request.bad_words,
+        )
 
     def _change_tables(self, changes: SequenceOf[tuple[int, int, int, int]]) -> np.ndarray:
         """Enter the changes in the tables here; returns them as the device gets them, [4, N]."""
@@ -363,6 +404,21 @@ class StepInputBuilder:
             assert len(known) == chunk.num_tokens, "a chunk of tokens that the host does not know"
             token_ids[at : at + chunk.num_tokens] = known
 
+    def _fill_scores(self, columns: np.ndarray, rows: _Rows, chunks: list[Chunk]) -> list[tuple[Request, range]]:
+        """Which tokens of prompts are scored, each from the hidden state before it."""
+        scored: list[tuple[Request, range]] = []
+        num_scored = 0
+        places = rows.places[len(rows.places) - len(chunks) :]
+        for chunk, at in zip(chunks, rows.query_starts[places].tolist(), strict=True):
+            if not (positions := chunk.scored):
+                continue
+            first, last = at + positions.start - chunk.start, num_scored + len(positions)
+            columns[0, num_scored:last] = range(first, first + len(positions))
+            columns[1, num_scored:last] = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            scored.append((chunk.sequence.request, positions))
+            num_scored = last
+        return scored
+
     def _fill_samples(
         self, columns: np.ndarray, rows: _Rows, work: SchedulerOutput
     ) -> tuple[list[Sequence], SampleMode]:
@@ -387,7 +443,7 @@ class StepInputBuilder:
 
 
 def _sample_row(sequence: Sequence) -> np.ndarray:
-    """SAMPLE_FIELDS from `sample_index` on."""
+    """SAMPLE_FIELDS from `ruled_slot` on."""
     request, params = sequence.request, sequence.request.params
     # −1 and 0 both mean no limit; a limit beyond any vocabulary is none either.
     top_k = min(max(params.top_k, 0), np.iinfo(np.int32).max)
@@ -395,5 +451,8 @@ def _sample_row(sequence: Sequence) -> np.ndarray:
     floats = params.temperature, params.top_p, params.min_p
     stops = sorted(sequence.stop_ids)[: len(STOP_FIELDS)]
     stops += [NO_TOKEN] * (len(STOP_FIELDS) - len(stops))
-    packed = struct.pack("=iIIi3f4i", sequence.index, seed_low, seed_high, top_k, *floats, *stops)
+    ruled_slot = sequence.slot if params.has_rules else 0
+    packed = struct.pack(
+        "=iiiIIi3f4i", ruled_slot, NO_TOKEN, sequence.index, seed_low, seed_high, top_k, *floats, *stops
+    )
     return np.frombuffer(packed, np.int32)

@@ -108,6 +108,10 @@ class Tokenizer:
             return piece
         return self.decode([token_id], skip_special_tokens=False).encode()
 
+    def special_bytes(self, token_id: int) -> bytes:
+        """Return a special token as it is written, without what a decoder puts before it."""
+        return (self.backend.id_to_token(token_id) or "").encode()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

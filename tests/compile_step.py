@@ -133,6 +133,7 @@ def main() -> None:
     from jpaged.assembly import planned_programs, step_tools
     from jpaged.models.config import config_from_hf
     from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+    from jpaged.rule_book import RuleBook
     from jpaged.sizing import StepSizes
 
     shape = dict(SMALL if target == "cpu" else LLAMA_8B)
@@ -151,7 +152,8 @@ def main() -> None:
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     for dtype in dtypes:
         sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
-        buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform)
+        rule_book = RuleBook(model.vocab_size)
+        buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform, rule_book)
         for num_pages in NUM_PAGES:
             programs = planned_programs(
                 model, sizes, mesh, backend, buckets, builder, num_blocks=num_pages, num_decode_steps=16

@@ -275,7 +275,7 @@ class Life:
                 params=params,
                 priority=rng.randint(0, 2),
                 cache_key=rng.choice(self.keys) if rng.random() < 0.4 else self.keys[0],
-                needs_prompt_scores=rng.random() < shares["scores"],
+                scores=rng.random() < shares["scores"],
                 is_watched=rng.random() < 0.2,
             )
         except (InvalidRequestError, QueueFullError) as error:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,8 @@ from jpaged.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.prefix_hash import CacheKey
 from jpaged.request import RequestState, make_request
-from jpaged.sampler import SampledRows
+from jpaged.rule_book import RuleBook
+from jpaged.sampler import SampledRows, TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import Scheduler
 from jpaged.step_inputs import SAMPLE_FIELDS, STOP_FIELDS, StepInputBuilder
@@ -155,6 +156,7 @@ class SymbolicDevice:
         self.last_tokens = [-1] * (max_num_seqs + 1)
         self.writers = {}
         """Page → row, of this step's writes."""
+        self.scored = []
         self.counts = Counter()
         """Moves of each kind, changes of tables and batches of them."""
 
@@ -200,6 +202,9 @@ class SymbolicDevice:
                 self._write(history, state_slot, [slots[token] for slots in view["slots"]])
                 row_of_token[token] = (row, len(history[0]))
             histories.append(history)
+        # What a token of a prompt is scored from: where that stands, and whose keys it has seen.
+        targets = itertools.islice(zip(*view["scores"], strict=True), step.num_scored)
+        self.scored = [(row_of_token[token][1] - 1, target) for token, target in targets]
         return self._sample(view["samples"], num_samples, row_of_token, histories)
 
     def _decode(self, view, num_rows, num_steps, extras):
@@ -410,6 +415,7 @@ class _Results:
 
     def run(self):
         self.drawn = self.runner.device.run(self.step, self.moves, self.extras)
+        self.scored = self.runner.device.scored
 
     def read(self):
         self.runner._fail("read")
@@ -422,6 +428,13 @@ class _Results:
         is_finite = drawn != None  # noqa: E711  (of each)
         # What a NaN row yields means nothing: here, a token that ends sequences.
         return SampledRows(np.where(is_finite, drawn, EOS).astype(np.int32), is_finite)
+
+    def read_scores(self):
+        """Each logprob is the position that the token was scored from."""
+        positions, targets = (np.array(column) for column in zip(*self.scored, strict=True))
+        nothing = np.zeros((len(targets), 0))
+        scores = TokenScores(positions.astype(np.float32), np.ones_like(targets), nothing.astype(int), nothing)
+        return SampledRows(targets, np.ones(len(targets), bool), scores)
 
 
 class Host:
@@ -472,6 +485,7 @@ class Host:
             clock=lambda: self.now,
             long_prefill_token_threshold=long_prefill_token_threshold,
             token_buckets=buckets.num_tokens,
+            max_scored=buckets.max_samples,
             **options,
         )
         max_pages = -(-max_model_len // block_size)
@@ -482,6 +496,7 @@ class Host:
             num_groups=len(windows),
             max_num_seqs=max_num_seqs,
             max_pages=max_pages,
+            rule_book=RuleBook(0),
         )
         first_garbage = itertools.count(1, 1 << 32)
         self.runner = SymbolicRunner(
@@ -517,7 +532,6 @@ class Host:
         self.counts = Counter()
         self.written = deque()
         """For each step in flight: page → request that it writes it for."""
-        self.covered = {}
         """Request that wants prompt scores → prompt positions that retired steps have computed."""
         self.bypassed = Counter()
         self.first_starts = {}
@@ -526,14 +540,15 @@ class Host:
 
     # What may happen
 
-    def add(self, prompt, *, max_tokens=4, params=None, is_watched=False, cache_key=None, **options):
+    def add(self, prompt, *, max_tokens=4, params=None, scores=False, is_watched=False, cache_key=None, **options):
         """Queue a request; its number is its place in `requests`."""
         assert max_tokens >= 1
+        params = params or SamplingParams(detokenize=False)
         request = make_request(
             request_id=f"r{len(self.requests)}",
             number=len(self.requests),
             prompt_token_ids=list(prompt),
-            params=params or SamplingParams(detokenize=False),
+            params=replace(params, prompt_logprobs=0) if scores else params,
             arrival_time=self.now,
             max_tokens=max_tokens,
             engine_seed=self.engine_seed,
@@ -558,8 +573,6 @@ class Host:
         for sequence in request.sequences:
             sequence.is_watched |= is_watched
             self.solos[sequence] = first if sequence is request.sequences[0] else first.fork(sequence.index)
-        if request.needs_prompt_scores:
-            self.covered[request] = set()
         self.check()
         return request
 
@@ -609,28 +622,18 @@ class Host:
 
     def retire(self):
         """Take in the oldest step in flight; returns the sequences that it drew for."""
-        work = self.core.in_flight[0].work
-        num_in_flight = len(self.core.in_flight)
         try:
             samples = self.core.retire()
         except Interrupt:
-            if len(self.core.in_flight) < num_in_flight:
-                self._cover(work)  # What the step computed is computed.
             for request in list(self.unfinished):
                 self._follow(request)
             raise
         self.written.popleft()
-        self._cover(work)
         for request in dict.fromkeys(sequence.request for sequence in samples):
             self._follow(request)
             self._note_ends(request)
         self.check()
         return samples
-
-    def _cover(self, work):
-        for chunk in work.chunks:
-            if chunk.sequence.request in self.covered:
-                self.covered[chunk.sequence.request].update(range(chunk.start, chunk.start + chunk.num_tokens))
 
     def restart(self):
         """After a fault: a new device that knows nothing."""
@@ -757,14 +760,24 @@ class Host:
                     assert solo.next_token() is None, "an error without a cause"
                 case RequestState.FINISHED_STOPPED | RequestState.FINISHED_LENGTH:
                     assert sequence.state is solo.end, f"r{request.number} ends otherwise than alone"
-                    if request in self.covered:
-                        assert self.covered[request] >= set(range(request.prompt_len)), "a prompt position unscored"
+                    self._check_scores(request)
                 case RequestState.FINISHED_IGNORED:
                     assert request.error
                 case _:
                     assert solo.end is None, "aborted after its end"
         for sequence in request.live:
             assert self.solos[sequence].end is None, "a sequence goes on after its end"
+
+    def _check_scores(self, request):
+        """Each token of a prompt is scored from the one before it."""
+        if not request.needs_prompt_scores:
+            return
+        shown = self.core.outputs.output_of(request).prompt_logprobs
+        assert shown is not None, "a prompt unscored"
+        assert shown[0] is None
+        for position, entries in enumerate(shown[1:]):
+            wanted = {request.prompt_token_ids[position + 1]: position}
+            assert {token_id: entry.logprob for token_id, entry in entries.items()} == wanted, "a token scored wrongly"
 
     def _check_work(self, work):
         """S1, S9."""

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.buckets import make_buckets
-from jpaged.sampler import SampleMode
+from jpaged.sampling_params import SampleMode
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -15,7 +15,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(platform, num_seqs, more, data):
     cap = num_seqs + more
     buckets = make_buckets(max_num_batched_tokens=cap, max_num_seqs=num_seqs, platform=platform)
-    for sizes in (buckets.num_tokens, buckets.num_samples, buckets.num_logprob_samples):
+    for sizes in (buckets.num_tokens, *map(buckets.sample_sizes, SampleMode)):
         assert list(sizes) == sorted(set(sizes))
     count = data.draw(st.integers(1, cap) | st.sampled_from([1, cap]))
     size = buckets.tokens_for(count)
@@ -23,13 +23,13 @@ def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(plat
     assert buckets.rows_for(size) >= min(count, num_seqs)
     assert all(buckets.rows_for(size) == size for size in buckets.decode_sizes), "each token is a row's"
     count = data.draw(st.integers(1, num_seqs) | st.sampled_from([1, num_seqs]))
-    for logprobs, sizes in ((False, buckets.num_samples), (True, buckets.num_logprob_samples)):
-        assert buckets.samples_for(count, logprobs=logprobs) == min(each for each in sizes if each >= count)
+    for mode in SampleMode:
+        assert buckets.samples_for(count, mode) == min(each for each in buckets.sample_sizes(mode) if each >= count)
 
 
 def test_a_count_beyond_the_cap_has_no_bucket():
     buckets = make_buckets(max_num_batched_tokens=64, max_num_seqs=8, platform="cpu")
-    for ask in (lambda: buckets.tokens_for(65), lambda: buckets.samples_for(9, logprobs=False)):
+    for ask in (lambda: buckets.tokens_for(65), lambda: buckets.samples_for(9, SampleMode.GREEDY)):
         with pytest.raises(IndexError):
             ask()
 
@@ -39,13 +39,11 @@ def test_the_default_sizes_need_at_most_36_executables(platform):
     tokens, seqs = (1024, 64) if platform == "cpu" else (8192, 256)
     buckets = make_buckets(max_num_batched_tokens=tokens, max_num_seqs=seqs, platform=platform)
     forwards, decodes = len(buckets.num_tokens), len(buckets.decode_sizes)
-    others = 5  # Table updates, allocation, page copies, swap-out and swap-in.
-    samples = sum(
-        len(buckets.num_logprob_samples if mode is SampleMode.LOGPROBS else buckets.num_samples) for mode in SampleMode
-    )
+    others = 6  # Table updates, allocation, rules of a slot, page copies, swap-out and swap-in.
+    samples = sum(len(buckets.sample_sizes(mode)) for mode in SampleMode)
     assert forwards + decodes + samples + others <= 36
 
 
 def test_a_lone_row_has_a_bucket_of_its_own_on_a_cpu():
     buckets = make_buckets(max_num_batched_tokens=1024, max_num_seqs=64, platform="cpu")
-    assert (buckets.tokens_for(1), buckets.samples_for(1, logprobs=False)) == (1, 1)
+    assert (buckets.tokens_for(1), buckets.samples_for(1, SampleMode.GREEDY)) == (1, 1)

@@ -21,6 +21,7 @@ from jpaged.config import (
     check_option,
 )
 from jpaged.errors import ConfigError
+from jpaged.logits_processor import LogitsProcessor
 from jpaged.sampling_params import shown
 
 LARGEST = INT64[1]
@@ -34,9 +35,13 @@ def shortest_first(request):
     return len(request.prompt_token_ids)
 
 
+SCALE = LogitsProcessor("scale", ("factor",), lambda logits, factor: logits * factor)
+
 RANGES = {
     "seed": ([0, INT64[0], LARGEST, np.int64(3)], [INT64[0] - 1, LARGEST + 1, None, *NOT_INTEGERS]),
-    "max_logprobs": ([0, 20, 1000], [-1, 1001, None, *NOT_INTEGERS]),
+    "max_logprobs": ([-1, 0, 20, 1000], [-2, 1001, None, *NOT_INTEGERS]),
+    "logprobs_mode": (["raw_logprobs", "processed_logprobs"], ["raw_logits", "", None, True]),
+    "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": ([None, 1, LARGEST], [0, -1, LARGEST + 1, *NOT_INTEGERS]),
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, *NOT_INTEGERS]),
     "num_blocks": ([None, 2, LARGEST], [1, 0, -5, LARGEST + 1, *NOT_INTEGERS]),
@@ -85,7 +90,7 @@ def test_every_option_has_limits_that_are_tested():
 def test_a_value_at_its_limit_is_taken_as_a_plain_python_value(name, value):
     taken = getattr(EngineConfig(**{name: value}), name)
     assert taken == (str(value) if isinstance(value, Path) else value)
-    plain = (int, float, bool, str, type(None), dict, type(shortest_first))
+    plain = (int, float, bool, str, type(None), dict, tuple, type(shortest_first))
     assert all(type(each) in plain for each in (taken, *(taken.values() if isinstance(taken, dict) else ())))
 
 

@@ -4,10 +4,12 @@ import random
 import time
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.detokenizer import Detokenizer
+from jpaged.tokenizer import Tokenizer
 
 from .published_tokenizers import (
     FAMILIES,
@@ -179,6 +181,22 @@ def test_special_tokens_are_hidden_or_shown():
 
 
 # Stop strings.
+
+
+def test_the_space_between_two_special_tokens_is_written_or_left_out():
+    """Of a tokenizer whose decoder puts a space before each token; the one before an ordinary token stays."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, "a"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = Tokenizer(backend, {})
+    ids = [0, 3, 2, 2, 1, 2, 0]
+
+    def text(**options):
+        return run(tokenizer, [], ids, **options).text
+
+    assert text(skip_special_tokens=False) == "a </s> <s> <s> b <s> a"
+    assert text(skip_special_tokens=False) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert text(skip_special_tokens=False, spaces_between_special_tokens=False) == "a </s><s><s> b <s> a"
+    assert text(spaces_between_special_tokens=False) == text() == "a b a"
 
 
 def expected(text, stops, include, min_tokens=0):

@@ -15,6 +15,7 @@ from jpaged.output_processor import OutputProcessor
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.preemption import PreemptionMode, PreemptionPolicy
 from jpaged.request import RequestState, make_request
+from jpaged.rule_book import RuleBook
 from jpaged.sampler import SampledRows
 from jpaged.sampling_params import SamplingParams
 from jpaged.scheduler import MAX_WITHHELD, Scheduler
@@ -73,6 +74,7 @@ class Service:
             num_groups=1,
             max_num_seqs=num_seqs,
             max_pages=1 + (LONG + 500) // block_size,
+            rule_book=RuleBook(0),
         )
         self.core = Core(
             scheduler=scheduler,

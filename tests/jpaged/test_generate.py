@@ -338,7 +338,7 @@ def test_help_answers_without_jax_and_names_no_flag_that_is_not_built() -> None:
         "--limits",
     ):
         assert flag in run.stdout
-    for flag in ("--lora", "--enforce-eager", "--beam-width", "--presence-penalty"):
+    for flag in ("--lora", "--enforce-eager", "--json-schema", "--logits-processors"):
         assert flag not in run.stdout
 
 
@@ -437,7 +437,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "top-p 0": (["--top-p", "0", "hi"], ["top_p", "0", "(0, 1]"]),
     "temperature no number": (["--temperature", "warm", "hi"], ["--temperature", "warm", "number"]),
     "an unknown flag": (["--temprature", "1", "hi"], ["--temprature", "--temperature"]),
-    "a flag that is not built": (["--presence-penalty", "1", "hi"], ["--presence-penalty", "not available"]),
+    "a flag that is not built": (["--json-schema", "1", "hi"], ["--json-schema", "not available"]),
     "no samples": (["--num-samples", "0", "hi"], ["n: got 0", "[1, 128]"]),
     "too many samples": (["--num-samples", "129", "hi"], ["n: got 129", "[1, 128]"]),
     "equal samples": (["--num-samples", "2", "--temperature", "0", "hi"], ["n: got 2", "greedily", "raise it"]),

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as Backend
 
 from jpaged.jobs import LINE_KEYS, BadLine, Job, JobReader
 from jpaged.prompts import PromptEncoder
+from jpaged.rule_book import RuleBook
 from jpaged.sampling_params import FIELDS
 from jpaged.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ def read(tokenizer, tmp_path):
         path = Path(tmp_path / "lines.jsonl")
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         reader = JobReader(
-            encoder=PromptEncoder(tokenizer, CONFIG["vocab_size"], 100),
+            encoder=PromptEncoder(tokenizer, RuleBook(CONFIG["vocab_size"]), 100),
             defaults={},
             max_logprobs=20,
             max_num_seqs=max_num_seqs,

@@ -33,6 +33,10 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("jpaged.assembly.free_host_bytes", lambda: num_bytes)
 
 
+def rules_of_slots(engine: Engine) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.rules))
+
+
 def largest_step(engine: Engine) -> int:
     """By what its executables say."""
     keys = [key for key in engine.runner.plan.programs if key[0] in ("forward", "sample", "decode")]
@@ -47,7 +51,8 @@ def test_what_is_planned_is_what_is_taken(tiny: str, dtype: str) -> None:
         assert memory.pool_bytes == sum(array.nbytes for array in state.cache.pages)
         assert memory.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights.state))
         assert not memory.is_measured
-        assert 0 <= memory.step_bytes - largest_step(engine) < 20 << 20, "an estimate on the generous side"
+        taken = largest_step(engine) + rules_of_slots(engine)
+        assert 0 <= memory.step_bytes - taken < 20 << 20, "an estimate on the generous side"
 
 
 def test_where_memory_is_short_the_step_is_measured_and_the_pool_takes_half_of_the_rest(
@@ -64,7 +69,8 @@ def test_where_memory_is_short_the_step_is_measured_and_the_pool_takes_half_of_t
         memory = engine.sizes.memory
         assert memory.is_measured
         assert memory.step_bytes < plenty.step_bytes
-        assert memory.step_bytes == pytest.approx(largest_step(engine), rel=0.05), "pages do not change a step"
+        taken = largest_step(engine) + rules_of_slots(engine)
+        assert memory.step_bytes == pytest.approx(taken, rel=0.05), "pages do not change a step"
         room = (free - memory.weights_bytes - memory.step_bytes) // 2
         # Rounded down to three significant bits, so that compiled shapes stay what they are.
         assert 0.74 * room <= memory.pool_bytes <= room

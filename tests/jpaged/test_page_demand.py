@@ -14,12 +14,12 @@ def blocks_of(num_pages=20, **options):
     return BlockManager(num_blocks=1 + num_pages, block_size=4, **options)
 
 
-def request_of(prompt_len, max_tokens, n=1, **options):
+def request_of(prompt_len, max_tokens, n=1, prompt_logprobs=None, **options):
     return make_request(
         request_id="r",
         number=0,
         prompt_token_ids=range(100, 100 + prompt_len),
-        params=SamplingParams(n=n),
+        params=SamplingParams(n=n, prompt_logprobs=prompt_logprobs),
         arrival_time=0.0,
         max_tokens=max_tokens,
         engine_seed=0,
@@ -58,8 +58,8 @@ def test_pinned_pages_of_its_prompt_are_there_already(prompt_len, num_found):
     blocks.prefixes.pin(list(range(100, 200)), CacheKey())
     demand = PageDemand(blocks)
     num_pages = PageDemand(blocks_of()).most_pages(request_of(prompt_len, 6))
-    for needs_prompt_scores, num_pinned in ((False, num_found), (True, 0)):
-        request = request_of(prompt_len, 6, needs_prompt_scores=needs_prompt_scores)
+    for prompt_logprobs, num_pinned in ((None, num_found), (0, 0)):
+        request = request_of(prompt_len, 6, prompt_logprobs=prompt_logprobs)
         assert demand.most_pages(request) == num_pages - num_pinned
 
 
@@ -153,7 +153,7 @@ def test_the_last_token_it_knows_is_never_found():
 
 
 def test_where_scores_are_wanted_only_what_was_scored_may_be_found():
-    demand, request = PageDemand(blocks_of()), request_of(10, 7, needs_prompt_scores=True)
+    demand, request = PageDemand(blocks_of()), request_of(10, 7, prompt_logprobs=0)
     for num_scored, limit in ((0, 0), (6, 6), (9, 9), (10, 9)):
         request.num_scored = num_scored
         assert demand.match_limit(request.live[0]) == limit

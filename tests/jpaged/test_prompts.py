@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from jpaged.errors import InvalidRequestError
 from jpaged.prompts import MAX_CHARS_PER_TOKEN, MAX_SALT_CHARS, NOT_BUILT, PROMPT_KEYS, PromptEncoder, check_priority
+from jpaged.rule_book import RuleBook
 from jpaged.sampling_params import SamplingParams, shown
 from jpaged.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer):
-    return PromptEncoder(tokenizer, VOCAB, CONTEXT)
+    return PromptEncoder(tokenizer, RuleBook(VOCAB), CONTEXT)
 
 
 GOOD_IDS = {
@@ -102,7 +103,7 @@ def test_a_chat_is_written_out_by_the_template(encoder, tokenizer):
     assert encoded.text == "<s>hi"
     assert encoded.token_ids == tokenizer.encode("<s>hi")
     assert len(encoded.token_ids) == 3
-    own = PromptEncoder(tokenizer, VOCAB, CONTEXT, chat_template="{{ messages[0].content }}!")
+    own = PromptEncoder(tokenizer, RuleBook(VOCAB), CONTEXT, chat_template="{{ messages[0].content }}!")
     assert own.encode({"messages": [{"role": "user", "content": "hi"}]}).text == "hi!"
 
 
@@ -201,7 +202,7 @@ def test_a_priority_that_would_be_ignored_is_refused():
 
 
 def test_a_prompt_that_could_never_be_queued_is_refused(tokenizer):
-    encoder = PromptEncoder(tokenizer, VOCAB, CONTEXT, max_waiting_tokens=5)
+    encoder = PromptEncoder(tokenizer, RuleBook(VOCAB), CONTEXT, max_waiting_tokens=5)
     for prompt in ("a" * 5, [1] * 5):
         assert len(encoder.encode(prompt).token_ids) == 5
     for prompt in ("a" * 6, [1] * 6):
@@ -270,7 +271,7 @@ def test_too_long_a_text_is_refused_before_it_is_tokenized(encoder):
 @pytest.mark.parametrize("make", [list, tuple, np.array], ids=["list", "tuple", "array"])
 def test_a_long_list_of_ids_is_not_walked_in_python(tokenizer, make):
     """100,000 ids take 4 ms as a whole; one by one they took 30, as long as a step. Lines run are counted, not time."""
-    encoder = PromptEncoder(tokenizer, VOCAB, 1 << 20)
+    encoder = PromptEncoder(tokenizer, RuleBook(VOCAB), 1 << 20)
 
     def count(prompt):
         return len(lines_run(lambda: encoder.encode(prompt)))
@@ -293,7 +294,7 @@ def test_the_callers_list_is_not_kept(encoder):
 def test_text_whose_ids_the_model_lacks_is_refused(tokenizer):
     """The tokenizer may know more than the output head has rows."""
     with pytest.raises(InvalidRequestError, match=r"token id .* is out of vocabulary, allowed: 0 to 19"):
-        PromptEncoder(tokenizer, 20, CONTEXT).encode("zz")
+        PromptEncoder(tokenizer, RuleBook(20), CONTEXT).encode("zz")
 
 
 def test_parameters_are_held_against_the_model(encoder):
@@ -310,6 +311,12 @@ def test_parameters_are_held_against_the_model(encoder):
     check(SamplingParams(logprobs=300), 1000)
     with pytest.raises(InvalidRequestError, match="got 301, allowed: at most the size of the vocabulary, 300"):
         check(SamplingParams(logprobs=301), 1000)
+    check(SamplingParams(logprobs=-1, prompt_logprobs=-1), -1)
+    check(SamplingParams(logprobs=300), -1)
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs: got 301, allowed: at most the size of the"):
+        check(SamplingParams(prompt_logprobs=301), -1)
+    with pytest.raises(InvalidRequestError, match="logprobs: got -1, allowed: at most max_logprobs, 20; start the eng"):
+        check(SamplingParams(logprobs=-1))
 
 
 def test_all_samples_of_a_prompt_must_fit_into_one_step(encoder):

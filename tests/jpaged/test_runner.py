@@ -17,7 +17,9 @@ from jpaged.page_store import MoveKind, PageMove
 from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, PagedCache, XlaBackend
 from jpaged.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, move_programs, step_programs
 from jpaged.request import make_request
+from jpaged.rule_book import RuleBook
 from jpaged.runner import MAX_STAGED, Runner
+from jpaged.sampler import SampleSettings
 from jpaged.sampling_params import SamplingParams
 from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.sharding import device_mesh
@@ -41,6 +43,7 @@ def new_builder():
         num_groups=1,
         max_num_seqs=MAX_SEQS,
         max_pages=MAX_PAGES,
+        rule_book=RuleBook(MODEL.vocab_size),
     )
 
 
@@ -56,7 +59,7 @@ def new_plan(weights, mesh, num_host_blocks=NUM_HOST_PAGES):
             builder=new_builder(),
             max_num_seqs=MAX_SEQS,
             max_pages=MAX_PAGES,
-            max_logprobs=0,
+            settings=SampleSettings(),
             num_host_blocks=num_host_blocks,
         ).lower
     )

@@ -12,13 +12,15 @@ from scipy.stats import chi2
 
 from jpaged.sampler import (
     PURPOSE_SAMPLE,
-    SampleMode,
+    SampleSettings,
     SamplingRows,
     inverse_cdf,
     sample,
+    tempered,
     truncated_weights,
     uniforms,
 )
+from jpaged.sampling_params import SampleMode
 
 NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
@@ -63,6 +65,8 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
         return jnp.asarray(np.array([rule[name] for rule in rules], np.float32))
 
     return SamplingRows(
+        ruled_slot=ints(0),
+        forced_token=ints(-1),
         seed_low=jnp.asarray((seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)),
         seed_high=jnp.asarray((seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)),
         sample_index=ints(sample_index),
@@ -76,12 +80,19 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
 run = jax.jit(sample, static_argnums=(2, 3))
 jitted_inverse_cdf = jax.jit(inverse_cdf)
-jitted_truncated_weights = jax.jit(truncated_weights)
+
+
+@jax.jit
+def jitted_truncated_weights(shifted, rows, is_greedy):
+    return truncated_weights(tempered(shifted, rows, is_greedy), rows, is_greedy)
+
+
 jitted_uniforms = jax.jit(lambda rows: uniforms(rows, PURPOSE_SAMPLE))
 
 
-def draw(logits, rules, mode=SampleMode.FULL, max_logprobs=5, **which):
-    return jax.tree.map(np.asarray, run(jnp.asarray(logits), make_rows(rules, **which), mode, max_logprobs))
+def draw(logits, rules, mode=SampleMode.DRAWN, max_logprobs=5, **which):
+    settings = SampleSettings(max_logprobs=max_logprobs)
+    return jax.tree.map(np.asarray, run(jnp.asarray(logits), make_rows(rules, **which), mode, settings))
 
 
 def make_logits(num_rows, vocab_size, *, seed=0, scale=3.0):
@@ -123,7 +134,7 @@ def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
     rules = [full_rules(rule, vocab_size) for rule in RULES.values()]
     logits = make_logits(len(rules), vocab_size, seed=2)
     shifted = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
-    kept = np.asarray(jitted_truncated_weights(shifted, make_rows(rules), jnp.zeros(len(rules), bool)))
+    kept = np.asarray(jitted_truncated_weights(shifted, make_rows(rules), jnp.zeros(len(rules), bool))[0])
     num_near = 0
     for name, rule, row, weights in zip(RULES, rules, logits, kept, strict=True):
         exact, margin = exact_weights(row, rule)
@@ -144,7 +155,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
     rule = full_rules(rule, vocab_size)
     logits = np.random.default_rng(3).integers(-3, 3, (1, vocab_size)).astype(np.float32)
     shifted = jnp.asarray(logits - logits.max())
-    weights = np.asarray(jitted_truncated_weights(shifted, make_rows([rule]), jnp.zeros(1, bool)))[0]
+    weights = np.asarray(jitted_truncated_weights(shifted, make_rows([rule]), jnp.zeros(1, bool))[0])[0]
     exact, _ = exact_weights(logits[0], rule)
     assert np.array_equal(weights > 0, exact > 1e-37)
     assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
@@ -152,7 +163,7 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
 
 def test_a_uniform_distribution_keeps_every_token_under_every_rule_but_draws_from_all():
     rules = [full_rules(rule, 600) for rule in RULES.values()]
-    weights = truncated_weights(jnp.zeros((len(rules), 600)), make_rows(rules), jnp.zeros(len(rules), bool))
+    weights, _ = truncated_weights(jnp.zeros((len(rules), 600)), make_rows(rules), jnp.zeros(len(rules), bool))
     assert (np.asarray(weights) == 1.0).all()
 
 
@@ -191,7 +202,7 @@ def test_greedy_rows_are_the_argmax_whatever_their_neighbours():
     alone = draw(logits, rules, SampleMode.GREEDY).token_ids
     assert np.array_equal(alone, logits.argmax(axis=1))
     mixed_rules = [GREEDY_ROW if row % 2 else full_rules(RULES["all"], 1000) for row in range(32)]
-    for mode in (SampleMode.FULL, SampleMode.LOGPROBS):
+    for mode in (SampleMode.DRAWN, SampleMode.EVERYTHING):
         mixed = draw(logits, mixed_rules, mode, output_index=np.arange(32)).token_ids
         assert np.array_equal(mixed[1::2], alone[1::2])
         assert not np.array_equal(mixed[::2], alone[::2])
@@ -243,10 +254,10 @@ def test_minus_infinity_is_a_token_that_is_never_drawn():
 
 def test_huge_logits_overflow_nothing():
     logits = np.tile(np.array([3e38, -3e38, 0.0, 3e38, 1e38], np.float32), (256, 1))
-    result = draw(logits, [NO_RULE] * 256, SampleMode.LOGPROBS, 5, output_index=np.arange(256))
+    result = draw(logits, [NO_RULE] * 256, SampleMode.EVERYTHING, 5, output_index=np.arange(256))
     assert result.is_finite.all()
     assert set(result.token_ids.tolist()) == {0, 3}
-    np.testing.assert_allclose(result.logprobs, np.log(0.5), atol=1e-6)
+    np.testing.assert_allclose(result.scores.logprobs, np.log(0.5), atol=1e-6)
 
 
 # Uniforms
@@ -412,18 +423,18 @@ def test_inverse_cdf_of_a_single_token_is_that_token():
 def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
     """Within 1e-5 of float64, on the very float32 logits that the sampler saw, however large."""
     logits = make_logits(len(RULES), 1000, seed=10) + np.float32(offset)
-    result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.LOGPROBS, 20)
+    result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.EVERYTHING, 20)
     exact = logits.astype(np.float64)
     exact -= exact.max(axis=1, keepdims=True)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
     rows = np.arange(len(RULES))
-    np.testing.assert_allclose(result.logprobs, exact[rows, result.token_ids], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(result.scores.logprobs, exact[rows, result.token_ids], atol=1e-5, rtol=0)
     np.testing.assert_allclose(
-        result.top_logprobs, np.take_along_axis(exact, result.top_token_ids, 1), atol=1e-5, rtol=0
+        result.scores.top_logprobs, np.take_along_axis(exact, result.scores.top_token_ids, 1), atol=1e-5, rtol=0
     )
     order = np.argsort(-logits, axis=1, kind="stable")
-    assert np.array_equal(result.top_token_ids, order[:, :20])
-    assert result.ranks.tolist() == [
+    assert np.array_equal(result.scores.top_token_ids, order[:, :20])
+    assert result.scores.ranks.tolist() == [
         1 + int((row > row[token]).sum()) for row, token in zip(logits, result.token_ids, strict=True)
     ]
 
@@ -431,20 +442,20 @@ def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
 def test_the_mode_changes_no_token():
     logits = make_logits(len(RULES), 1000, seed=11)
     rules = [full_rules(rule, 1000) for rule in RULES.values()]
-    with_logprobs = draw(logits, rules, SampleMode.LOGPROBS, 3)
-    without = draw(logits, rules, SampleMode.FULL)
+    with_logprobs = draw(logits, rules, SampleMode.EVERYTHING, 3)
+    without = draw(logits, rules, SampleMode.DRAWN)
     assert np.array_equal(with_logprobs.token_ids, without.token_ids)
-    assert without.logprobs is without.ranks is without.top_token_ids is without.top_logprobs is None
+    assert without.scores is None
 
 
 @pytest.mark.parametrize(("max_logprobs", "num_top"), [(0, 0), (1, 1), (11, 11), (20, 11)])
 def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
-    result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.LOGPROBS, max_logprobs)
-    assert result.top_token_ids.shape == result.top_logprobs.shape == (2, num_top)
+    result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.EVERYTHING, max_logprobs)
+    assert result.scores.top_token_ids.shape == result.scores.top_logprobs.shape == (2, num_top)
 
 
 def test_padding_rows_cost_no_truncation_pass():
     """Padding rows are zeros, top-p 0 among them; were they rows that ask, each step would bisect for nothing."""
     rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), make_rows([NO_RULE]))
     weights = partial(truncated_weights, rows=rows, is_greedy=rows.temperature <= 1e-5)
-    assert (np.asarray(weights(jnp.asarray(make_logits(2, 40)) - 20.0)) > 0).all()
+    assert (np.asarray(weights(jnp.asarray(make_logits(2, 40)) - 20.0)[0]) > 0).all()

@@ -9,10 +9,13 @@ import pytest
 from jpaged.errors import InvalidRequestError
 from jpaged.sampling_params import (
     FIELDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
     MAX_SAMPLES,
     MAX_STOP_CHARS,
     MAX_STOPS,
     NOT_BUILT,
+    RequestOutputKind,
     SamplingParams,
     check_name,
     shown,
@@ -23,29 +26,45 @@ NOT_NUMBERS = ["0.5", None, True, [0.5], {}, 1j, float("nan"), float("inf"), -fl
 NOT_INTEGERS = ["5", 5.0, 1e30, True, [5], {}, float("nan"), -HUGE, np.float32(5), np.bool_(True)]
 ALLOWED_IN_WORDS = {
     "n": "an integer in [1, 128]",
+    "presence_penalty": "a number in [-2, 2]",
+    "frequency_penalty": "a number in [-2, 2]",
+    "repetition_penalty": "a number in [1e-06, 1e+06]",
     "temperature": "a number in [0, 2]",
     "top_p": "a number in (0, 1]",
     "top_k": "an integer ≥ -1",
     "min_p": "a number in [0, 1]",
     "seed": "an integer in [-9223372036854775808, 9223372036854775807]",
     "max_tokens": "an integer ≥ 1",
-    "logprobs": "an integer ≥ 0",
+    "min_tokens": "an integer in [0, 16]",
+    "logprobs": "an integer ≥ -1",
+    "prompt_logprobs": "an integer ≥ -1",
     "stop": "string",
     "stop_token_ids": "a list of token ids ≥ 0",
     "ignore_eos": "true or false",
     "detokenize": "true or false",
     "skip_special_tokens": "true or false",
+    "spaces_between_special_tokens": "true or false",
     "include_stop_str_in_output": "true or false",
+    "output_kind": "one of cumulative, delta, final_only",
+    "logit_bias": "a",
+    "allowed_token_ids": "token id",
+    "bad_words": "",
+    "extra_args": "a mapping of arguments of the engine's logits_processors to finite numbers",
 }
 WRONG = {
     "n": [0, -1, MAX_SAMPLES + 1, 10**9, None, *NOT_INTEGERS],
+    "presence_penalty": [-2.0000001, 2.0000001, 1e30, *NOT_NUMBERS],
+    "frequency_penalty": [-2.0000001, 2.0000001, -1e30, *NOT_NUMBERS],
+    "repetition_penalty": [0, 0.0, -1.0, 1e-7, 1e7, *NOT_NUMBERS],
     "temperature": [-1e-9, -1, 2.0000001, 1e30, *NOT_NUMBERS],
     "top_p": [0, 0.0, -0.0, -0.1, 1.0000001, 2, *NOT_NUMBERS],
     "top_k": [-2, 1.5, None, *NOT_INTEGERS],
     "min_p": [-1e-9, 1.0000001, *NOT_NUMBERS],
     "seed": [2**63, -(2**63) - 1, HUGE, *NOT_INTEGERS],
     "max_tokens": [0, -1, *NOT_INTEGERS],
-    "logprobs": [-1, *NOT_INTEGERS],
+    "min_tokens": [-1, 17, None, *NOT_INTEGERS],
+    "logprobs": [-2, *NOT_INTEGERS],
+    "prompt_logprobs": [-2, *NOT_INTEGERS],
     "stop": [
         "", [""], ["a", ""], ["a", 5], 0, 5, False, {}, b"a", {"a"}, [None], np.array(["a"]),
         ["a"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARS + 1), "x" * 10**6,
@@ -56,7 +75,17 @@ WRONG = {
     "ignore_eos": [0, 1, None, "true", np.bool_(True)],
     "detokenize": [0, None],
     "skip_special_tokens": [1, "yes"],
+    "spaces_between_special_tokens": [0, "no", None],
     "include_stop_str_in_output": ["", None],
+    "output_kind": ["deltas", 1, None, True, []],
+    "logit_bias": [
+        5, "x", [], [(1, 2.0)], {"abc": 1.0}, {-1: 1.0}, {"-1": 1.0}, {1.5: 1.0}, {True: 1.0}, {None: 1.0}, {"": 1.0},
+        {"٣": 1.0}, {HUGE: 1.0}, {1: float("nan")}, {1: float("inf")}, {1: 100.001}, {1: -1e9}, {1: "2"}, {1: None},
+        {1: True}, dict.fromkeys(range(MAX_BIASES + 1), 0.0), dict.fromkeys(range(10**5), 1.0),
+    ],
+    "allowed_token_ids": [[], (), 5, "5", [-1], [1.0], [True], [None], np.array([1])],
+    "bad_words": ["word", [""], ["a", " "], [5], 5, {"a"}, [b"a"], ["a"] * (MAX_BAD_WORDS + 1)],
+    "extra_args": [5, "x", [], {1: 2.0}, {"a": "2"}, {"a": None}, {"a": True}, {"a": float("nan")}, {"a": 1e39}],
 }  # fmt: skip
 TAKEN = {
     "n": [1, 2, 128, np.int64(4)],
@@ -66,7 +95,12 @@ TAKEN = {
     "min_p": [0, 1, -0.0, 0.5],
     "seed": [None, 0, -(2**63), 2**63 - 1, np.int64(-5)],
     "max_tokens": [None, 1, 10**12, np.int32(4)],
-    "logprobs": [None, 0, 20, np.uint8(3)],
+    "presence_penalty": [-2, 2.0, 0, np.float32(0.5)],
+    "frequency_penalty": [-2.0, 2, np.float16(0.5)],
+    "repetition_penalty": [1e-6, 1, 1.3, 1e6],
+    "min_tokens": [0, 16, np.int64(3)],
+    "logprobs": [None, -1, 0, 20, np.uint8(3)],
+    "prompt_logprobs": [None, -1, 0, 5],
     "ignore_eos": [True, False],
 }
 
@@ -120,6 +154,35 @@ def test_several_samples_need_chance():
     assert SamplingParams(n=2, temperature=1e-5).n == 2
 
 
+def test_rules_become_plain_values_whatever_they_came_as():
+    assert SamplingParams().logit_bias is SamplingParams().allowed_token_ids is SamplingParams().extra_args is None
+    assert SamplingParams(logit_bias={"5": 1, np.int64(6): np.float32(0.5)}).logit_bias == {5: 1.0, 6: 0.5}
+    assert SamplingParams(logit_bias={}).logit_bias == {}
+    assert SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASES), 1)).has_rules
+    assert SamplingParams(allowed_token_ids=[3, np.int64(4)]).allowed_token_ids == (3, 4)
+    assert SamplingParams(bad_words=["a", "b"]).bad_words == ("a", "b")
+    assert SamplingParams(bad_words=["a"] * MAX_BAD_WORDS).has_rules
+    assert SamplingParams(bad_words=None).bad_words == ()
+    assert SamplingParams(extra_args={"a": 2}).extra_args == {"a": 2.0}
+    assert SamplingParams(output_kind="delta").output_kind is RequestOutputKind.DELTA
+    given = {5: 1.0}
+    params = SamplingParams(logit_bias=given)
+    given[6] = 2.0
+    assert params.logit_bias == {5: 1.0}
+
+
+def test_who_has_rules():
+    """Whoever has none must not be computed as if he had: it costs a step of its own kind."""
+    rules = {
+        "presence_penalty": 0.1, "frequency_penalty": -0.1, "repetition_penalty": 1.1, "min_tokens": 1,
+        "logit_bias": {1: 1.0}, "allowed_token_ids": [1], "bad_words": ["a"], "extra_args": {"a": 1.0},
+    }  # fmt: skip
+    for name, value in rules.items():
+        assert SamplingParams(**{name: value}).has_rules, name
+    without = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 4, "stop": ["a"], "logprobs": 2}
+    assert not SamplingParams(**without, logit_bias={}, bad_words=[], extra_args={}).has_rules
+
+
 def test_stops_become_tuples_whatever_they_came_as():
     assert SamplingParams().stop == SamplingParams(stop=None).stop == SamplingParams(stop=[]).stop == ()
     assert SamplingParams(stop="end").stop == SamplingParams(stop=["end"]).stop == ("end",)
@@ -166,7 +229,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, near):
 
 
 def test_a_name_near_nothing_lists_what_there_is_and_is_cut_itself():
-    with pytest.raises(InvalidRequestError, match="unknown parameter; allowed: n, temperature, ") as caught:
+    with pytest.raises(InvalidRequestError, match="unknown parameter; allowed: n, presence_penalty, ") as caught:
         check_name("z" * 10_000, ["prompt"])
     assert "prompt" in str(caught.value)
     assert len(str(caught.value)) < 500

@@ -467,7 +467,7 @@ def test_a_request_that_wants_prompt_scores_computes_its_whole_prompt_once():
     host.add(prompt(20), max_tokens=2)
     host.run()
     host.add(prompt(4, 500), max_tokens=90)
-    scored = host.add(prompt(20), max_tokens=60, needs_prompt_scores=True)
+    scored = host.add(prompt(20), max_tokens=60, scores=True)
     starts = []
     while host.scheduler.has_unfinished:
         starts += [chunk.start for chunk in host.step().chunks if chunk.sequence.request is scored]
@@ -486,7 +486,7 @@ def test_what_was_not_scored_before_a_preemption_is_computed_after_it():
     host.add(prompt(4, 500), max_tokens=40)
     for _ in range(16):
         host.step()
-    scored = host.add(prompt(20), max_tokens=4, needs_prompt_scores=True)
+    scored = host.add(prompt(20), max_tokens=4, scores=True)
     num_scored = 0
     while not scored.num_preemptions:
         num_scored = scored.num_scored

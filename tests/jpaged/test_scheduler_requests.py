@@ -357,7 +357,7 @@ def test_tokens_that_were_in_flight_when_a_sequence_ended_are_dropped(num_ahead)
 
 def test_prompt_positions_count_as_scored_once_their_chunk_has_retired():
     host = Host(max_num_batched_tokens=4)
-    request = host.add(prompt(10), max_tokens=8, needs_prompt_scores=True)
+    request = host.add(prompt(10), max_tokens=8, scores=True)
     host.dispatch()
     assert request.num_scored == 0
     host.retire()
@@ -370,7 +370,7 @@ def test_prompt_positions_count_as_scored_once_their_chunk_has_retired():
 
 def test_what_was_scored_stays_scored_when_prompt_and_output_are_computed_anew():
     host = Host(max_num_batched_tokens=4)
-    request = host.add(prompt(6), max_tokens=8, needs_prompt_scores=True)
+    request = host.add(prompt(6), max_tokens=8, scores=True)
     for _ in range(4):
         host.step()
     host.restart()

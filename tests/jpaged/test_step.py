@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from jpaged.buckets import make_buckets
+from jpaged.logit_rules import new_rules
 from jpaged.models.config import config_from_hf
 from jpaged.models.loading import random_weights
 from jpaged.pallas_kernels.cpu_products import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.request import make_request
-from jpaged.sampler import SampleMode
-from jpaged.sampling_params import SamplingParams
+from jpaged.rule_book import RuleBook
+from jpaged.sampler import SampleSettings
+from jpaged.sampling_params import SampleMode, SamplingParams
 from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.step import DeviceState, forward, sample_rows, update_tables
 from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
@@ -42,6 +44,7 @@ def builder():
         num_groups=1,
         max_num_seqs=MAX_SEQS,
         max_pages=MAX_PAGES,
+        rule_book=RuleBook(MODEL.vocab_size),
     )
 
 
@@ -72,7 +75,7 @@ def sequence(token_ids, *, slot, pages, **params):
 
 
 jitted_forward = jax.jit(forward, static_argnums=(0, 4))
-jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6, 7))
+jitted_sample = jax.jit(sample_rows, static_argnums=(0, 4, 5, 6))
 
 
 def run(weights, builder, state, *work):
@@ -95,10 +98,10 @@ def run(weights, builder, state, *work):
     for changes in step.table_updates:
         state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
     inputs = StepInputs(jnp.asarray(step.inputs.packed))
-    state, hidden, samples = jitted_forward(weights.graph, weights.state, state, inputs, step.layout)
+    state, to_sample, _ = jitted_forward(weights.graph, weights.state, state, inputs, step.layout)
     for one, num_tokens in work:
         one.num_computed += num_tokens
-    return state, np.asarray(hidden), samples, step
+    return state, np.asarray(to_sample.hidden), to_sample, step
 
 
 def prompt(length, seed):
@@ -127,9 +130,9 @@ def test_hidden_rows_are_those_of_the_sampled_tokens_in_the_order_of_the_samples
         (sequence(chunk, slot=1, pages=[7, 3, 5]), 6),
         (sequence(last, slot=3, pages=[8]), 3),
     ]
-    _, hidden, samples, step = run(weights, builder, fresh_state(), *work)
+    _, hidden, to_sample, step = run(weights, builder, fresh_state(), *work)
     assert [one.slot for one in step.samples] == [2, 3]
-    assert np.asarray(samples)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
+    assert np.asarray(to_sample.columns)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
     np.testing.assert_allclose(hidden[0], alone(weights, builder, first), atol=1e-5)
     np.testing.assert_allclose(hidden[1], alone(weights, builder, last), atol=1e-5)
 
@@ -197,9 +200,10 @@ def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weig
         (sequence(prompt(5, 1), slot=4, pages=[4, 9], temperature=0), 5),
         (sequence(prompt(3, 3), slot=2, pages=[8], temperature=0), 3),
     ]
-    state, hidden, samples, _ = run(weights, builder, fresh_state(), *work)
-    last_tokens, sampled = jitted_sample(
-        weights.graph, weights.state, state.last_tokens, jnp.asarray(hidden), samples, 8, SampleMode.GREEDY, 0
+    state, hidden, to_sample, _ = run(weights, builder, fresh_state(), *work)
+    kept = state.last_tokens, None
+    (last_tokens, _), sampled = jitted_sample(
+        weights.graph, weights.state, kept, to_sample, 8, SampleMode.GREEDY, SampleSettings()
     )
     head = weights.state["head"]["weight"].get_value()
     rows = columns_of(head, jnp.arange(MODEL.vocab_size), MODEL.hidden_size)
@@ -217,11 +221,12 @@ def test_a_rows_parameters_reach_the_sampler(weights, builder):
 
     def drawn(**params):
         one = sequence(token_ids, slot=1, pages=[1, 2], **params)
-        state, hidden, samples, _ = run(weights, builder, fresh_state(), (one, 5))
-        mode = SampleMode.LOGPROBS
-        arguments = weights.graph, weights.state, state.last_tokens, jnp.asarray(hidden), samples, 8, mode, 3
+        state, _, to_sample, _ = run(weights, builder, fresh_state(), (one, 5))
+        kept = state.last_tokens, new_rules(RuleBook(MODEL.vocab_size), len(state.last_tokens))
+        mode, settings = SampleMode.EVERYTHING, SampleSettings(max_logprobs=3)
+        arguments = weights.graph, weights.state, kept, to_sample, 8, mode, settings
         sampled = jitted_sample(*arguments)[1]
-        return int(sampled.token_ids[0]), int(sampled.ranks[0])
+        return int(sampled.token_ids[0]), int(sampled.scores.ranks[0])
 
     greedy, rank = drawn(temperature=0)
     assert rank == 1

@@ -15,8 +15,8 @@ from jpaged.buckets import make_buckets
 from jpaged.page_store import MoveKind, PageMove
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 from jpaged.request import derived_seed, make_request
-from jpaged.sampler import SampleMode
-from jpaged.sampling_params import SamplingParams
+from jpaged.rule_book import RuleBook
+from jpaged.sampling_params import SampleMode, SamplingParams
 from jpaged.schedule import Chunk, SchedulerOutput
 from jpaged.step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, STOP_FIELDS, StepInputBuilder, StepLayout
 
@@ -37,6 +37,7 @@ def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_to
         num_groups=num_groups,
         max_num_seqs=max_num_seqs,
         max_pages=max_pages,
+        rule_book=RuleBook(10_000),
     )
 
 
@@ -342,7 +343,7 @@ def test_a_step_without_rows_is_its_moves_and_table_changes():
     assert built.table_updates[0][:, :3].T.tolist() == [[0, 2, 0, 8], [0, 2, 1, 9], [0, 0, 0, 0]]
     built, view = build(builder, chunks=[chunk_of(sequence, 5, 1, [sequence])], moves=moves[:1])
     assert view["slots"][0, 0] == 9 * 4 + 1
-    assert built.mode is SampleMode.LOGPROBS
+    assert built.mode is SampleMode.EVERYTHING
     assert built.moves == moves[:1]
     assert not builder.build(work_of(moves=moves)).table_updates
 
@@ -408,12 +409,12 @@ def test_a_slot_that_changes_hands_is_its_new_owners_alone():
             )
     own = np.array([0.3, 0.5, 0.1], np.float32).tolist()
     assert seen == [
-        (11, 3, own, 0, SampleMode.LOGPROBS, 2, 3 * 4 + 2),
-        (11, 3, own, 1, SampleMode.LOGPROBS, 3, 3 * 4 + 3),
+        (11, 3, own, 0, SampleMode.EVERYTHING, 2, 3 * 4 + 2),
+        (11, 3, own, 1, SampleMode.EVERYTHING, 3, 3 * 4 + 3),
         (22, 0, [0.0, 1.0, 0.0], 0, SampleMode.GREEDY, 8, 6 * 4),
         (22, 0, [0.0, 1.0, 0.0], 1, SampleMode.GREEDY, 9, 6 * 4 + 1),
-        (11, 3, own, 0, SampleMode.LOGPROBS, 2, 7 * 4 + 2),
-        (11, 3, own, 1, SampleMode.LOGPROBS, 3, 7 * 4 + 3),
+        (11, 3, own, 0, SampleMode.EVERYTHING, 2, 7 * 4 + 2),
+        (11, 3, own, 1, SampleMode.EVERYTHING, 3, 7 * 4 + 3),
     ]
 
 
@@ -481,9 +482,9 @@ def test_siblings_may_go_on_from_a_chunk_whose_own_sequence_draws_nothing():
     [
         ([GREEDY], SampleMode.GREEDY),
         ([GREEDY, GREEDY], SampleMode.GREEDY),
-        ([GREEDY, DRAWN], SampleMode.FULL),
-        ([SCORED, GREEDY], SampleMode.LOGPROBS),
-        ([DRAWN, SCORED, GREEDY], SampleMode.LOGPROBS),
+        ([GREEDY, DRAWN], SampleMode.DRAWN),
+        ([SCORED, GREEDY], SampleMode.EVERYTHING),
+        ([DRAWN, SCORED, GREEDY], SampleMode.EVERYTHING),
     ],
     ids=["greedy", "all greedy", "one drawn", "one with logprobs", "all kinds"],
 )
@@ -735,10 +736,11 @@ def packed_row_by_row(work, layout, block_size):
     for index, (last, sampler) in enumerate(draws):
         request, params = sampler.request, sampler.request.params
         output_index = len(sampler.token_ids) - len(request.prompt_token_ids)
-        whole = last, sampler.slot, output_index, sampler.index, request.seed, params.top_k
+        ruled_slot = sampler.slot if params.has_rules else 0
+        whole = last, sampler.slot, output_index, ruled_slot, -1, sampler.index, request.seed, params.top_k
         stops = sorted(sampler.stop_ids)[:4]
         stops += [-1] * (4 - len(stops))
-        fields = struct.pack("<4iQi3f4i", *whole, params.temperature, params.top_p, params.min_p, *stops)
+        fields = struct.pack("<6iQi3f4i", *whole, params.temperature, params.top_p, params.min_p, *stops)
         sections["samples"][:, index] = np.frombuffer(fields, "<i4")
     num_ones = sum(len(ids) == 1 for _, ids, _, _ in rows)
     lens = np.diff(sections["query_starts"])[: len(rows)]
@@ -759,9 +761,9 @@ def packed_row_by_row(work, layout, block_size):
     mode = SampleMode.GREEDY
     for params in (sampler.request.params for _, sampler in draws):
         if params.logprobs is not None:
-            mode = SampleMode.LOGPROBS
+            mode = SampleMode.EVERYTHING
         elif params.temperature > 0 and mode is SampleMode.GREEDY:
-            mode = SampleMode.FULL
+            mode = SampleMode.DRAWN
     sections["counts"][:] = token, len(rows), num_ones, len(draws), mode is not SampleMode.GREEDY
     return sections, [sampler for _, sampler in draws], mode
 

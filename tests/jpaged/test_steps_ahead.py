@@ -11,7 +11,7 @@ import pytest
 from jpaged import Engine, EngineConfig, SamplingParams, assembly
 from jpaged.buckets import make_buckets
 from jpaged.runner import StepOutputs
-from jpaged.sampler import SampleMode
+from jpaged.sampling_params import SampleMode
 from jpaged.sizing import Demand
 
 from .tiny_model import write_tiny_model

@@ -72,3 +72,37 @@ def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
         head_size=CONFIG["hidden_size"] // CONFIG["num_attention_heads"],
         dtype="float32",
     )
+
+
+def reference_logits(token_ids: list[int], seed: int = 0) -> np.ndarray:
+    """Logits [T, V] of the model over these tokens, in float64 and without any of our own code."""
+    weights = {name: tensor.astype(np.float64) for name, tensor in tensors(seed).items()}
+    num_heads, num_kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
+    num_tokens, size = len(token_ids), CONFIG["hidden_size"] // num_heads
+    angles = np.outer(np.arange(num_tokens), CONFIG["rope_theta"] ** (-np.arange(0, size, 2) / size))
+    cos, sin = (np.tile(wave(angles), 2)[:, None] for wave in (np.cos, np.sin))
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + CONFIG["rms_norm_eps"]) * weight
+
+    def heads(x: np.ndarray, weight: np.ndarray, count: int, *, is_rotated: bool) -> np.ndarray:
+        y = (x @ weight.T).reshape(num_tokens, count, size)
+        turned = np.concatenate([-y[..., size // 2 :], y[..., : size // 2]], axis=-1)
+        return np.repeat(y * cos + turned * sin if is_rotated else y, num_heads // count, axis=1)
+
+    x = weights["model.embed_tokens.weight"][token_ids]
+    for layer in range(CONFIG["num_hidden_layers"]):
+        own = {name.split(f"layers.{layer}.")[1]: one for name, one in weights.items() if f"layers.{layer}." in name}
+        y = norm(x, own["input_layernorm.weight"])
+        q = heads(y, own["self_attn.q_proj.weight"], num_heads, is_rotated=True)
+        k = heads(y, own["self_attn.k_proj.weight"], num_kv_heads, is_rotated=True)
+        v = heads(y, own["self_attn.v_proj.weight"], num_kv_heads, is_rotated=False)
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(size)
+        scores = np.where(np.tri(num_tokens, dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        shares /= shares.sum(axis=-1, keepdims=True)
+        x = x + np.einsum("hqk,khd->qhd", shares, v).reshape(num_tokens, -1) @ own["self_attn.o_proj.weight"].T
+        y = norm(x, own["post_attention_layernorm.weight"])
+        gate = y @ own["mlp.gate_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
+    return norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T

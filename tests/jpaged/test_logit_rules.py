@@ -1,0 +1,168 @@
+"""Rules of logits against a plain numpy account of what each field means, and kept up token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.errors import ConfigError, InvalidRequestError
+from jpaged.logit_rules import apply_rules, new_rules, note_tokens, set_rules
+from jpaged.logits_processor import LogitsProcessor
+from jpaged.rule_book import MAX_BAD_TOKENS, RuleBook
+from jpaged.sampling_params import SamplingParams
+
+VOCAB_SIZE = 40
+NUM_SLOTS = 12
+SCALE = LogitsProcessor("scale", ("factor",), lambda logits, factor: logits * factor)
+LIFT = LogitsProcessor("lift", ("token", "height"), lambda logits, token, height: jnp.where(
+    jnp.arange(logits.shape[0]) == token.astype(jnp.int32), logits + height, logits
+))  # fmt: skip
+BOOK = RuleBook(VOCAB_SIZE, (SCALE, LIFT))
+STOP_IDS = (3, 17)
+BAD_WORDS = ((5,), (6, 7), (6, 7, 8, 6, 7, 9), (7, 7, 7), (9,) * 12)
+ASKED = {
+    "nothing": {},
+    "presence": {"presence_penalty": 1.5},
+    "negative presence": {"presence_penalty": -2.0},
+    "frequency": {"frequency_penalty": 0.7},
+    "repetition": {"repetition_penalty": 1.3},
+    "repetition below one": {"repetition_penalty": 0.5},
+    "min_tokens": {"min_tokens": 3},
+    "logit_bias": {"logit_bias": {0: -100.0, 39: 100.0, 20: 0.25}},
+    "allowed": {"allowed_token_ids": [1, 2, 3, 5, 39]},
+    "bad words": {"bad_words": ["given as ids"]},
+    "a processor": {"extra_args": {"factor": 0.5}},
+    "all": {
+        "presence_penalty": 0.5, "frequency_penalty": -0.4, "repetition_penalty": 1.7, "min_tokens": 5,
+        "logit_bias": {4: 3.0, 17: 2.0, 30: 1.0}, "allowed_token_ids": list(range(3, 35)), "bad_words": ["ids"],
+        "extra_args": {"token": 33, "height": 7.5, "factor": 1.25}, "max_tokens": 100,
+    },
+}  # fmt: skip
+
+
+def expected(logits, params, prompt, output, bad_words):
+    """What each field's description says, one after another, in float64."""
+    logits = logits.astype(np.float64)
+    if params.allowed_token_ids is not None:
+        logits[~np.isin(np.arange(len(logits)), params.allowed_token_ids)] = -np.inf
+    for word in bad_words:
+        if tuple(output[len(output) - len(word) + 1 :]) == tuple(word[:-1]) and len(output) >= len(word) - 1:
+            logits[word[-1]] = -np.inf
+    if len(output) < params.min_tokens:
+        logits[list(STOP_IDS)] = -np.inf
+    for token_id, bias in (params.logit_bias or {}).items():
+        logits[token_id] += bias
+    extra = params.extra_args or {}
+    if "factor" in extra:
+        logits = logits * extra["factor"]
+    if "token" in extra:
+        logits[int(extra["token"])] += extra["height"]
+    for token_id in {*prompt, *output}:
+        factor = 1 / params.repetition_penalty if logits[token_id] > 0 else params.repetition_penalty
+        logits[token_id] *= factor
+    for token_id in set(output):
+        logits[token_id] -= params.frequency_penalty * output.count(token_id) + params.presence_penalty
+    return logits
+
+
+def row_of(params, prompt, output=()):
+    bad_words = BAD_WORDS if params.bad_words else ()
+    return BOOK.row(params, prompt=prompt, output=list(output), stop_ids=STOP_IDS, bad_words=bad_words)
+
+
+jitted_set = jax.jit(set_rules)
+jitted_note = jax.jit(note_tokens)
+jitted_apply = jax.jit(lambda *arguments: apply_rules(*arguments, BOOK.processors))
+
+
+def check_rows(logits, rules, slots, histories):
+    """`histories`: parameters, prompt and output of each row."""
+    index = jnp.array([len(output) for _, _, output in histories], jnp.int32)
+    got = np.asarray(jitted_apply(jnp.asarray(logits), rules, jnp.asarray(slots, jnp.int32), index))
+    for row, (params, prompt, output) in enumerate(histories):
+        wanted = expected(logits[row], params, prompt, list(output), BAD_WORDS if params.bad_words else ())
+        assert np.array_equal(np.isneginf(got[row]), np.isneginf(wanted)), (row, params)
+        finite = np.isfinite(wanted)
+        np.testing.assert_allclose(got[row][finite], wanted[finite], rtol=2e-6, atol=1e-5, err_msg=str(params))
+
+
+def test_rows_of_all_kinds_follow_their_rules_token_by_token_and_nobody_elses():
+    """Slots in any order, twenty tokens each, bad words nearly spelled out again and again."""
+    rng = np.random.default_rng(0)
+    all_params = [SamplingParams(**asked) for asked in ASKED.values()]
+    slots = rng.permutation(np.arange(1, NUM_SLOTS + 1))[: len(all_params)]
+    rules = new_rules(BOOK, NUM_SLOTS + 1)
+    histories = []
+    for params, slot in zip(all_params, slots, strict=True):
+        prompt = rng.integers(0, VOCAB_SIZE, 9).tolist()
+        rules = jitted_set(rules, row_of(params, prompt), np.int32(slot))
+        histories.append((params, prompt, []))
+    num_banned = 0
+    for _ in range(40):
+        logits = rng.normal(0, 4, (len(all_params), VOCAB_SIZE)).astype(np.float32)
+        check_rows(logits, rules, slots, histories)
+        letters = [6, 7, 8, 9, int(rng.integers(0, VOCAB_SIZE))]
+        tokens = rng.choice(letters, len(all_params), p=[0.2, 0.3, 0.1, 0.3, 0.1])
+        for (_, _, output), token in zip(histories, tokens.tolist(), strict=True):
+            output.append(token)
+        rules = jitted_note(rules, jnp.asarray(slots, jnp.int32), jnp.asarray(tokens, jnp.int32))
+        output = histories[list(ASKED).index("bad words")][2]
+        num_banned += sum(output[-len(word) + 1 :] == list(word[:-1]) for word in BAD_WORDS if len(word) > 1)
+    assert num_banned > 10
+
+
+def test_a_sequence_that_comes_back_has_the_rules_it_had():
+    """Set up with its tokens so far, in another slot, it is held to the same as one that drew them in its slot."""
+    rng = np.random.default_rng(1)
+    for asked in ASKED.values():
+        params = SamplingParams(**asked)
+        prompt, output = rng.integers(0, VOCAB_SIZE, 12).tolist(), [*rng.choice([6, 7, 9], 30).tolist(), 6, 7]
+        stayed = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(params, prompt), np.int32(4))
+        for token in output:
+            stayed = jitted_note(stayed, jnp.array([4], jnp.int32), jnp.array([token], jnp.int32))
+        back = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(params, prompt, output), np.int32(9))
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[4], y[9]), stayed, back)
+
+
+def test_slot_0_changes_nothing_and_keeps_nothing():
+    rules = new_rules(BOOK, NUM_SLOTS + 1)
+    logits = np.random.default_rng(2).normal(0, 4, (5, VOCAB_SIZE)).astype(np.float32)
+    slots, index = jnp.zeros(5, jnp.int32), jnp.arange(5, dtype=jnp.int32)
+    assert np.array_equal(jitted_apply(jnp.asarray(logits), rules, slots, index), logits)
+    after = jitted_note(rules, slots, jnp.array([1, 1, 2, 3, 5], jnp.int32))
+    jax.tree.map(np.testing.assert_array_equal, rules, after)
+
+
+def test_a_new_owner_inherits_nothing():
+    first, second = (SamplingParams(**ASKED[name]) for name in ("all", "presence"))
+    rules = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(first, [1, 2], [6, 7, 8]), np.int32(2))
+    rules = jitted_set(rules, row_of(second, [9]), np.int32(2))
+    fresh = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(second, [9]), np.int32(2))
+    jax.tree.map(np.testing.assert_array_equal, rules, fresh)
+
+
+def test_bad_words_of_as_many_tokens_as_there_may_be():
+    words = [*((30 + index % 7, index % 11, 12) for index in range(MAX_BAD_TOKENS // 3)), (39,)]
+    assert sum(map(len, words)) == MAX_BAD_TOKENS
+    row = BOOK.row(SamplingParams(bad_words=["x"]), prompt=[1], output=[], stop_ids=(), bad_words=words)
+    rules = jitted_set(new_rules(BOOK, 2), row, np.int32(1))
+    for token in (30, 0):
+        rules = jitted_note(rules, jnp.array([1], jnp.int32), jnp.array([token], jnp.int32))
+    got = np.asarray(jitted_apply(jnp.zeros((1, VOCAB_SIZE)), rules, jnp.array([1]), jnp.array([2])))[0]
+    assert np.flatnonzero(np.isneginf(got)).tolist() == [12, 39]
+
+
+def test_arguments_that_no_processor_takes_are_refused_by_name():
+    with pytest.raises(InvalidRequestError, match="extra_args: got 'factr', this engine takes one of factor, token"):
+        BOOK.check(SamplingParams(extra_args={"factr": 1}))
+    with pytest.raises(InvalidRequestError, match="this engine takes none"):
+        RuleBook(VOCAB_SIZE).check(SamplingParams(extra_args={"factor": 1}))
+    with pytest.raises(InvalidRequestError, match="extra_args: got no height, lift takes all of token, height"):
+        BOOK.check(SamplingParams(extra_args={"token": 1}))
+    BOOK.check(SamplingParams(extra_args={"token": 1, "height": 2.0}))
+
+
+@pytest.mark.parametrize("arguments", [(), "factor", ("a", "a"), ("",), (5,), None])
+def test_a_processor_needs_arguments_of_different_names(arguments):
+    with pytest.raises(ConfigError, match="logits_processors: got the arguments"):
+        LogitsProcessor("p", arguments, lambda logits: logits)

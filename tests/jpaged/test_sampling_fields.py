@@ -1,0 +1,299 @@
+"""Every field of SamplingParams through the whole engine: each does what it says, in one batch with all the others.
+
+What a rule does to logits is held against numpy in test_logit_rules.py; here the engine's own logits of each step are
+put through the same account and must give the same tokens.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from jpaged import Engine, InvalidRequestError, LogitsProcessor, RequestOutputKind, SamplingParams
+from jpaged.sampling_params import FIELDS
+
+from .test_logit_rules import expected
+from .tiny_model import CONFIG, SPECIALS, reference_logits, write_tiny_model
+
+VOCAB_SIZE = CONFIG["vocab_size"]
+PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox jumps over the lazy dog, again and again."]
+NUM_TOKENS = 24
+LIFT = LogitsProcessor(
+    "lift",
+    ("lifted_token", "height"),
+    lambda logits, token, height: logits.at[token.astype(jnp.int32)].add(height),
+)
+EOS = CONFIG["eos_token_id"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def new_engine(tiny, **options):
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 8, "num_blocks": 300}
+    return Engine(tiny, **{**sizes, "logits_processors": [LIFT], "max_logprobs": -1, **options})
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with new_engine(tiny) as engine:
+        yield engine
+
+
+GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+DRAWN = {"temperature": 1.5, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 11}
+ASKED = {
+    "greedy": GREEDY,
+    "drawn": DRAWN,
+    "n": {**DRAWN, "n": 3},
+    "temperature": {**DRAWN, "temperature": 0.3},
+    "top_k": {**DRAWN, "top_k": 2},
+    "top_p": {**DRAWN, "top_p": 0.3},
+    "min_p": {**DRAWN, "min_p": 0.5},
+    "seed": {**DRAWN, "seed": 12},
+    "presence_penalty": {**GREEDY, "presence_penalty": 2.0},
+    "frequency_penalty": {**GREEDY, "frequency_penalty": 1.9},
+    "repetition_penalty": {**GREEDY, "repetition_penalty": 1.8},
+    "logit_bias": {**GREEDY, "logit_bias": {70: 6.0, 71: 5.5, 40: -100.0}},
+    "allowed_token_ids": {**DRAWN, "allowed_token_ids": [66, 67, 90]},
+    "bad_words": {**GREEDY, "bad_words": ["gr", "ot", "mv9", "Qa", "zzz"]},
+    "extra_args": {**GREEDY, "extra_args": {"lifted_token": 99, "height": 8.0}},
+    "min_tokens": {**DRAWN, "ignore_eos": False, "min_tokens": 15, "logit_bias": {EOS: 100.0}},
+    "logprobs": {**DRAWN, "logprobs": 3},
+    "prompt_logprobs": {**GREEDY, "prompt_logprobs": 2},
+    "all rules": {
+        **DRAWN, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_tokens": 9,
+        "logit_bias": {70: 3.0}, "allowed_token_ids": list(range(30, 130)), "bad_words": ["a", "bc"], "logprobs": 0,
+        "extra_args": {"lifted_token": 99, "height": 2.0}, "top_p": 0.9, "min_p": 0.01, "top_k": 30,
+    },
+}  # fmt: skip
+
+
+def run(engine, asked, prompt=PROMPTS[0]):
+    """Each of these alone."""
+    return {
+        name: engine.generate([prompt], SamplingParams(**fields), use_tqdm=False)[0] for name, fields in asked.items()
+    }
+
+
+def tokens_of(output):
+    return [list(one.token_ids) for one in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(engine):
+    return run(engine, ASKED)
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False, "num_decode_steps": 1}], ids=["ahead", "in turns"])
+def test_all_kinds_in_one_batch_are_what_they_are_alone(tiny, alone, options):
+    """Requests without a seed of their own draw by their number: none is among them."""
+    with new_engine(tiny, **options) as engine:
+        params = [SamplingParams(**fields) for fields in ASKED.values()]
+        together = engine.generate([PROMPTS[0]] * len(params), params, use_tqdm=False)
+        assert engine.stats()["recompiles"] == 0
+    for name, output in zip(ASKED, together, strict=True):
+        assert tokens_of(output) == tokens_of(alone[name]), name
+
+
+LOGITS_RULES = (
+    "greedy", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "extra_args",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logits_of():
+    """Of each position of a prompt and its output, in float64; by the model's definition."""
+    return lambda output: reference_logits([*output.prompt_token_ids, *output.outputs[0].token_ids])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", LOGITS_RULES)
+def test_each_token_of_a_ruled_greedy_request_is_the_likeliest_by_the_account(engine, logits_of, name, prompt):
+    params = SamplingParams(**ASKED[name])
+    output = engine.generate([prompt], params, use_tqdm=False)[0]
+    prompt_ids, token_ids = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+    assert len(token_ids) == NUM_TOKENS
+    bad_words = [engine.tokenizer.encode(prefix + word) for word in params.bad_words for prefix in ("", " ")]
+    num_moved = 0
+    for count, row in enumerate(logits_of(output)[len(prompt_ids) - 1 : -1]):
+        wanted = account(row, params, prompt_ids, token_ids[:count], bad_words)
+        best = np.sort(wanted)[::-1]
+        num_moved += wanted.argmax() != row.argmax()
+        assert token_ids[count] == wanted.argmax() or best[0] - best[1] < 1e-3, (name, count)
+    assert (num_moved > 0) == (name != "greedy"), "a rule that changes nothing here is not tested"
+
+
+def account(row, params, prompt_ids, token_ids, bad_words):
+    extra = params.extra_args or {}
+    named = dataclasses.replace(params, extra_args=None)
+    if extra:
+        row = row.copy()
+        row[int(extra["lifted_token"])] += extra["height"]
+    return expected(row, named, prompt_ids, token_ids, bad_words)
+
+
+def test_logprobs_and_prompt_logprobs_are_those_of_the_definition(tiny, logits_of):
+    """Whole vocabularies of them, with a prompt cut into chunks of any size, and again from a warm prefix cache."""
+    prompt = PROMPTS[3]
+    for options in ({}, {"long_prefill_token_threshold": 7}, {"max_num_batched_tokens": 16}):
+        with new_engine(tiny, **options) as engine:
+            for _ in range(2):
+                params = SamplingParams(**{**GREEDY, "logprobs": -1, "prompt_logprobs": -1, "presence_penalty": 1.0})
+                output = engine.generate([prompt], params, use_tqdm=False)[0]
+                logits = logits_of(output)
+                exact = logits - np.log(np.exp(logits - logits.max()).sum(axis=1, keepdims=True)) - logits.max()
+                given = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+                tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
+                assert output.prompt_logprobs[0] is None
+                assert len(given) == len(tokens) == len(exact) - 1
+                for entries, token_id, row in zip(given, tokens, exact[:-1], strict=True):
+                    assert len(entries) == VOCAB_SIZE
+                    assert next(iter(entries)) == token_id
+                    assert entries[token_id].rank == 1 + (row > row[token_id]).sum()
+                    got = [entries[index].logprob for index in range(VOCAB_SIZE)]
+                    np.testing.assert_allclose(got, row, atol=1e-4)
+
+
+def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(tiny, logits_of):
+    with new_engine(tiny, logprobs_mode="processed_logprobs") as engine:
+        params = SamplingParams(**{**DRAWN, "temperature": 0.8, "top_k": 5, "logit_bias": {70: 4.0}, "logprobs": -1})
+        output = engine.generate([PROMPTS[1]], params, use_tqdm=False)[0]
+    rows = logits_of(output)[len(output.prompt_token_ids) - 1 : -1]
+    for entries, token_id, row in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, rows, strict=True):
+        row[70] += 4.0
+        row = np.where(row >= np.sort(row)[-5], row / 0.8, -np.inf)
+        row -= np.log(np.exp(row - row.max()).sum()) + row.max()
+        got = np.array([entries[index].logprob for index in range(VOCAB_SIZE)])
+        assert np.isfinite(got).sum() == 5
+        np.testing.assert_allclose(got, row, atol=1e-4)
+        assert np.isfinite(entries[token_id].logprob)
+
+
+def test_what_is_drawn_follows_its_truncation(engine, alone, logits_of):
+    """Each token is among those that its rule keeps, and the rule did not go without effect."""
+    for name in ("top_k", "top_p", "min_p", "allowed_token_ids"):
+        params, output = SamplingParams(**ASKED[name]), alone[name]
+        rows = logits_of(output)[len(output.prompt_token_ids) - 1 : -1]
+        for token_id, row in zip(output.outputs[0].token_ids, rows, strict=True):
+            shares = np.exp((row - row.max()) / params.temperature)
+            shares /= shares.sum()
+            kept = {
+                "top_k": shares >= np.sort(shares)[-2],
+                "top_p": shares >= np.sort(shares)[::-1][np.searchsorted(np.cumsum(np.sort(shares)[::-1]), 0.3)],
+                "min_p": shares >= 0.5 * shares.max() - 1e-6,
+                "allowed_token_ids": np.isin(np.arange(VOCAB_SIZE), params.allowed_token_ids or ()),
+            }[name]
+            assert kept[token_id], name
+        assert tokens_of(output) != tokens_of(alone["drawn"]), name
+
+
+def test_siblings_and_seeds_differ_and_the_same_seed_does_not(engine, alone):
+    samples = tokens_of(alone["n"])
+    assert len({tuple(one) for one in samples}) == 3
+    assert samples[0] == tokens_of(alone["drawn"])[0]
+    assert tokens_of(alone["seed"]) != tokens_of(alone["drawn"])
+    assert tokens_of(run(engine, {"drawn": DRAWN})["drawn"]) == tokens_of(alone["drawn"])
+
+
+def test_nothing_ends_a_sequence_before_min_tokens(engine):
+    """Neither EOS nor a stop id, both of which it would draw at once, nor a stop string in every token."""
+    at_once = {**GREEDY, "ignore_eos": False, "logit_bias": {EOS: 100.0}}
+    ended = {"eos": at_once, "stop id": {**at_once, "logit_bias": {77: 100.0}, "stop_token_ids": [77]}}
+    for name, fields in {**ended, "stop": {**GREEDY, "stop": ["a"], "logit_bias": {"66": 100.0}}}.items():
+        for min_tokens in (0, 1, 6, NUM_TOKENS):
+            output = engine.generate([PROMPTS[0]], SamplingParams(**fields, min_tokens=min_tokens), use_tqdm=False)[0]
+            num_tokens = len(output.outputs[0].token_ids)
+            has_room = min_tokens < NUM_TOKENS
+            assert num_tokens == (min_tokens + 1 if has_room else NUM_TOKENS), (name, min_tokens)
+            if name != "stop":
+                assert output.outputs[0].finish_reason == ("stop" if has_room else "length")
+
+
+def test_rules_that_leave_no_token_end_their_request_and_nobody_elses(engine, alone):
+    nothing = {**DRAWN, "allowed_token_ids": [66], "bad_words": ["a"]}
+    assert engine.tokenizer.encode("a") == [66]
+    with_it = engine.generate(
+        [PROMPTS[0]] * 3, [SamplingParams(**fields) for fields in (DRAWN, nothing, ASKED["all rules"])], use_tqdm=False
+    )
+    assert with_it[1].outputs[0].finish_reason == "error"
+    assert "its rules, such as allowed_token_ids and bad_words, leave no token" in with_it[1].error
+    assert tokens_of(with_it[0]) == tokens_of(alone["drawn"])
+    assert tokens_of(with_it[2]) == tokens_of(alone["all rules"])
+
+
+@pytest.mark.parametrize("name", ["greedy", "n", "logprobs", "min_tokens"])
+def test_deltas_put_together_are_the_whole_and_final_only_comes_once(engine, alone, name):
+    kinds = {kind: [] for kind in RequestOutputKind}
+    for kind in kinds:
+        engine.add_request(kind.value, PROMPTS[0], SamplingParams(**ASKED[name], output_kind=kind))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            kinds[RequestOutputKind(output.request_id)].append(output)
+    (final,) = kinds[RequestOutputKind.FINAL_ONLY]
+    whole = kinds[RequestOutputKind.CUMULATIVE][-1]
+    assert final.outputs == whole.outputs
+    assert tokens_of(final) == tokens_of(alone[name])
+    for index, wanted in enumerate(whole.outputs):
+        deltas = [one for output in kinds[RequestOutputKind.DELTA] for one in output.outputs if one.index == index]
+        assert "".join(one.text for one in deltas) == wanted.text
+        assert sum((one.token_ids for one in deltas), ()) == wanted.token_ids
+        if wanted.logprobs is not None:
+            assert sum((one.logprobs for one in deltas), ()) == wanted.logprobs
+        assert [one.finish_reason for one in deltas] == [None] * (len(deltas) - 1) + [wanted.finish_reason]
+        assert all(one.token_ids for one in deltas[:-1]), "a delta of nothing"
+
+
+def test_spaces_between_special_tokens(tmp_path):
+    """Of a tokenizer that writes them; an engine that draws nothing but special tokens."""
+    model = write_tiny_model(tmp_path / "spaced")
+    vocab = {token: index for index, token in enumerate([*SPECIALS, "a", *(f"w{index}" for index in range(255))])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(SPECIALS)
+    backend.save(str(model / "tokenizer.json"))
+    fields = {**DRAWN, "max_tokens": 5, "allowed_token_ids": [0, 1], "skip_special_tokens": False}
+    with new_engine(str(model)) as engine:
+        texts = [
+            engine.generate(["w1 w2"], SamplingParams(**fields, spaces_between_special_tokens=spaces), use_tqdm=False)
+            for spaces in (True, False)
+        ]
+    with_spaces, without = (output[0].outputs[0].text for output in texts)
+    assert with_spaces.count(" ") >= 4
+    assert without.lstrip() == with_spaces.replace(" ", "")
+
+
+def test_outputs_that_were_given_stay_as_they_were(engine):
+    engine.add_request("r", PROMPTS[0], SamplingParams(**GREEDY, logprobs=1))
+    given = []
+    while engine.has_unfinished_requests():
+        given += engine.step()
+    for count, output in enumerate(given, 1):
+        assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs) == count
+        assert given[-1].outputs[0].text.startswith(output.outputs[0].text)
+        assert output.outputs[0] == output.outputs[0]
+
+
+def test_every_field_is_tried_here_or_has_a_file_of_its_own():
+    elsewhere = {
+        # test_detokenizer.py, test_engine.py
+        "stop", "stop_token_ids", "include_stop_str_in_output", "detokenize", "skip_special_tokens",
+    }  # fmt: skip
+    here = {"output_kind", "spaces_between_special_tokens"} | {name for fields in ASKED.values() for name in fields}
+    assert set(FIELDS) == elsewhere | here
+
+
+def test_token_ids_outside_the_vocabulary_and_too_many_bad_tokens_are_refused(engine):
+    for fields, words in {
+        "logit_bias": ({"logit_bias": {VOCAB_SIZE: 1.0}}, f"token id {VOCAB_SIZE} is out of vocabulary"),
+        "allowed_token_ids": ({"allowed_token_ids": [VOCAB_SIZE]}, f"token id {VOCAB_SIZE} is out of vocabulary"),
+        "bad_words": ({"bad_words": ["x" * 600]}, "got 1201 tokens"),
+        "extra_args": ({"extra_args": {"nobody": 1}}, "this engine takes one of lifted_token, height"),
+        "logprobs": ({"logprobs": VOCAB_SIZE + 1}, f"at most the size of the vocabulary, {VOCAB_SIZE}"),
+    }.values():
+        with pytest.raises(InvalidRequestError, match=words):
+            engine.generate([PROMPTS[0]], SamplingParams(**fields), use_tqdm=False)
