@@ -88,7 +88,8 @@ class RuleBook:
         """
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
         tokens[np.asarray(prompt, np.intp)] |= IN_PROMPT
-        tokens[list(stop_ids)] |= ENDS
+        # A model's own end-of-sequence id may have no row in its head.
+        tokens[[token_id for token_id in stop_ids if token_id < self.vocab_size]] |= ENDS
         bias = np.zeros(self.vocab_size, np.float32)
         if params.allowed_token_ids is not None:
             bias[:] = -np.inf

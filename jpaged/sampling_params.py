@@ -243,6 +243,14 @@ class BeamSearchParams(_Checked):
     length_penalty: float = 1.0
     early_stopping: bool | str = False
 
+    def __new__(cls, **values: Any) -> BeamSearchParams:
+        """Refuse unknown names with the nearest known one, where a dataclass would say `unexpected keyword`."""
+        known = [one.name for one in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise _unknown(name, known)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self._integer("beam_width", 1, MAX_SAMPLES)
         if self.max_tokens is not None:
@@ -305,9 +313,13 @@ def check_name(name: str, others: Iterable[str] = ()) -> None:
         return
     if name in NOT_BUILT:
         raise InvalidRequestError(f"{name}: not available in this version; leave it out", param=name)
-    near = difflib.get_close_matches(name, [*FIELDS, *others], n=1)
-    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join([*FIELDS, *others])}"
-    raise InvalidRequestError(f"{name[:100]}: unknown parameter; {hint}", param=name[:100])
+    raise _unknown(name, [*FIELDS, *others])
+
+
+def _unknown(name: str, known: list[str]) -> InvalidRequestError:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
+    return InvalidRequestError(f"{name[:100]}: unknown parameter; {hint}", param=name[:100])
 
 
 def shown(value: Any) -> str:

@@ -233,6 +233,11 @@ def test_a_wrong_value_is_refused_by_field_and_range(name, value):
     assert caught.value.param == name
 
 
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(InvalidRequestError, match=r"^beam_widht: unknown parameter; did you mean beam_width\?"):
+        BeamSearchParams(beam_widht=2, max_tokens=4)
+
+
 def test_flags_of_beam_search():
     def flags(*words):
         return beam_flags(parse_generate(["hello", *words]))

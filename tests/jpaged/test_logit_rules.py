@@ -133,6 +133,13 @@ def test_slot_0_changes_nothing_and_keeps_nothing():
     jax.tree.map(np.testing.assert_array_equal, rules, after)
 
 
+def test_an_end_that_has_no_row_in_the_head_is_passed_over():
+    """Of a model whose config names one: it can never be drawn."""
+    params = SamplingParams(min_tokens=3)
+    with_it = BOOK.row(params, prompt=[1], output=[], stop_ids=(3, VOCAB_SIZE), bad_words=())
+    assert np.array_equal(with_it, BOOK.row(params, prompt=[1], output=[], stop_ids=(3,), bad_words=()))
+
+
 def test_a_new_owner_inherits_nothing():
     first, second = (SamplingParams(**ASKED[name]) for name in ("all", "presence"))
     rules = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(first, [1, 2], [6, 7, 8]), np.int32(2))
