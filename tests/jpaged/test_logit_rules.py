@@ -1,5 +1,7 @@
 """Rules of logits against a plain numpy account of what each field means, and kept up token by token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,10 @@ from jpaged.errors import ConfigError, InvalidRequestError
 from jpaged.logit_rules import apply_rules, new_rules, note_tokens, set_rules
 from jpaged.logits_processor import LogitsProcessor
 from jpaged.rule_book import MAX_BAD_TOKENS, RuleBook
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampler import sample
+from jpaged.sampling_params import SampleMode, SamplingParams
+
+from .test_sampler import NO_RULE, exact_weights, is_drawn_from, make_rows
 
 VOCAB_SIZE = 40
 NUM_SLOTS = 12
@@ -109,6 +114,52 @@ def test_rows_of_all_kinds_follow_their_rules_token_by_token_and_nobody_elses():
         output = histories[list(ASKED).index("bad words")][2]
         num_banned += sum(output[-len(word) + 1 :] == list(word[:-1]) for word in BAD_WORDS if len(word) > 1)
     assert num_banned > 10
+
+
+TEMPERED = {"temperature": 0.8}
+DRAWN = {
+    "presence": {**TEMPERED, "presence_penalty": 1.5},
+    "frequency": {**TEMPERED, "frequency_penalty": -0.7},
+    "repetition": {**TEMPERED, "repetition_penalty": 1.8},
+    "bias": {**TEMPERED, "logit_bias": {0: -100.0, 39: 4.0, 6: 1.5}},
+    "all": {
+        **TEMPERED,
+        **ASKED["all"],
+        "extra_args": {"token": 33, "height": 1.0},
+        "min_tokens": 0,
+        "top_k": 25,
+        "top_p": 0.95,
+        "min_p": 0.01,
+    },
+}
+
+
+@pytest.mark.parametrize("asked", DRAWN.values(), ids=DRAWN.keys())
+def test_draws_under_rules_have_the_exact_probabilities(asked):
+    """Chi-squared over 2¹⁷ draws after a prompt and an output; the rules and the truncation in float64 beside it."""
+    rng = np.random.default_rng(5)
+    params = SamplingParams(**asked)
+    prompt, output = rng.integers(0, VOCAB_SIZE, 9).tolist(), rng.integers(0, VOCAB_SIZE, 15).tolist()
+    rules = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(params, prompt, output), np.int32(4))
+    logits = rng.normal(0, 1, VOCAB_SIZE).astype(np.float32)
+    num_rows = 1 << 17
+    own = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+    @jax.jit
+    def draw(rules, rows):
+        tiled = jnp.broadcast_to(jnp.asarray(logits), (num_rows, VOCAB_SIZE))
+        ruled = apply_rules(tiled, rules, rows.ruled_slot, rows.output_index, BOOK.processors)
+        return sample(tiled, rows, SampleMode.EVERYTHING, ruled_RV=ruled).token_ids
+
+    rows = make_rows([own] * num_rows, seed=np.arange(num_rows), output_index=len(output))
+    rows = replace(rows, ruled_slot=jnp.full(num_rows, 4, jnp.int32))
+    counts = np.bincount(draw(rules, rows), minlength=VOCAB_SIZE)
+    ruled = expected(logits, params, prompt, output, BAD_WORDS if params.bad_words else ())
+    exact, margin = exact_weights(ruled, own)
+    assert margin > 1e-4
+    plain, _ = exact_weights(logits, {**NO_RULE, "temperature": own["temperature"]})
+    assert is_drawn_from(exact, counts)
+    assert not is_drawn_from(plain, counts)
 
 
 def test_a_sequence_that_comes_back_has_the_rules_it_had():

@@ -1,0 +1,275 @@
+"""The matrix of batch invariance: a request has the same tokens whoever shares its batch, and however it is scheduled.
+
+Each case is one value of every dimension. All requests of a case are held against what each gives alone, in an engine
+with room for everything, one step after another. A token may differ where the choice was a near-tie: `Comparison`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from allpairspy import AllPairs
+
+from jpaged import Engine, RequestOutputKind, SamplingParams
+
+DIMENSIONS: dict[str, tuple[Any, ...]] = {
+    "num_requests": (1, 2, 7, 64),
+    "neighbours": ("alike", "mixed", "kin"),
+    "order": ("together", "reversed", "staggered"),
+    "is_stream": (False, True),
+    "chunk": (0, 16, 37),
+    "block_size": (8, 16, 32),
+    "cache": ("off", "cold", "warm", "evicting"),
+    "preemption": ("none", "recompute", "swap"),
+    "is_ahead": (False, True),
+}
+OF_ENGINE = "chunk", "block_size", "cache", "preemption", "is_ahead"
+"""What an engine is made with; the others belong to what it is given."""
+NEAR_TIE = 1e-4
+"""Of the gap between the two likeliest tokens in logprobs, or of a draw from the edge of its token in the CDF."""
+MAX_EXCUSED = 1e-3
+"""Share of positions."""
+MAX_TOKENS = 16
+"""With the lengths below, enough for most to begin a page while they decode: that is when pages run out."""
+MAX_CACHED = 3
+"""Free pages that keep a prefix, where prefixes are evicted."""
+SHARE_OF_NEED = 0.6
+"""Pages that requests find which are to be preempted, of what they need together."""
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"temperature": 1.0, "n": 2, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
+    {"temperature": 0.9, "logit_bias": {7: 2.0, 11: -3.0}, "min_tokens": 3},
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One request of a case."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def specs(neighbours: str, vocab: Sequence[int], count: int = 64) -> list[Spec]:
+    """Requests of one sort. `vocab`: ids to make prompts of."""
+    rng = random.Random(f"{neighbours} of the matrix")
+    common = rng.choices(vocab, k=48)
+    found = []
+    for index in range(count):
+        if neighbours == "alike":
+            length, kind = 27, KINDS[0]
+        else:
+            length, kind = rng.randint(1, 60), KINDS[index % len(KINDS)] if neighbours == "mixed" else KINDS[1]
+        own = rng.choices(vocab, k=length)
+        prompt = [*common, *own[: 1 + length // 8]] if neighbours == "kin" else own
+        params = SamplingParams(**kind, max_tokens=MAX_TOKENS, ignore_eos=True, seed=index)
+        found.append(Spec(tuple(prompt), params))
+    return found
+
+
+Tokens = tuple[tuple[int, ...], ...]
+"""Output tokens of a request, by sample."""
+
+
+class Solo:
+    """What each request gives alone, and how near each of its choices was to another one."""
+
+    def __init__(self, model: str | None, **sizes: Any):
+        self.engine = Engine(
+            model,
+            **sizes,
+            **{"async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False},
+            max_logprobs=-1,
+            logprobs_mode="processed_logprobs",
+        )
+        self._known: dict[Spec, Tokens] = {}
+
+    def __enter__(self) -> Solo:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.shutdown()
+
+    def tokens(self, spec: Spec) -> Tokens:
+        if spec not in self._known:
+            (output,) = self.engine.generate([list(spec.prompt)], spec.params, use_tqdm=False)
+            self._known[spec] = tuple(tuple(one.token_ids) for one in output.outputs)
+        return self._known[spec]
+
+    def margin(self, spec: Spec, sample: int, position: int) -> float:
+        """How far the choice of the output token at `position` was from another token."""
+        is_greedy = spec.params.is_greedy
+        params = replace(spec.params, logprobs=2 if is_greedy else -1, max_tokens=position + 1, min_tokens=0)
+        (output,) = self.engine.generate([list(spec.prompt)], params, use_tqdm=False)
+        completion = output.outputs[sample]
+        token, entry = completion.token_ids[position], completion.logprobs[position]
+        if is_greedy:
+            first, second = sorted((one.logprob for one in entry.values()), reverse=True)[:2]
+            return first - second
+        shares = np.zeros(1 + max(entry))
+        for token_id, one in entry.items():
+            shares[token_id] = math.exp(one.logprob)
+        ends = np.cumsum(shares)
+        uniform = uniform_of(spec.params.seed, sample, position)
+        return min(abs(uniform - ends[token] + shares[token]), abs(ends[token] - uniform))
+
+
+def uniform_of(seed: int, sample: int, position: int) -> float:
+    """The number that a token is drawn by, as DESIGN names its key; by plain jax.random calls."""
+    key = jax.random.key(seed, impl="threefry2x32")
+    for part in (sample, position, 0):
+        key = jax.random.fold_in(key, part)
+    return (int(jax.random.bits(key, (), np.uint32)) >> 8) * 2.0**-24
+
+
+@dataclass
+class Comparison:
+    """Counts positions that were compared and those excused; what differs without an excuse is listed."""
+
+    solo: Solo
+    num_compared: int = 0
+    num_excused: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, spec: Spec, got: Tokens, where: object) -> None:
+        expected = self.solo.tokens(spec)
+        assert len(got) == len(expected), where
+        for sample, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+            pairs = itertools.zip_longest(ours, theirs)
+            place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+            if place is None:
+                self.num_compared += len(theirs)
+                continue
+            self.num_compared += place + 1
+            margin = self.solo.margin(spec, sample, place) if place < min(len(ours), len(theirs)) else math.inf
+            if margin <= NEAR_TIE:
+                self.num_excused += 1  # Behind it the two go on from different texts.
+            else:
+                self.differences.append(f"{where}: sample {sample}, token {place}, margin {margin:.2g}")
+
+    def check(self) -> None:
+        print(f"batch invariance: {self.num_compared} tokens compared, {self.num_excused} near-ties excused")
+        assert not self.differences, "\n".join(self.differences[:10])
+        assert self.num_excused <= MAX_EXCUSED * self.num_compared
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model on which cases are run: its sizes, and the requests to make."""
+
+    model: str | None
+    vocab: Sequence[int]
+    sizes: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engines of cases, and not of the one that is alone."""
+    given: Callable[[SamplingParams], SamplingParams] = lambda params: params
+    """What engines of cases are given in place of a request's parameters."""
+
+    def solo(self) -> Solo:
+        return Solo(self.model, **self.sizes, block_size=16)
+
+    @cached_property
+    def requests(self) -> dict[str, list[Spec]]:
+        return {name: specs(name, self.vocab) for name in DIMENSIONS["neighbours"]}
+
+    def engine(self, case: Mapping[str, Any]) -> Engine:
+        block_size, cache, preemption = case["block_size"], case["cache"], case["preemption"]
+        ahead = {} if case["is_ahead"] else {"async_scheduling": False, "num_decode_steps": 1}
+        pages_of_one = -(-self.sizes["max_model_len"] // block_size)
+        return Engine(
+            self.model,
+            **{**self.sizes, **ahead, **self.options},
+            block_size=block_size,
+            num_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one,
+            long_prefill_token_threshold=case["chunk"],
+            enable_chunked_prefill=case["chunk"] > 0,
+            enable_prefix_caching=cache != "off",
+            max_cached_blocks=MAX_CACHED if cache == "evicting" else None,
+            preemption_mode="auto" if preemption == "none" else preemption,
+            num_host_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one if preemption == "swap" else 0,
+        )
+
+    def run(self, engine: Engine, case: Mapping[str, Any], comparison: Comparison) -> None:
+        """Give the engine the case's requests and compare; counters prove that the case was what it is called."""
+        requests = self.requests[case["neighbours"]][: case["num_requests"]]
+        engine.reset_prefix_cache()
+        if case["cache"] == "warm":
+            self._outputs(engine, requests, case)
+        before = engine.stats()
+        with _pages_kept_away(engine, requests) if case["preemption"] != "none" else nullcontext():
+            for spec, tokens in zip(requests, self._outputs(engine, requests, case), strict=True):
+                comparison.add(spec, tokens, {**case, "seed": spec.params.seed})
+        after = engine.stats()
+        grown = {name: after[name] - before[name] for name in after}
+        assert after["recompiles"] == 0
+        assert after["blocks_used"] == after["host_blocks_used"] == after["requests"] == 0
+        if case["preemption"] != "none" and case["num_requests"] == max(DIMENSIONS["num_requests"]):
+            assert grown[f"preemptions_{case['preemption']}"] > 0, case
+        if case["preemption"] == "none":
+            assert grown["preemptions"] == 0, case
+        if case["cache"] == "warm":
+            assert grown["prefix_cache_hits"] > 0 or max(len(spec.prompt) for spec in requests) <= case["block_size"]
+        if case["cache"] == "off":
+            assert grown["prefix_cache_hits"] == 0
+        if case["cache"] == "evicting" and case["num_requests"] > 2:
+            assert len(engine.blocks.device.cached) == MAX_CACHED
+
+    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Mapping[str, Any]) -> list[Tokens]:
+        """Tokens of each request, given to the engine and taken from it as the case says."""
+        kind = RequestOutputKind.DELTA if case["is_stream"] else RequestOutputKind.FINAL_ONLY
+        tokens: dict[str, list[list[int]]] = {}
+        waiting = list(enumerate(requests))
+        if case["order"] == "reversed":
+            waiting.reverse()
+        at_once = 1 if case["order"] == "staggered" else len(waiting)
+        while waiting or engine.has_unfinished_requests():
+            for index, spec in waiting[:at_once]:
+                params = replace(self.given(spec.params), output_kind=kind)
+                engine.add_request(str(index), list(spec.prompt), params)
+                tokens[str(index)] = [[] for _ in range(params.n)]
+            del waiting[:at_once]
+            for output in engine.step():
+                for completion in output.outputs:
+                    tokens[output.request_id][completion.index].extend(completion.token_ids)
+        return [tuple(map(tuple, tokens[str(index)])) for index in range(len(requests))]
+
+
+@contextmanager
+def _pages_kept_away(engine: Engine, requests: Sequence[Spec]) -> Iterator[None]:
+    """Leave so few pages that requests that run together are preempted."""
+    size, pool = engine.sizes.block_size, engine.blocks.device
+    needs = [spec.params.n * -(-(len(spec.prompt) + MAX_TOKENS) // size) for spec in requests]
+    ends = [(spec.prompt, end) for spec in requests for end in range(size, len(spec.prompt), size)]
+    num_shared = len(ends) - len({prompt[:end] for prompt, end in ends}) if engine.config.enable_prefix_caching else 0
+    room = max(max(needs), math.ceil(SHARE_OF_NEED * (sum(needs) - num_shared)))
+    num_away = pool.num_usable - room
+    pool.withdraw(num_away)
+    yield
+    pool.withdraw(-num_away)
+
+
+def all_cases() -> Iterator[dict[str, Any]]:
+    """The whole matrix, the cases of an engine one after another."""
+    names = [*OF_ENGINE, *(name for name in DIMENSIONS if name not in OF_ENGINE)]
+    for values in itertools.product(*(DIMENSIONS[name] for name in names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def covering_cases() -> list[dict[str, Any]]:
+    """So few cases that every pair of values of two dimensions is in one of them."""
+    return [dict(zip(DIMENSIONS, values, strict=True)) for values in AllPairs([*DIMENSIONS.values()])]
