@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from .attention_check import check_kernels
 from .attention_choice import block_size_of, choose_attention
 from .block_manager import BlockManager
-from .buckets import Buckets, filled_tokens, make_buckets
+from .buckets import Buckets, filled_tokens, make_buckets, one_bucket
 from .compile_plan import CompilePlan, Key
 from .config import MAX_DECODE_STEPS, EngineConfig
 from .core import Core
@@ -90,7 +90,7 @@ def assemble(
         raise ConfigError(" ".join(str(error).split())) from error
     mesh, model = device_mesh([device]), opened.config
     _, kv_dtype = chosen_dtypes(config, model, device.platform)
-    attention = choose_attention(config.attention_backend, model, device, kv_dtype)
+    attention = choose_attention(config.attention_backend, model, device, kv_dtype, deterministic=config.deterministic)
     backend = attention.backend
     logger.info("attention: %s, %s", backend.name, attention.reason)
     if device.platform == "cpu":
@@ -215,11 +215,14 @@ def step_tools(
     sizes: EngineSizes | StepSizes, backend: Backend, platform: str, rule_book: RuleBook
 ) -> tuple[Buckets, StepInputBuilder]:
     """The padded sizes that steps come in, and what builds them."""
-    buckets = make_buckets(
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        platform=platform,
-    )
+    if sizes.is_deterministic:
+        buckets = one_bucket(sizes.max_num_seqs)
+    else:
+        buckets = make_buckets(
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_num_seqs=sizes.max_num_seqs,
+            platform=platform,
+        )
     builder = StepInputBuilder(
         buckets=buckets,
         backend=backend,
@@ -228,6 +231,7 @@ def step_tools(
         max_num_seqs=sizes.max_num_seqs,
         max_pages=-(-sizes.max_model_len // sizes.block_size),
         rule_book=rule_book,
+        one_token_rows=sizes.is_deterministic,
     )
     return buckets, builder
 
@@ -290,6 +294,8 @@ def own_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _num_decode_steps(config: EngineConfig) -> int:
+    if config.deterministic:
+        return 1
     return MAX_DECODE_STEPS if config.num_decode_steps == "auto" else int(config.num_decode_steps)
 
 
@@ -367,7 +373,7 @@ def _warmup_keys(
     if not demands:
         return [], [] if is_cpu else everything
     num_seqs = min(sum(demand.num_samples for demand in demands), sizes.max_num_seqs)
-    samplers = [sample_key(buckets, num_seqs, mode) for mode in modes]
+    samplers = [sample_key(buckets, num_seqs, buckets.mode_for(mode)) for mode in modes]
     decodes = [decode_key(buckets, num_seqs), forward_key(buckets, num_seqs)]
     behind = [key for key in decodes if key in programs.lower]
     return [*_prompt_keys(config, buckets, sizes, demands), *samplers], behind if is_cpu else [*behind, *everything]

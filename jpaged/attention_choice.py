@@ -54,13 +54,17 @@ class AttentionChoice:
     reason: str
 
 
-def choose_attention(asked: str, model: ModelConfig, device: jax.Device, kv_dtype: str = "bfloat16") -> AttentionChoice:
+def choose_attention(
+    asked: str, model: ModelConfig, device: jax.Device, kv_dtype: str = "bfloat16", *, deterministic: bool = False
+) -> AttentionChoice:
     """The backend for `attention_backend` = `asked`, on this device, over pages of `kv_dtype`. ConfigError if it cannot
-    be had."""
+    be had. `deterministic`: one that rounds a row with one query alike in any company."""
     # On a CPU a row has the same bits whether it shares or not.
     xla = XlaBackend(platform=device.platform, share_prefixes=device.platform == "cpu")
     if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
         return AttentionChoice(xla, "asked for" if asked == "xla" else _why_xla(device))
+    if deterministic and asked == "auto":
+        return AttentionChoice(xla, "deterministic: pallas-tpu writes a row's keys while others are attending")
     name = "pallas-tpu" if asked == "auto" else asked
     if device.platform != DEVICE_OF_KERNELS[name]:
         raise ConfigError(
@@ -68,7 +72,7 @@ def choose_attention(asked: str, model: ModelConfig, device: jax.Device, kv_dtyp
         )
     try:
         heads = model.num_heads, model.num_kv_heads, model.head_size
-        backend = kernel_backend(name, device, *heads, model.windows, kv_dtype)
+        backend = kernel_backend(name, device, *heads, model.windows, kv_dtype, is_cut=not deterministic)
     except ConfigError:
         raise  # The user's table of sizes is broken: nothing that another backend could be taken for.
     except ValueError as error:
@@ -97,13 +101,15 @@ def kernel_backend(
     head_size: int,
     windows: Sequence[int | None] = (),
     kv_dtype: str = "bfloat16",
+    *,
+    is_cut: bool = True,
 ) -> Backend:
     """The kernels of that name, for that many heads on this chip, over pages of the size that a start takes first.
-    ValueError names what they do not take."""
+    ValueError names what they do not take. `is_cut`: a GPU's may cut rows as their company wants it."""
     if name == "pallas-tpu":
         backend: Backend = _tpu_backend(device.device_kind, num_heads, head_size)
     else:
-        backend = _gpu_backend(device, num_heads, num_kv_heads, head_size, windows)
+        backend = _gpu_backend(device, num_heads, num_kv_heads, head_size, windows, is_cut=is_cut)
     backend.layout(
         num_layers=1,
         num_pages=1,
@@ -149,7 +155,7 @@ def user_tuned() -> tuple[TunedEntry, ...]:
 
 
 def _gpu_backend(
-    device: Any, num_heads: int, num_kv_heads: int, head_size: int, windows: Sequence[int | None]
+    device: Any, num_heads: int, num_kv_heads: int, head_size: int, windows: Sequence[int | None], *, is_cut: bool
 ) -> GpuBackend:
     from .pallas_kernels.ragged_paged_attention import GpuBackend
 
@@ -167,6 +173,7 @@ def _gpu_backend(
         num_sms=device.core_count,
         block_memory=device.shared_memory_per_block_optin,
         capability=(capability[0], capability[1]),
+        is_cut=is_cut,
     )
 
 

@@ -8,6 +8,7 @@ one run; medians are shown, ratios first: how many times as fast the engine is. 
     dense       static batches of 16, padded, over a dense cache
     sync        the engine with --no-async-scheduling
     one-step    the engine with --num-decode-steps 1
+    deterministic   the engine with --deterministic
     --peer      another engine, behind a command: see PeerContender
 """
 
@@ -40,7 +41,11 @@ from .progress import say
 from .workloads import WORKLOADS, Workload, load_workload
 
 ENGINE = "jpaged"
-OTHER_OPTIONS: dict[str, dict[str, Any]] = {"sync": {"async_scheduling": False}, "one-step": {"num_decode_steps": 1}}
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {
+    "sync": {"async_scheduling": False},
+    "one-step": {"num_decode_steps": 1},
+    "deterministic": {"deterministic": True},
+}
 VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS)
 DEFAULTS = {"latency": (["A"], ["bare"]), "throughput": (["B", "C"], ["bare"])}
 """Workloads, and what they are compared with."""

@@ -23,6 +23,8 @@ class Buckets:
     num_samples: tuple[int, ...]
     num_everything_samples: tuple[int, ...]
     """Of which some have rules or logprobs: fewer sizes, to save executables."""
+    modes: tuple[SampleMode, ...] = tuple(SampleMode)
+    """That there are executables of, in their order."""
 
     @property
     def max_samples(self) -> int:
@@ -45,10 +47,25 @@ class Buckets:
         """Sample buckets of one mode."""
         return self.num_everything_samples if mode is SampleMode.EVERYTHING else self.num_samples
 
+    def mode_for(self, mode: SampleMode) -> SampleMode:
+        """The first one there is that does what `mode` does."""
+        return mode if mode in self.modes else self.modes[0]
+
     def samples_for(self, count: int, mode: SampleMode) -> int:
         """Smallest sample bucket of a mode that holds `count`."""
         sizes = self.sample_sizes(mode)
         return sizes[bisect_left(sizes, count)]
+
+
+def one_bucket(max_num_seqs: int) -> Buckets:
+    """One size for all steps, and one way to sample: whatever a step holds, the same executables compute it."""
+    size = (deterministic_tokens(max_num_seqs),)
+    return Buckets(size, size, size, modes=(SampleMode.EVERYTHING,))
+
+
+def deterministic_tokens(max_num_seqs: int) -> int:
+    """Tokens, and rows, of every step of an engine that is to be deterministic."""
+    return sample_sizes(max_num_seqs)[-1]
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:

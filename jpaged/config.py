@@ -41,7 +41,7 @@ LIMITS = ("waiting_requests", "waiting_tokens")
 """Keys of `limits`."""
 
 NOT_BUILT = (
-    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "deterministic", "enforce_eager",
+    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "enforce_eager",
     "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh",
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "params",
@@ -118,6 +118,10 @@ class EngineConfig:
         f"tokens decoded per dispatch while nothing waits and nobody wants logprobs, 1 to {MAX_DECODE_STEPS}; auto is "
         f"{MAX_DECODE_STEPS}",
     )
+    deterministic: bool = _option(
+        False,
+        "compute each token bitwise alike in any company: every step in one padded size, one token a dispatch; slower",
+    )
     warmup: str = _option(
         "lazy",
         f"when executables are compiled: {', '.join(WARMUPS)}; lazy: what known prompts need first, full: all at "
@@ -177,7 +181,7 @@ class EngineConfig:
             if not is_integer(self.num_decode_steps) or not 1 <= int(self.num_decode_steps) <= MAX_DECODE_STEPS:
                 self._refuse("num_decode_steps", f"auto, or an integer in [1, {MAX_DECODE_STEPS}]")
             object.__setattr__(self, "num_decode_steps", int(self.num_decode_steps))
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "true or false")
         self._choice("preemption_mode", PREEMPTION_MODES)
@@ -201,6 +205,16 @@ class EngineConfig:
             self._refuse(
                 "long_prefill_token_threshold",
                 "0 while enable_chunked_prefill is false: a prompt is computed in one step; leave one of them out",
+            )
+        if self.deterministic and self.num_decode_steps not in ("auto", 1):
+            self._refuse("num_decode_steps", "auto or 1 while deterministic is true; leave one of them out")
+        if self.deterministic and not self.enable_chunked_prefill:
+            self._refuse("enable_chunked_prefill", "true while deterministic is true: all steps are of one size")
+        if self.deterministic and self.attention_backend == "pallas-tpu":
+            self._refuse(
+                "attention_backend",
+                "auto, xla or pallas-gpu while deterministic is true: these kernels round a prompt as it is cut; leave "
+                "one of them out",
             )
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:

@@ -156,7 +156,7 @@ def step_programs(
     lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
     if num_decode_steps > 1:
         lower |= {("decode", size): partial(lower_decode, size) for size in buckets.decode_sizes}
-    for mode in SampleMode:
+    for mode in buckets.modes:
         lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in buckets.sample_sizes(mode)}
     return Programs(weights, state, lower)
 

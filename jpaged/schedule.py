@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +29,12 @@ class Chunk:
         if not request.needs_prompt_scores:
             return range(0)
         return range(max(self.start, request.num_scored), min(self.start + self.num_tokens, request.prompt_len - 1))
+
+    def tokens(self) -> Iterator[Chunk]:
+        """The same work in chunks of one token."""
+        last = self.start + self.num_tokens - 1
+        for position in range(self.start, last + 1):
+            yield Chunk(self.sequence, position, 1, self.samplers if position == last else ())
 
 
 @dataclass(frozen=True, slots=True)

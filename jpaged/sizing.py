@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .buckets import deterministic_tokens
 from .config import MAX_STEP_TOKENS, EngineConfig
 from .errors import ConfigError
 from .models.config import ModelConfig
@@ -80,6 +81,8 @@ class EngineSizes:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    is_deterministic: bool
+    """Every step is padded to `max_num_batched_tokens`, and each of its tokens is a row."""
     memory: MemoryPlan
     notes: tuple[str, ...] = ()
     """What was chosen against expectation, and why: to be shown."""
@@ -95,6 +98,7 @@ class StepSizes:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    is_deterministic: bool = False
 
 
 def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -152,7 +156,11 @@ def size_engine(
     bytes_per_page = page_bytes(block_size, kv_dtype)
     pages_per_sequence = -(-max_model_len // block_size)
     weights = weights_bytes(dtype)
-    step_sizes = StepSizes(dtype, kv_dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens)
+    if config.deterministic:
+        max_num_batched_tokens = deterministic_tokens(max_num_seqs)
+    step_sizes = StepSizes(
+        dtype, kv_dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, config.deterministic
+    )
     step, is_measured = estimated_step_bytes(model, max_num_batched_tokens, max_num_seqs), False
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
@@ -188,6 +196,11 @@ def size_engine(
             f"max_num_seqs lowered to {max_num_seqs}: the device has no room for the page tables of more sequences of "
             f"{max_model_len} tokens"
         )
+    if config.deterministic and (config.max_num_batched_tokens or 0) > max_num_batched_tokens:
+        notes.append(
+            f"max_num_batched_tokens lowered to {max_num_batched_tokens}, max_num_seqs rounded up: with deterministic "
+            "all steps are of that size"
+        )
     if num_pages < pages_per_sequence:
         missing = (pages_per_sequence - num_pages) * bytes_per_page
         max_model_len = _lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
@@ -214,6 +227,7 @@ def size_engine(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        is_deterministic=config.deterministic,
         memory=MemoryPlan(free_bytes, weights, step, is_measured, (num_pages + 1) * bytes_per_page),
         notes=tuple(notes),
     )
@@ -276,7 +290,7 @@ def _step_sizes(config: EngineConfig, platform: str, demands: Sequence[Demand], 
     seqs = config.max_num_seqs
     if seqs is None:
         seqs = DEFAULT_SEQS.get(platform, DEVICE_SEQS)
-        if demands:  # Powers of two, so that few shapes are ever compiled.
+        if demands and not config.deterministic:  # Powers of two, so that few shapes are ever compiled.
             seqs = min(seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
             # The samples of a prompt run together.
             seqs = max(seqs, _power_of_two(max(demand.num_samples for demand in demands)))

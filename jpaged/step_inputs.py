@@ -205,6 +205,7 @@ class StepInputBuilder:
         max_num_seqs: int,
         max_pages: int,
         rule_book: RuleBook,
+        one_token_rows: bool = False,
     ):
         """`max_pages` is the width of a page table."""
         self.buckets = buckets
@@ -212,6 +213,8 @@ class StepInputBuilder:
         self.block_size = block_size
         self.num_groups = num_groups
         self.rule_book = rule_book
+        self.one_token_rows = one_token_rows
+        self.least_mode = MODES.index(buckets.modes[0])
         self.layouts = {size: self._layout(size) for size in buckets.num_tokens}
         self.num_changes = self.layouts[buckets.num_tokens[-1]].num_changes
         num_slots = max_num_seqs + 1
@@ -229,6 +232,9 @@ class StepInputBuilder:
 
     def build(self, work: SchedulerOutput) -> BuiltStep:
         """Pack the step's work.
+
+        With `one_token_rows` each token of a chunk is a row of its own, computed as if it were decoded: so its bits do
+        not depend on how its prompt was cut.
 
         Rows with one token come first, longest context first, as backends want them: rows of like length can
         then be taken together. Samples keep the order of the work: decodes, then each chunk's samplers.
@@ -253,6 +259,8 @@ class StepInputBuilder:
     def _packed(
         self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]
     ) -> tuple[BuiltStep, _Rows]:
+        if self.one_token_rows:
+            work = replace(work, chunks=[one for chunk in work.chunks for one in chunk.tokens()])
         rows = self._rows(work)
         layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
         # A new one costs no more than to clean an old one, which the device might still be reading.
@@ -337,14 +345,13 @@ class StepInputBuilder:
 
     def _rows(self, work: SchedulerOutput) -> _Rows:
         """Order the rows. A chunk of one token is a decode whose token the host happens to know."""
-        for chunk in work.chunks:
-            self.next_positions[chunk.sequence.slot] = chunk.start
         slots = np.array(
             [sequence.slot for sequence in work.decodes] + [chunk.sequence.slot for chunk in work.chunks], np.intp
         )
         query_lens = np.ones_like(slots)
         query_lens[len(work.decodes) :] = [chunk.num_tokens for chunk in work.chunks]
         starts = self.next_positions[slots]
+        starts[len(work.decodes) :] = [chunk.start for chunk in work.chunks]
         order = np.lexsort((-starts, query_lens > 1))
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
@@ -439,7 +446,7 @@ class StepInputBuilder:
         columns[1, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows.take(slots, axis=1)
-        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=0)]
+        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=self.least_mode)]
 
 
 def _sample_row(sequence: Sequence) -> np.ndarray:

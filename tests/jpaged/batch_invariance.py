@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from allpairspy import AllPairs
 
-from jpaged import Engine, RequestOutputKind, SamplingParams
+from jpaged import CompletionOutput, Engine, Logprob, RequestOutput, RequestOutputKind, SamplingParams
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "num_requests": (1, 2, 7, 64),
@@ -42,8 +42,9 @@ MAX_TOKENS = 16
 """With the lengths below, enough for most to begin a page while they decode: that is when pages run out."""
 MAX_CACHED = 3
 """Free pages that keep a prefix, where prefixes are evicted."""
-SHARE_OF_NEED = 0.6
-"""Pages that requests find which are to be preempted, of what they need together."""
+SHARE_OF_NEED, SHARE_OF_FEW = 0.35, 0.12
+"""Pages that requests find which are to be preempted, of what they need together. Only a few of them run at the same
+time where one comes each step, or where steps are small."""
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -82,21 +83,28 @@ def specs(neighbours: str, vocab: Sequence[int], count: int = 64) -> list[Spec]:
     return found
 
 
-Tokens = tuple[tuple[int, ...], ...]
-"""Output tokens of a request, by sample."""
+Tokens = tuple[tuple[Any, ...], ...]
+"""Output of a request by sample: token ids, or what `with_logprobs` gives."""
+
+
+def with_logprobs(completion: CompletionOutput) -> list[Any]:
+    """Token ids with all that came with them: equal only if the logprobs are, bit for bit."""
+    return list(zip(completion.token_ids, map(bits_of, completion.logprobs), strict=True))
+
+
+def bits_of(entry: Mapping[int, Logprob] | None) -> tuple[Any, ...]:
+    """All logprobs of a token, to be compared."""
+    return () if entry is None else tuple((token, one.logprob, one.rank) for token, one in entry.items())
 
 
 class Solo:
     """What each request gives alone, and how near each of its choices was to another one."""
 
-    def __init__(self, model: str | None, **sizes: Any):
-        self.engine = Engine(
-            model,
-            **sizes,
-            **{"async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False},
-            max_logprobs=-1,
-            logprobs_mode="processed_logprobs",
-        )
+    def __init__(self, model: str | None, *, is_bitwise: bool, **sizes: Any):
+        plain = {"async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False}
+        told = {"deterministic": True} if is_bitwise else {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
+        self.engine = Engine(model, **sizes, **plain, **told)
+        self.is_bitwise = is_bitwise
         self._known: dict[Spec, Tokens] = {}
 
     def __enter__(self) -> Solo:
@@ -107,9 +115,18 @@ class Solo:
 
     def tokens(self, spec: Spec) -> Tokens:
         if spec not in self._known:
-            (output,) = self.engine.generate([list(spec.prompt)], spec.params, use_tqdm=False)
-            self._known[spec] = tuple(tuple(one.token_ids) for one in output.outputs)
+            params = scored(spec.params) if self.is_bitwise else spec.params
+            (output,) = self.engine.generate([list(spec.prompt)], params, use_tqdm=False)
+            self._known[spec] = tuple(tuple(self.items(one)) for one in output.outputs) + self.of_prompt(output)
         return self._known[spec]
+
+    def items(self, completion: CompletionOutput) -> list[Any]:
+        """What is compared of an output."""
+        return with_logprobs(completion) if self.is_bitwise else list(completion.token_ids)
+
+    def of_prompt(self, output: RequestOutput) -> Tokens:
+        """The same of its prompt: nothing, or one more sequence of items."""
+        return (tuple(map(bits_of, output.prompt_logprobs)),) if self.is_bitwise and output.prompt_logprobs else ()
 
     def margin(self, spec: Spec, sample: int, position: int) -> float:
         """How far the choice of the output token at `position` was from another token."""
@@ -156,7 +173,8 @@ class Comparison:
                 self.num_compared += len(theirs)
                 continue
             self.num_compared += place + 1
-            margin = self.solo.margin(spec, sample, place) if place < min(len(ours), len(theirs)) else math.inf
+            is_choice = place < min(len(ours), len(theirs)) and not self.solo.is_bitwise
+            margin = self.solo.margin(spec, sample, place) if is_choice else math.inf
             if margin <= NEAR_TIE:
                 self.num_excused += 1  # Behind it the two go on from different texts.
             else:
@@ -180,8 +198,11 @@ class Bench:
     given: Callable[[SamplingParams], SamplingParams] = lambda params: params
     """What engines of cases are given in place of a request's parameters."""
 
-    def solo(self) -> Solo:
-        return Solo(self.model, **self.sizes, block_size=16)
+    is_bitwise: bool = False
+    """Engines are deterministic, and all logprobs must have the same bits as well."""
+
+    def solo(self, block_size: int = 16) -> Solo:
+        return Solo(self.model, is_bitwise=self.is_bitwise, **self.sizes, block_size=block_size)
 
     @cached_property
     def requests(self) -> dict[str, list[Spec]]:
@@ -193,11 +214,11 @@ class Bench:
         pages_of_one = -(-self.sizes["max_model_len"] // block_size)
         return Engine(
             self.model,
-            **{**self.sizes, **ahead, **self.options},
+            **{"deterministic": self.is_bitwise, **self.sizes, **ahead, **self.options},
             block_size=block_size,
             num_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one,
             long_prefill_token_threshold=case["chunk"],
-            enable_chunked_prefill=case["chunk"] > 0,
+            enable_chunked_prefill=case["chunk"] > 0 or self.is_bitwise,
             enable_prefix_caching=cache != "off",
             max_cached_blocks=MAX_CACHED if cache == "evicting" else None,
             preemption_mode="auto" if preemption == "none" else preemption,
@@ -209,10 +230,11 @@ class Bench:
         requests = self.requests[case["neighbours"]][: case["num_requests"]]
         engine.reset_prefix_cache()
         if case["cache"] == "warm":
-            self._outputs(engine, requests, case)
+            self._outputs(engine, requests, case, comparison.solo)
         before = engine.stats()
-        with _pages_kept_away(engine, requests) if case["preemption"] != "none" else nullcontext():
-            for spec, tokens in zip(requests, self._outputs(engine, requests, case), strict=True):
+        share = SHARE_OF_FEW if case["order"] == "staggered" or self.is_bitwise else SHARE_OF_NEED
+        with _pages_kept_away(engine, requests, share) if case["preemption"] != "none" else nullcontext():
+            for spec, tokens in zip(requests, self._outputs(engine, requests, case, comparison.solo), strict=True):
                 comparison.add(spec, tokens, {**case, "seed": spec.params.seed})
         after = engine.stats()
         grown = {name: after[name] - before[name] for name in after}
@@ -226,13 +248,14 @@ class Bench:
             assert grown["prefix_cache_hits"] > 0 or max(len(spec.prompt) for spec in requests) <= case["block_size"]
         if case["cache"] == "off":
             assert grown["prefix_cache_hits"] == 0
-        if case["cache"] == "evicting" and case["num_requests"] > 2:
+        if case["cache"] == "evicting" and case["num_requests"] > 2 and case["preemption"] == "none":
             assert len(engine.blocks.device.cached) == MAX_CACHED
 
-    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Mapping[str, Any]) -> list[Tokens]:
-        """Tokens of each request, given to the engine and taken from it as the case says."""
+    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Mapping[str, Any], solo: Solo) -> list[Tokens]:
+        """What each request gives, put to the engine and taken from it as the case says."""
         kind = RequestOutputKind.DELTA if case["is_stream"] else RequestOutputKind.FINAL_ONLY
-        tokens: dict[str, list[list[int]]] = {}
+        items: dict[str, list[list[Any]]] = {}
+        of_prompts: dict[str, Tokens] = {}
         waiting = list(enumerate(requests))
         if case["order"] == "reversed":
             waiting.reverse()
@@ -240,23 +263,30 @@ class Bench:
         while waiting or engine.has_unfinished_requests():
             for index, spec in waiting[:at_once]:
                 params = replace(self.given(spec.params), output_kind=kind)
-                engine.add_request(str(index), list(spec.prompt), params)
-                tokens[str(index)] = [[] for _ in range(params.n)]
+                engine.add_request(str(index), list(spec.prompt), scored(params) if self.is_bitwise else params)
+                items[str(index)] = [[] for _ in range(params.n)]
             del waiting[:at_once]
             for output in engine.step():
                 for completion in output.outputs:
-                    tokens[output.request_id][completion.index].extend(completion.token_ids)
-        return [tuple(map(tuple, tokens[str(index)])) for index in range(len(requests))]
+                    items[output.request_id][completion.index].extend(solo.items(completion))
+                of_prompts[output.request_id] = solo.of_prompt(output)
+        names = [str(index) for index in range(len(requests))]
+        return [tuple(map(tuple, items[name])) + of_prompts[name] for name in names]
+
+
+def scored(params: SamplingParams) -> SamplingParams:
+    """The same with logprobs of each token."""
+    return replace(params, logprobs=params.logprobs or 2)
 
 
 @contextmanager
-def _pages_kept_away(engine: Engine, requests: Sequence[Spec]) -> Iterator[None]:
+def _pages_kept_away(engine: Engine, requests: Sequence[Spec], share: float) -> Iterator[None]:
     """Leave so few pages that requests that run together are preempted."""
     size, pool = engine.sizes.block_size, engine.blocks.device
     needs = [spec.params.n * -(-(len(spec.prompt) + MAX_TOKENS) // size) for spec in requests]
     ends = [(spec.prompt, end) for spec in requests for end in range(size, len(spec.prompt), size)]
     num_shared = len(ends) - len({prompt[:end] for prompt, end in ends}) if engine.config.enable_prefix_caching else 0
-    room = max(max(needs), math.ceil(SHARE_OF_NEED * (sum(needs) - num_shared)))
+    room = max(max(needs), math.ceil(share * (sum(needs) - num_shared)))
     num_away = pool.num_usable - room
     pool.withdraw(num_away)
     yield

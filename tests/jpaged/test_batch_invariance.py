@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jpaged import SamplingParams
+from jpaged.models.layers import WeightMaker
 
 from .batch_invariance import (
     DIMENSIONS,
@@ -115,11 +116,45 @@ def test_logprobs_are_bitwise_equal_within_an_executable(tiny: Bench) -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.slow
-def test_the_default_model_in_every_pair_of_circumstances() -> None:
-    """Real text and real gaps: near-ties may be excused, and are counted."""
+@pytest.fixture(scope="module")
+def default() -> Bench:
+    """The default model: real text and real gaps, so near-ties may be excused, and are counted."""
     golden = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
-    vocab = [token for item in golden["items"] for token in item["prompt_ids"]]
-    bench = Bench(None, vocab, SIZES)
+    return Bench(None, [token for item in golden["items"] for token in item["prompt_ids"]], SIZES)
+
+
+@pytest.mark.slow
+def test_the_default_model_in_every_pair_of_circumstances(default: Bench) -> None:
+    with default.solo() as solo:
+        run_all(default, solo, covering_cases()).check()
+
+
+ON_DEFAULT = pytest.param("default", 16, marks=pytest.mark.slow)
+OTHER_SIZES = [pytest.param("tiny", size, marks=pytest.mark.slow) for size in (8, 32)]
+
+
+@pytest.mark.parametrize(("name", "block_size"), [("tiny", 16), *OTHER_SIZES, ON_DEFAULT])
+def test_deterministic_has_the_same_bits_in_every_pair_of_circumstances(
+    name: str, block_size: int, request: pytest.FixtureRequest
+) -> None:
+    """Of tokens, logprobs and prompt logprobs. A page's size is no company: it says how many keys are taken at once."""
+    bench = replace(request.getfixturevalue(name), is_bitwise=True)
+    with bench.solo(block_size) as solo:
+        comparison = run_all(bench, solo, [{**case, "block_size": block_size} for case in covering_cases()])
+    comparison.check()
+    assert comparison.num_excused == 0
+    assert comparison.num_compared > 5_000
+
+
+def test_products_that_round_by_the_number_of_rows_need_deterministic(
+    tiny: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control. On a CPU our own products have the same bits beside any number of rows; XLA's, as any device
+    has them, do not."""
+    monkeypatch.setattr(WeightMaker, "in_panels", False)
+    bench = replace(tiny, is_bitwise=True)
+    case = {**covering_cases()[0], "num_requests": 64, "neighbours": "kin", "block_size": 16}
     with bench.solo() as solo:
-        run_all(bench, solo, covering_cases()).check()
+        run_all(bench, solo, [case]).check()
+        with pytest.raises(AssertionError, match="token"):
+            run_all(replace(bench, options={"deterministic": False}), solo, [case]).check()

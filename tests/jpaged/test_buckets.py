@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.buckets import make_buckets
+from jpaged.buckets import deterministic_tokens, make_buckets, one_bucket
 from jpaged.sampling_params import SampleMode
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -42,6 +42,15 @@ def test_the_default_sizes_need_at_most_36_executables(platform):
     others = 6  # Table updates, allocation, rules of a slot, page copies, swap-out and swap-in.
     samples = sum(len(buckets.sample_sizes(mode)) for mode in SampleMode)
     assert forwards + decodes + samples + others <= 36
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8, 16, 17, 64, 256])
+def test_one_bucket_holds_every_step_and_samples_it_in_one_way(max_num_seqs):
+    buckets = one_bucket(max_num_seqs)
+    (size,) = buckets.num_tokens
+    assert max_num_seqs <= size == deterministic_tokens(max_num_seqs) == buckets.rows_for(size)
+    assert buckets.tokens_for(1) == buckets.samples_for(1, SampleMode.EVERYTHING) == size
+    assert {buckets.mode_for(mode) for mode in SampleMode} == set(buckets.modes) == {SampleMode.EVERYTHING}
 
 
 def test_a_lone_row_has_a_bucket_of_its_own_on_a_cpu():

@@ -72,6 +72,7 @@ RANGES = {
     "attention_backend": (["auto", "xla", "pallas-tpu", "pallas-gpu"], ["flash", "", None, ["xla"]]),
     "generation_config": (["auto", "none"], [None, "", "vllm"]),
     "async_scheduling": ([True, False], [0, 1, None, "true", np.bool_(True)]),
+    "deterministic": ([True, False], [0, 1, None, "true", np.bool_(True)]),
     "num_decode_steps": (["auto", 1, MAX_DECODE_STEPS], [0, -1, MAX_DECODE_STEPS + 1, None, "2", "", *NOT_INTEGERS]),
     "warmup": (["lazy", "full", "off"], ["Full", "", None, True]),
     "model": (["smollm2-135m", Path("somewhere")], [None, *NOT_TEXT]),
@@ -141,6 +142,18 @@ PAIRS = {
         {"long_prefill_token_threshold": 5, "enable_chunked_prefill": False},
         "long_prefill_token_threshold: got 5, allowed: 0 while enable_chunked_prefill is false",
     ),
+    "several tokens a dispatch, and one": (
+        {"num_decode_steps": 4, "deterministic": True},
+        "num_decode_steps: got 4, allowed: auto or 1 while deterministic is true; leave one of them out",
+    ),
+    "prompts of any length in steps of one": (
+        {"enable_chunked_prefill": False, "deterministic": True},
+        "enable_chunked_prefill: got False, allowed: true while deterministic is true",
+    ),
+    "kernels that round prompts as they are cut": (
+        {"attention_backend": "pallas-tpu", "deterministic": True},
+        "attention_backend: got 'pallas-tpu', allowed: auto, xla or pallas-gpu while deterministic is true",
+    ),
 }  # fmt: skip
 
 
@@ -157,6 +170,8 @@ def test_options_that_only_look_contradictory_are_taken():
     assert EngineConfig(preemption_mode="swap", swap_space=0.5).preemption_mode == "swap"
     assert EngineConfig(preemption_mode="swap", num_host_blocks=2).num_host_blocks == 2
     assert EngineConfig(preemption_mode="recompute", num_host_blocks=0).num_host_blocks == 0
+    assert EngineConfig(deterministic=True, num_decode_steps=1, long_prefill_token_threshold=16).deterministic
+    assert EngineConfig(deterministic=True, num_decode_steps="auto", attention_backend="pallas-gpu").deterministic
     assert EngineConfig(max_cached_blocks=0, enable_prefix_caching=False).max_cached_blocks == 0
 
 

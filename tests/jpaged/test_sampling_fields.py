@@ -297,3 +297,13 @@ def test_token_ids_outside_the_vocabulary_and_too_many_bad_tokens_are_refused(en
     }.values():
         with pytest.raises(InvalidRequestError, match=words):
             engine.generate([PROMPTS[0]], SamplingParams(**fields), use_tqdm=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False}], ids=["ahead", "in turns"])
+def test_the_first_delta_comes_before_the_third_step(tiny, options):
+    with new_engine(tiny, **options) as engine:
+        params = SamplingParams(**DRAWN, output_kind=RequestOutputKind.DELTA)
+        engine.add_request("a", PROMPTS[3], params)
+        first = next(number for number in range(1, 9) if any(one.outputs[0].token_ids for one in engine.step()))
+        assert first < 3
+        engine.abort_request("a")

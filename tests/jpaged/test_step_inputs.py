@@ -3,6 +3,7 @@
 import random
 import struct
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -28,7 +29,7 @@ GREEDY, DRAWN, SCORED = (
 )
 
 
-def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, max_pages=128):
+def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, max_pages=128, **options):
     buckets = make_buckets(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform="cpu")
     return StepInputBuilder(
         buckets=buckets,
@@ -38,6 +39,7 @@ def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_to
         max_num_seqs=max_num_seqs,
         max_pages=max_pages,
         rule_book=RuleBook(10_000),
+        **options,
     )
 
 
@@ -221,6 +223,29 @@ def test_a_chunk_of_one_token_stands_among_the_decodes_by_its_context():
     assert view["counts"].tolist()[:4] == [6, 5, 4, 4]
     assert built.samples == [*sequences, known]
     assert samples_named(view, "token")[:4] == [3, 0, 2, 1]
+
+
+def test_with_one_token_rows_a_prompt_is_packed_as_if_it_came_token_by_token():
+    """In one step, beside others that decode; what it draws and scores, and how it decodes on, is the same."""
+    packed = []
+    for is_asked in (True, False):
+        builder = builder_of(one_token_rows=is_asked, max_num_seqs=16)
+        [decoding], siblings = (
+            running(6, slots=[1]),
+            running(9, slots=[2, 3], params=replace(SCORED, prompt_logprobs=1)),
+        )
+        prefill(builder, decoding)
+        samplers, pages = siblings, table_of(siblings[0], (6, 7, 8)) + table_of(siblings[1], (6, 7, 8))
+        at_once = [chunk_of(siblings[0], 2, 7, samplers)]
+        one_by_one = [chunk_of(siblings[0], at, 1, samplers if at == 8 else ()) for at in range(2, 9)]
+        chunks = at_once if is_asked else one_by_one
+        built, view = build(builder, decodes=[decoding], chunks=chunks, placed=siblings, changes=pages)
+        assert view["counts"].tolist()[:4] == [8, 8, 8, 3]
+        assert [list(positions) for _, positions in built.scored] == [[at] for at in range(2, 8)]
+        after, _ = build(builder, decodes=[decoding, *siblings])
+        packed += [built, after]
+    for one, other in zip(packed[:2], packed[2:], strict=True):
+        assert np.array_equal(one.inputs.packed, other.inputs.packed)
 
 
 def test_rows_that_decode_on_are_packed_with_their_steps_and_the_next_step_begins_behind_them():
