@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .attention_check import check_kernels
@@ -24,6 +25,7 @@ from .compile_plan import CompilePlan, Key
 from .config import MAX_DECODE_STEPS, EngineConfig
 from .core import Core
 from .errors import ConfigError
+from .logits_processor import LogitsProcessor
 from .models.config import ModelConfig
 from .models.loading import abstract_weights, check_tensors, load_weights
 from .opening import OpenedModel
@@ -36,7 +38,7 @@ from .request_queue import POLICIES, QueueLimits
 from .rule_book import RuleBook
 from .runner import Runner
 from .sampler import PLAIN, SampleSettings
-from .sampling_params import SampleMode
+from .sampling_params import SampleMode, shown
 from .scheduler import Scheduler
 from .sharding import device_mesh, select_devices
 from .sizing import Demand, EngineSizes, StepSizes, chosen_dtypes, free_host_bytes, rules_bytes, size_engine
@@ -95,6 +97,11 @@ def assemble(
     logger.info("attention: %s, %s", backend.name, attention.reason)
     if device.platform == "cpu":
         logger.info("native code: %s", what_multiplies())
+    settings = SampleSettings(
+        config.logits_processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs"
+    )
+    rule_book = RuleBook(model.vocab_size, config.logits_processors, frozenset(opened.eos_token_ids))
+    check_processors(config.logits_processors, model.vocab_size)
     sizes = size_engine(
         config,
         model,
@@ -105,14 +112,13 @@ def assemble(
         ),
         page_bytes=lambda block_size, dtype: _layout(backend, model, 1, block_size, dtype).page_bytes,
         weights_bytes=lambda dtype: abstract_weights(model, dtype, mesh).size_bytes,
-        step_bytes=lambda step: measured_step_bytes(model, step, mesh, backend),
+        step_bytes=lambda step: measured_step_bytes(model, step, mesh, backend, rule_book, settings),
         host_free_bytes=free_host_bytes(),
         demands=demands,
     )
     for note in sizes.notes:
         logger.warning(note)
     logger.info("memory: %s", sizes.memory)
-    rule_book = RuleBook(model.vocab_size, config.logits_processors)
     buckets, builder = step_tools(sizes, backend, device.platform, rule_book)
     check_kernels(backend, model, sizes.dtype, sizes.kv_cache_dtype, sizes.block_size, device)
     check_tensors(abstract_weights(model, sizes.dtype, mesh), model, opened.checkpoint)
@@ -125,9 +131,7 @@ def assemble(
         builder,
         num_blocks=sizes.num_blocks,
         num_host_blocks=sizes.num_host_blocks,
-        settings=SampleSettings(
-            config.logits_processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs"
-        ),
+        settings=settings,
         num_decode_steps=_num_decode_steps(config),
     )
     # Reading weights leaves the interpreter alone most of the time: what is needed first is traced meanwhile.
@@ -164,6 +168,24 @@ def assemble(
         rule_book=rule_book,
         load_seconds=load_seconds,
     )
+
+
+def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+    """ConfigError for one that JAX cannot trace, or that makes something else of a row of logits."""
+    row, argument = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    for processor in processors:
+        try:
+            made = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
+        except Exception as error:  # It is anybody's code.
+            raise ConfigError(
+                f"logits_processors: {shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}; use jax.numpy alone"
+            ) from error
+        if not isinstance(made, jax.ShapeDtypeStruct) or (made.shape, made.dtype) != (row.shape, row.dtype):
+            raise ConfigError(
+                f"logits_processors: {shown(processor.name)} makes {shown(made)} of a row of logits, allowed: float32 "
+                f"of shape ({vocab_size},), as it was given"
+            )
 
 
 @contextmanager
@@ -268,13 +290,22 @@ def planned_programs(
     )
 
 
-def measured_step_bytes(model: ModelConfig, sizes: StepSizes, mesh: Mesh, backend: Backend) -> int:
+def measured_step_bytes(
+    model: ModelConfig,
+    sizes: StepSizes,
+    mesh: Mesh,
+    backend: Backend,
+    rule_book: RuleBook,
+    settings: SampleSettings,
+) -> int:
     """What the largest step, sampling and decoding loop take beside weights and cache, by what their compiler says.
 
     Compiled over a cache of one page: nothing that a step makes for itself grows with the pages.
     """
-    buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform, RuleBook(model.vocab_size))
-    programs = planned_programs(model, sizes, mesh, backend, buckets, builder, num_blocks=2, num_decode_steps=2)
+    buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform, rule_book)
+    programs = planned_programs(
+        model, sizes, mesh, backend, buckets, builder, num_blocks=2, num_decode_steps=2, settings=settings
+    )
     most_rows = buckets.max_samples
     keys = [
         forward_key(buckets, buckets.num_tokens[-1]),

@@ -84,8 +84,13 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations that are looked at, and hence the most of one beam that may be needed."""
+        """Continuations that are looked at."""
         return self.params.num_candidates(len(self.end_ids))
+
+    @property
+    def num_of_beam(self) -> int:
+        """Of them the most that one beam may have, of those that matter."""
+        return self.params.num_of_beam(len(self.end_ids))
 
     def note(self, sequence: Sequence, token_ids: Any, logprobs: Any) -> bool:
         """Take in the likeliest next tokens of one beam, as numpy; whether those of all beams are there."""
@@ -145,8 +150,8 @@ class BeamSearch:
         """Whether a running beam, of which this is the best, may still come among the hypotheses."""
         if len(hypotheses) < self.params.beam_width:
             return True
-        if self.params.early_stopping is True:
-            return False
+        if self.params.early_stopping is True or self.params.beam_width == 1:
+            return False  # One beam alone is greedy: it ends where it ends.
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self.max_tokens
         return self._score(best, length) > hypotheses[-1].score

@@ -9,6 +9,7 @@ one run; medians are shown, ratios first: how many times as fast the engine is. 
     sync        the engine with --no-async-scheduling
     one-step    the engine with --num-decode-steps 1
     deterministic   the engine with --deterministic
+    drawn, mixed    the engine, whose requests are not greedy, or every kind of request by turns
     --peer      another engine, behind a command: see PeerContender
 """
 
@@ -32,7 +33,17 @@ from typing import Any
 import jax
 
 from .config import EngineConfig
-from .contenders import BareContender, Contender, DenseContender, EngineContender, PeerContender, ReplayContender
+from .contenders import (
+    DRAWN,
+    GREEDY,
+    MIXED,
+    BareContender,
+    Contender,
+    DenseContender,
+    EngineContender,
+    PeerContender,
+    ReplayContender,
+)
 from .engine import Engine
 from .errors import ConfigError
 from .flags import FlagParser, add_engine_flags, engine_config
@@ -46,7 +57,8 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
     "one-step": {"num_decode_steps": 1},
     "deterministic": {"deterministic": True},
 }
-VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS)
+OTHER_KINDS: dict[str, tuple[dict[str, Any], ...]] = {"drawn": (DRAWN,), "mixed": MIXED}
+VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS, *OTHER_KINDS)
 DEFAULTS = {"latency": (["A"], ["bare"]), "throughput": (["B", "C"], ["bare"])}
 """Workloads, and what they are compared with."""
 LEAST_MODEL_LEN = 2048
@@ -121,8 +133,9 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
 def _contenders(config: EngineConfig, opened: Any, args: Namespace, stack: ExitStack) -> dict[str, Contender]:
     """Everything that is timed, by name, the engine first. What `stack` holds is closed with it."""
 
-    def engine_of(**options: Any) -> EngineContender:
-        return EngineContender(stack.enter_context(Engine.from_engine_args(replace(config, **options), opened)))
+    def engine_of(*kinds: dict[str, Any], **options: Any) -> EngineContender:
+        engine = stack.enter_context(Engine.from_engine_args(replace(config, **options), opened))
+        return EngineContender(engine, kinds or (GREEDY,))
 
     ours = engine_of()
     contenders: dict[str, Contender] = {ENGINE: ours}
@@ -135,6 +148,8 @@ def _contenders(config: EngineConfig, opened: Any, args: Namespace, stack: ExitS
             model = opened.config
             shape = model.num_layers, model.num_kv_heads, model.head_size
             contenders[name] = DenseContender(ours.engine.runner.weights, *shape)
+        elif name in OTHER_KINDS:
+            contenders[name] = engine_of(*OTHER_KINDS[name])
         else:
             contenders[name] = engine_of(**OTHER_OPTIONS[name])
     for peer in args.peer:

@@ -1,6 +1,7 @@
 """`jpaged bench scheduler`: what the host core costs per step and per request, beside a device that takes no time.
 
-The scheduler, block manager, step builder and output rules are those of the engine; only the model is missing.
+The scheduler, block manager, step builder and output rules are those of the engine; only the model is missing. Text is
+measured apart, by the default model's tokenizer.
 Two situations: 256 sequences that decode, and the same with newcomers, while more or fewer requests wait. The
 queue is kept as long as it is: for every request that ends, another one comes.
 """
@@ -27,10 +28,13 @@ from flax import nnx
 from .block_manager import BlockManager
 from .buckets import Buckets, make_buckets
 from .compile_plan import CompilePlan
+from .config import EngineConfig
 from .core import Core
+from .detokenizer import Detokenizer
 from .errors import ConfigError
 from .flags import FlagParser
 from .models.loading import Weights
+from .opening import open_for_engine
 from .output_processor import OutputProcessor
 from .pallas_kernels.ragged_paged_attention import PagedCache, XlaBackend
 from .prefix_hash import NO_EXTRAS, extend_hashes
@@ -45,6 +49,7 @@ from .scheduler import Scheduler
 from .sharding import device_mesh
 from .step import DeviceState, RowsToSample
 from .step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
+from .tokenizer import Tokenizer
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
 VOCAB_SIZE = 32_000
@@ -269,6 +274,26 @@ def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
     return {"us_per_page": round(1e6 * median(times) / num_pages, 3), "page_tokens": HASHED_PAGE}
 
 
+def bench_detokenizing(tokenizer: Tokenizer, *, num_tokens: int = 20_000) -> dict[str, float]:
+    """Microseconds to make text of a token and show it, one by one as a stream does; plain, and beside stop strings."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    once = tokenizer.encode(text)
+    token_ids = (once * -(-num_tokens // len(once)))[:num_tokens]
+    found = {}
+    for name, stop in (("plain", ()), ("stop_strings", ("\n\n\n\n", "\n\x00"))):
+        times = []
+        for _ in range(5):
+            detokenizer = Detokenizer(tokenizer, once[:10], stop=stop)
+            start = time.perf_counter()
+            for token_id in token_ids:
+                detokenizer.append([token_id])
+                detokenizer.delta()
+            times.append(time.perf_counter() - start)
+            assert detokenizer.num_tokens == num_tokens, "no stop string is in the text"
+        found[f"us_per_token_{name}"] = round(1e6 * median(times) / num_tokens, 3)
+    return found
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
     parser = FlagParser(prog="jpaged bench scheduler", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -306,6 +331,7 @@ def main(argv: Sequence[str]) -> int:
         "python": platform.python_version(),
         "decode_step": _medians(decode),
         "hash_and_look_up": _medians(hashing),
+        "detokenize": bench_detokenizing(open_for_engine(EngineConfig()).tokenizer),
         "us_per_request": per_request,
         "growth": {size: round(value / per_request[args.queued[0]], 3) for size, value in per_request.items()},
         "steps_with_newcomers": {size: _medians([one["step_us"] for one in runs]) for size, runs in queues.items()},
@@ -340,4 +366,9 @@ def _show(result: dict[str, Any]) -> None:
         say(f"  {name:20} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}")
     for size, value in result["us_per_request"].items():
         say(f"{size:>7} queued: {value:.0f} µs a request, {result['growth'][size]:.2f} × the first queue's")
+    detokenize = result["detokenize"]
+    say(
+        f"text of a token: {detokenize['us_per_token_plain']:.2f} µs, with stop strings "
+        f"{detokenize['us_per_token_stop_strings']:.2f}"
+    )
     say(f"hash and look up a page of {HASHED_PAGE} tokens: {result['hash_and_look_up']['us_per_page']:.2f} µs")

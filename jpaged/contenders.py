@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import cycle
 from typing import Any, Protocol
 
 import jax
@@ -58,11 +59,27 @@ class StepShape:
     """Padded rows that get logits."""
 
 
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+DRAWN: dict[str, Any] = {"temperature": 0.8}
+MIXED: tuple[dict[str, Any], ...] = (
+    GREEDY,
+    DRAWN,
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 40, "min_p": 0.02},
+    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"temperature": 0.0, "logit_bias": {100: 2.0, 200: -100.0}, "bad_words": ["never", "in no case"]},
+    {"temperature": 0.9, "allowed_token_ids": list(range(10, 250)), "min_tokens": 4},
+    {"temperature": 0.0, "logprobs": 5},
+)
+"""What requests of a mixed batch ask for, by turns: every rule, and a few that ask for none."""
+
+
 @dataclass
 class EngineContender:
-    """An engine whose steps are written down."""
+    """An engine whose steps are written down. `kinds`: what its requests ask for, by turns."""
 
     engine: Engine
+    kinds: tuple[dict[str, Any], ...] = (GREEDY,)
     steps: list[StepShape] = field(default_factory=list)
     """Of the last run."""
     built: list[BuiltStep] = field(default_factory=list)
@@ -88,7 +105,8 @@ class EngineContender:
         for kept in (self.steps, self.built, self.true_tokens, self.padded_tokens):
             kept.clear()
         params = [
-            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in workload.outs
+            SamplingParams(**kind, max_tokens=n, ignore_eos=True, detokenize=False, seed=index)
+            for index, (n, kind) in enumerate(zip(workload.outs, cycle(self.kinds), strict=False))
         ]
         prompts = [list(prompt) for prompt in workload.prompts]
         start = time.perf_counter()

@@ -150,6 +150,12 @@ class Core:
                 request.beams.restore(request)
         self.scheduler.restart()
 
+    def fail(self, request: Request, exception: Exception, *, during: str = "its output was made") -> None:
+        """End what goes on of a request by an error: it has raised this. Its neighbours do not notice."""
+        request.error = self._own_error(request, exception, during)
+        for sequence in list(request.live):
+            self.scheduler.finish(sequence, RequestState.FINISHED_ERROR)
+
     def _take_in_scores(self, step: BuiltStep, scores: SampledRows) -> None:
         """Give requests the scores of their prompts' tokens."""
         row = 0
@@ -237,7 +243,7 @@ class Core:
         if request.state is not RequestState.RUNNING:
             return  # It gave its pages back while this step was in flight, and computes this row once more.
         try:
-            if search.note(sequence, *sampled.scores.top(row, search.num_candidates)):
+            if search.note(sequence, *sampled.scores.top(row, search.num_of_beam)):
                 turn = search.choose(request.live)
                 if not turn.choices:
                     search.commit(turn, ())
@@ -262,10 +268,10 @@ class Core:
         if end is not None:
             self.scheduler.finish(sequence, end)
 
-    def _own_error(self, request: Request, exception: Exception) -> str:
-        """What a caller is told of an exception that its own output has raised."""
+    def _own_error(self, request: Request, exception: Exception, during: str = "its output was made") -> str:
+        """What a caller is told of an exception that its own output, or its steps, have raised."""
         logger.error("request %s failed", request.request_id, exc_info=exception)
-        return f"internal error while its output was made: {type(exception).__name__}"
+        return f"internal error while {during}: {type(exception).__name__}"
 
     def _fail(self, sequence: Sequence, message: str) -> None:
         request = sequence.request

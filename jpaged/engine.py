@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -27,7 +28,11 @@ from .request import Request, make_request
 from .sampling_params import BeamSearchParams, SampleMode, SamplingParams, is_integer, shown
 from .sizing import Demand
 
+logger = logging.getLogger("jpaged")
+
 Params = SamplingParams | BeamSearchParams
+MAX_FAILED_STEPS = 3
+"""Without a token between them. Then whoever is live ends with an error: the next try would fail as well."""
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel as int32."""
 
@@ -81,6 +86,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._num_requests = self._num_prompt_tokens = 0
         self._depth = 2 if self.config.async_scheduling else 1
+        self._num_failed_steps = self._num_generated_before = 0
         self._is_open = True
 
     # Offline
@@ -154,8 +160,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """Search each prompt's most likely continuations; of each the `beam_width` best come back, the best first.
 
-        `cumulative_logprob` is the sum over a beam's tokens. The search needs the logprobs of (1 + number of EOS
-        tokens) × `beam_width` tokens of each row, which the engine's `max_logprobs` must allow.
+        `cumulative_logprob` is the sum over a beam's tokens. The search needs the logprobs of `beam_width` +
+        number of EOS tokens of each row, which the engine's `max_logprobs` must allow.
         """
         each = params if isinstance(params, Sequence) else [params]
         if not all(isinstance(one, BeamSearchParams) for one in each):
@@ -215,8 +221,12 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the outputs of every request that it brought a token or an end, each as its
-        `output_kind` wants it."""
-        outputs = [self.core.outputs.output_of(request) for request in self._advance()]
+        `output_kind` wants it.
+
+        A step that fails costs nobody a token: what was live is computed anew by the next ones. If several fail in a
+        row, the requests end with an error, and the exception is raised.
+        """
+        outputs = [self._output_of(request) for request in self._advance()]
         return [output for output in outputs if output is not None]
 
     def run_until_done(self, requests: Iterable[Request] = ()) -> Iterator[RequestOutput]:
@@ -230,7 +240,7 @@ class Engine:
             while held or self.has_unfinished_requests():
                 self._queue_while_there_is_room(held)
                 for request in self._advance():
-                    if request.state.is_finished and (output := self.core.outputs.output_of(request)) is not None:
+                    if request.state.is_finished and (output := self._output_of(request)) is not None:
                         yield output
         finally:
             self.abort_request(list(self.requests))
@@ -408,11 +418,14 @@ class Engine:
                 samples = self.core.retire() if self.core.in_flight else []
                 self.runner.plan.start_rest()
                 self.core.drop()
-        except BaseException:
+        except BaseException as error:
             # The device state may be half written, or gone with a donation: live requests compute theirs anew.
             self.core.restart()
             self.runner.reset()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            self._note_failed_step(error)
+            samples = []
         now = time.monotonic()
         # Not those that have ended, or were aborted, since the step was started.
         changed = {s.request: None for s in samples if self.requests.get(s.request.request_id) is s.request}
@@ -425,6 +438,29 @@ class Engine:
                 del self.requests[request.request_id]
             del self.scheduler.ended[request]
         return list(changed)
+
+    def _note_failed_step(self, error: Exception) -> None:
+        """Go on with the next step, unless no step since the last failures has brought a token: then raise `error`."""
+        if self.core.num_generated > self._num_generated_before:
+            self._num_failed_steps, self._num_generated_before = 0, self.core.num_generated
+        self._num_failed_steps += 1
+        if self._num_failed_steps < MAX_FAILED_STEPS:
+            logger.error("a step failed; its requests are computed anew", exc_info=error)
+            return
+        self._num_failed_steps = 0
+        for request in list(self.scheduler.unfinished):
+            self.core.fail(request, error, during="its steps were computed")
+        raise error
+
+    def _output_of(self, request: Request) -> RequestOutput | None:
+        """What the caller of a request is shown now; if that cannot be made, its error."""
+        try:
+            return self.core.outputs.output_of(request)
+        except Exception as exception:  # Whatever one request does to its output, the others go on.
+            self.core.fail(request, exception)
+            self.requests.pop(request.request_id, None)
+            self.scheduler.ended.pop(request, None)
+            return error_output(request.request_id, request.prompt, request.error or "")
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -483,7 +519,7 @@ class Engine:
         beams = None
         if isinstance(params, BeamSearchParams):
             beams = BeamSearch(params, params.end_ids(self.opened.eos_token_ids), max_tokens)
-            params = params.as_samples(beams.num_candidates)
+            params = params.as_samples(beams.num_of_beam)
         return make_request(
             request_id=request_id,
             number=number,

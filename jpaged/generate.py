@@ -148,7 +148,7 @@ class _Run:
         self._show_ready()
 
     def _take(self, job: Job, output: RequestOutput) -> None:
-        if any(completion.finish_reason == "error" for completion in output.outputs):
+        if output.error is not None:
             say(f"error: {job.id}: {output.error}")
             self._put(job, error_record(job.id, "EngineError", output.error or "the request failed", None))
         else:

@@ -89,7 +89,12 @@ def apply_rules(
     logits_RV = jnp.where(is_too_early, -jnp.inf, logits_RV + rules.bias[slots])
     would_complete = goes_on(words_RB, jnp) & (words_RB & IS_LAST != 0)
     banned = jnp.where(would_complete, words_RB & ID_MASK, logits_RV.shape[1])
-    logits_RV = logits_RV.at[jnp.arange(len(slots))[:, None], banned].set(-jnp.inf, mode="drop")
+
+    def without_bad_words(logits_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
+        return logits_RV.at[jnp.arange(len(slots))[:, None], banned].set(-jnp.inf, mode="drop")
+
+    if processors:
+        logits_RV = without_bad_words(logits_RV)
     at = len(VALUES)
     for processor in processors:
         given = values[:, at : at + len(processor.arguments)]
@@ -100,7 +105,10 @@ def apply_rules(
     is_drawn_RV = counts_RV > 0
     repeated = jnp.where(logits_RV > 0, logits_RV / repetition, logits_RV * repetition)
     logits_RV = jnp.where(is_drawn_RV | (tokens_RV & IN_PROMPT != 0), repeated, logits_RV)
-    return logits_RV - frequency * counts_RV - presence * is_drawn_RV.astype(jnp.float32)
+    logits_RV = logits_RV - frequency * counts_RV - presence * is_drawn_RV.astype(jnp.float32)
+    # Last, where only penalties come between, which do not change −inf: what is scattered into is written out, where
+    # XLA:CPU would compute all of the above once for every reader.
+    return logits_RV if processors else without_bad_words(logits_RV)
 
 
 def note_tokens(rules: SlotRules, slots: Int[Array, " R"], token_ids: Int[Array, " R"]) -> SlotRules:

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .beam_search import Beam
 from .detokenizer import Detokenizer
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Snapshot
 from .request import Request, RequestState, Sequence
 from .sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from .beam_search import Beam, BeamSearch
+    from .beam_search import BeamSearch
     from .sampler import SampledRows, TokenScores
     from .tokenizer import Tokenizer
 
@@ -59,6 +60,8 @@ class OutputProcessor:
         """Without a tokenizer for requests that want neither text nor logprobs."""
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._texts: dict[int, str] = {}
+        """Of tokens that logprobs have named."""
 
     def start(self, sequence: Sequence) -> None:
         """Begin the output of a new sequence."""
@@ -133,7 +136,9 @@ class OutputProcessor:
         """Take in the scores of the prompt's tokens behind these positions, which these rows hold."""
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
-        if not request.prompt_logprobs:
+        if isinstance(request.prompt_logprobs, tuple):
+            if request.prompt_logprobs:
+                return  # Computed once more, after a preemption: the caller has them.
             request.prompt_logprobs = [None] * request.prompt_len
         for position, row in zip(positions, rows, strict=True):
             token_id = request.prompt_token_ids[position + 1]
@@ -145,10 +150,10 @@ class OutputProcessor:
         queue_end, kind = request.first_scheduled_time, request.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not request.state.is_finished:
             return None
+        is_delta = kind is RequestOutputKind.DELTA
         if request.beams is not None:
             outputs = self._beams(request, request.beams)
         else:
-            is_delta = kind is RequestOutputKind.DELTA
             shown = [one for one in request.sequences if not (is_delta and _is_told(one))]
             outputs = [_completion(sequence, is_delta=is_delta) for sequence in shown]
         return RequestOutput(
@@ -169,7 +174,7 @@ class OutputProcessor:
                 num_cached_tokens=request.num_cached_tokens,
             ),
             num_cached_tokens=request.num_cached_tokens,
-            prompt_logprobs=self._prompt_logprobs(request),
+            prompt_logprobs=self._prompt_logprobs(request, is_delta=is_delta),
             error=request.error,
         )
 
@@ -179,7 +184,8 @@ class OutputProcessor:
             (one.beam, "stop" if one.is_stopped else "length") for one in search.hypotheses
         ]
         if request.state.finish_reason not in ("stop", "length"):
-            found = [(beam, request.state.finish_reason) for beam in search.running.values()]
+            running = search.running.values() or [Beam()] * search.params.beam_width
+            found = [(beam, request.state.finish_reason) for beam in running]
         return [self._beam(request, index, beam, reason) for index, (beam, reason) in enumerate(found)]
 
     def _beam(self, request: Request, index: int, beam: Beam, finish_reason: str | None) -> CompletionOutput:
@@ -197,10 +203,15 @@ class OutputProcessor:
             finish_reason=finish_reason,
         )
 
-    def _prompt_logprobs(self, request: Request) -> tuple[dict[int, Logprob] | None, ...] | None:
+    def _prompt_logprobs(self, request: Request, *, is_delta: bool) -> tuple[dict[int, Logprob] | None, ...] | None:
+        """All of them; of a stream of deltas they belong to the first that has them."""
+        if is_delta and request.are_prompt_logprobs_told:
+            return None
         if not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
             return None
-        return tuple(request.prompt_logprobs or [None])
+        request.are_prompt_logprobs_told = True
+        request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # Once: there is nothing to come.
+        return request.prompt_logprobs
 
     def _append_logprobs(self, sequence: Sequence, sampled: SampledRows, row: int, num_top: int) -> None:
         assert sampled.scores is not None
@@ -222,7 +233,12 @@ class OutputProcessor:
         return entries
 
     def _decoded(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+        if self.tokenizer is None:
+            return None
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 def _is_told(sequence: Sequence) -> bool:

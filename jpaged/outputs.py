@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -32,8 +32,15 @@ class Snapshot:
     logprob_range: slice
 
 
+class _OfSnapshot:
+    """Holds where what has not been looked at comes from: no field, which copies and comparisons would take along."""
+
+    __slots__ = ("_snapshot",)
+    _snapshot: Snapshot
+
+
 @dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(_OfSnapshot):
     """One sample: all of it so far, or with RequestOutputKind.DELTA what is new.
 
     `token_ids` include the EOS or stop id that ended it; `text` does not. Those of a running engine are put together
@@ -51,7 +58,6 @@ class CompletionOutput:
     """"stop", "length", "abort" or "error"; None while it goes on."""
     stop_reason: int | str | None = None
     """The stop string or stop id that matched; None for EOS."""
-    _snapshot: Snapshot | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, snapshot: Snapshot, **others: Any) -> CompletionOutput:
@@ -67,7 +73,6 @@ class CompletionOutput:
         if name not in ("text", "token_ids", "logprobs"):
             raise AttributeError(f"CompletionOutput has no attribute {name!r}")
         snapshot = self._snapshot
-        assert snapshot is not None
         value: Any
         if name == "text":
             value = "".join(snapshot.pieces[snapshot.piece_range])
@@ -108,6 +113,7 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """Per token of the prompt, of which the first has none; None unless they were asked for and are all there."""
+    """Per token of the prompt, of which the first has none; None unless they were asked for and are all there. With
+    RequestOutputKind.DELTA in one output alone."""
     error: str | None = None
     """Why `finish_reason` is "error"."""

@@ -102,7 +102,7 @@ class PromptEncoder:
                 "of a search run together; lower it or raise max_num_seqs",
                 param="beam_width",
             )
-        wanted = params.num_candidates(len(params.end_ids(self.eos_token_ids)))
+        wanted = params.num_of_beam(len(params.end_ids(self.eos_token_ids)))
         if wanted > self.vocab_size:
             raise InvalidRequestError(
                 f"beam_width: got {params.beam_width}, which chooses from {wanted} tokens, allowed: so many that "
@@ -123,8 +123,18 @@ class PromptEncoder:
         """
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
-            for prefix in ("", " "):
-                words[tuple(self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))] = None
+            bare = word.lstrip()
+            try:
+                both = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")]
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"bad_words: {shown(word)}: {error}", param="bad_words") from error
+            if not both[0]:
+                raise InvalidRequestError(
+                    f"bad_words: got {shown(word)}, which the tokenizer makes nothing of, allowed: words that it has "
+                    "tokens for; leave it out",
+                    param="bad_words",
+                )
+            words |= dict.fromkeys(both)
         for token_id in {token_id for word in words for token_id in word}:
             self._check_id(token_id, "bad_words")
         if (num_tokens := sum(len(word) for word in words)) > MAX_BAD_TOKENS:

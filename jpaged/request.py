@@ -137,8 +137,10 @@ class Request:
     """Its prompt's logprobs are wanted: no position of the prompt may be left to the prefix cache."""
     num_scored: int = 0
     """Prompt positions whose scores have been delivered."""
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
-    """Of the prompt's tokens, as far as they have been delivered; kept by the output processor."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
+    """Of the prompt's tokens, as far as they have been scored; a tuple before the first and when a caller has seen
+    all. Kept by the output processor."""
+    are_prompt_logprobs_told: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     """All samples, those that ended too, in the order they came."""
     live: list[Sequence] = field(default_factory=list)

@@ -19,7 +19,8 @@ from .sampling_params import SamplingParams, shown
 MAX_BAD_TOKENS = 1024
 """Of all bad words of a request together."""
 IN_PROMPT, ENDS = 1 << 30, 1 << 29
-"""Bits of `tokens`: the prompt has this token; it may end the sequence. The rest counts how often it was drawn."""
+"""Bits of `tokens`: the prompt has this token; it may not come before min_tokens. The rest counts how often it was
+drawn."""
 COUNT_MASK = ENDS - 1
 IS_FIRST, IS_LAST, IS_MATCHED = 1 << 30, 1 << 29, 1 << 28
 """Bits of `words`: a word's first token; its last; the output ends with the word's tokens up to this one."""
@@ -34,6 +35,8 @@ class RuleBook:
 
     vocab_size: int
     processors: tuple[LogitsProcessor, ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's: none comes before min_tokens, also where it would not end the sequence."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -89,7 +92,7 @@ class RuleBook:
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
         tokens[np.asarray(prompt, np.intp)] |= IN_PROMPT
         # A model's own end-of-sequence id may have no row in its head.
-        tokens[[token_id for token_id in stop_ids if token_id < self.vocab_size]] |= ENDS
+        tokens[[token_id for token_id in self.eos_token_ids.union(stop_ids) if token_id < self.vocab_size]] |= ENDS
         bias = np.zeros(self.vocab_size, np.float32)
         if params.allowed_token_ids is not None:
             bias[:] = -np.inf

@@ -11,7 +11,9 @@ batch, a preemption or a restart.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +22,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from .logits_processor import LogitsProcessor
-from .sampling_params import GREEDY_TEMPERATURE, SampleMode
+from .sampling_params import GREEDY_TEMPERATURE, UNSCORED, SampleMode
 
 PURPOSE_SAMPLE = 0
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
 CDF_BLOCK = 512
+ROWS_AT_ONCE = 8
+"""Of those that need what others do not: a few, so that they stay in a processor's cache."""
 
+T = TypeVar("T")
 Bounds = tuple[Array, Array, Array, Array]
 """Of a bisection: the lower and the upper bound as bits, and how many tokens each keeps."""
 
@@ -42,7 +47,8 @@ class SamplingRows:
     ruled_slot: Int[Array, " R"]
     """The row's slot if its owner has rules, else 0."""
     forced_token: Int[Array, " R"]
-    """In mode EVERYTHING a token that is taken instead of drawing one; −1: draw."""
+    """In mode EVERYTHING 1 + the id of a token that is taken, and scored, instead of drawing one; else SCORED or
+    UNSCORED: what is drawn is scored, or not."""
     top_k: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -69,7 +75,13 @@ class TokenScores:
             assert self.top_logprobs is not None
             return np.asarray(self.top_token_ids[row, :count]), np.asarray(self.top_logprobs[row, :count])
         logprobs = np.asarray(self.all_logprobs[row])
-        ids = np.argsort(-logprobs, kind="stable")[: len(logprobs) if count < 0 else count]
+        if 0 <= count < len(logprobs):
+            # Those that tie with the last one too: the lower id goes first.
+            least = np.partition(logprobs, -count)[-count] if count else np.inf
+            ids = np.flatnonzero(logprobs >= least)
+        else:
+            ids = np.arange(len(logprobs))
+        ids = ids[np.argsort(-logprobs[ids], kind="stable")][: count if count >= 0 else None]
         return ids, logprobs[ids]
 
 
@@ -82,7 +94,7 @@ class SampledRows:
     is_finite: Bool[Array, " R"]
     """False where the logits held a NaN or +inf, or nothing but −inf: the token means nothing."""
     scores: TokenScores | None = None
-    """In mode EVERYTHING."""
+    """In mode EVERYTHING; zeros for rows that want none."""
 
 
 @dataclass(frozen=True)
@@ -108,27 +120,71 @@ def sample(
     ruled_RV: Float[Array, "R V"] | None = None,
 ) -> SampledRows:
     """Sample every row; in mode EVERYTHING from `ruled_RV`, the logits as the rows' rules leave them, with logprobs."""
-    drawn_RV = logits_RV if ruled_RV is None else ruled_RV
-    row_max = jnp.max(drawn_RV, axis=-1, keepdims=True)
-    greedy, is_finite = _first_maximum(drawn_RV, row_max)
+    if mode is SampleMode.EVERYTHING:
+        return sample_everything(logits_RV, logits_RV if ruled_RV is None else ruled_RV, rows, settings)
+    row_max = jnp.max(logits_RV, axis=-1, keepdims=True)
+    greedy, is_finite = _first_maximum(logits_RV, row_max)
     if mode is SampleMode.GREEDY:
         return SampledRows(greedy, is_finite)
     # Not above: what the host calls greedy may round up to the limit on its way to float32.
     is_greedy = rows.temperature <= GREEDY_TEMPERATURE
-    tempered_RV = tempered(drawn_RV - row_max, rows, is_greedy)
-    weights, is_kept = truncated_weights(tempered_RV, rows, is_greedy)
-    token_ids = jnp.where(is_greedy, greedy, inverse_cdf(weights, uniforms(rows, PURPOSE_SAMPLE)))
-    if mode is SampleMode.DRAWN:
-        return SampledRows(token_ids, is_finite)
-    token_ids = jnp.where(rows.forced_token >= 0, rows.forced_token, token_ids)
-    if settings.has_processed_logprobs:
-        logprobs = log_shares(jnp.where(is_kept, tempered_RV, -jnp.inf))
-    else:
-        raw_max = jnp.max(logits_RV, axis=-1, keepdims=True)
-        # A NaN that a rule has taken away still means that the model has failed.
-        is_finite &= _first_maximum(logits_RV, raw_max)[1]
-        logprobs = log_shares(logits_RV - raw_max)
-    return SampledRows(token_ids, is_finite, token_scores(logprobs, token_ids, settings.max_logprobs))
+    tempered_RV = tempered(logits_RV - row_max, rows, is_greedy)
+    weights, _ = truncated_weights(tempered_RV, rows, is_greedy)
+    return SampledRows(jnp.where(is_greedy, greedy, inverse_cdf(weights, uniforms(rows, PURPOSE_SAMPLE))), is_finite)
+
+
+def sample_everything(
+    logits_RV: Float[Array, "R V"], ruled_RV: Float[Array, "R V"], rows: SamplingRows, settings: SampleSettings
+) -> SampledRows:
+    """Sample every row from `ruled_RV`, its logits as its rules leave them, and score the tokens of those that want it.
+
+    What only some rows need is computed for those alone, a few at a time, so that they stay in a processor's cache.
+    """
+    row_max = jnp.max(ruled_RV, axis=-1, keepdims=True)
+    greedy, is_finite = _first_maximum(ruled_RV, row_max)
+    # A NaN that a rule has taken away still means that the model has failed.
+    is_finite &= _first_maximum(logits_RV, jnp.max(logits_RV, axis=-1, keepdims=True))[1]
+    is_greedy = rows.temperature <= GREEDY_TEMPERATURE
+    uniform = uniforms(rows, PURPOSE_SAMPLE)
+
+    def weights_of(some: Int[Array, " r"]) -> tuple[Array, Array, Array]:
+        own: SamplingRows = jax.tree.map(lambda column: column[some], rows)
+        tempered_rV = tempered(ruled_RV[some] - row_max[some], own, is_greedy[some])
+        return tempered_rV, *truncated_weights(tempered_rV, own, is_greedy[some])
+
+    def draw(some: Int[Array, " r"], token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
+        _, weights, _ = weights_of(some)
+        return token_ids.at[some].set(jnp.where(is_greedy[some], greedy[some], inverse_cdf(weights, uniform[some])))
+
+    is_forced = rows.forced_token > 0
+    token_ids = jnp.where(is_forced, rows.forced_token - 1, _for_some(~(is_greedy | is_forced), draw, greedy))
+
+    def score(some: Int[Array, " r"], scores: TokenScores) -> TokenScores:
+        if settings.has_processed_logprobs:
+            tempered_rV, _, is_kept = weights_of(some)
+            logprobs = log_shares(jnp.where(is_kept, tempered_rV, -jnp.inf))
+        else:
+            logits_rV = logits_RV[some]
+            logprobs = log_shares(logits_rV - jnp.max(logits_rV, axis=-1, keepdims=True))
+        new = token_scores(logprobs, token_ids[some], settings.max_logprobs)
+        return jax.tree.map(lambda all_rows, own: all_rows.at[some].set(own), scores, new)
+
+    nothing = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        jax.eval_shape(lambda: token_scores(logits_RV, token_ids, settings.max_logprobs)),
+    )
+    return SampledRows(token_ids, is_finite, _for_some(rows.forced_token != UNSCORED, score, nothing))
+
+
+def _for_some(wanted: Bool[Array, " R"], body: Callable[[Int[Array, " r"], T], T], state: T) -> T:
+    """state = body(rows, state) for groups of rows until all that are wanted were among them; others may be too."""
+    at_once = min(ROWS_AT_ONCE, len(wanted))
+    order = jnp.argsort(~wanted, stable=True)
+    num_groups = (jnp.sum(wanted.astype(jnp.int32)) + at_once - 1) // at_once
+    # Behind the last whole group, a group begins sooner and takes some once more: what it writes is the same.
+    return lax.fori_loop(
+        0, num_groups, lambda group, x: body(lax.dynamic_slice_in_dim(order, group * at_once, at_once), x), state
+    )
 
 
 def log_shares(shifted_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:

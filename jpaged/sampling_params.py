@@ -17,6 +17,8 @@ MAX_SAMPLES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_MIN_TOKENS = 1 << 24
+"""Float32, in which it travels, holds every integer up to there."""
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 128
@@ -130,7 +132,7 @@ class SamplingParams(_Checked):
             self._integer("seed", *SEED_RANGE)
         if self.max_tokens is not None:
             self._integer("max_tokens", 1, None)
-        self._integer("min_tokens", 0, self.max_tokens)
+        self._integer("min_tokens", 0, min(self.max_tokens or MAX_MIN_TOKENS, MAX_MIN_TOKENS))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, -1, None)
@@ -257,7 +259,8 @@ class BeamSearchParams(_Checked):
             self._integer("max_tokens", 1, None)
         if not isinstance(self.ignore_eos, bool):
             self._refuse("ignore_eos", "true or false")
-        self._number("temperature", 0.0, 0.0)
+        if not _is_number(self.temperature) or self.temperature != 0:
+            self._refuse("temperature", "0: a search draws nothing; sample with SamplingParams")
         self._number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             self._refuse("early_stopping", "true, false or never")
@@ -275,13 +278,17 @@ class BeamSearchParams(_Checked):
         """Continuations that each token is chosen from, where so many tokens end a beam."""
         return max(2, 1 + num_end_ids) * self.beam_width
 
-    def as_samples(self, num_candidates: int) -> SamplingParams:
+    def num_of_beam(self, num_end_ids: int) -> int:
+        """The most of one beam that may be needed: among them are as many that go on as there are beams."""
+        return self.beam_width + num_end_ids
+
+    def as_samples(self, num_of_beam: int) -> SamplingParams:
         """How the samples of a request are sampled whose running beams they are."""
         return SamplingParams(
             n=self.beam_width,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
-            logprobs=num_candidates,
+            logprobs=num_of_beam,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -294,6 +301,10 @@ class SampleMode(enum.Enum):
     DRAWN = "drawn"
     EVERYTHING = "everything"
     """Rules and logprobs too."""
+
+
+UNSCORED, SCORED = 0, -1
+"""Whether a row of a sampler wants the logprob of what it draws; nothing but zeros, padding wants none."""
 
 
 def sample_mode(params: SamplingParams | BeamSearchParams) -> SampleMode:

@@ -341,7 +341,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Schedule the next tokens that a sequence knows, within the budget; returns how many."""
-        if sequence.state is not RequestState.RUNNING or budget <= 0:
+        if sequence.state is not RequestState.RUNNING:
             return 0
         start = sequence.num_computed
         # Those who wait for pages of this sequence get them before it goes on.
@@ -434,7 +434,9 @@ class Scheduler:
             work.chunks[:] = [chunk for chunk in work.chunks if chunk.sequence.state is RequestState.RUNNING]
             work.placed[:] = [sequence for sequence in work.placed if sequence.slot]
             decodes = [sequence for sequence in decodes if sequence.num_computed < sequence.granted]
-        is_withheld = not self.enable_chunked_prefill and bool(work.chunks and decodes)
+        # A chunk of one token is no prompt that others would have to wait for.
+        has_prompts = any(chunk.num_tokens > 1 for chunk in work.chunks)
+        is_withheld = not self.enable_chunked_prefill and has_prompts and bool(decodes)
         self._num_withheld = self._num_withheld + 1 if is_withheld else 0
         if is_withheld:
             decodes = []

@@ -24,7 +24,7 @@ import numpy as np
 from .buckets import Buckets
 from .pallas_kernels.ragged_paged_attention import Backend
 from .rule_book import RuleBook
-from .sampling_params import SampleMode, sample_mode
+from .sampling_params import SCORED, UNSCORED, SampleMode, sample_mode
 
 if TYPE_CHECKING:
     from .page_store import PageMove
@@ -39,10 +39,10 @@ SAMPLE_FIELDS = (
     "temperature", "top_p", "min_p", *STOP_FIELDS,
 )  # fmt: skip
 """Columns of a sampled row. `token` is where in the step its hidden state is; `ruled_slot` its slot if its logits have
-rules, else 0; `forced_token` one that is not drawn but given, to be scored, or −1; temperature, top_p and min_p are
-float bits."""
+rules, else 0; `forced_token` 1 + the id of one that is not drawn but given, to be scored, or SCORED or UNSCORED;
+temperature, top_p and min_p are float bits."""
 SCORE_FIELDS = ("token", "forced_token")
-"""Columns of a token of a prompt that is scored: where in the step the hidden state before it is, and its id."""
+"""Columns of a token of a prompt that is scored: where in the step the hidden state before it is, and 1 + its id."""
 OUTPUT_INDEX = SAMPLE_FIELDS.index("output_index")
 NUM_STEP_FIELDS = 3
 """The first of them differ in every step; the others belong to the sequence."""
@@ -422,6 +422,7 @@ class StepInputBuilder:
             first, last = at + positions.start - chunk.start, num_scored + len(positions)
             columns[0, num_scored:last] = range(first, first + len(positions))
             columns[1, num_scored:last] = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
+            columns[1, num_scored:last] += 1
             scored.append((chunk.sequence.request, positions))
             num_scored = last
         return scored
@@ -459,7 +460,6 @@ def _sample_row(sequence: Sequence) -> np.ndarray:
     stops = sorted(sequence.stop_ids)[: len(STOP_FIELDS)]
     stops += [NO_TOKEN] * (len(STOP_FIELDS) - len(stops))
     ruled_slot = sequence.slot if params.has_rules else 0
-    packed = struct.pack(
-        "=iiiIIi3f4i", ruled_slot, NO_TOKEN, sequence.index, seed_low, seed_high, top_k, *floats, *stops
-    )
+    forced = UNSCORED if params.logprobs is None else SCORED
+    packed = struct.pack("=iiiIIi3f4i", ruled_slot, forced, sequence.index, seed_low, seed_high, top_k, *floats, *stops)
     return np.frombuffer(packed, np.int32)

@@ -73,6 +73,26 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
     }
 
 
+def report_sampler(programs, key, rules):
+    """The same of a sampler, which keeps `rules` up: whatever in it has the size of one of their large tables."""
+    import jax
+
+    compiled = programs.lower[key]().compile()
+    memory = compiled.memory_analysis()
+    tables = {_count(leaf.shape) for leaf in jax.tree.leaves(rules)}
+    least = max(tables) // 2
+    return {
+        "aliased": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "rules": sum(4 * _count(leaf.shape) for leaf in jax.tree.leaves(rules)),
+        "large": sorted(
+            f"{kind} {dims}"
+            for kind, dims in set(made_whole(compiled.as_text()))
+            if _count_text(dims) in tables and _count_text(dims) >= least
+        ),
+    }
+
+
 def product_bytes(weights, mesh, num_tokens):
     """(read and written by a step without attention, as its compiler counts; of the weights in its products).
 
@@ -131,9 +151,12 @@ def main() -> None:
     import jax
 
     from jpaged.assembly import planned_programs, step_tools
+    from jpaged.logit_rules import rule_shapes
     from jpaged.models.config import config_from_hf
     from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
     from jpaged.rule_book import RuleBook
+    from jpaged.sampler import SampleSettings
+    from jpaged.sampling_params import SampleMode
     from jpaged.sizing import StepSizes
 
     shape = dict(SMALL if target == "cpu" else LLAMA_8B)
@@ -156,7 +179,15 @@ def main() -> None:
         buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform, rule_book)
         for num_pages in NUM_PAGES:
             programs = planned_programs(
-                model, sizes, mesh, backend, buckets, builder, num_blocks=num_pages, num_decode_steps=16
+                model,
+                sizes,
+                mesh,
+                backend,
+                buckets,
+                builder,
+                num_blocks=num_pages,
+                num_decode_steps=16,
+                settings=SampleSettings(max_logprobs=20),
             )
             layout = programs.state.cache.layout
             pages = programs.state.cache.pages
@@ -164,6 +195,9 @@ def main() -> None:
             cache_bytes = sum(map(_count, cache_shapes)) * layout.stored_dtype.itemsize
             if num_pages == NUM_PAGES[0]:
                 found.setdefault("products", {})[dtype] = product_bytes(programs.weights, mesh, LEAST_TOKENS)
+                rules, key = rule_shapes(rule_book, num_seqs + 1), ("sample", num_seqs, SampleMode.EVERYTHING)
+                with jax.set_mesh(mesh):
+                    found.setdefault("samplers", {})[dtype] = report_sampler(programs, key, rules)
             for key in (("forward", num_seqs), ("forward", 2 * num_seqs), ("decode", num_seqs)):
                 with jax.set_mesh(mesh):
                     name = f"{dtype} {' '.join(map(str, key))}"

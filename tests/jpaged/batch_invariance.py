@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 from allpairspy import AllPairs
 
-from jpaged import CompletionOutput, Engine, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from jpaged import Engine, RequestOutput, RequestOutputKind, SamplingParams
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "num_requests": (1, 2, 7, 64),
@@ -42,6 +43,8 @@ MAX_TOKENS = 16
 """With the lengths below, enough for most to begin a page while they decode: that is when pages run out."""
 MAX_CACHED = 3
 """Free pages that keep a prefix, where prefixes are evicted."""
+LOGPROB_TOLERANCE = 1e-5
+"""Across executables; within one, and with `deterministic`, there is none."""
 SHARE_OF_NEED, SHARE_OF_FEW = 0.35, 0.12
 """Pages that requests find which are to be preempted, of what they need together. Only a few of them run at the same
 time where one comes each step, or where steps are small."""
@@ -55,6 +58,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "n": 2, "frequency_penalty": 0.3},
     {"temperature": 0.0, "prompt_logprobs": 1, "logprobs": 0},
     {"temperature": 0.9, "logit_bias": {7: 2.0, 11: -3.0}, "min_tokens": 3},
+    {"temperature": 0.7, "bad_words": ["a b", "ee", "the end", "xyz"]},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(40, 100)), "bad_words": ["A", "bc"]},
 )
 
 
@@ -83,29 +88,47 @@ def specs(neighbours: str, vocab: Sequence[int], count: int = 64) -> list[Spec]:
     return found
 
 
-Tokens = tuple[tuple[Any, ...], ...]
-"""Output of a request by sample: token ids, or what `with_logprobs` gives."""
+Item = tuple[Any, ...]
+"""A token, and (token, logprob, rank) of each that was told of."""
+Items = tuple[tuple[Item, ...], ...]
+"""Of a request, by sample; then of its prompt, if that was scored."""
 
 
-def with_logprobs(completion: CompletionOutput) -> list[Any]:
-    """Token ids with all that came with them: equal only if the logprobs are, bit for bit."""
-    return list(zip(completion.token_ids, map(bits_of, completion.logprobs), strict=True))
+def items_of(token_ids: Iterable[int | None], entries: Iterable[Any] | None) -> list[Item]:
+    """Tokens with what came with them."""
+    if entries is None:
+        return [(token,) for token in token_ids]
+    told = (
+        () if entry is None else [(other, one.logprob, one.rank) for other, one in entry.items()] for entry in entries
+    )
+    return [(token, *those) for token, those in zip(token_ids, told, strict=True)]
 
 
-def bits_of(entry: Mapping[int, Logprob] | None) -> tuple[Any, ...]:
-    """All logprobs of a token, to be compared."""
-    return () if entry is None else tuple((token, one.logprob, one.rank) for token, one in entry.items())
+def of_prompt(output: RequestOutput) -> Items:
+    """What a prompt's tokens were scored with."""
+    if output.prompt_logprobs is None:
+        return ()
+    return (tuple(items_of([None] * len(output.prompt_logprobs), output.prompt_logprobs)),)
+
+
+def is_same(one: Item, other: Item) -> bool:
+    """The same token, and logprobs that differ by rounding alone; of near-ties the order may differ."""
+    if one[0] != other[0] or len(one) != len(other):
+        return False
+    ours, theirs = (sorted(logprob for _, logprob, _ in item[1:]) for item in (one, other))
+    # The first is that of the token itself.
+    own = abs(one[1][1] - other[1][1]) <= LOGPROB_TOLERANCE if len(one) > 1 else True
+    return own and all(abs(x - y) <= LOGPROB_TOLERANCE for x, y in zip(ours, theirs, strict=True))
 
 
 class Solo:
     """What each request gives alone, and how near each of its choices was to another one."""
 
     def __init__(self, model: str | None, *, is_bitwise: bool, **sizes: Any):
-        plain = {"async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False}
-        told = {"deterministic": True} if is_bitwise else {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
-        self.engine = Engine(model, **sizes, **plain, **told)
-        self.is_bitwise = is_bitwise
-        self._known: dict[Spec, Tokens] = {}
+        self.options = {**sizes, "async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False}
+        self.model, self.is_bitwise = model, is_bitwise
+        self.engine = Engine(model, **self.options, deterministic=is_bitwise)
+        self._known: dict[Spec, Items] = {}
 
     def __enter__(self) -> Solo:
         return self
@@ -113,26 +136,25 @@ class Solo:
     def __exit__(self, *error: object) -> None:
         self.engine.shutdown()
 
-    def tokens(self, spec: Spec) -> Tokens:
+    def items(self, spec: Spec) -> Items:
         if spec not in self._known:
             params = scored(spec.params) if self.is_bitwise else spec.params
             (output,) = self.engine.generate([list(spec.prompt)], params, use_tqdm=False)
-            self._known[spec] = tuple(tuple(self.items(one)) for one in output.outputs) + self.of_prompt(output)
+            samples = tuple(tuple(items_of(one.token_ids, one.logprobs)) for one in output.outputs)
+            self._known[spec] = samples + of_prompt(output)
         return self._known[spec]
-
-    def items(self, completion: CompletionOutput) -> list[Any]:
-        """What is compared of an output."""
-        return with_logprobs(completion) if self.is_bitwise else list(completion.token_ids)
-
-    def of_prompt(self, output: RequestOutput) -> Tokens:
-        """The same of its prompt: nothing, or one more sequence of items."""
-        return (tuple(map(bits_of, output.prompt_logprobs)),) if self.is_bitwise and output.prompt_logprobs else ()
 
     def margin(self, spec: Spec, sample: int, position: int) -> float:
         """How far the choice of the output token at `position` was from another token."""
         is_greedy = spec.params.is_greedy
-        params = replace(spec.params, logprobs=2 if is_greedy else -1, max_tokens=position + 1, min_tokens=0)
-        (output,) = self.engine.generate([list(spec.prompt)], params, use_tqdm=False)
+        params = replace(
+            spec.params,
+            logprobs=2 if is_greedy else -1,
+            max_tokens=position + 1,
+            min_tokens=min(spec.params.min_tokens, position + 1),
+        )
+        with Engine(self.model, **self.options, max_logprobs=-1, logprobs_mode="processed_logprobs") as engine:
+            (output,) = engine.generate([list(spec.prompt)], params, use_tqdm=False)
         completion = output.outputs[sample]
         token, entry = completion.token_ids[position], completion.logprobs[position]
         if is_greedy:
@@ -163,17 +185,17 @@ class Comparison:
     num_excused: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def add(self, spec: Spec, got: Tokens, where: object) -> None:
-        expected = self.solo.tokens(spec)
+    def add(self, spec: Spec, got: Items, where: object) -> None:
+        expected = self.solo.items(spec)
         assert len(got) == len(expected), where
+        is_equal = operator.eq if self.solo.is_bitwise else is_same
         for sample, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-            pairs = itertools.zip_longest(ours, theirs)
-            place = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+            assert len(ours) == len(theirs), where
+            place = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if not is_equal(*pair)), None)
+            self.num_compared += len(theirs) if place is None else place + 1
             if place is None:
-                self.num_compared += len(theirs)
                 continue
-            self.num_compared += place + 1
-            is_choice = place < min(len(ours), len(theirs)) and not self.solo.is_bitwise
+            is_choice = ours[place][0] != theirs[place][0] and not self.solo.is_bitwise
             margin = self.solo.margin(spec, sample, place) if is_choice else math.inf
             if margin <= NEAR_TIE:
                 self.num_excused += 1  # Behind it the two go on from different texts.
@@ -230,11 +252,11 @@ class Bench:
         requests = self.requests[case["neighbours"]][: case["num_requests"]]
         engine.reset_prefix_cache()
         if case["cache"] == "warm":
-            self._outputs(engine, requests, case, comparison.solo)
+            self._outputs(engine, requests, case)
         before = engine.stats()
         share = SHARE_OF_FEW if case["order"] == "staggered" or self.is_bitwise else SHARE_OF_NEED
         with _pages_kept_away(engine, requests, share) if case["preemption"] != "none" else nullcontext():
-            for spec, tokens in zip(requests, self._outputs(engine, requests, case, comparison.solo), strict=True):
+            for spec, tokens in zip(requests, self._outputs(engine, requests, case), strict=True):
                 comparison.add(spec, tokens, {**case, "seed": spec.params.seed})
         after = engine.stats()
         grown = {name: after[name] - before[name] for name in after}
@@ -251,11 +273,11 @@ class Bench:
         if case["cache"] == "evicting" and case["num_requests"] > 2 and case["preemption"] == "none":
             assert len(engine.blocks.device.cached) == MAX_CACHED
 
-    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Mapping[str, Any], solo: Solo) -> list[Tokens]:
+    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Mapping[str, Any]) -> list[Items]:
         """What each request gives, put to the engine and taken from it as the case says."""
         kind = RequestOutputKind.DELTA if case["is_stream"] else RequestOutputKind.FINAL_ONLY
-        items: dict[str, list[list[Any]]] = {}
-        of_prompts: dict[str, Tokens] = {}
+        items: dict[str, list[list[Item]]] = {}
+        of_prompts: dict[str, Items] = {}
         waiting = list(enumerate(requests))
         if case["order"] == "reversed":
             waiting.reverse()
@@ -268,8 +290,8 @@ class Bench:
             del waiting[:at_once]
             for output in engine.step():
                 for completion in output.outputs:
-                    items[output.request_id][completion.index].extend(solo.items(completion))
-                of_prompts[output.request_id] = solo.of_prompt(output)
+                    items[output.request_id][completion.index] += items_of(completion.token_ids, completion.logprobs)
+                of_prompts[output.request_id] = of_prompts.get(output.request_id) or of_prompt(output)
         names = [str(index) for index in range(len(requests))]
         return [tuple(map(tuple, items[name])) + of_prompts[name] for name in names]
 

@@ -204,7 +204,7 @@ class SymbolicDevice:
             histories.append(history)
         # What a token of a prompt is scored from: where that stands, and whose keys it has seen.
         targets = itertools.islice(zip(*view["scores"], strict=True), step.num_scored)
-        self.scored = [(row_of_token[token][1] - 1, target) for token, target in targets]
+        self.scored = [(row_of_token[token][1] - 1, target - 1) for token, target in targets]
         return self._sample(view["samples"], num_samples, row_of_token, histories)
 
     def _decode(self, view, num_rows, num_steps, extras):

@@ -45,9 +45,9 @@ def bench(tiny: str, tmp_path: Path, *flags: str, kind: str = "throughput") -> d
 
 
 def test_everything_that_is_compared_computes_the_same_tokens_in_turns(tiny: str, tmp_path: Path) -> None:
-    versus = ["--versus", "replay", "bare", "dense", "sync", "one-step", "deterministic"]
+    versus = ["--versus", "replay", "bare", "dense", "sync", "one-step", "deterministic", "drawn", "mixed"]
     result = bench(tiny, tmp_path, *versus, "--peer", peer(tmp_path))
-    names = ["replay", "bare", "dense", "sync", "one-step", "deterministic", "other"]
+    names = ["replay", "bare", "dense", "sync", "one-step", "deterministic", "drawn", "mixed", "other"]
     assert list(result["seconds"]["sharegpt"]) == ["jpaged", *names]
     assert all(len(times) == 2 for times in result["seconds"]["sharegpt"].values())
     rates, ratios = result["tokens_per_s"]["sharegpt"], result["ratios"]["sharegpt"]
@@ -97,7 +97,10 @@ def test_a_peer_that_is_none_is_named(tiny: str, tmp_path: Path, command: str, w
     ("flags", "wanted"),
     [
         (["--workload", "D"], "--workload: got 'D', allowed: A, B, C, sharegpt"),
-        (["--versus", "vllm"], "--versus: got 'vllm', allowed: replay, bare, dense, sync, one-step, deterministic"),
+        (
+            ["--versus", "vllm"],
+            "--versus: got 'vllm', allowed: replay, bare, dense, sync, one-step, deterministic, drawn, mixed",
+        ),
         (["--peer", "vllm"], "--peer: got 'vllm', allowed: NAME=COMMAND"),
         (["--peer", "bare=true"], "--peer: got 'bare=true'"),
         (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),

@@ -21,6 +21,7 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys):
     assert set(result["us_per_request"]) == set(result["steps_with_newcomers"]) == {"3", "9"}
     assert result["growth"]["3"] == 1.0
     assert result["hash_and_look_up"]["us_per_page"] > 0
+    assert set(result["detokenize"]) == {"us_per_token_plain", "us_per_token_stop_strings"}
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "decode step of 4 sequences" in shown.err

@@ -100,8 +100,7 @@ def test_a_step_that_lost_the_device_state_costs_no_request_its_tokens(engine: E
     engine.add_request("b", "two and three", GREEDY)
     engine.step()
     engine.runner.state.cache.pages[0].delete()  # As a failed step does that was given the cache to keep.
-    with pytest.raises(RuntimeError, match="deleted"):
-        engine.step()
+    assert engine.step() == []
     final = {}
     while engine.has_unfinished_requests():
         final.update({output.request_id: output for output in engine.step()})

@@ -1,5 +1,6 @@
 """The sampler against float64 numpy, against exact probabilities, and against plain jax.random calls."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,7 +21,7 @@ from jpaged.sampler import (
     truncated_weights,
     uniforms,
 )
-from jpaged.sampling_params import SampleMode
+from jpaged.sampling_params import SCORED, UNSCORED, SampleMode
 
 NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
@@ -66,7 +67,7 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
     return SamplingRows(
         ruled_slot=ints(0),
-        forced_token=ints(-1),
+        forced_token=ints(SCORED),
         seed_low=jnp.asarray((seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)),
         seed_high=jnp.asarray((seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)),
         sample_index=ints(sample_index),
@@ -457,6 +458,33 @@ def test_the_mode_changes_no_token():
 def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
     result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.EVERYTHING, max_logprobs)
     assert result.scores.top_token_ids.shape == result.scores.top_logprobs.shape == (2, num_top)
+
+
+def test_only_rows_that_want_logprobs_get_some():
+    """In any number, at any place, with the tokens that they draw otherwise; of forced ones those that are given."""
+    logits = make_logits(19, 1000, seed=13)
+    rules = [full_rules(RULES[name], 1000) for name in (*RULES, "none", "hot")]
+    rows = make_rows(rules, output_index=np.arange(19))
+    settings = SampleSettings(max_logprobs=4)
+    whole = jax.tree.map(np.asarray, run(jnp.asarray(logits), rows, SampleMode.EVERYTHING, settings))
+    for wanted in ([], [0], [18], [3, 4, 11], list(range(8)), list(range(0, 19, 2)), list(range(19))):
+        forced = np.full(19, UNSCORED, np.int32)
+        forced[wanted] = SCORED
+        if len(wanted) > 2:
+            forced[wanted[1]] = 1 + 7
+        some = run(
+            jnp.asarray(logits), replace(rows, forced_token=jnp.asarray(forced)), SampleMode.EVERYTHING, settings
+        )
+        some = jax.tree.map(np.asarray, some)
+        for row in range(19):
+            is_forced = forced[row] > 0
+            assert some.token_ids[row] == (7 if is_forced else whole.token_ids[row])
+            if row in wanted:
+                assert np.array_equal(some.scores.top_token_ids[row], whole.scores.top_token_ids[row])
+                np.testing.assert_allclose(some.scores.top_logprobs[row], whole.scores.top_logprobs[row], atol=1e-6)
+                exact = logits[row].astype(np.float64) - logits[row].max()
+                exact -= np.log(np.exp(exact).sum())
+                assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
 
 
 def test_padding_rows_cost_no_truncation_pass():

@@ -5,13 +5,22 @@ put through the same account and must give the same tokens.
 """
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
 
-from jpaged import Engine, InvalidRequestError, LogitsProcessor, RequestOutputKind, SamplingParams
+from jpaged import (
+    BeamSearchParams,
+    ConfigError,
+    Engine,
+    InvalidRequestError,
+    LogitsProcessor,
+    RequestOutputKind,
+    SamplingParams,
+)
 from jpaged.sampling_params import FIELDS
 
 from .test_logit_rules import expected
@@ -63,6 +72,12 @@ ASKED = {
     "bad_words": {**GREEDY, "bad_words": ["gr", "ot", "mv9", "Qa", "zzz"]},
     "extra_args": {**GREEDY, "extra_args": {"lifted_token": 99, "height": 8.0}},
     "min_tokens": {**DRAWN, "ignore_eos": False, "min_tokens": 15, "logit_bias": {EOS: 100.0}},
+    "stop": {**DRAWN, "stop": ["a", "e"], "include_stop_str_in_output": True},
+    "stop_token_ids": {**DRAWN, "stop_token_ids": list(range(60, 90))},
+    "no text": {**DRAWN, "detokenize": False},
+    "specials": {
+        **DRAWN, "allowed_token_ids": [0, 1, 70], "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    },
     "logprobs": {**DRAWN, "logprobs": 3},
     "prompt_logprobs": {**GREEDY, "prompt_logprobs": 2},
     "all rules": {
@@ -92,12 +107,27 @@ def alone(engine):
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": False, "num_decode_steps": 1}], ids=["ahead", "in turns"])
 def test_all_kinds_in_one_batch_are_what_they_are_alone(tiny, alone, options):
     """Requests without a seed of their own draw by their number: none is among them."""
-    with new_engine(tiny, **options) as engine:
-        params = [SamplingParams(**fields) for fields in ASKED.values()]
-        together = engine.generate([PROMPTS[0]] * len(params), params, use_tqdm=False)
+    search = BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with new_engine(tiny, max_num_seqs=32, **options) as engine:
+        (search_alone,) = engine.beam_search([PROMPTS[0]], search, use_tqdm=False)
+        for name, fields in ASKED.items():
+            engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
+        engine.add_request("search", PROMPTS[0], search)
+        ended, most_running = {}, 0
+        while engine.has_unfinished_requests():
+            ended |= {output.request_id: output for output in engine.step() if output.finished}
+            most_running = max(most_running, engine.stats()["requests_running"])
         assert engine.stats()["recompiles"] == 0
-    for name, output in zip(ASKED, together, strict=True):
-        assert tokens_of(output) == tokens_of(alone[name]), name
+    assert most_running == len(ASKED) + 1, "all of them at the same time"
+    for name, output in ended.items():
+        wanted = alone.get(name, search_alone)
+        assert tokens_of(output) == tokens_of(wanted), name
+        for ours, theirs in zip(output.outputs, wanted.outputs, strict=True):
+            assert (ours.text, ours.finish_reason, ours.stop_reason) == (
+                theirs.text,
+                theirs.finish_reason,
+                theirs.stop_reason,
+            )
 
 
 LOGITS_RULES = (
@@ -307,3 +337,59 @@ def test_the_first_delta_comes_before_the_third_step(tiny, options):
         first = next(number for number in range(1, 9) if any(one.outputs[0].token_ids for one in engine.step()))
         assert first < 3
         engine.abort_request("a")
+
+
+def test_a_stream_of_deltas_has_the_prompts_logprobs_once(engine):
+    params = {**GREEDY, "prompt_logprobs": 2, "max_tokens": 6}
+    (whole,) = engine.generate([PROMPTS[3]], SamplingParams(**params), use_tqdm=False)
+    engine.add_request("a", PROMPTS[3], SamplingParams(**params, output_kind=RequestOutputKind.DELTA))
+    told = []
+    while engine.has_unfinished_requests():
+        told += [output.prompt_logprobs for output in engine.step() if output.prompt_logprobs is not None]
+    assert told == [whole.prompt_logprobs]
+
+
+def test_an_output_becomes_plain_data(engine):
+    (output,) = engine.generate([PROMPTS[0]], SamplingParams(**{**DRAWN, "logprobs": 1}), use_tqdm=False)
+    record = json.loads(json.dumps(dataclasses.asdict(output)))
+    assert record["outputs"][0]["text"] == output.outputs[0].text
+    assert record["outputs"][0]["token_ids"] == list(output.outputs[0].token_ids)
+    assert set(record["outputs"][0]) == {field.name for field in dataclasses.fields(output.outputs[0])}
+    assert len(record["outputs"][0]["logprobs"]) == NUM_TOKENS
+
+
+def test_min_tokens_hold_the_models_end_back_also_where_it_ends_nothing(engine):
+    fields = {**GREEDY, "min_tokens": 5, "logit_bias": {EOS: 100.0}}
+    (output,) = engine.generate([PROMPTS[0]], SamplingParams(**fields), use_tqdm=False)
+    (token_ids,) = tokens_of(output)
+    assert [token == EOS for token in token_ids] == [False] * 5 + [True] * (NUM_TOKENS - 5)
+
+
+@pytest.mark.parametrize("min_tokens", [1 << 25, 10**39, 10**400])
+def test_min_tokens_that_no_text_reaches_are_refused(min_tokens):
+    with pytest.raises(InvalidRequestError, match="min_tokens") as caught:
+        SamplingParams(max_tokens=None, min_tokens=min_tokens)
+    assert caught.value.param == "min_tokens"
+
+
+WRONG_PROCESSORS = {
+    "makes less": (lambda logits, x: logits[:5], "of a row of logits, allowed: float32 of shape \\(258,\\)"),
+    "makes one": (lambda logits, x: logits.sum(), "allowed: float32 of shape"),
+    "makes integers": (lambda logits, x: logits.astype(jnp.int32), "allowed: float32 of shape"),
+    "makes nothing": (lambda logits, x: None, "makes None of a row of logits"),
+    "cannot be traced": (lambda logits, x: logits if x > 0 else -logits, "cannot be traced by JAX: Tracer"),
+    "takes fewer arguments": (lambda logits: logits, "cannot be traced by JAX: TypeError"),
+}
+
+
+@pytest.mark.parametrize(("apply", "words"), WRONG_PROCESSORS.values(), ids=WRONG_PROCESSORS.keys())
+def test_a_processor_that_cannot_be_applied_is_refused_at_the_start(tiny, apply, words):
+    with pytest.raises(ConfigError, match=f"logits_processors: 'wrong' .*{words}"):
+        Engine(tiny, logits_processors=[LogitsProcessor("wrong", ("x",), apply)])
+
+
+@pytest.mark.parametrize("word", ["\ud800", "ok\udfff"])
+def test_bad_words_that_are_no_text_are_refused_by_their_own_name(engine, word):
+    with pytest.raises(InvalidRequestError, match=r"bad_words: .*Unicode") as caught:
+        engine.generate(["x"], SamplingParams(bad_words=["fine", word]), use_tqdm=False)
+    assert caught.value.param == "bad_words"

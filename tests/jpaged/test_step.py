@@ -220,7 +220,7 @@ def test_a_rows_parameters_reach_the_sampler(weights, builder):
     token_ids = prompt(5, 8)
 
     def drawn(**params):
-        one = sequence(token_ids, slot=1, pages=[1, 2], **params)
+        one = sequence(token_ids, slot=1, pages=[1, 2], logprobs=0, **params)
         state, _, to_sample, _ = run(weights, builder, fresh_state(), (one, 5))
         kept = state.last_tokens, new_rules(RuleBook(MODEL.vocab_size), len(state.last_tokens))
         mode, settings = SampleMode.EVERYTHING, SampleSettings(max_logprobs=3)

@@ -762,7 +762,8 @@ def packed_row_by_row(work, layout, block_size):
         request, params = sampler.request, sampler.request.params
         output_index = len(sampler.token_ids) - len(request.prompt_token_ids)
         ruled_slot = sampler.slot if params.has_rules else 0
-        whole = last, sampler.slot, output_index, ruled_slot, -1, sampler.index, request.seed, params.top_k
+        forced = 0 if params.logprobs is None else -1
+        whole = last, sampler.slot, output_index, ruled_slot, forced, sampler.index, request.seed, params.top_k
         stops = sorted(sampler.stop_ids)[:4]
         stops += [-1] * (4 - len(stops))
         fields = struct.pack("<6iQi3f4i", *whole, params.temperature, params.top_p, params.min_p, *stops)

@@ -1,0 +1,225 @@
+"""What goes wrong with a request is that request's alone: its neighbours, and its pages' next readers, do not notice.
+
+The model is given an embedding of NaN for one token, after it was loaded: whoever reads that token computes NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged import BeamSearchParams, Engine, SamplingParams
+from jpaged.engine import MAX_FAILED_STEPS
+
+from .test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
+from .tiny_model import CONFIG, write_tiny_model
+
+POISON = 99
+"""The token. No neighbour may draw it."""
+NEIGHBOURS = {
+    name: {**fields, "logit_bias": {**fields.get("logit_bias", {}), POISON: -100.0}}
+    for name, fields in ASKED.items()
+    if name not in ("allowed_token_ids", "extra_args", "all rules")
+}
+LONG = [3 + place % 90 for place in range(40)]
+PLAIN = {"max_tokens": 12, "ignore_eos": True}
+SICK = {
+    "in its prompt": ([*LONG, POISON, 7], SamplingParams(temperature=0.0, **PLAIN)),
+    "first in its prompt": ([POISON, *LONG], SamplingParams(temperature=1.0, seed=5, n=2, **PLAIN)),
+    "in a prompt that is scored": ([*LONG, POISON, *LONG], SamplingParams(prompt_logprobs=2, temperature=0.0, **PLAIN)),
+    "drawn": (LONG, SamplingParams(allowed_token_ids=[POISON], temperature=0.0, **PLAIN)),
+    "in a search": ([POISON, *LONG], BeamSearchParams(beam_width=3, max_tokens=6)),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def poisoned_engine(tiny, **options) -> Engine:
+    engine = new_engine(tiny, **options)
+    table = (CONFIG["vocab_size"], CONFIG["hidden_size"])
+    leaves = engine.runner._leaves
+    assert [leaf.shape for leaf in leaves].count(table) == 1
+    engine.runner._leaves = tuple(leaf.at[POISON].set(jnp.nan) if leaf.shape == table else leaf for leaf in leaves)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with poisoned_engine(tiny) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(engine):
+    found = {}
+    for name, fields in NEIGHBOURS.items():
+        (output,) = engine.generate([PROMPTS[0]], SamplingParams(**fields), use_tqdm=False)
+        assert output.error is None
+        found[name] = tokens_of(output)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"async_scheduling": False, "num_decode_steps": 1}], ids=["ahead", "in turns"])
+def test_values_that_are_not_finite_end_their_request_and_nobody_elses(tiny, alone, options):
+    with poisoned_engine(tiny, **options) as engine:
+        prompts, params = [], []
+        sick = list(SICK.values())
+        for index, fields in enumerate(NEIGHBOURS.values()):
+            prompts.append(PROMPTS[0])
+            params.append(SamplingParams(**fields))
+            if index < len(sick):
+                prompts.append(sick[index][0])
+                params.append(sick[index][1])
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        stats = engine.stats()
+    told = [output for output in outputs if output.error is not None]
+    healthy = [output for output in outputs if output.error is None]
+    assert len(told) == len(SICK)
+    for output in told:
+        assert "NaN or infinite" in output.error
+        assert {one.finish_reason for one in output.outputs} == {"error"}
+    for name, output in zip(NEIGHBOURS, healthy, strict=True):
+        assert tokens_of(output) == alone[name], name
+    assert stats["blocks_used"] == stats["recompiles"] == 0
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_pages_that_hold_nan_are_nobodys_prefix(engine, alone, name):
+    """Pages before the token are good and may be shared; what stands behind it is computed again, and fails again."""
+    prompt, params = SICK[name]
+    first_bad = prompt.index(POISON) if POISON in prompt else len(prompt)
+    for _ in range(2):
+        (output,) = engine.generate([prompt], params, use_tqdm=False)
+        assert output.error is not None
+        assert output.num_cached_tokens <= first_bad // 8 * 8
+    # Pages that held NaN are taken by others.
+    outputs = engine.generate([PROMPTS[0]] * 3, SamplingParams(**NEIGHBOURS["greedy"]), use_tqdm=False)
+    assert [tokens_of(one) for one in outputs] == [alone["greedy"]] * 3
+
+
+def test_an_exception_while_an_output_is_made_ends_its_request_and_nobody_elses(engine, alone, monkeypatch):
+    outputs_of_core = engine.core.outputs
+    judge = outputs_of_core.judge
+
+    def faulty(sequence, *rest):
+        if sequence.request.request_id == "bad" and sequence.num_output_tokens == 5:
+            raise ValueError("a secret of the text")
+        return judge(sequence, *rest)
+
+    monkeypatch.setattr(outputs_of_core, "judge", faulty)
+    for name, fields in NEIGHBOURS.items():
+        engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
+    engine.add_request("bad", LONG, SamplingParams(temperature=0.0, **PLAIN))
+    ended = {output.request_id: output for output in engine.run_until_done()}
+    assert ended["bad"].outputs[0].finish_reason == "error"
+    assert "ValueError" in ended["bad"].error
+    assert "secret" not in ended["bad"].error
+    for name in NEIGHBOURS:
+        assert tokens_of(ended[name]) == alone[name], name
+    assert engine.stats()["blocks_used"] == 0
+
+
+class InjectedError(Exception):
+    pass
+
+
+class _Unreadable:
+    """Results that are lost on their way."""
+
+    def read(self):
+        raise InjectedError
+
+    read_scores = read
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["started", "read"])
+@pytest.mark.parametrize("failing", [1, 2, 5, 9])
+def test_a_step_that_fails_costs_nobody_a_token(engine, alone, monkeypatch, failing, is_read):
+    """Rules, counts of penalties, seeds and logprobs are what they were when all is computed anew."""
+    dispatch, count = engine.runner.dispatch, 0
+
+    def faulty(step):
+        nonlocal count
+        count += 1
+        if count == failing and not is_read:
+            raise InjectedError
+        results = dispatch(step)
+        return _Unreadable() if count == failing else results
+
+    monkeypatch.setattr(engine.runner, "dispatch", faulty)
+    for name, fields in NEIGHBOURS.items():
+        engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert count > failing
+    for name in NEIGHBOURS:
+        assert tokens_of(ended[name]) == alone[name], name
+        assert ended[name].error is None
+    assert engine.stats()["blocks_used"] == 0
+    assert not any(jax.tree.leaves(jax.tree.map(lambda leaf: leaf.is_deleted(), engine.runner.state)))
+
+
+def test_generate_goes_on_after_a_step_that_fails(engine, alone, monkeypatch):
+    dispatch, count = engine.runner.dispatch, 0
+
+    def faulty(step):
+        nonlocal count
+        count += 1
+        if count % 7 == 3:
+            raise InjectedError
+        return dispatch(step)
+
+    monkeypatch.setattr(engine.runner, "dispatch", faulty)
+    params = [SamplingParams(**fields) for fields in NEIGHBOURS.values()]
+    outputs = engine.generate([PROMPTS[0]] * len(params), params, use_tqdm=False)
+    assert count > 7
+    assert [tokens_of(output) for output in outputs] == list(alone.values())
+
+
+def test_steps_that_always_fail_end_what_is_live_and_nothing_later(engine, alone, monkeypatch):
+    def broken(step):
+        raise InjectedError("again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "dispatch", broken)
+        with pytest.raises(InjectedError, match="again"):
+            engine.generate([PROMPTS[0]] * 3, SamplingParams(**PLAIN), use_tqdm=False)
+        engine.add_request("a", PROMPTS[0], SamplingParams(**PLAIN))
+        assert [engine.step() for _ in range(MAX_FAILED_STEPS - 1)] == [[]] * (MAX_FAILED_STEPS - 1)
+        with pytest.raises(InjectedError):
+            engine.step()
+    (output,) = engine.step()
+    assert (output.request_id, output.finished, output.outputs[0].finish_reason) == ("a", True, "error")
+    assert "InjectedError" in output.error
+    assert not engine.has_unfinished_requests()
+    (output,) = engine.generate([PROMPTS[0]], SamplingParams(**NEIGHBOURS["greedy"]), use_tqdm=False)
+    assert tokens_of(output) == alone["greedy"]
+
+
+def test_an_output_that_cannot_be_shown_ends_its_request_and_nobody_elses(engine, alone, monkeypatch):
+    outputs_of_core = engine.core.outputs
+    output_of = outputs_of_core.output_of
+
+    def faulty(request):
+        if request.request_id == "bad" and request.sequences[0].num_output_tokens >= 5:
+            raise ValueError("a secret of the text")
+        return output_of(request)
+
+    monkeypatch.setattr(outputs_of_core, "output_of", faulty)
+    for name, fields in NEIGHBOURS.items():
+        engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
+    engine.add_request("bad", LONG, SamplingParams(temperature=0.0, **PLAIN))
+    ended = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in ended
+                ended[output.request_id] = output
+    assert ended["bad"].outputs[0].finish_reason == "error"
+    assert "ValueError" in ended["bad"].error
+    for name in NEIGHBOURS:
+        assert tokens_of(ended[name]) == alone[name], name
+    assert engine.stats()["blocks_used"] == 0
