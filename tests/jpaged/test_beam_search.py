@@ -210,8 +210,8 @@ def test_what_cannot_be_searched_is_refused_by_name(engine, tiny):
     with pytest.raises(InvalidRequestError, match="request_id: got a beam search"):
         engine.fork("beams")
     engine.abort_request("beams")
-    with new_engine(tiny, max_logprobs=20) as few:
-        with pytest.raises(InvalidRequestError, match="beam_width: got 4, which takes the logprobs of 24 tokens"):
+    with new_engine(tiny, max_logprobs=8) as few:
+        with pytest.raises(InvalidRequestError, match="beam_width: got 4, which takes the logprobs of 9 tokens"):
             few.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=4, max_tokens=4), use_tqdm=False)
         few.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3, max_tokens=4), use_tqdm=False)
 
