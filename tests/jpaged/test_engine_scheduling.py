@@ -155,8 +155,6 @@ def test_a_lost_device_state_costs_forks_and_swapped_requests_no_token(tiny: str
             if num_losses < 3 and engine.stats()[f"preemptions_{mode}"] > num_losses:
                 num_losses += 1
                 engine.runner.state.cache.pages[0].delete()
-                with pytest.raises(RuntimeError, match="deleted"):
-                    engine.step()
             final.update({output.request_id: output for output in engine.step()})
         assert num_losses == 3
         assert samples([final[str(index)] for index in range(len(PROMPTS))]) == wanted
