@@ -138,6 +138,7 @@ def test_products_read_each_weight_once(steps):
 def test_a_sampler_keeps_its_rules_where_they_are(steps):
     """With every rule and logprobs: the counts of tokens and the biases of all slots are donated, and not copied."""
     for dtype, found in steps["samplers"].items():
-        assert 0 <= found["aliased"] - found["rules"] < 2**20, dtype
+        # A TPU pads the rows of tables.
+        assert found["rules"] <= found["aliased"] < 1.05 * found["rules"] + 2**20, dtype
         assert found["large"] == [], dtype
         assert found["temporary"] < 5 * found["rules"], dtype
