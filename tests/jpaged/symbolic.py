@@ -798,7 +798,7 @@ class Host:
             limit = scheduler.max_chunk if scheduler.enable_chunked_prefill else scheduler.max_num_batched_tokens
             assert chunk.num_tokens <= limit, "a chunk beyond its limit"
             if not scheduler.enable_chunked_prefill:
-                assert not work.decodes, "a prefill step that decodes"
+                assert not work.decodes or chunk.num_tokens == 1, "a prefill step that decodes"
 
     def _note_admissions(self, work, waiting):
         """P9: hits counted from where the first chunk of a request begins."""
