@@ -1,18 +1,16 @@
-"""Writes a chat out as text by a Jinja2 template, which comes with the model or from the user and is not trusted.
-
-transformers renders it, in a sandbox, and is imported at the first use.
-"""
+"""Writes a chat out as text by a Jinja2 template, which comes with the model or from the user and is not trusted."""
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from .errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Of what a model has thought before it answered: clients send any, templates read one of the first two."""
 
 
 def render_chat_template(
@@ -27,15 +25,16 @@ def render_chat_template(
     The template sees `special_tokens` by their names. Raises InvalidRequestError for malformed messages, naming
     the first by its index, and for whatever the template raises.
     """
-    conversation = list(_checked_messages(messages))
-    with quiet_transformers():
-        from transformers.utils.chat_template_utils import render_jinja_template
+    conversation = [_as_data(message, index) for index, message in enumerate(_checked_messages(messages))]
     import jinja2
 
+    from .template_environment import compile_template
+
     try:
-        rendered, _ = render_jinja_template(
-            conversations=[conversation],
-            chat_template=template,
+        return compile_template(template).render(
+            messages=conversation,
+            tools=None,
+            documents=None,
             add_generation_prompt=add_generation_prompt,
             **special_tokens,
         )
@@ -49,23 +48,27 @@ def render_chat_template(
             f"the chat template refuses these messages: {one_line(error)}; change the messages or the template",
             param="messages",
         ) from error
-    text: str = rendered[0]
-    return text
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Import transformers inside this, without its notice that PyTorch is missing."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+def _as_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A copy of plain JSON values: a template may call whatever methods an object of the caller's has."""
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        data: dict[str, Any] = json.loads(json.dumps(message, default=_mapping_as_dict))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad_messages(
+            f"messages[{index}] holds what JSON cannot ({one_line(error)}); send strings, numbers, booleans, null, "
+            "lists and mappings of them"
+        ) from error
+    return data
+
+
+def _mapping_as_dict(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"an object of type {type(value).__name__}")
 
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -305,9 +305,11 @@ def _effective(jobs: list[Job], flags: Mapping[str, Any], opened: OpenedModel) -
 def _template(path: str) -> str:
     import jinja2
 
+    from .template_environment import compile_template
+
     try:
         text = Path(path).read_text(encoding="utf-8")
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        compile_template(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template: {path!r} cannot be read ({error}); give a readable UTF-8 file") from error
     except jinja2.TemplateSyntaxError as error:

@@ -1,7 +1,7 @@
 """Text to token ids and back, and chats to text.
 
 `tokenizers` does the work; transformers is imported only where it is needed: to read a Hugging Face
-directory and to render a chat. The file `tokenizer.json` is what counts: transformers 5 rebuilds some
+directory. The file `tokenizer.json` is what counts: transformers 5 rebuilds some
 classes (Llama, GPT-2) from the vocabulary alone and then cuts numbers and leading spaces differently.
 Knows nothing of requests; `detokenizer.py` turns a stream of ids into a stream of text.
 """
@@ -9,14 +9,16 @@ Knows nothing of requests; `detokenizer.py` turns a stream of ids into a stream 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from .chat_template import one_line, quiet_transformers, render_chat_template, shorten
+from .chat_template import one_line, render_chat_template, shorten
 from .errors import InvalidRequestError, ModelLoadError
 from .gguf_tokenizer import build_gguf_backend
 from .models.gguf import GGUFFile, read_gguf
@@ -195,7 +197,7 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
 def _load_directory(path: Path) -> Tokenizer:
     config = _read_json(path / "tokenizer_config.json")
     has_file = (path / "tokenizer.json").is_file()
-    with quiet_transformers():
+    with _quiet_transformers():
         if has_file:
             from transformers import PreTrainedTokenizerFast as Loader
         else:
@@ -227,6 +229,21 @@ def _load_directory(path: Path) -> Tokenizer:
         ]
     )
     return _finish(path, backend, names, template)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Import transformers inside this, without its notice that PyTorch is missing."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _read_json(path: Path) -> dict[str, Any]:

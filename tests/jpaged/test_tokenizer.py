@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from jpaged import generate
 from jpaged.errors import InvalidRequestError, ModelLoadError
 from jpaged.gguf_tokenizer import build_gguf_backend
 from jpaged.tokenizer import Tokenizer, load_tokenizer
@@ -405,6 +407,91 @@ def test_failing_or_hostile_template_is_an_error_of_the_request(template):
         chat_tokenizer(LINES).render_chat(HELLO, template=template)
 
 
+def by_transformers(template, messages, special_tokens):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        chats = render_jinja_template(
+            conversations=[messages], chat_template=template, add_generation_prompt=True, **special_tokens
+        )[0]
+    except Exception:
+        return "refused"
+    return chats[0]
+
+
+def by_jpaged(template, messages, special_tokens):
+    tokenizer = Tokenizer(byte_tokenizer().backend, special_tokens, chat_template=template)
+    try:
+        return tokenizer.render_chat(messages)
+    except InvalidRequestError:
+        return "refused"
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be <brief> & kind — schön."},
+    {"role": "user", "content": "  How many?\n"},
+    {"role": "assistant", "content": "Seven.", "reasoning": "I count.", "tool_calls": [{"n": 7, "of": ["ä", None]}]},
+    {"role": "user", "content": "Sure?"},
+]
+CONVENTIONS = {
+    "blocks and the spaces before them leave nothing": "a\n  {% if true %}\n  b\n  {% endif %}\nc\n",
+    "comments": "a\n  {# nothing #}\nb",
+    "loop controls": "{% for m in messages %}{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.role }} "
+    "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}",
+    "JSON as it is": "{{ messages[0] | tojson }} {{ messages[2].tool_calls | tojson(indent=2) }}",
+    "JSON as wanted": "{{ messages[2] | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}",
+    "nothing is escaped": "{{ messages[0].content }}",
+    "generation has a scope": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{{ messages[2].content }}"
+    "{% endgeneration %}{{ x }}",
+    "reasoning under its other names": "{{ messages[2].reasoning_content }} {{ messages[2].thinking }}",
+    "tools and documents are none": "{{ tools is none }} {{ documents is none }} {{ nothing is defined }}",
+    "special tokens": "{{ eos_token }}{{ bos_token | default('none') }}",
+    "the generation prompt": "{% if add_generation_prompt %}go{% endif %}",
+    "a namespace": "{% set ns = namespace(n=0) %}{% for m in 'ab' %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "no hidden names in a namespace": "{% set ns = namespace(n=0) %}{% set ns._n = 1 %}{{ ns.n }}",
+    "none at its birth": "{% set ns = namespace(__n=0) %}{{ 1 }}",
+    "a dictionary": "{{ dict(a=1, b='x') }} {{ dict.fromkeys('ab', 2) }}",
+    "no class to climb from": "{{ dict.mro() }}",
+    "not through its name": "{{ dict | attr('__class__') }}",
+    "the messages stay": "{% set x = messages.append(1) %}",
+    "the year": "{{ strftime_now('%Y') | int > 2024 }}",
+    "a refusal": "{{ raise_exception('no') }}",
+    "Python's methods": "{{ messages[1].content.strip().split(' ')[-1].upper() }} {{ messages[::-1][0].content }}",
+    "macros": "{% macro line(m) %}{{ m.role }}: {{ m.content | trim }}{% endmacro %}{{ line(messages[1]) }}",
+    "unknown tags": "{% translate %}",
+}
+
+
+@pytest.mark.parametrize("template", CONVENTIONS.values(), ids=CONVENTIONS.keys())
+def test_templates_say_what_they_say_in_transformers(template):
+    special_tokens = {"eos_token": "<end>"}
+    assert by_jpaged(template, CONVERSATION, special_tokens) == by_transformers(template, CONVERSATION, special_tokens)
+
+
+class Loud(dict):
+    def shout(self):
+        return "!"
+
+
+def test_a_template_sees_plain_data_only():
+    message = Loud(role="user", content="a", meta=MappingProxyType({"k": Loud(x=(1, 2))}))
+    render = chat_tokenizer("{{ messages[0].meta.k.x }} {{ messages[0].shout is defined }}").render_chat
+    assert render([message]) == "[1, 2] False"
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\] holds what JSON cannot \(an object of type object\)"):
+        render([message, {"role": "user", "content": "b", "meta": object()}])
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for i in range(1) %}" * 22 + "{% endfor %}" * 22, "{{ " + "(" * 4000 + "1" + ")" * 4000 + " }}"]
+)
+def test_a_template_that_python_cannot_compile_is_no_valid_one(template, tmp_path, capsys):
+    with pytest.raises(InvalidRequestError, match="Python cannot compile it"):
+        chat_tokenizer(template).render_chat(HELLO)
+    (tmp_path / "deep.jinja").write_text(template)
+    assert generate.main(["a", "--chat-template", str(tmp_path / "deep.jinja")]) == 1
+    assert "is no valid Jinja2" in capsys.readouterr().err
+
+
 def test_template_that_is_no_jinja_names_its_line():
     with pytest.raises(InvalidRequestError, match="line 2") as caught:
         chat_tokenizer(None).render_chat(HELLO, template="\n{% for %}")
@@ -435,12 +522,14 @@ def run_python(code, **variables):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
 
 
-def test_gguf_loads_without_transformers(tmp_path):
+def test_gguf_loads_and_a_chat_is_rendered_without_transformers(tmp_path):
     code = (
         "import sys; from pathlib import Path; from jpaged.tokenizer import load_tokenizer;"
-        f"load_tokenizer(Path({str(spm_gguf(tmp_path))!r})); print('transformers' in sys.modules)"
+        f"tokenizer = load_tokenizer(Path({str(spm_gguf(tmp_path))!r}));"
+        "print(tokenizer.render_chat([dict(role='user', content='a')], template='{{ messages[0].content }}'));"
+        "print('transformers' in sys.modules)"
     )
-    assert run_python(code).stdout == "False\n"
+    assert run_python(code).stdout == "a\nFalse\n"
 
 
 @pytest.mark.parametrize("variables", [{}, {ADVICE: ""}], ids=["unset", "set"])
@@ -472,14 +561,11 @@ def test_golden_tokenizations_of_llama_cpp(name):
 
 
 @pytest.mark.slow
-def test_published_templates_render_or_refuse():
-    tokenizer, num_rendered = chat_tokenizer(None), 0
+def test_published_templates_say_what_they_say_in_transformers():
+    special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, *HELLO]
     paths = sorted((llama_cpp_models() / "templates").glob("*.jinja"))
-    for path in paths:
-        try:
-            num_rendered += "Hello" in tokenizer.render_chat(messages, template=path.read_text())
-        except InvalidRequestError as error:
-            print(path.name, error)
+    texts = {path.name: by_jpaged(path.read_text(), messages, special_tokens) for path in paths}
+    assert texts == {path.name: by_transformers(path.read_text(), messages, special_tokens) for path in paths}
     assert len(paths) > 60
-    assert num_rendered >= 0.9 * len(paths)
+    assert sum("Hello" in text for text in texts.values()) >= 0.9 * len(paths)
