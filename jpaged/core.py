@@ -150,11 +150,16 @@ class Core:
                 request.beams.restore(request)
         self.scheduler.restart()
 
-    def fail(self, request: Request, exception: Exception, *, during: str = "its output was made") -> None:
-        """End what goes on of a request by an error: it has raised this. Its neighbours do not notice."""
-        request.error = self._own_error(request, exception, during)
+    def fail(self, request: Request, message: str) -> None:
+        """End what goes on of a request, every sample of it, by an error. Its neighbours do not notice."""
+        request.error = message
         for sequence in list(request.live):
             self.scheduler.finish(sequence, RequestState.FINISHED_ERROR)
+
+    def fail_by(self, request: Request, exception: Exception, *, during: str = "its output was made") -> None:
+        """The same, since it has raised this; its caller is told no more of it than its type."""
+        logger.error("request %s failed", request.request_id, exc_info=exception)
+        self.fail(request, f"internal error while {during}: {type(exception).__name__}")
 
     def _take_in_scores(self, step: BuiltStep, scores: SampledRows) -> None:
         """Give requests the scores of their prompts' tokens."""
@@ -163,14 +168,13 @@ class Core:
             rows = range(row, row := row + len(positions))
             if request.state.is_finished:
                 continue
-            error = None if scores.is_finite[rows.start : rows.stop].all() else NOT_FINITE
+            if not scores.is_finite[rows.start : rows.stop].all():
+                self.fail(request, NOT_FINITE)
+                continue
             try:
                 self.outputs.note_scores(request, positions, scores, rows)
             except Exception as exception:  # Whatever one request does to its output, the others go on.
-                error = self._own_error(request, exception)
-            if error is not None:
-                for sequence in list(request.live):
-                    self._fail(sequence, error)
+                self.fail_by(request, exception)
 
     def _take_in_several(self, step: BuiltStep, sampled: SampledRows) -> None:
         """Take in what a step has decoded, token by token. After the one that ends a sequence come none of its own."""
@@ -198,8 +202,10 @@ class Core:
         has for each.
         """
         if not is_finite.all():
-            for row in np.flatnonzero(~is_finite).tolist():
-                self._fail(samples[row], NOT_FINITE if samples[row].request.is_plain else NO_TOKEN_LEFT)
+            for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
+                if not sequence.state.is_finished:
+                    has_rules = sequence.request.params.has_rules
+                    self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
         row = 0
         try:
             for row, sequence, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
@@ -251,7 +257,7 @@ class Core:
                 if turn.choices:
                     search.commit(turn, heirs)
         except Exception as exception:  # Whatever one search does, the others go on.
-            self._fail(sequence, self._own_error(request, exception))
+            self.fail_by(request, exception)
 
     def _look_at(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
         """A token that may matter has been appended."""
@@ -261,22 +267,9 @@ class Core:
         try:
             end = self.outputs.judge(sequence, sampled, row)
         except Exception as exception:  # Whatever one request does to its output, the others go on.
-            self._fail(sequence, self._own_error(request, exception))
+            self.fail_by(request, exception)
             return
         if end is not None or len(sequence.token_ids) > sequence.next_check:
             self.scheduler.note_token(sequence)
         if end is not None:
             self.scheduler.finish(sequence, end)
-
-    def _own_error(self, request: Request, exception: Exception, during: str = "its output was made") -> str:
-        """What a caller is told of an exception that its own output, or its steps, have raised."""
-        logger.error("request %s failed", request.request_id, exc_info=exception)
-        return f"internal error while {during}: {type(exception).__name__}"
-
-    def _fail(self, sequence: Sequence, message: str) -> None:
-        request = sequence.request
-        # One beam alone has no end.
-        for one in [sequence] if request.beams is None else list(request.live):
-            if not one.state.is_finished:
-                request.error = message
-                self.scheduler.finish(one, RequestState.FINISHED_ERROR)

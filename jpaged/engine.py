@@ -449,7 +449,7 @@ class Engine:
             return
         self._num_failed_steps = 0
         for request in list(self.scheduler.unfinished):
-            self.core.fail(request, error, during="its steps were computed")
+            self.core.fail_by(request, error, during="its steps were computed")
         raise error
 
     def _output_of(self, request: Request) -> RequestOutput | None:
@@ -457,7 +457,7 @@ class Engine:
         try:
             return self.core.outputs.output_of(request)
         except Exception as exception:  # Whatever one request does to its output, the others go on.
-            self.core.fail(request, exception)
+            self.core.fail_by(request, exception)
             self.requests.pop(request.request_id, None)
             self.scheduler.ended.pop(request, None)
             return error_output(request.request_id, request.prompt, request.error or "")

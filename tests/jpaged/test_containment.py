@@ -9,6 +9,7 @@ import pytest
 
 from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.engine import MAX_FAILED_STEPS
+from jpaged.request import RequestState
 
 from .test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
 from .tiny_model import CONFIG, write_tiny_model
@@ -97,6 +98,28 @@ def test_pages_that_hold_nan_are_nobodys_prefix(engine, alone, name):
     # Pages that held NaN are taken by others.
     outputs = engine.generate([PROMPTS[0]] * 3, SamplingParams(**NEIGHBOURS["greedy"]), use_tqdm=False)
     assert [tokens_of(one) for one in outputs] == [alone["greedy"]] * 3
+
+
+def test_one_sample_that_fails_ends_all_of_its_request(engine, alone, monkeypatch):
+    """But for those that have ended before, and nobody else's."""
+    judge = engine.core.outputs.judge
+
+    def faulty(sequence, *rest):
+        if sequence.request.request_id != "bad":
+            return judge(sequence, *rest)
+        if sequence.index == 1 and sequence.num_output_tokens == 5:
+            raise ValueError
+        return RequestState.FINISHED_STOPPED if sequence.index == 2 and sequence.num_output_tokens == 3 else None
+
+    monkeypatch.setattr(engine.core.outputs, "judge", faulty)
+    engine.add_request("bad", LONG, SamplingParams(temperature=1.0, seed=5, n=4, **PLAIN))
+    engine.add_request("good", PROMPTS[0], SamplingParams(**NEIGHBOURS["greedy"]))
+    ended = {output.request_id: output for output in engine.run_until_done()}
+    assert [one.finish_reason for one in ended["bad"].outputs] == ["error", "error", "stop", "error"]
+    assert all(len(one.token_ids) <= 6 for one in ended["bad"].outputs)
+    assert "ValueError" in ended["bad"].error
+    assert tokens_of(ended["good"]) == alone["greedy"]
+    assert engine.stats()["blocks_used"] == 0
 
 
 def test_an_exception_while_an_output_is_made_ends_its_request_and_nobody_elses(engine, alone, monkeypatch):
