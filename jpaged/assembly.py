@@ -314,7 +314,8 @@ def measured_step_bytes(
     ]
     with ThreadPoolExecutor(len(keys)) as compilers:
         most = max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
-    return most + rules_bytes(model.vocab_size, sizes.max_num_seqs)
+    hidden = programs.state.hidden
+    return most + hidden.size * hidden.dtype.itemsize + rules_bytes(model.vocab_size, sizes.max_num_seqs)
 
 
 def own_bytes(compiled: jax.stages.Compiled) -> int:
@@ -356,7 +357,8 @@ def _scheduler(config: EngineConfig, sizes: EngineSizes, buckets: Buckets, preem
         limits=QueueLimits(**config.limits),
         max_decode_steps=_num_decode_steps(config),
         token_buckets=buckets.num_tokens,
-        max_scored=buckets.max_samples,
+        # Of each come all logprobs of the vocabulary then.
+        max_scored=buckets.max_samples if config.max_logprobs < 0 else None,
     )
 
 

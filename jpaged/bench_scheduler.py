@@ -47,7 +47,7 @@ from .sampler import SampledRows
 from .sampling_params import SampleMode, SamplingParams
 from .scheduler import Scheduler
 from .sharding import device_mesh
-from .step import DeviceState, RowsToSample
+from .step import DeviceState
 from .step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
 from .tokenizer import Tokenizer
 
@@ -73,17 +73,17 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
         num_layers=1, num_pages=2, page_size=builder.block_size, num_kv_heads=1, head_size=8, dtype=np.float32
     )
     cache = PagedCache(tuple(jnp.zeros(shape) for shape in layout.shapes), layout, (), builder.backend)
-    num_slots, num_rows = num_seqs + 1, buckets.max_samples
+    num_slots = num_seqs + 1
 
     def allocate() -> tuple[DeviceState, None]:
         tables = jnp.zeros((1, num_slots, max_pages), jnp.int32)
-        return DeviceState(jax.tree.map(jnp.copy, cache), tables, jnp.zeros(num_slots, jnp.int32)), None
+        last_tokens, hidden = jnp.zeros(num_slots, jnp.int32), jnp.zeros((buckets.num_tokens[-1], 8))
+        return DeviceState(jax.tree.map(jnp.copy, cache), tables, last_tokens, hidden), None
 
     def forward(leaves: Any, state: DeviceState, inputs: Any) -> Any:
-        rows = RowsToSample(jnp.zeros((num_rows, 8)), jnp.zeros((len(SAMPLE_FIELDS), num_rows), jnp.int32))
-        return state, rows, rows
+        return state, jnp.zeros((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
 
-    def sample(num_rows: int, leaves: Any, kept: Any, rows: Any) -> Any:
+    def sample(num_rows: int, leaves: Any, kept: Any, hidden: Any, columns: Any) -> Any:
         drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
         return kept, drawn
 
@@ -95,7 +95,7 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
     weights = Weights(None, state_of_model, jnp.float32, of_logits=("head",))
     leaves, of_logits = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
     state, _ = jax.eval_shape(allocate)
-    _, rows, _ = jax.eval_shape(forward, leaves, state, None)
+    _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for size in buckets.num_tokens:
         packed = StepInputs(jnp.zeros(builder.layouts[size].size, jnp.int32))
@@ -103,7 +103,7 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
     for mode in (SampleMode.GREEDY, SampleMode.DRAWN):
         for size in buckets.num_samples:
             programs["sample", size, mode] = lower(
-                partial(sample, size), tuple(of_logits), (state.last_tokens, None), rows
+                partial(sample, size), tuple(of_logits), (state.last_tokens, None), state.hidden, columns
             )
     plan = CompilePlan(programs)
     plan.start(programs)

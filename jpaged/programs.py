@@ -26,7 +26,7 @@ from .pallas_kernels.ragged_paged_attention import (
 from .sampler import SampleSettings
 from .sampling_params import SampleMode
 from .sharding import replicated, sharding_of
-from .step import DeviceState, RowsToSample, decode, forward, new_state, sample_rows, update_tables
+from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInputs
 
 TABLES_KEY = ("tables",)
@@ -96,11 +96,9 @@ def step_programs(
         cache=replace(cache, pages=_cache_arrays(layout, mesh)),
         page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
         last_tokens=shape((max_num_seqs + 1,), jnp.int32),
+        hidden=shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
     )
-    to_sample = RowsToSample(
-        shape((buckets.max_samples, hidden_size), weights.stream_dtype),
-        shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32),
-    )
+    columns = shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
     changes = shape((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
     leaves, tree = jax.tree.flatten(weights.state)
 
@@ -133,7 +131,7 @@ def step_programs(
 
         run.__name__ = f"sample_{num_rows}_{mode.value}"
         kept = state.last_tokens, rules if mode is SampleMode.EVERYTHING else None
-        return jax.jit(run, donate_argnums=1).lower(tuple(some_leaves), kept, to_sample)
+        return jax.jit(run, donate_argnums=1).lower(tuple(some_leaves), kept, state.hidden, columns)
 
     def lower_tables() -> jax.stages.Lowered:
         return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)

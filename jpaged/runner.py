@@ -34,7 +34,7 @@ from .programs import (
 from .sampler import SampledRows
 from .sampling_params import SampleMode
 from .sharding import replicated
-from .step import DeviceState, RowsToSample
+from .step import DeviceState
 from .step_inputs import BuiltStep, StepInputs, StepLayout
 
 MAX_STAGED = 4
@@ -49,7 +49,8 @@ class StepOutputs:
     """
 
     sampled: SampledRows | None
-    scored: SampledRows | None = None
+    scored: tuple[SampledRows, ...] = ()
+    """In as many pieces as it took: all but the last are full."""
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.sampled, self.scored)):
@@ -64,7 +65,9 @@ class StepOutputs:
 
     def read_scores(self) -> SampledRows | None:
         """The same of the tokens of prompts that the step has scored. None if it has scored none."""
-        return None if self.scored is None else jax.tree.map(np.asarray, self.scored)
+        if len(self.scored) < 2:
+            return jax.tree.map(np.asarray, self.scored[0]) if self.scored else None
+        return jax.tree.map(lambda *pieces: np.concatenate(pieces), *self.scored)
 
 
 class Runner:
@@ -113,10 +116,9 @@ class Runner:
             run_decode = self.plan.get(("decode", step.layout.num_tokens))
             self.state, sampled = run_decode(self._leaves, self.state, StepInputs(self._put(step.inputs.packed)))
             return StepOutputs(sampled)
-        to_sample, to_score = self._forward(step.layout, step.inputs)
-        sampled = self._sample(to_sample, len(step.samples), step.mode) if step.samples else None
-        scored = self._sample(to_score, step.num_scored, SampleMode.EVERYTHING) if step.scored else None
-        return StepOutputs(sampled, scored)
+        columns = self._forward(step.layout, step.inputs)
+        sampled = self._sample(columns, len(step.samples), step.mode) if step.samples else None
+        return StepOutputs(sampled, tuple(self._score(step)))
 
     def measure_swap(self) -> float:
         """Bytes per second to the host and back, by one batch of null pages; waits for it. Not during a step."""
@@ -145,15 +147,23 @@ class Runner:
         self._drop_state()
         _delete(self.weights.state)
 
-    def _forward(self, layout: StepLayout, inputs: StepInputs) -> tuple[RowsToSample, RowsToSample]:
+    def _forward(self, layout: StepLayout, inputs: StepInputs) -> jax.Array:
         run_forward = self.plan.get(("forward", layout.num_tokens))
-        self.state, to_sample, to_score = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
-        return to_sample, to_score
+        self.state, columns = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
+        return columns
 
-    def _sample(self, rows: RowsToSample, num_rows: int, mode: SampleMode) -> SampledRows:
+    def _score(self, step: BuiltStep) -> Iterator[SampledRows]:
+        """The tokens of prompts that the step scores, as many at once as a sampler takes."""
+        num_left = step.num_scored
+        for columns in step.score_columns:
+            num_rows = min(num_left, columns.shape[1])
+            yield self._sample(self._put(columns), num_rows, SampleMode.EVERYTHING)
+            num_left -= num_rows
+
+    def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
         kept = self.state.last_tokens, self.rules if mode is SampleMode.EVERYTHING else None
-        (last_tokens, rules), sampled = run_sample(self._leaves_of_logits, kept, rows)
+        (last_tokens, rules), sampled = run_sample(self._leaves_of_logits, kept, self.state.hidden, columns)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules
         return sampled

@@ -66,7 +66,7 @@ class Scheduler:
         `max_decode_steps` is how many tokens sequences may decode one after another in one step, where nothing else
         is to be done; `token_buckets` are the padded numbers of tokens, ascending, that steps come in,
         of which those from `least_filled` on are filled. `max_scored` bounds the prompt tokens of a step that are
-        scored.
+        scored, where their logprobs take much room.
         """
         assert max_num_seqs <= max_num_batched_tokens, "a step cannot decode all sequences"
         self.blocks = blocks
@@ -122,7 +122,8 @@ class Scheduler:
         if request.needs_prompt_scores and not self.enable_chunked_prefill and request.prompt_len - 1 > self.max_scored:
             raise InvalidRequestError(
                 f"prompt_logprobs: got a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false, "
-                f"allowed: at most {self.max_scored + 1}, as many as a step has logprobs for; leave chunked prefill on",
+                f"allowed: at most {self.max_scored + 1}, as many as a step has room for while max_logprobs is -1; "
+                "leave chunked prefill on, or start the engine with a max_logprobs that is a number of tokens",
                 param="prompt_logprobs",
             )
         self.admission.check(request)

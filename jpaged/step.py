@@ -1,8 +1,8 @@
 """The compiled step, in three programs: apply page-table changes, forward, sample. And the state between steps.
 
     update_tables(tables, changes)            → tables        only when a step's own buffer is too small for them
-    forward(weights, state, packed)           → state, rows to sample, rows of prompts to score
-    sample_rows(weights, sampling state, …)   → sampling state, sampled rows
+    forward(weights, state, packed)           → state, columns of the rows that are sampled
+    sample_rows(weights, sampling state, …)   → sampling state, sampled rows; as often as a step needs it
     decode(weights, state, packed)            → state, sampled rows of up to MAX_DECODE_STEPS steps, in one program
 
 Pure functions of arrays; what the buffer means is `step_inputs`' business, how a model works the model's.
@@ -28,7 +28,7 @@ from .sampler import SampledRows, SampleSettings, SamplingRows
 from .sampler import sample as sample_logits
 from .sampling_params import SampleMode
 from .sharding import TENSOR_AXIS
-from .step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, SCORE_FIELDS, STOP_FIELDS, StepInputs, StepLayout
+from .step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, STOP_FIELDS, StepInputs, StepLayout
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 DECODE_MODES = (SampleMode.GREEDY, SampleMode.DRAWN)
@@ -43,16 +43,8 @@ class DeviceState:
     cache: PagedCache
     page_tables: Int[Array, "groups slots P"]
     last_tokens: Int[Array, " slots"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RowsToSample:
-    """What a forward program leaves for a sampling program: the first rows count, the others are padding."""
-
-    hidden: Float[Array, "S D"]
-    columns: Int[Array, "fields S"]
-    """SAMPLE_FIELDS."""
+    hidden: Float[Array, "T D"]
+    """What the last forward program has left of its tokens for the sampling programs behind it."""
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
@@ -73,6 +65,7 @@ def new_state(shapes: DeviceState) -> DeviceState:
         cache=replace(shapes.cache, pages=pages),
         page_tables=jnp.zeros(shapes.page_tables.shape, jnp.int32),
         last_tokens=jnp.zeros(shapes.last_tokens.shape, jnp.int32),
+        hidden=jnp.zeros(shapes.hidden.shape, shapes.hidden.dtype),
     )
 
 
@@ -84,27 +77,16 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 
 def forward(
     graph: Any, weights: Any, state: DeviceState, inputs: StepInputs, layout: StepLayout
-) -> tuple[DeviceState, RowsToSample, RowsToSample]:
-    """Compute every token of the step; return the hidden states of the rows that are sampled with their parameters, and
-    the same of the prompts' tokens that are scored."""
+) -> tuple[DeviceState, Int[Array, "fields S"]]:
+    """Compute every token of the step; return the SAMPLE_FIELDS of the rows that are sampled, which came with it."""
     view = inputs.view(layout)
     tables = update_tables(state.page_tables, view["changes"])
     ids = view["token_ids"]
     from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
     model = nnx.merge(graph, weights)
     hidden_TD, cache = model(jnp.where(ids <= -2, from_slot, ids), state.cache, _metadata(view, tables))
-    to_sample, to_score = (
-        RowsToSample(hidden_TD[columns[SAMPLE_FIELDS.index("token")]], columns)
-        for columns in (view["samples"], _score_columns(view["scores"], layout))
-    )
-    return replace(state, cache=cache, page_tables=tables), to_sample, to_score
-
-
-def _score_columns(scores: Int[Array, "2 N"], layout: StepLayout) -> Int[Array, "fields S"]:
-    """Tokens to be scored as sampled rows that are given their token, in no slot."""
-    columns = jnp.zeros((len(SAMPLE_FIELDS), layout.num_samples), jnp.int32)
-    places = jnp.array([SAMPLE_FIELDS.index(name) for name in SCORE_FIELDS])
-    return columns.at[places, : layout.num_scores].set(scores)
+    hidden = lax.dynamic_update_slice(state.hidden, hidden_TD, (0, 0))
+    return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
 
 
 def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"]) -> AttentionMetadata:
@@ -125,14 +107,19 @@ def sample_rows(
     graph: Any,
     weights: Any,
     state: tuple[Int[Array, " slots"], SlotRules | None],
-    to_sample: RowsToSample,
+    hidden_TD: Float[Array, "T D"],
+    columns: Int[Array, "fields S"],
     num_rows: int,
     mode: SampleMode,
     settings: SampleSettings,
 ) -> tuple[tuple[Int[Array, " slots"], SlotRules | None], SampledRows]:
-    """Sample the first `num_rows` rows and remember each token in its sequence's state slot, and in its rules."""
-    slots, rows = _sampling_rows(to_sample.columns[:, :num_rows])
-    logits_RV = nnx.merge(graph, weights).logits(to_sample.hidden[:num_rows])
+    """Sample the first `num_rows` rows and remember each token in its sequence's state slot, and in its rules.
+
+    `columns` are SAMPLE_FIELDS of rows, padded: they say whose hidden state each is drawn from, or scored.
+    """
+    columns = columns[:, :num_rows]
+    slots, rows = _sampling_rows(columns)
+    logits_RV = nnx.merge(graph, weights).logits(hidden_TD[columns[SAMPLE_FIELDS.index("token")]])
     last_tokens, rules = state
     ruled_RV = None
     if rules is not None:

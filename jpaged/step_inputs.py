@@ -41,9 +41,7 @@ SAMPLE_FIELDS = (
 """Columns of a sampled row. `token` is where in the step its hidden state is; `ruled_slot` its slot if its logits have
 rules, else 0; `forced_token` 1 + the id of one that is not drawn but given, to be scored, or SCORED or UNSCORED;
 temperature, top_p and min_p are float bits."""
-SCORE_FIELDS = ("token", "forced_token")
-"""Columns of a token of a prompt that is scored: where in the step the hidden state before it is, and 1 + its id."""
-OUTPUT_INDEX = SAMPLE_FIELDS.index("output_index")
+TOKEN, OUTPUT_INDEX, FORCED_TOKEN = map(SAMPLE_FIELDS.index, ("token", "output_index", "forced_token"))
 NUM_STEP_FIELDS = 3
 """The first of them differ in every step; the others belong to the sequence."""
 CHANGE_FIELDS = ("group", "slot", "index", "page")
@@ -65,18 +63,12 @@ class StepLayout:
     num_changes: int
     plan_len: int
 
-    @property
-    def num_scores(self) -> int:
-        """Tokens that may be scored beside those that are sampled."""
-        return min(self.num_tokens, self.num_samples)
-
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Name → (offset, shape), in int32."""
         shapes: dict[str, tuple[int, ...]] = {
             "counts": (len(COUNT_FIELDS),),
             "samples": (len(SAMPLE_FIELDS), self.num_samples),
-            "scores": (len(SCORE_FIELDS), self.num_scores),
             "changes": (len(CHANGE_FIELDS), self.num_changes),
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
@@ -141,6 +133,8 @@ class BuiltStep:
     """By slot, of sequences that have just taken it: `RuleBook.row`. To be set before anything is sampled."""
     scored: list[tuple[Request, range]]
     """Whose prompt's tokens are scored, behind which positions, in the order of the rows of scores."""
+    score_columns: list[np.ndarray]
+    """SAMPLE_FIELDS of those rows, [fields, S] each and all but the last full: as many as a sampler takes at once."""
 
     @property
     def num_scored(self) -> int:
@@ -247,7 +241,7 @@ class StepInputBuilder:
             self._last = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
-            return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves, rules, [])
+            return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves, rules, [], [])
         is_plain = not (work.chunks or work.decode_lens)
         if is_plain and self._last is not None and self._last[0].samples == work.decodes:
             step, rows = self._one_token_on(*self._last, changes, work.moves)
@@ -274,9 +268,16 @@ class StepInputBuilder:
         samples, mode = self._fill_samples(view["samples"], rows, work)
         is_drawn = mode is not SampleMode.GREEDY
         view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), is_drawn
-        scored = self._fill_scores(view["scores"], rows, work.chunks)
         step = BuiltStep(
-            StepInputs(packed), layout, updates, samples, work.decode_lens, mode, work.moves, rules, scored
+            StepInputs(packed),
+            layout,
+            updates,
+            samples,
+            work.decode_lens,
+            mode,
+            work.moves,
+            rules,
+            *self._scores(rows, work.chunks),
         )
         return step, rows
 
@@ -299,7 +300,7 @@ class StepInputBuilder:
         self._fill_places(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.slots] = rows.context_lens
-        return BuiltStep(StepInputs(packed), layout, updates, last.samples, [], last.mode, moves, {}, []), rows
+        return BuiltStep(StepInputs(packed), layout, updates, last.samples, [], last.mode, moves, {}, [], []), rows
 
     def _layout(self, num_tokens: int) -> StepLayout:
         num_rows = self.buckets.rows_for(num_tokens)
@@ -411,21 +412,29 @@ class StepInputBuilder:
             assert len(known) == chunk.num_tokens, "a chunk of tokens that the host does not know"
             token_ids[at : at + chunk.num_tokens] = known
 
-    def _fill_scores(self, columns: np.ndarray, rows: _Rows, chunks: list[Chunk]) -> list[tuple[Request, range]]:
-        """Which tokens of prompts are scored, each from the hidden state before it."""
+    def _scores(self, rows: _Rows, chunks: list[Chunk]) -> tuple[list[tuple[Request, range]], list[np.ndarray]]:
+        """Which tokens of prompts are scored, and the rows for it: each is given its token, in no slot, and has the
+        hidden state before it."""
         scored: list[tuple[Request, range]] = []
-        num_scored = 0
+        tokens: list[int] = []
+        given: list[int] = []
         places = rows.places[len(rows.places) - len(chunks) :]
         for chunk, at in zip(chunks, rows.query_starts[places].tolist(), strict=True):
             if not (positions := chunk.scored):
                 continue
-            first, last = at + positions.start - chunk.start, num_scored + len(positions)
-            columns[0, num_scored:last] = range(first, first + len(positions))
-            columns[1, num_scored:last] = chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1]
-            columns[1, num_scored:last] += 1
+            first = at + positions.start - chunk.start
+            tokens.extend(range(first, first + len(positions)))
+            given.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
             scored.append((chunk.sequence.request, positions))
-            num_scored = last
-        return scored
+        pieces = []
+        for start in range(0, len(tokens), size := self.buckets.max_samples):
+            piece = np.zeros((len(SAMPLE_FIELDS), size), np.int32)
+            for field, values in ((TOKEN, tokens), (FORCED_TOKEN, given)):
+                here = values[start : start + size]
+                piece[field, : len(here)] = here
+            piece[FORCED_TOKEN, : len(here)] += 1
+            pieces.append(piece)
+        return scored, pieces
 
     def _fill_samples(
         self, columns: np.ndarray, rows: _Rows, work: SchedulerOutput
@@ -443,7 +452,7 @@ class StepInputBuilder:
         slots[num_decodes:] = [sampler.slot for sampler in samplers]
         self.next_positions[rows.slots] = rows.final_lens
         self.next_positions[slots] = rows.final_lens[row_of_sample]
-        columns[0, :num_samples] = rows.query_ends[row_of_sample] - 1
+        columns[TOKEN, :num_samples] = rows.query_ends[row_of_sample] - 1
         columns[1, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows.take(slots, axis=1)

@@ -68,6 +68,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "aliased": memory.alias_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
         "cache": cache_bytes,
+        "hidden": _bytes(programs.state.hidden),
         "pages": num_pages,
         "large": large,
     }

@@ -118,8 +118,8 @@ def test_a_whole_step_makes_nothing_as_large_as_a_layers_keys(steps):
 def test_a_whole_step_takes_the_cache_as_it_is_and_needs_as_much_beside_it_whatever_its_size(steps):
     for name, reports in steps["steps"].items():
         for found in reports:
-            # With the page tables and the last tokens, which are donated too.
-            assert 0 <= found["aliased"] - found["cache"] < 2**20, name
+            # With hidden states, page tables and last tokens, which are donated too.
+            assert 0 <= found["aliased"] - found["cache"] - found["hidden"] < 2**20, name
         few, many = reports
         assert many["pages"] == 2 * few["pages"]
         # On four chips XLA has other ideas where to put what, by 5 % of it: nothing that grows with the pages.

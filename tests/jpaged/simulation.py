@@ -172,7 +172,11 @@ class Life:
 
     @staticmethod
     def _step_options(rng):
-        return {"max_decode_steps": rng.choice([1, 2, 5, 16]), "least_filled": rng.choice([1, 8, 64])}
+        return {
+            "max_decode_steps": rng.choice([1, 2, 5, 16]),
+            "least_filled": rng.choice([1, 8, 64]),
+            "bounds_scores": rng.choice([True, False]),
+        }
 
     def tell(self, *event):
         """Write down an event."""

@@ -203,8 +203,13 @@ class SymbolicDevice:
                 row_of_token[token] = (row, len(history[0]))
             histories.append(history)
         # What a token of a prompt is scored from: where that stands, and whose keys it has seen.
-        targets = itertools.islice(zip(*view["scores"], strict=True), step.num_scored)
-        self.scored = [(row_of_token[token][1] - 1, target - 1) for token, target in targets]
+        pieces = [piece.tolist() for piece in step.score_columns]
+        assert all(len(columns[0]) == step.layout.num_samples for columns in pieces), "no sampler takes that"
+        tokens, targets = (
+            [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][: step.num_scored]
+            for name in ("token", "forced_token")
+        )
+        self.scored = [(row_of_token[token][1] - 1, target - 1) for token, target in zip(tokens, targets, strict=True)]
         return self._sample(view["samples"], num_samples, row_of_token, histories)
 
     def _decode(self, view, num_rows, num_steps, extras):
@@ -458,6 +463,7 @@ class Host:
         poison_share=0,
         is_late=lambda: False,
         long_prefill_token_threshold=0,
+        bounds_scores=False,
         tell=lambda *event: None,
         **options,
     ):
@@ -485,7 +491,7 @@ class Host:
             clock=lambda: self.now,
             long_prefill_token_threshold=long_prefill_token_threshold,
             token_buckets=buckets.num_tokens,
-            max_scored=buckets.max_samples,
+            max_scored=buckets.max_samples if bounds_scores else None,
             **options,
         )
         max_pages = -(-max_model_len // block_size)
@@ -757,7 +763,9 @@ class Host:
             self.tell("end", request.number, sequence.index, sequence.state.value)
             match sequence.state:
                 case RequestState.FINISHED_ERROR:
-                    assert solo.next_token() is None, "an error without a cause"
+                    assert not request.live, "an error of one sample that its siblings outlive"
+                    siblings = [one for one in request.sequences if one.state is RequestState.FINISHED_ERROR]
+                    assert any(self.solos[one].next_token() is None for one in siblings), "an error without a cause"
                 case RequestState.FINISHED_STOPPED | RequestState.FINISHED_LENGTH:
                     assert sequence.state is solo.end, f"r{request.number} ends otherwise than alone"
                     self._check_scores(request)

@@ -189,6 +189,30 @@ def test_logprobs_and_prompt_logprobs_are_those_of_the_definition(tiny, logits_o
                     np.testing.assert_allclose(got, row, atol=1e-4)
 
 
+def test_prompts_are_scored_in_as_many_steps_as_they_are_computed_in(tiny, logits_of):
+    """More tokens a step than a sampler takes rows; in all of the vocabulary's logprobs that would be too much."""
+    prompts = [[(7 * at + place) % 250 for at in range(21)] for place in range(3)]
+    asked = SamplingParams(**{**GREEDY, "prompt_logprobs": 3})
+    steps = {}
+    for max_logprobs in (3, -1):
+        with new_engine(tiny, max_logprobs=max_logprobs, max_num_seqs=4, max_num_batched_tokens=64) as engine:
+            outputs = engine.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
+            steps[max_logprobs] = engine.stats()["steps"]
+            scored = engine.generate(prompts, asked, use_tqdm=False)
+            steps[max_logprobs] = engine.stats()["steps"] - 2 * steps[max_logprobs]
+        assert [tokens_of(output) for output in scored] == [tokens_of(output) for output in outputs]
+        for output in scored:
+            rows = logits_of(output)
+            for at, entries in enumerate(output.prompt_logprobs[1:]):
+                exact = rows[at] - np.log(np.exp(rows[at] - rows[at].max()).sum()) - rows[at].max()
+                for rank, token_id in enumerate(np.argsort(-exact, kind="stable")[:3], 1):
+                    assert entries[int(token_id)].rank == rank
+                for token_id, entry in entries.items():
+                    assert abs(entry.logprob - exact[token_id]) < 1e-4
+                assert next(iter(entries)) == output.prompt_token_ids[at + 1]
+    assert steps[3] == 0 < steps[-1]
+
+
 def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(tiny, logits_of):
     with new_engine(tiny, logprobs_mode="processed_logprobs") as engine:
         params = SamplingParams(**{**DRAWN, "temperature": 0.8, "top_k": 5, "logit_bias": {70: 4.0}, "logprobs": -1})

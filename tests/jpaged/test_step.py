@@ -54,7 +54,8 @@ def fresh_state(fill=np.nan):
     places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
     pages = tuple(jnp.full(shape, fill, jnp.float32) for shape in layout.shapes)
     tables = jnp.full((1, MAX_SEQS + 1, MAX_PAGES), NUM_PAGES - 1, jnp.int32)
-    return DeviceState(PagedCache(pages, layout, places, BACKEND), tables, jnp.full((MAX_SEQS + 1,), 99, jnp.int32))
+    last_tokens, hidden = jnp.full((MAX_SEQS + 1,), 99, jnp.int32), jnp.full((16, MODEL.hidden_size), fill)
+    return DeviceState(PagedCache(pages, layout, places, BACKEND), tables, last_tokens, hidden)
 
 
 def sequence(token_ids, *, slot, pages, **params):
@@ -75,7 +76,7 @@ def sequence(token_ids, *, slot, pages, **params):
 
 
 jitted_forward = jax.jit(forward, static_argnums=(0, 4))
-jitted_sample = jax.jit(sample_rows, static_argnums=(0, 4, 5, 6))
+jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6, 7))
 
 
 def run(weights, builder, state, *work):
@@ -98,10 +99,11 @@ def run(weights, builder, state, *work):
     for changes in step.table_updates:
         state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
     inputs = StepInputs(jnp.asarray(step.inputs.packed))
-    state, to_sample, _ = jitted_forward(weights.graph, weights.state, state, inputs, step.layout)
+    state, columns = jitted_forward(weights.graph, weights.state, state, inputs, step.layout)
     for one, num_tokens in work:
         one.num_computed += num_tokens
-    return state, np.asarray(to_sample.hidden), to_sample, step
+    hidden = np.asarray(state.hidden)[np.asarray(columns)[SAMPLE_FIELDS.index("token")]]
+    return state, hidden, columns, step
 
 
 def prompt(length, seed):
@@ -130,9 +132,9 @@ def test_hidden_rows_are_those_of_the_sampled_tokens_in_the_order_of_the_samples
         (sequence(chunk, slot=1, pages=[7, 3, 5]), 6),
         (sequence(last, slot=3, pages=[8]), 3),
     ]
-    _, hidden, to_sample, step = run(weights, builder, fresh_state(), *work)
+    _, hidden, columns, step = run(weights, builder, fresh_state(), *work)
     assert [one.slot for one in step.samples] == [2, 3]
-    assert np.asarray(to_sample.columns)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
+    assert np.asarray(columns)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
     np.testing.assert_allclose(hidden[0], alone(weights, builder, first), atol=1e-5)
     np.testing.assert_allclose(hidden[1], alone(weights, builder, last), atol=1e-5)
 
@@ -200,10 +202,10 @@ def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weig
         (sequence(prompt(5, 1), slot=4, pages=[4, 9], temperature=0), 5),
         (sequence(prompt(3, 3), slot=2, pages=[8], temperature=0), 3),
     ]
-    state, hidden, to_sample, _ = run(weights, builder, fresh_state(), *work)
+    state, hidden, columns, _ = run(weights, builder, fresh_state(), *work)
     kept = state.last_tokens, None
     (last_tokens, _), sampled = jitted_sample(
-        weights.graph, weights.state, kept, to_sample, 8, SampleMode.GREEDY, SampleSettings()
+        weights.graph, weights.state, kept, state.hidden, columns, 8, SampleMode.GREEDY, SampleSettings()
     )
     head = weights.state["head"]["weight"].get_value()
     rows = columns_of(head, jnp.arange(MODEL.vocab_size), MODEL.hidden_size)
@@ -221,10 +223,10 @@ def test_a_rows_parameters_reach_the_sampler(weights, builder):
 
     def drawn(**params):
         one = sequence(token_ids, slot=1, pages=[1, 2], logprobs=0, **params)
-        state, _, to_sample, _ = run(weights, builder, fresh_state(), (one, 5))
+        state, _, columns, _ = run(weights, builder, fresh_state(), (one, 5))
         kept = state.last_tokens, new_rules(RuleBook(MODEL.vocab_size), len(state.last_tokens))
         mode, settings = SampleMode.EVERYTHING, SampleSettings(max_logprobs=3)
-        arguments = weights.graph, weights.state, kept, to_sample, 8, mode, settings
+        arguments = weights.graph, weights.state, kept, state.hidden, columns, 8, mode, settings
         sampled = jitted_sample(*arguments)[1]
         return int(sampled.token_ids[0]), int(sampled.scores.ranks[0])
 

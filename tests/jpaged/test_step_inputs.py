@@ -27,6 +27,7 @@ GREEDY, DRAWN, SCORED = (
     SamplingParams(temperature=0.7),
     SamplingParams(temperature=0.0, logprobs=0),
 )
+SCORED_PROMPT = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
 def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, max_pages=128, **options):
@@ -246,6 +247,26 @@ def test_with_one_token_rows_a_prompt_is_packed_as_if_it_came_token_by_token():
         packed += [built, after]
     for one, other in zip(packed[:2], packed[2:], strict=True):
         assert np.array_equal(one.inputs.packed, other.inputs.packed)
+        assert np.array_equal(one.score_columns, other.score_columns)
+
+
+def test_tokens_that_are_scored_are_rows_that_are_given_them_as_many_as_a_sampler_takes():
+    """Two prompts, the second from its third token on: in two pieces, each with the hidden state before the token."""
+    builder = builder_of(max_num_seqs=8)
+    [one], [other] = running(7, slots=[1], params=SCORED_PROMPT), running(9, slots=[2], params=SCORED_PROMPT)
+    other.request.num_scored = 2
+    chunks = [chunk_of(one, 0, 7, [one]), chunk_of(other, 0, 8)]
+    built, view = build(builder, chunks=chunks, placed=[one, other], changes=table_of(one, (3, 4)))
+    assert [list(positions) for _, positions in built.scored] == [list(range(6)), list(range(2, 8))]
+    size = builder.buckets.max_samples
+    assert [piece.shape for piece in built.score_columns] == [(len(SAMPLE_FIELDS), size)] * 2
+    columns = dict(zip(SAMPLE_FIELDS, np.concatenate(built.score_columns, axis=1), strict=True))
+    starts = {slot: view["query_starts"][row] for row, slot in enumerate(view["row_slots"][:2])}
+    places = [starts[1] + at for at in range(6)] + [starts[2] + at for at in range(2, 8)]
+    assert columns.pop("token").tolist() == places + [0] * (2 * size - 12)
+    given = [*one.token_ids[1:7], *other.token_ids[3:9]]
+    assert columns.pop("forced_token").tolist() == [1 + token for token in given] + [0] * (2 * size - 12)
+    assert not any(column.any() for column in columns.values())
 
 
 def test_rows_that_decode_on_are_packed_with_their_steps_and_the_next_step_begins_behind_them():
