@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ..pallas_kernels.cpu_norm import rms_norm
 from ..pallas_kernels.cpu_products import columns_of, panels_shape, product
 
 Axes = tuple[str | None, ...]
@@ -155,9 +156,12 @@ class RMSNorm(nnx.Module):
     def __init__(self, size: int, *, eps: float, make: WeightMaker) -> None:
         self.weight = nnx.Param(make((size,), ("embed",), fill=1.0), logical_axes=("embed",))
         self.eps = eps
+        self.is_native = make.in_panels
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         x_f32 = x_TD.astype(jnp.float32)
+        if self.is_native:
+            return rms_norm(x_f32, self.weight[...].astype(jnp.float32), self.eps).astype(x_TD.dtype)
         mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
         normed = (x_f32 * jax.lax.rsqrt(mean_square + self.eps)).astype(x_TD.dtype)
         return normed * self.weight[...].astype(x_TD.dtype)[None, :]
