@@ -1,11 +1,11 @@
 """Draws the next token of every row, on the device, without sorting the vocabulary.
 
 Every truncation rule is a threshold on the probability, found exactly by bisecting the bits of a float32;
-the token is then drawn by inverse CDF, in vocabulary order, from one uniform per row. Rules apply in vLLM's
-order: temperature, min-p, top-k, top-p, each over what the one before left; tokens that tie with the last
-one kept are kept as well.
+the token is then drawn down a tree over the vocabulary, by inverse CDF of the branches of each node and a uniform
+for each level. Rules apply in vLLM's order: temperature, min-p, top-k, top-p, each over what the one before left;
+tokens that tie with the last one kept are kept as well.
 
-The uniform depends on (seed, sample index, output index, purpose) and on nothing else: not on the row, the
+The uniforms depend on (seed, sample index, output index, purpose) and on nothing else: not on the row, the
 batch, a preemption or a restart.
 """
 
@@ -26,7 +26,8 @@ from .sampling_params import GREEDY_TEMPERATURE, UNSCORED, SampleMode
 
 PURPOSE_SAMPLE = 0
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
-CDF_BLOCK = 512
+BRANCHES = 16
+"""Of a node of the tree that tokens are drawn by."""
 ROWS_AT_ONCE = 8
 """Of those that need what others do not: a few, so that they stay in a processor's cache."""
 
@@ -130,7 +131,8 @@ def sample(
     is_greedy = rows.temperature <= GREEDY_TEMPERATURE
     tempered_RV = tempered(logits_RV - row_max, rows, is_greedy)
     weights, _ = truncated_weights(tempered_RV, rows, is_greedy)
-    return SampledRows(jnp.where(is_greedy, greedy, inverse_cdf(weights, uniforms(rows, PURPOSE_SAMPLE))), is_finite)
+    uniform = uniforms(rows, PURPOSE_SAMPLE, num_levels(weights.shape[1]))
+    return SampledRows(jnp.where(is_greedy, greedy, draw_tokens(weights, uniform)), is_finite)
 
 
 def sample_everything(
@@ -145,7 +147,7 @@ def sample_everything(
     # A NaN that a rule has taken away still means that the model has failed.
     is_finite &= _first_maximum(logits_RV, jnp.max(logits_RV, axis=-1, keepdims=True))[1]
     is_greedy = rows.temperature <= GREEDY_TEMPERATURE
-    uniform = uniforms(rows, PURPOSE_SAMPLE)
+    uniform = uniforms(rows, PURPOSE_SAMPLE, num_levels(logits_RV.shape[1]))
 
     def weights_of(some: Int[Array, " r"]) -> tuple[Array, Array, Array]:
         own: SamplingRows = jax.tree.map(lambda column: column[some], rows)
@@ -154,7 +156,7 @@ def sample_everything(
 
     def draw(some: Int[Array, " r"], token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
         _, weights, _ = weights_of(some)
-        return token_ids.at[some].set(jnp.where(is_greedy[some], greedy[some], inverse_cdf(weights, uniform[some])))
+        return token_ids.at[some].set(jnp.where(is_greedy[some], greedy[some], draw_tokens(weights, uniform[some])))
 
     is_forced = rows.forced_token > 0
     token_ids = jnp.where(is_forced, rows.forced_token - 1, _for_some(~(is_greedy | is_forced), draw, greedy))
@@ -221,19 +223,19 @@ def _first_maximum(
     return first, is_ordered & jnp.isfinite(row_max[:, 0])
 
 
-def uniforms(rows: SamplingRows, purpose: int) -> Float[Array, " R"]:
-    """One number in [0, 1) with 24 random bits per row."""
+def uniforms(rows: SamplingRows, purpose: int, count: int) -> Float[Array, "R count"]:
+    """Numbers in [0, 1) with 24 random bits each, per row: the first ones, however many are asked for."""
 
     def one(low: UInt32[Array, ""], high: UInt32[Array, ""], sample: Array, output: Array) -> Array:
         key = jax.random.wrap_key_data(jnp.stack([high, low]), impl="threefry2x32")
         for part in (sample, output, jnp.int32(purpose)):
             key = jax.random.fold_in(key, part)
-        return jax.random.bits(key, (), jnp.uint32)
+        with jax.threefry_partitionable(True):  # What it is by default: else bits would depend on how many they are.
+            return jax.random.bits(key, (count,), jnp.uint32)
 
     low, high = (lax.bitcast_convert_type(word, jnp.uint32) for word in (rows.seed_low, rows.seed_high))
-    bits: UInt32[Array, " R"] = jax.vmap(one)(low, high, rows.sample_index, rows.output_index)
-    uniform: Float[Array, " R"] = (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-    return uniform
+    bits: UInt32[Array, "R count"] = jax.vmap(one)(low, high, rows.sample_index, rows.output_index)
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def tempered(shifted_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]) -> Float[Array, "R V"]:
@@ -301,20 +303,33 @@ def _total(weights: Float[Array, "R V"], threshold: Float[Array, " R"]) -> tuple
     return count, mass
 
 
-def inverse_cdf(weights_RV: Float[Array, "R V"], uniform_R: Float[Array, " R"]) -> Int[Array, " R"]:
-    """Token at which the running sum of weights passes uniform × total: first the block, then the place in it."""
-    rows, vocab_size = weights_RV.shape
-    blocks = jnp.pad(weights_RV, ((0, 0), (0, -vocab_size % CDF_BLOCK))).reshape(rows, -1, CDF_BLOCK)
-    block_sums = jnp.sum(blocks, axis=-1)
-    block_ends = jnp.cumsum(block_sums, axis=-1)
-    target = uniform_R * block_ends[:, -1]
-    block = _passed(block_sums, block_ends, target)
-    starts = jnp.pad(block_ends, ((0, 0), (1, 0)))
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    place = _passed(
-        inside, jnp.cumsum(inside, axis=-1), target - jnp.take_along_axis(starts, block[:, None], axis=1)[:, 0]
-    )
-    return block * CDF_BLOCK + place
+def num_levels(vocab_size: int) -> int:
+    """Of the tree over so many tokens."""
+    levels = 1
+    while (vocab_size := -(-vocab_size // BRANCHES)) > 1:
+        levels += 1
+    return levels
+
+
+def draw_tokens(weights_RV: Float[Array, "R V"], uniforms_RL: Float[Array, "R L"]) -> Int[Array, " R"]:
+    """A token of each row by its weight: down a tree, at each node by inverse CDF of the weights of its branches.
+
+    The children of node g, where the level below has n × BRANCHES nodes, are g, g + n, g + 2 n … there: sums of slices.
+    With one running sum over a vocabulary, rounding moves each of its edges, and one draw in 300 falls where that
+    counts, in the tail; here few edges lie near a draw, which has a number of its own at each level.
+    """
+    levels: list[Float[Array, "R branches n"]] = []
+    sums = weights_RV
+    while not levels or sums.shape[1] > 1:
+        rows, size = sums.shape
+        levels.append(jnp.pad(sums, ((0, 0), (0, -size % BRANCHES))).reshape(rows, BRANCHES, -1))
+        sums = jnp.sum(levels[-1], axis=1)
+    nodes = jnp.zeros(weights_RV.shape[0], jnp.int32)
+    for level, uniform in zip(reversed(levels), uniforms_RL.T, strict=True):
+        branches = jnp.take_along_axis(level, nodes[:, None, None], axis=2)[:, :, 0]
+        ends = jnp.cumsum(branches, axis=-1)
+        nodes += level.shape[2] * _passed(branches, ends, uniform * ends[:, -1])
+    return nodes
 
 
 def _passed(weights: Float[Array, "R n"], ends: Float[Array, "R n"], target: Float[Array, " R"]) -> Int[Array, " R"]:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -71,17 +71,17 @@ class Spec:
     params: SamplingParams
 
 
-def specs(neighbours: str, vocab: Sequence[int], count: int = 64) -> list[Spec]:
-    """Requests of one sort. `vocab`: ids to make prompts of."""
+def specs(neighbours: str, pick: Callable[[random.Random, int], list[int]], count: int = 64) -> list[Spec]:
+    """Requests of one sort. `pick` chooses so many tokens of a prompt."""
     rng = random.Random(f"{neighbours} of the matrix")
-    common = rng.choices(vocab, k=48)
+    common = pick(rng, 48)
     found = []
     for index in range(count):
         if neighbours == "alike":
             length, kind = 27, KINDS[0]
         else:
             length, kind = rng.randint(1, 60), KINDS[index % len(KINDS)] if neighbours == "mixed" else KINDS[1]
-        own = rng.choices(vocab, k=length)
+        own = pick(rng, length)
         prompt = [*common, *own[: 1 + length // 8]] if neighbours == "kin" else own
         params = SamplingParams(**kind, max_tokens=MAX_TOKENS, ignore_eos=True, seed=index)
         found.append(Spec(tuple(prompt), params))
@@ -111,23 +111,23 @@ def of_prompt(output: RequestOutput) -> Items:
     return (tuple(items_of([None] * len(output.prompt_logprobs), output.prompt_logprobs)),)
 
 
-def is_same(one: Item, other: Item) -> bool:
+def is_same(one: Item, other: Item, tolerance: float) -> bool:
     """The same token, and logprobs that differ by rounding alone; of near-ties the order may differ."""
     if one[0] != other[0] or len(one) != len(other):
         return False
     ours, theirs = (sorted(logprob for _, logprob, _ in item[1:]) for item in (one, other))
     # The first is that of the token itself.
-    own = abs(one[1][1] - other[1][1]) <= LOGPROB_TOLERANCE if len(one) > 1 else True
-    return own and all(abs(x - y) <= LOGPROB_TOLERANCE for x, y in zip(ours, theirs, strict=True))
+    own = abs(one[1][1] - other[1][1]) <= tolerance if len(one) > 1 else True
+    return own and all(abs(x - y) <= tolerance for x, y in zip(ours, theirs, strict=True))
 
 
 class Solo:
     """What each request gives alone, and how near each of its choices was to another one."""
 
-    def __init__(self, model: str | None, *, is_bitwise: bool, **sizes: Any):
+    def __init__(self, model: str | None, *, is_bitwise: bool, is_deterministic: bool, tolerance: float, **sizes: Any):
         self.options = {**sizes, "async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False}
-        self.model, self.is_bitwise = model, is_bitwise
-        self.engine = Engine(model, **self.options, deterministic=is_bitwise)
+        self.model, self.is_bitwise, self.tolerance = model, is_bitwise, tolerance
+        self.engine = Engine(model, **self.options, deterministic=is_deterministic)
         self._known: dict[Spec, Items] = {}
 
     def __enter__(self) -> Solo:
@@ -160,20 +160,38 @@ class Solo:
         if is_greedy:
             first, second = sorted((one.logprob for one in entry.values()), reverse=True)[:2]
             return first - second
-        shares = np.zeros(1 + max(entry))
+        vocab_size = self.engine.opened.config.vocab_size
+        shares = np.zeros(vocab_size)
         for token_id, one in entry.items():
             shares[token_id] = math.exp(one.logprob)
-        ends = np.cumsum(shares)
-        uniform = uniform_of(spec.params.seed, sample, position)
-        return min(abs(uniform - ends[token] + shares[token]), abs(ends[token] - uniform))
+        return margin_of_draw(shares, token, uniforms_of(spec.params.seed, sample, position))
 
 
-def uniform_of(seed: int, sample: int, position: int) -> float:
-    """The number that a token is drawn by, as DESIGN names its key; by plain jax.random calls."""
+def uniforms_of(seed: int, sample: int, position: int) -> np.ndarray:
+    """The numbers that a token is drawn by, as DESIGN names their key; by plain jax.random calls."""
     key = jax.random.key(seed, impl="threefry2x32")
     for part in (sample, position, 0):
         key = jax.random.fold_in(key, part)
-    return (int(jax.random.bits(key, (), np.uint32)) >> 8) * 2.0**-24
+    return (np.asarray(jax.random.bits(key, (8,), np.uint32)) >> 8) * 2.0**-24
+
+
+def margin_of_draw(shares: np.ndarray, token: int, uniforms: np.ndarray) -> float:
+    """How far the draws that led to a token, one for each level of a tree over the vocabulary, were from another one.
+
+    A level of n nodes has one of n ÷ 16 above it, rounded up to m; node g there has the children g, g + m, g + 2 m …
+    """
+    branches: list[tuple[np.ndarray, int]] = []
+    sums, node, above = shares, token, 0
+    while above != 1:
+        above = -(-len(sums) // 16)
+        branches.append((sums[node % above :: above], node // above))
+        sums, node = np.pad(sums, (0, 16 * above - len(sums))).reshape(16, above).sum(axis=0), node % above
+    margin = 1.0
+    for (weights, branch), uniform in zip(reversed(branches), uniforms, strict=False):
+        ends = np.cumsum(weights) / weights.sum()
+        start = ends[branch - 1] if branch else 0.0
+        margin = min(margin, abs(uniform - start), abs(ends[branch] - uniform))
+    return margin
 
 
 @dataclass
@@ -188,7 +206,7 @@ class Comparison:
     def add(self, spec: Spec, got: Items, where: object) -> None:
         expected = self.solo.items(spec)
         assert len(got) == len(expected), where
-        is_equal = operator.eq if self.solo.is_bitwise else is_same
+        is_equal = operator.eq if self.solo.is_bitwise else partial(is_same, tolerance=self.solo.tolerance)
         for sample, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
             assert len(ours) == len(theirs), where
             place = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if not is_equal(*pair)), None)
@@ -221,14 +239,33 @@ class Bench:
     """What engines of cases are given in place of a request's parameters."""
 
     is_bitwise: bool = False
-    """Engines are deterministic, and all logprobs must have the same bits as well."""
+    """All logprobs must have the same bits as well, and nothing is excused."""
+    is_deterministic: bool = False
+    """Engines are made so."""
+    tolerance: float = LOGPROB_TOLERANCE
+    is_text: bool = False
+    """`vocab` are tokens of a text in their order: prompts are pieces of it."""
 
     def solo(self, block_size: int = 16) -> Solo:
-        return Solo(self.model, is_bitwise=self.is_bitwise, **self.sizes, block_size=block_size)
+        return Solo(
+            self.model,
+            is_bitwise=self.is_bitwise,
+            is_deterministic=self.is_deterministic,
+            tolerance=self.tolerance,
+            **self.sizes,
+            block_size=block_size,
+        )
+
+    def pick(self, rng: random.Random, count: int) -> list[int]:
+        """So many tokens of a prompt."""
+        if not self.is_text:
+            return rng.choices(self.vocab, k=count)
+        start = rng.randrange(len(self.vocab) - count)
+        return list(self.vocab[start : start + count])
 
     @cached_property
     def requests(self) -> dict[str, list[Spec]]:
-        return {name: specs(name, self.vocab) for name in DIMENSIONS["neighbours"]}
+        return {name: specs(name, self.pick) for name in DIMENSIONS["neighbours"]}
 
     def engine(self, case: Mapping[str, Any]) -> Engine:
         block_size, cache, preemption = case["block_size"], case["cache"], case["preemption"]
@@ -236,11 +273,11 @@ class Bench:
         pages_of_one = -(-self.sizes["max_model_len"] // block_size)
         return Engine(
             self.model,
-            **{"deterministic": self.is_bitwise, **self.sizes, **ahead, **self.options},
+            **{"deterministic": self.is_deterministic, **self.sizes, **ahead, **self.options},
             block_size=block_size,
             num_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one,
             long_prefill_token_threshold=case["chunk"],
-            enable_chunked_prefill=case["chunk"] > 0 or self.is_bitwise,
+            enable_chunked_prefill=case["chunk"] > 0 or self.is_deterministic,
             enable_prefix_caching=cache != "off",
             max_cached_blocks=MAX_CACHED if cache == "evicting" else None,
             preemption_mode="auto" if preemption == "none" else preemption,
@@ -257,7 +294,7 @@ class Bench:
                 engine, requests, {**case, "order": "together" if case["order"] == "reversed" else "reversed"}
             )
         before = engine.stats()
-        share = SHARE_OF_FEW if case["order"] == "staggered" or self.is_bitwise else SHARE_OF_NEED
+        share = SHARE_OF_FEW if case["order"] == "staggered" or self.is_deterministic else SHARE_OF_NEED
         with _pages_kept_away(engine, requests, share) if case["preemption"] != "none" else nullcontext():
             for spec, tokens in zip(requests, self._outputs(engine, requests, case), strict=True):
                 comparison.add(spec, tokens, {**case, "seed": spec.params.seed})
