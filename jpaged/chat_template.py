@@ -23,15 +23,16 @@ def render_chat_template(
     """Render `messages`, whose contents are strings or lists of text parts, which are joined by line ends.
 
     The template sees `special_tokens` by their names. Raises InvalidRequestError for malformed messages, naming
-    the first by its index, and for whatever the template raises.
+    the first by its index, for whatever the template raises, and for one that takes or makes too much.
     """
     conversation = [_as_data(message, index) for index, message in enumerate(_checked_messages(messages))]
     import jinja2
 
-    from .template_environment import compile_template
+    from .template_environment import render
 
     try:
-        return compile_template(template).render(
+        return render(
+            template,
             messages=conversation,
             tools=None,
             documents=None,

@@ -1,12 +1,15 @@
 """Jinja2 as chat templates know it: Hugging Face's conventions, in Jinja2's sandbox, for templates that nobody trusts.
 
-Imported at the first use. transformers has the same environment; importing it would take a good part of a start.
+A template has so much time and may make so much text. Imported at the first use. transformers has the same environment,
+without these limits; importing it would take a good part of a start.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -16,6 +19,27 @@ from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+RENDER_S = 30.0
+MAX_LEN = 8 << 20
+"""Of a text or a list that a template makes, the whole chat among them."""
+MAX_BITS = 1 << 16
+"""Of a number."""
+
+_deadline: ContextVar[float] = ContextVar("_deadline")
+"""By time.monotonic(): when whoever renders here has to be done."""
+
+
+def render(template: str, **names: Any) -> str:
+    """What the template makes of these names. Raises jinja2.TemplateSyntaxError, whatever the template raises, and
+    jinja2.TemplateRuntimeError for one that takes RENDER_S or makes MAX_LEN."""
+    compiled = compile_template(template)
+    before = _deadline.set(time.monotonic() + RENDER_S)
+    try:
+        return compiled.render(**names)
+    finally:
+        _deadline.reset(before)
 
 
 @lru_cache(maxsize=64)
@@ -31,10 +55,8 @@ def compile_template(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
+    environment.filters |= {"tojson": _to_json, _WATCHED: _watched, _BOUNDED: _bounded}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -42,6 +64,96 @@ def _environment() -> jinja2.Environment:
         "dict": _Dict(),
     }
     return environment
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox with limits: at each turn of a loop and each call it looks at the time, and at each sum, product and
+    joining of texts at the length."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Watcher().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_time()
+        if operator == "*":
+            for value, count in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and isinstance(count, int):
+                    _check_len(len(value) * count)
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() + right.bit_length())
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() * right)
+        return _bounded_value(super().call_binop(context, operator, left, right))
+
+    def call(self, /, *args: Any, **names: Any) -> Any:
+        _check_time()
+        return _bounded_value(super().call(*args, **names))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:
+        """Of a whole rendered text, of a macro, of a block that is set."""
+
+        def counted() -> Iterator[str]:
+            length = 0
+            for piece in pieces:
+                _check_len(length := length + len(piece))
+                _check_time()
+                yield piece
+
+        return "".join(counted())
+
+
+_WATCHED, _BOUNDED = "jpaged watched", "jpaged bounded"
+"""Filters that no template can name."""
+
+
+class _Watcher(NodeTransformer):
+    """Puts them around what a loop goes over, and around texts that are joined."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - as jinja2 calls it
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, _WATCHED, [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return nodes.Filter(node, _BOUNDED, [], [], None, None, lineno=node.lineno)
+
+
+@jinja2.pass_context
+def _watched(_: Any, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_time()
+        yield item
+
+
+@jinja2.pass_context
+def _bounded(_: Any, value: Any) -> Any:
+    return _bounded_value(value)
+
+
+def _bounded_value(value: Any) -> Any:
+    if isinstance(value, str | list | tuple):
+        _check_len(len(value))
+    return value
+
+
+def _check_time() -> None:
+    if time.monotonic() > _deadline.get(float("inf")):
+        raise jinja2.TemplateRuntimeError(f"it takes more than {RENDER_S:g} s")
+
+
+def _check_len(length: int) -> None:
+    if length > MAX_LEN:
+        raise jinja2.TemplateRuntimeError(f"it makes a text or a list of more than {MAX_LEN}")
+
+
+def _check_bits(count: int) -> None:
+    if count > MAX_BITS:
+        raise jinja2.TemplateRuntimeError(f"it makes a number of more than {MAX_BITS} bits")
 
 
 class _Generation(Extension):

@@ -123,8 +123,8 @@ class Tokenizer:
     ) -> str:
         """Write `messages` out by the chat template: the model's, or `template`.
 
-        The text carries its special tokens already: encode it with `add_special_tokens=False`, or call
-        `encode_chat`. Raises InvalidRequestError for messages that are malformed or that the template refuses.
+        The text carries its special tokens already: encode it with `add_special_tokens=False`. Raises
+        InvalidRequestError for messages that are malformed or that the template refuses.
         """
         template = template if template is not None else self.chat_template
         if template is None:
@@ -135,17 +135,6 @@ class Tokenizer:
         return render_chat_template(
             template, messages, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt
         )
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template: str | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the ids of `render_chat`: the template's special tokens, and none added a second time."""
-        text = self.render_chat(messages, template=template, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

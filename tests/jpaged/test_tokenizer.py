@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from jpaged import generate
+from jpaged import generate, template_environment
 from jpaged.errors import InvalidRequestError, ModelLoadError
 from jpaged.gguf_tokenizer import build_gguf_backend
 from jpaged.tokenizer import Tokenizer, load_tokenizer
@@ -46,7 +46,7 @@ def test_golden_prompts_of_the_built_in_model(item):
     assert tokenizer.encode(item["text"]) == item["prompt_ids"]
     if "messages" in item:
         assert tokenizer.render_chat(item["messages"]) == item["text"]
-        assert tokenizer.encode_chat(item["messages"]) == item["prompt_ids"]
+        assert tokenizer.encode(tokenizer.render_chat(item["messages"]), add_special_tokens=False) == item["prompt_ids"]
 
 
 def test_built_in_model_knows_its_special_tokens():
@@ -258,7 +258,8 @@ def test_chat_of_a_model_that_adds_bos_has_one_bos(tmp_path):
     template = "{{ bos_token }}{{ messages[0].content }}"
     tokenizer = load_tokenizer(spm_gguf(tmp_path, chat_template=template))
     assert tokens_of(tokenizer, "a") == ["<s>", "▁a"]
-    assert [SPM_TOKENS[i] for i in tokenizer.encode_chat([{"role": "user", "content": "a"}])] == ["<s>", "▁a"]
+    text = tokenizer.render_chat([{"role": "user", "content": "a"}])
+    assert [SPM_TOKENS[i] for i in tokenizer.encode(text, add_special_tokens=False)] == ["<s>", "▁a"]
 
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -490,6 +491,46 @@ def test_a_template_that_python_cannot_compile_is_no_valid_one(template, tmp_pat
     (tmp_path / "deep.jinja").write_text(template)
     assert generate.main(["a", "--chat-template", str(tmp_path / "deep.jinja")]) == 1
     assert "is no valid Jinja2" in capsys.readouterr().err
+
+
+def long_loop(body):
+    return "{% for i in range(99999) %}" + body + "{% endfor %}"
+
+
+def doubled(start, again):
+    return f"{{% set ns = namespace(x={start}) %}}" + long_loop(f"{{% set ns.x = ns.x {again} ns.x %}}")
+
+
+X_S = "{{ '" + "x" * 999 + "' }}"
+GREEDY_TEMPLATES = {
+    "loops that say nothing": long_loop(long_loop("{% set x = i %}")),
+    "loops in macros": "{% macro m() %}" + long_loop("") + "{% endmacro %}" + long_loop("{{ m() }}"),
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(90) }}",
+    "much text": long_loop(X_S),
+    "much text in a block": "{% set x %}" + long_loop(X_S) + "{% endset %}",
+    "a long text": "{{ 'x' * 99999999 }}",
+    "a long list": "{{ ([0] * 99999999) | length }}",
+    "a text that doubles": doubled("'ab'", "~"),
+    "a sum that doubles": doubled("'ab'", "+"),
+    "a high power": "{{ 9 ** (9 ** 9) }}",
+    "a product that doubles": doubled("3", "*"),
+}
+
+
+@pytest.mark.parametrize("template", GREEDY_TEMPLATES.values(), ids=GREEDY_TEMPLATES.keys())
+def test_a_template_that_takes_too_much_is_an_error_of_the_request(template, monkeypatch):
+    monkeypatch.setattr("jpaged.template_environment.RENDER_S", 0.5)
+    tokenizer = chat_tokenizer(LINES)
+    with pytest.raises(InvalidRequestError, match=r"it takes more than|it makes a") as caught:
+        tokenizer.render_chat(HELLO, template=template)
+    assert caught.value.param == "messages"
+    assert tokenizer.render_chat(HELLO), "the next one has its own time"
+
+
+def test_a_long_chat_is_within_the_limits():
+    messages = [{"role": role, "content": "word " * 20_000} for role in ("user", "assistant") * 30]
+    assert len(chat_tokenizer(LINES).render_chat(messages)) > 6_000_000 > 0.5 * template_environment.MAX_LEN
 
 
 def test_template_that_is_no_jinja_names_its_line():
