@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
 
@@ -119,10 +120,11 @@ class Engine:
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
         each_params = _each(sampling_params, len(prompts), "sampling_params", Params, "SamplingParams")
-        each_priority = _each(priority, len(prompts), "priority", int | None, "an integer")
+        each_priority = _each(priority, len(prompts), "priority", Integral | None, "an integer")
         results: list[RequestOutput | None] = [None] * len(prompts)
         requests: deque[Request] = deque()
         index_of: dict[str, int] = {}
+        num_before = self._num_requests
         for index, (prompt, params, urgency) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
             request_id = f"generate-{self._num_requests}"
             try:
@@ -130,6 +132,7 @@ class Engine:
                 index_of[request_id] = index
             except InvalidRequestError as error:
                 if on_error == "raise":
+                    self._num_requests = num_before  # Later requests draw as if this call had never been.
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
                 self._num_requests += 1  # The others draw as they would beside a good one.
                 results[index] = error_output(request_id, prompt, str(error))
@@ -145,30 +148,39 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or a list of conversations."""
+        """Answer one conversation, a list of {"role", "content"}, or a list of conversations; else as `generate`."""
         if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError(
                 f"messages: got {shown(messages)}, allowed: a list of {{role, content}}, or a list of such lists",
                 param="messages",
             )
         conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        return self.generate([{"messages": one} for one in conversations], sampling_params, use_tqdm=use_tqdm)
+        prompts = [{"messages": one} for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, on_error=on_error)
 
     def beam_search(
-        self, prompts: Any, params: BeamSearchParams | Sequence[BeamSearchParams], *, use_tqdm: bool = True
+        self,
+        prompts: Any,
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Search each prompt's most likely continuations; of each the `beam_width` best come back, the best first.
 
         `cumulative_logprob` is the sum over a beam's tokens. The search needs the logprobs of `beam_width` +
-        number of EOS tokens of each row, which the engine's `max_logprobs` must allow.
+        number of EOS tokens of each row, which the engine's `max_logprobs` must allow. Else as `generate`.
         """
         each = params if isinstance(params, Sequence) else [params]
         if not all(isinstance(one, BeamSearchParams) for one in each):
             raise InvalidRequestError(
                 f"params: got {shown(params)}, allowed: BeamSearchParams or a list of them", param="params"
             )
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, on_error=on_error)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend, to the end of the context."""
@@ -199,7 +211,7 @@ class Engine:
                 f"request_id: got {shown(request_id)}, allowed: a non-empty string", param="request_id"
             )
         now = time.monotonic()
-        is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
+        is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
         if arrival_time is not None and not (is_number and -math.inf < arrival_time <= now):
             raise InvalidRequestError(
                 f"arrival_time: got {shown(arrival_time)}, allowed: seconds of time.monotonic(), at most now, "
@@ -213,7 +225,9 @@ class Engine:
                 f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has",
                 param="request_id",
             )
-        params = params or self.default_sampling_params()
+        if params is None:
+            params = self.default_sampling_params()
+        arrival_time = None if arrival_time is None else float(arrival_time)
         request = self._new_request(
             request_id, prompt, params, priority=priority, number=number, arrival_time=arrival_time
         )
@@ -430,7 +444,7 @@ class Engine:
         # Not those that have ended, or were aborted, since the step was started.
         changed = {s.request: None for s in samples if self.requests.get(s.request.request_id) is s.request}
         for request in changed:
-            request.last_token_time = now
+            request.last_token_time = now if request.finished_time is None else request.finished_time
         # Those that ended in a step that failed later are told of now.
         for request in list(self.scheduler.ended):
             if self.requests.get(request.request_id) is request:
@@ -491,9 +505,8 @@ class Engine:
             )
         self.prompts.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.sizes.max_num_seqs)
         encoded = self.prompts.encode(prompt)
-        if priority is not None:
-            encoded = replace(encoded, priority=priority)
-        check_priority(encoded.priority, self.config.scheduling_policy)
+        priority = encoded.priority if priority is None else priority
+        encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
         request = self._make_request(
             request_id,
             encoded,
@@ -608,7 +621,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
         return [prompts]
     if isinstance(prompts, jax.Array | np.ndarray):
         return list(prompts) if prompts.ndim == 2 else [prompts]
-    if not isinstance(prompts, Sequence):
+    if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(
             f"prompts: got {type(prompts).__name__}, allowed: a prompt or a list of prompts", param="prompts"
         )

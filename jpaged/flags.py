@@ -100,7 +100,12 @@ def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that were given as flags."""
     names = [*SAMPLING_FLAGS, "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return given if args.logit_bias is None else {**given, "logit_bias": dict(args.logit_bias)}
+    if args.logit_bias is None:
+        return given
+    biases = dict(args.logit_bias)
+    if len(biases) < len(args.logit_bias):
+        raise ConfigError("--logit-bias: got a token id twice, allowed: each once; leave one of them out")
+    return {**given, "logit_bias": biases}
 
 
 def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:

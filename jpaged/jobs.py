@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, InvalidRequestError
-from .prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
+from .prompts import NOT_BUILT, PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .sampling_params import FIELDS, BeamSearchParams, SamplingParams, check_name, shown
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
 BEAM_LINE_FIELDS = ("max_tokens", "ignore_eos")
 """Parameters of a line that a beam search has too."""
+BEAM_FLAGS = ("beam_width", "length_penalty")
+"""Parameters of beam search that only flags give."""
 MAX_ERROR_CHARS = 4096
 
 
@@ -152,7 +154,9 @@ def _text(line: bytes) -> str:
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_once)
+    except InvalidRequestError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"line: is no JSON ({error}); allowed: one JSON object per line", param=None
@@ -162,8 +166,20 @@ def _record(line: str) -> dict[str, Any]:
             f"line: got a JSON {type(record).__name__}, allowed: an object with one of {', '.join(PROMPT_KEYS)}",
             param=None,
         )
-    if "n" not in record and "num_samples" in record:
+    if "num_samples" in record:
+        if "n" in record:
+            raise InvalidRequestError("num_samples: is another name of n, got both; leave one out", param="num_samples")
         record["n"] = record.pop("num_samples")
+    return record
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which each name stands once."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"{twice[:100]}: is in one object twice; leave one of them out", param=twice[:100])
     return record
 
 
@@ -176,6 +192,12 @@ def _id(record: dict[str, Any], number: int) -> str | int:
 
 def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
+        if key in NOT_BUILT:
+            raise InvalidRequestError(f"{key}: not available in this version; leave it out", param=key)
+        if key in BEAM_FLAGS:
+            raise InvalidRequestError(
+                f"{key}: is the same for all lines of a run; give --{key.replace('_', '-')} in its place", param=key
+            )
         if key not in LINE_KEYS:
             check_name(key, LINE_KEYS)
 

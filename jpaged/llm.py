@@ -23,10 +23,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """As `Engine.generate`."""
-        return self.engine.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
+        return self.engine.generate(prompts, sampling_params, **options)
 
     def chat(
         self,
@@ -34,15 +36,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """As `Engine.chat`."""
-        return self.engine.chat(messages, sampling_params, use_tqdm=use_tqdm)
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
+        return self.engine.chat(messages, sampling_params, **options)
 
     def beam_search(
-        self, prompts: Any, params: BeamSearchParams | Sequence[BeamSearchParams], *, use_tqdm: bool = True
+        self,
+        prompts: Any,
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
     ) -> list[RequestOutput]:
         """As `Engine.beam_search`."""
-        return self.engine.beam_search(prompts, params, use_tqdm=use_tqdm)
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
+        return self.engine.beam_search(prompts, params, **options)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend."""

@@ -25,6 +25,11 @@ class LogitsProcessor:
     apply: Callable[..., Any]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise ConfigError(
+                f"logits_processors: got the name {shown(self.name)}, allowed: a string that says what it does; errors "
+                "name it"
+            )
         names = self.arguments if isinstance(self.arguments, list | tuple) else ()
         if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
             raise ConfigError(

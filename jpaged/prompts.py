@@ -92,7 +92,18 @@ class PromptEncoder:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name), max_logprobs)
         self.rule_book.check(params)
+        self._check_something_may_come(params)
         self.bad_words(params)
+
+    def _check_something_may_come(self, params: SamplingParams) -> None:
+        """Where nothing may end the output yet, a token must be allowed that ends nothing."""
+        ends = self.eos_token_ids.union(params.stop_token_ids or ())
+        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            raise InvalidRequestError(
+                f"allowed_token_ids: got {shown(list(params.allowed_token_ids))}, which end the output, while "
+                f"min_tokens is {params.min_tokens}, allowed: some that do not; add one or leave min_tokens out",
+                param="allowed_token_ids",
+            )
 
     def _check_beams(self, params: BeamSearchParams, *, max_logprobs: int, max_num_seqs: int | None) -> None:
         """As many beams run together, and there are logprobs for them."""
@@ -157,7 +168,10 @@ class PromptEncoder:
             )
         if wanted > most:
             limit = "max_logprobs" if most == max_logprobs else "the size of the vocabulary"
-            raise InvalidRequestError(f"{name}: got {shown(wanted)}, allowed: at most {limit}, {most}", param=name)
+            way_out = "; ask for fewer, or start the engine with a higher max_logprobs" if most == max_logprobs else ""
+            raise InvalidRequestError(
+                f"{name}: got {shown(wanted)}, allowed: at most {limit}, {most}{way_out}", param=name
+            )
 
     def _chosen(self, prompt: Mapping[str, Any]) -> Any:
         for key in prompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -63,9 +64,11 @@ class RuleBook:
         given = params.extra_args or {}
         for name in given:
             if name not in self.arguments:
+                near = get_close_matches(name, self.arguments, n=1)
+                hint = f"did you mean {near[0]}?" if near else "leave it out"
                 known = f"one of {', '.join(self.arguments)}" if self.arguments else "none: it has no logits_processors"
                 raise InvalidRequestError(
-                    f"extra_args: got {shown(name)}, this engine takes {known}; leave it out", param="extra_args"
+                    f"extra_args: got {shown(name)}, this engine takes {known}; {hint}", param="extra_args"
                 )
         for processor in self.processors:
             missing = [name for name in processor.arguments if name not in given]

@@ -69,7 +69,7 @@ class SamplingParams(_Checked):
 
     `n` samples share the prompt, and each has its own draws. `temperature` below 1e-5 is greedy. `top_k` 0 or −1
     is off. `max_tokens` None runs to the end of the context. `seed` fixes the draws of this request whatever it
-    shares a batch with; without one they come from the engine's seed and the request's number.
+    shares a batch with; without one (or −1) they come from the engine's seed and the request's number.
 
     Rules change the logits before that, in this order: `allowed_token_ids` leaves these tokens only; `bad_words`
     may not come out, each with and without a space before it; the first `min_tokens` tokens end nothing, by EOS, by a
@@ -130,6 +130,8 @@ class SamplingParams(_Checked):
         self._number("min_p", 0.0, 1.0)
         if self.seed is not None:
             self._integer("seed", *SEED_RANGE)
+            if self.seed == -1:  # As vLLM has it.
+                object.__setattr__(self, "seed", None)
         if self.max_tokens is not None:
             self._integer("max_tokens", 1, None)
         self._integer("min_tokens", 0, min(self.max_tokens or MAX_MIN_TOKENS, MAX_MIN_TOKENS))
@@ -210,6 +212,8 @@ class SamplingParams(_Checked):
             is_id = is_integer(key) and 0 <= key <= MAX_TOKEN_ID
             if not is_id or not _is_number(value) or not -MAX_BIAS <= value <= MAX_BIAS:
                 self._refuse("logit_bias", f"{allowed}; its entry {shown(key)}: {shown(value)} is none")
+            if int(key) in biases:
+                self._refuse("logit_bias", f"each token id once; it has {int(key)} twice")
             biases[int(key)] = float(value)
         return biases
 

@@ -1,6 +1,7 @@
 """`Engine` and `LLM` as Python callers use them, on a tiny random model."""
 
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,33 @@ def test_a_seed_fixes_the_draws_and_requests_without_one_draw_by_their_number(ti
         assert theirs[0] != ours[0]
 
 
+def test_a_call_that_is_refused_leaves_later_draws_as_they_were(tiny: Path) -> None:
+    free = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    drawn = []
+    for is_refused in (False, True):
+        with Engine(str(tiny), **SIZES) as engine:
+            if is_refused:
+                with pytest.raises(InvalidRequestError, match="prompt 2"):
+                    engine.generate(["one", "two", "", "three"], free, use_tqdm=False)
+            drawn.append(tokens(engine.generate(["one", "two"], free, use_tqdm=False)))
+    assert drawn[0] == drawn[1]
+
+
+def test_times_of_a_request_are_in_order(engine: Engine) -> None:
+    arrival = np.float64(time.monotonic() - 5.0)
+    engine.add_request("a", "one", GREEDY, arrival_time=arrival)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    for output in outputs:
+        found = output.metrics
+        assert type(found.arrival_time) is float
+        times = [found.arrival_time, found.first_scheduled_time, found.first_token_time, found.last_token_time]
+        assert times == sorted(times)
+        assert found.finished_time is None or found.last_token_time <= found.finished_time
+    assert outputs[-1].metrics.finished_time is not None
+
+
 def test_stop_rules_end_the_text_where_they_say(engine: Engine) -> None:
     whole = engine.generate("one", GREEDY, use_tqdm=False)[0].outputs[0]
     stop = whole.text[5:8]
@@ -172,6 +200,12 @@ BAD_CALLS = {
     "one message for many": lambda engine: engine.chat({"role": "user", "content": "hi"}),
     "a request id that is no string": lambda engine: engine.add_request([], "one", GREEDY),
     "an arrival time that is no number": lambda engine: engine.add_request("a", "one", GREEDY, arrival_time="now"),
+    "an arrival time to come": lambda engine: engine.add_request("a", "one", GREEDY, arrival_time=np.float64(1e12)),
+    "bytes for ids": lambda engine: engine.generate(b"one", GREEDY),
+    "an array of bytes for ids": lambda engine: engine.generate(bytearray(b"one"), GREEDY),
+    "bytes for a prompt's ids": lambda engine: engine.generate([b"one"], GREEDY),
+    "nothing for parameters": lambda engine: engine.add_request("a", "one", {}),
+    "a priority that is a text": lambda engine: engine.generate("one", GREEDY, priority="high"),
     "more logprobs than the engine gives": lambda engine: engine.generate("one", SamplingParams(logprobs=21)),
 }
 

@@ -31,9 +31,12 @@ def tokenizer(tmp_path_factory):
 def read(tokenizer, tmp_path):
     """Jobs of lines, under a policy."""
 
-    def read(*lines, policy="fcfs", use_chat=False, max_num_seqs=None):
+    def read(*lines, **options):
+        return read_text("".join(json.dumps(line) + "\n" for line in lines), **options)
+
+    def read_text(text, policy="fcfs", use_chat=False, max_num_seqs=None):
         path = Path(tmp_path / "lines.jsonl")
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        path.write_text(text)
         reader = JobReader(
             encoder=PromptEncoder(tokenizer, RuleBook(CONFIG["vocab_size"]), 100),
             defaults={},
@@ -44,6 +47,7 @@ def read(tokenizer, tmp_path):
         )
         return reader.file_jobs(path)
 
+    read.text = read_text
     return read
 
 
@@ -91,11 +95,39 @@ def test_samples_go_by_both_names_and_are_held_against_what_the_engine_runs_toge
         ({"prompt": "a", "priority": None}, "priority"),
         ({"prompt": "a", "n": 129}, "n"),
         ({"prompt": "a", "n": 2, "temperature": 0}, "n"),
+        ({"prompt": "a", "n": 2, "num_samples": 3}, "num_samples"),
+        ({"prompt": "a", "lora_request": "x"}, "lora_request"),
+        ({"prompt": "a", "beam_width": 3}, "beam_width"),
+        ({"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
     ],
 )
 def test_a_wrong_value_is_the_error_of_its_line_and_of_no_other(read, line, param):
     bad, good = read(line, {"prompt": "b"}, policy="priority")
     assert bad.error.param == param
+    assert isinstance(good, Job)
+
+
+def test_what_lines_cannot_have_says_where_it_goes(read):
+    for line, words in (
+        ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data: not available in this version; leave it out"),
+        ({"prompt": "a", "length_penalty": 2}, "length_penalty: is the same for all lines of a run; give --length-p"),
+    ):
+        (bad,) = read(line)
+        assert words in str(bad.error)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ('{"prompt": "a", "prompt": "b"}', "prompt"),
+        ('{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5"),
+        ('{"messages": [{"role": "user", "content": "a", "role": "system"}]}', "role"),
+    ],
+)
+def test_a_name_that_is_in_an_object_twice_is_the_error_of_its_line(read, line, name):
+    bad, good = read.text(line + '\n{"prompt": "c"}\n')
+    assert bad.error.param == name
+    assert f"{name}: is in one object twice" in str(bad.error)
     assert isinstance(good, Job)
 
 

@@ -211,8 +211,10 @@ def test_bad_words_of_as_many_tokens_as_there_may_be():
 
 
 def test_arguments_that_no_processor_takes_are_refused_by_name():
-    with pytest.raises(InvalidRequestError, match="extra_args: got 'factr', this engine takes one of factor, token"):
+    with pytest.raises(InvalidRequestError, match=r"extra_args: got 'factr', this .*; did you mean factor"):
         BOOK.check(SamplingParams(extra_args={"factr": 1}))
+    with pytest.raises(InvalidRequestError, match=r"'zzz', this engine takes one of factor, .*; leave it"):
+        BOOK.check(SamplingParams(extra_args={"zzz": 1}))
     with pytest.raises(InvalidRequestError, match="this engine takes none"):
         RuleBook(VOCAB_SIZE).check(SamplingParams(extra_args={"factor": 1}))
     with pytest.raises(InvalidRequestError, match="extra_args: got no height, lift takes all of token, height"):

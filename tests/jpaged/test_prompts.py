@@ -305,7 +305,7 @@ def test_parameters_are_held_against_the_model(encoder):
     with pytest.raises(InvalidRequestError, match="stop_token_ids: token id 300 is out of vocabulary") as caught:
         check(SamplingParams(stop_token_ids=[5, 300]))
     assert caught.value.param == "stop_token_ids"
-    with pytest.raises(InvalidRequestError, match="logprobs: got 21, allowed: at most max_logprobs, 20") as caught:
+    with pytest.raises(InvalidRequestError, match="at most max_logprobs, 20; ask for fewer, or start") as caught:
         check(SamplingParams(logprobs=21))
     assert caught.value.param == "logprobs"
     check(SamplingParams(logprobs=300), 1000)
@@ -317,6 +317,20 @@ def test_parameters_are_held_against_the_model(encoder):
         check(SamplingParams(prompt_logprobs=301), -1)
     with pytest.raises(InvalidRequestError, match="logprobs: got -1, allowed: at most max_logprobs, 20; start the eng"):
         check(SamplingParams(logprobs=-1))
+
+
+def test_where_nothing_may_end_yet_some_token_must_be_allowed(tokenizer):
+    encoder = PromptEncoder(tokenizer, RuleBook(300), CONTEXT, eos_token_ids=frozenset({2}))
+
+    def check(**params):
+        encoder.check_params(SamplingParams(**params), max_logprobs=20, max_num_seqs=4)
+
+    check(allowed_token_ids=[2, 7])
+    check(allowed_token_ids=[2, 8], stop_token_ids=[7], min_tokens=1)
+    for ignore_eos in (False, True):  # min_tokens holds EOS back also where it would end nothing.
+        with pytest.raises(InvalidRequestError, match=r"got \[2, 7\], which end .* min_tokens is 1") as caught:
+            check(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=ignore_eos)
+        assert caught.value.param == "allowed_token_ids"
 
 
 def test_all_samples_of_a_prompt_must_fit_into_one_step(encoder):

@@ -81,7 +81,7 @@ WRONG = {
     "logit_bias": [
         5, "x", [], [(1, 2.0)], {"abc": 1.0}, {-1: 1.0}, {"-1": 1.0}, {1.5: 1.0}, {True: 1.0}, {None: 1.0}, {"": 1.0},
         {"٣": 1.0}, {HUGE: 1.0}, {1: float("nan")}, {1: float("inf")}, {1: 100.001}, {1: -1e9}, {1: "2"}, {1: None},
-        {1: True}, dict.fromkeys(range(MAX_BIASES + 1), 0.0), dict.fromkeys(range(10**5), 1.0),
+        {1: True}, dict.fromkeys(range(MAX_BIASES + 1), 0.0), dict.fromkeys(range(10**5), 1.0), {5: 1.0, "5": 2.0},
     ],
     "allowed_token_ids": [[], (), 5, "5", [-1], [1.0], [True], [None], np.array([1])],
     "bad_words": ["word", [""], ["a", " "], [5], 5, {"a"}, [b"a"], ["a"] * (MAX_BAD_WORDS + 1)],
@@ -130,6 +130,12 @@ def test_a_right_value_is_taken_as_a_plain_python_number(name, value):
     taken = getattr(SamplingParams(**{name: value}), name)
     assert taken == value
     assert type(taken) in (int, float, bool, type(None))
+
+
+def test_a_seed_of_minus_one_is_none():
+    """As scripts for vLLM have it; all others are themselves."""
+    assert SamplingParams(seed=-1).seed is SamplingParams(seed=np.int64(-1)).seed is None
+    assert SamplingParams(seed=-2).seed == -2
 
 
 def test_minus_zero_becomes_zero():
