@@ -44,9 +44,7 @@ def test_a_request_without_a_seed_draws_from_its_number_and_the_engine():
     assert request_of(0, number=5).seed == 0  # A seed of 0 is a seed.
 
 
-@pytest.mark.parametrize(
-    ("seed", "bits"), [(-1, 2**64 - 1), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1), (-2, 2**64 - 2)]
-)
+@pytest.mark.parametrize(("seed", "bits"), [(-2, 2**64 - 2), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1)])
 def test_negative_seeds_are_twos_complement(seed, bits):
     assert request_of(seed).seed == bits
 
