@@ -152,7 +152,7 @@ class Engine:
         on_error: str = "raise",
     ) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of conversations; else as `generate`."""
-        if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or not messages:
+        if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence) or not messages:
             raise InvalidRequestError(
                 f"messages: got {shown(messages)}, allowed: a list of {{role, content}}, or a list of such lists",
                 param="messages",
@@ -175,12 +175,13 @@ class Engine:
         `cumulative_logprob` is the sum over a beam's tokens. The search needs the logprobs of `beam_width` +
         number of EOS tokens of each row, which the engine's `max_logprobs` must allow. Else as `generate`.
         """
-        each = params if isinstance(params, Sequence) else [params]
+        prompts = _as_prompts(prompts)
+        each = _each(params, len(prompts), "params", BeamSearchParams, "BeamSearchParams")
         if not all(isinstance(one, BeamSearchParams) for one in each):
             raise InvalidRequestError(
                 f"params: got {shown(params)}, allowed: BeamSearchParams or a list of them", param="params"
             )
-        return self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, on_error=on_error)
+        return self.generate(prompts, each, use_tqdm=use_tqdm, priority=priority, on_error=on_error)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's makers recommend, to the end of the context."""

@@ -6,12 +6,14 @@ A bad prompt on the command line ends the start; a bad line of a file becomes th
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, InvalidRequestError
+from .flags import UNBUILT_FLAGS
 from .prompts import NOT_BUILT, PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .sampling_params import FIELDS, BeamSearchParams, SamplingParams, check_name, shown
 
@@ -177,9 +179,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object, in which each name stands once."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequestError(f"{twice[:100]}: is in one object twice; leave one of them out", param=twice[:100])
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise InvalidRequestError(f"{shown(twice)}: is in one object twice; leave one of them out", param=twice[:100])
     return record
 
 
@@ -192,7 +193,7 @@ def _id(record: dict[str, Any], number: int) -> str | int:
 
 def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
-        if key in NOT_BUILT:
+        if key in NOT_BUILT or key in UNBUILT_FLAGS:
             raise InvalidRequestError(f"{key}: not available in this version; leave it out", param=key)
         if key in BEAM_FLAGS:
             raise InvalidRequestError(

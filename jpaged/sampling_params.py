@@ -175,6 +175,8 @@ class SamplingParams(_Checked):
             self._refuse("stop", "a non-empty string or a list of them")
         if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
             self._refuse("stop", f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+        if any("\ud800" <= character <= "\udfff" for stop in stops for character in stop):
+            self._refuse("stop", "strings of whole characters; a lone surrogate stands in no text")
         return tuple(map(str, stops))
 
     def _token_ids(self, name: str) -> tuple[int, ...] | None:
@@ -334,7 +336,8 @@ def check_name(name: str, others: Iterable[str] = ()) -> None:
 def _unknown(name: str, known: list[str]) -> InvalidRequestError:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
-    return InvalidRequestError(f"{name[:100]}: unknown parameter; {hint}", param=name[:100])
+    told = name if name.isidentifier() and len(name) <= 100 else shown(name)
+    return InvalidRequestError(f"{told}: unknown parameter; {hint}", param=name[:100])
 
 
 def shown(value: Any) -> str:

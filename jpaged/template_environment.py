@@ -1,17 +1,18 @@
 """Jinja2 as chat templates know it: Hugging Face's conventions, in Jinja2's sandbox, for templates that nobody trusts.
 
-A template has so much time and may make so much text. Imported at the first use. transformers has the same environment,
-without these limits; importing it would take a good part of a start.
+A template has so much time and may make so much text. That is looked at wherever a loop turns, a function or a filter
+is called, texts are joined or put out: one call that takes long, or makes much, is found behind it. Imported at the
+first use. transformers has the same environment, without limits; importing it would take a good part of a start.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,7 +24,7 @@ from jinja2.visitor import NodeTransformer
 
 RENDER_S = 30.0
 MAX_LEN = 8 << 20
-"""Of a text or a list that a template makes, the whole chat among them."""
+"""Characters of a text that a template makes, the whole chat among them, and entries of a list, with theirs."""
 MAX_BITS = 1 << 16
 """Of a number."""
 
@@ -55,8 +56,15 @@ def compile_template(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
-    environment.filters |= {"tojson": _to_json, _WATCHED: _watched, _BOUNDED: _bounded}
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, LoopControlExtension],
+        optimized=False,  # What it would compute as it compiles has no limits.
+        finalize=_bounded,
+    )
+    filters = {name: _limited(function) for name, function in environment.filters.items()}
+    environment.filters |= {**filters, "tojson": _limited(_to_json), _WATCHED: _watched, _BOUNDED: _bounded}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -67,8 +75,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox with limits: at each turn of a loop and each call it looks at the time, and at each sum, product and
-    joining of texts at the length."""
+    """A sandbox with limits, in time and in length."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
@@ -135,9 +142,33 @@ def _bounded(_: Any, value: Any) -> Any:
     return _bounded_value(value)
 
 
+def _limited(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **names: Any) -> Any:
+        _check_time()
+        for value in args:
+            _bounded_value(value)
+        result = _bounded_value(function(*args, **names))
+        _check_time()
+        return result
+
+    return run
+
+
 def _bounded_value(value: Any) -> Any:
-    if isinstance(value, str | list | tuple):
-        _check_len(len(value))
+    """The value, unless it is too long as it is, or written out: a list that holds another twice is as long as two."""
+    length, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            length += len(one)
+        elif isinstance(one, list | tuple):
+            length += len(one)
+            left.extend(one)
+        elif isinstance(one, dict):
+            length += len(one)
+            left.extend(one.values())
+        _check_len(length)
     return value
 
 

@@ -197,6 +197,7 @@ BAD_CALLS = {
     "a number for a prompt": lambda engine: engine.generate(5, GREEDY),
     "an array without axes": lambda engine: engine.generate(np.array(3), GREEDY),
     "no messages": lambda engine: engine.chat([]),
+    "a text for messages": lambda engine: engine.chat("hi"),
     "one message for many": lambda engine: engine.chat({"role": "user", "content": "hi"}),
     "a request id that is no string": lambda engine: engine.add_request([], "one", GREEDY),
     "an arrival time that is no number": lambda engine: engine.add_request("a", "one", GREEDY, arrival_time="now"),

@@ -110,6 +110,9 @@ def test_a_wrong_value_is_the_error_of_its_line_and_of_no_other(read, line, para
 def test_what_lines_cannot_have_says_where_it_goes(read):
     for line, words in (
         ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data: not available in this version; leave it out"),
+        ({"prompt": "a", "json_schema": {}}, "json_schema: not available in this version; leave it out"),
+        ({"prompt": "a", "": 1}, "'': unknown parameter"),
+        ({"prompt": "a", "x\nerror: forged": 1}, "'x\\nerror: forged': unknown parameter"),
         ({"prompt": "a", "length_penalty": 2}, "length_penalty: is the same for all lines of a run; give --length-p"),
     ):
         (bad,) = read(line)
@@ -122,12 +125,14 @@ def test_what_lines_cannot_have_says_where_it_goes(read):
         ('{"prompt": "a", "prompt": "b"}', "prompt"),
         ('{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5"),
         ('{"messages": [{"role": "user", "content": "a", "role": "system"}]}', "role"),
+        ("{" + "".join(f'"k{place}": 1, ' for place in range(100_000)) + '"k7": 2}', "k7"),
     ],
+    ids=["a key", "a key in it", "a message", "many keys"],
 )
 def test_a_name_that_is_in_an_object_twice_is_the_error_of_its_line(read, line, name):
     bad, good = read.text(line + '\n{"prompt": "c"}\n')
     assert bad.error.param == name
-    assert f"{name}: is in one object twice" in str(bad.error)
+    assert f"{name!r}: is in one object twice" in str(bad.error)
     assert isinstance(good, Job)
 
 

@@ -222,6 +222,12 @@ def test_arguments_that_no_processor_takes_are_refused_by_name():
     BOOK.check(SamplingParams(extra_args={"token": 1, "height": 2.0}))
 
 
+@pytest.mark.parametrize("name", ["", "  ", None, 5])
+def test_a_processor_needs_a_name_that_errors_can_say(name):
+    with pytest.raises(ConfigError, match="logits_processors: got the name"):
+        LogitsProcessor(name, ("factor",), lambda logits, factor: logits)
+
+
 @pytest.mark.parametrize("arguments", [(), "factor", ("a", "a"), ("",), (5,), None])
 def test_a_processor_needs_arguments_of_different_names(arguments):
     with pytest.raises(ConfigError, match="logits_processors: got the arguments"):

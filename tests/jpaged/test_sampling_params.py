@@ -67,7 +67,7 @@ WRONG = {
     "prompt_logprobs": [-2, *NOT_INTEGERS],
     "stop": [
         "", [""], ["a", ""], ["a", 5], 0, 5, False, {}, b"a", {"a"}, [None], np.array(["a"]),
-        ["a"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARS + 1), "x" * 10**6,
+        "\ud800", ["a", "b\udfff"], ["a"] * (MAX_STOPS + 1), "x" * (MAX_STOP_CHARS + 1), "x" * 10**6,
     ],
     "stop_token_ids": [
         0, 5, False, "5", {}, [-1], [1, True], [1.0], ["1"], [None], [[1]], np.array([1, 2]), {1}, [HUGE, -1],

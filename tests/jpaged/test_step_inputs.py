@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jpaged.buckets import make_buckets
@@ -411,9 +411,10 @@ def test_sampling_parameters_arrive_to_the_bit(temperature, top_p, min_p, top_k)
     assert (columns["token"], columns["slot"], columns["output_index"], columns["sample_index"]) == (2, 5, 0, 0)
 
 
-@given(seed=st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-1, 0, 2**31, 2**32, -(2**63), 2**63 - 1]))
+@given(seed=st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-2, 0, 2**31, 2**32, -(2**63), 2**63 - 1]))
 @UNHURRIED
 def test_a_seed_travels_as_two_words_of_its_twos_complement(seed):
+    assume(seed != -1)  # None.
     _, view = prefill(builder_of(), *running(3, params=SamplingParams(seed=seed)))
     columns = sample_columns(view)
     words = np.array([columns["seed_low"], columns["seed_high"]], np.int32)

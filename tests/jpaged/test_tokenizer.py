@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from types import MappingProxyType
 
@@ -513,6 +514,11 @@ GREEDY_TEMPLATES = {
     "a long list": "{{ ([0] * 99999999) | length }}",
     "a text that doubles": doubled("'ab'", "~"),
     "a sum that doubles": doubled("'ab'", "+"),
+    "lists of lists": "{% set ns = namespace(x='ab') %}" + long_loop("{% set ns.x = [ns.x, ns.x] %}") + "{{ ns.x }}",
+    "lists of lists in a filter": "{% set x = 'ab' %}" + "{% set x = [x, x] %}" * 50 + "{{ x | tojson }}",
+    "a filter's text": "{{ 'x' | center(9999999) }}",
+    "a filter's list": "{{ range(9999) | map('string') | map('center', 9999) | list | length }}",
+    "filters that take long": "{% set l = range(99999) | list %}" + "{% set x = l | sort %}" * 900,
     "a high power": "{{ 9 ** (9 ** 9) }}",
     "a product that doubles": doubled("3", "*"),
 }
@@ -526,6 +532,22 @@ def test_a_template_that_takes_too_much_is_an_error_of_the_request(template, mon
         tokenizer.render_chat(HELLO, template=template)
     assert caught.value.param == "messages"
     assert tokenizer.render_chat(HELLO), "the next one has its own time"
+
+
+def tracemalloc_peak(run):
+    tracemalloc.start()
+    try:
+        return run(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_a_template_does_not_reach_is_not_computed():
+    """Nor while it is compiled."""
+    template = "{% if false %}{{ 'x' | center(999999999) }}{% endif %}ok"
+    text, peak = tracemalloc_peak(lambda: chat_tokenizer(LINES).render_chat(HELLO, template=template))
+    assert text == "ok"
+    assert peak < 50 << 20
 
 
 def test_a_long_chat_is_within_the_limits():
