@@ -72,6 +72,7 @@ SEARCHES = [
     {"beam_width": 7},
     {"beam_width": 3, "length_penalty": 0.0},
     {"beam_width": 3, "length_penalty": 2.0, "early_stopping": "never"},
+    {"beam_width": 2, "max_tokens": 20, "early_stopping": "never"},
     {"beam_width": 3, "length_penalty": -1.0},
     {"beam_width": 4, "early_stopping": True},
     {"beam_width": 4, "ignore_eos": True},
@@ -99,6 +100,15 @@ def test_a_search_finds_what_its_rules_say(engine, asked):
     num_stopped = sum(check(output, params) for output in outputs)
     assert (num_stopped > 0) != params.ignore_eos
     assert engine.stats()["blocks_used"] == engine.stats()["recompiles"] == 0
+
+
+def test_a_search_that_never_stops_early_finds_what_another_misses(engine):
+    found = []
+    for early_stopping in (False, "never"):
+        params = BeamSearchParams(beam_width=2, max_tokens=20, early_stopping=early_stopping)
+        outputs = engine.beam_search(PROMPTS, params, use_tqdm=False)
+        found.append([[one.token_ids for one in output.outputs] for output in outputs])
+    assert found[0] != found[1]
 
 
 def test_text_leaves_the_end_out_and_is_that_of_the_tokens(engine):

@@ -5,6 +5,7 @@ put through the same account and must give the same tokens.
 """
 
 import dataclasses
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -226,6 +227,17 @@ def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(tiny, log
         assert np.isfinite(got).sum() == 5
         np.testing.assert_allclose(got, row, atol=1e-4)
         assert np.isfinite(entries[token_id].logprob)
+
+
+def test_each_token_and_each_sample_is_a_draw_of_its_own(tiny):
+    """From the same flat distribution at each place: were the numbers the same, so were the tokens."""
+    flat = LogitsProcessor("flat", ("factor",), lambda logits, factor: logits * factor)
+    params = SamplingParams(**{**DRAWN, "n": 3, "extra_args": {"factor": 0.0}, "max_tokens": 40})
+    with new_engine(tiny, logits_processors=[flat]) as engine:
+        samples = tokens_of(engine.generate([PROMPTS[0]], params, use_tqdm=False)[0])
+    assert all(len(set(tokens)) > 25 for tokens in samples)
+    for one, other in itertools.combinations(samples, 2):
+        assert sum(x == y for x, y in zip(one, other, strict=True)) < 5
 
 
 def test_what_is_drawn_follows_its_truncation(engine, alone, logits_of):
