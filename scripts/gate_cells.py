@@ -254,7 +254,7 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jpaged.models.config import RopeConfig
-    from jpaged.models.layers import RMSNorm
+    from jpaged.models.layers import RMSNorm, WeightMaker
     from jpaged.models.rope import inverse_frequencies, rotation_at
     from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
     from jpaged.sharding import TENSOR_AXIS
@@ -294,8 +294,15 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     }
     step = AttentionMetadata(**{name: shaped(shape, everywhere, jnp.int32) for name, shape in shapes.items()})
 
+    make = WeightMaker(
+        new=lambda shape, axes, fill: jnp.ones(shape, jnp.bfloat16),
+        num_shards=mesh.size,
+        platform=mesh.devices.flat[0].platform,
+        dtype=jnp.bfloat16,
+    )
+
     def normed(x_TD: Any) -> Any:
-        return RMSNorm(hidden_size, eps=1e-5, make=lambda shape, axes, *, fill=None: jnp.ones(shape, x_TD.dtype))(x_TD)
+        return RMSNorm(hidden_size, eps=1e-5, make=make)(x_TD)
 
     def summed(spec: str, x: Any, weight: Any) -> Any:
         out_TD = jnp.einsum(spec, x, weight, preferred_element_type=jnp.float32)
