@@ -25,7 +25,7 @@ SMALL = {
     "tie_word_embeddings": True, "torch_dtype": "float32",
 }  # fmt: skip
 NUM_PAGES = 128, 256
-"""A v6e chip holds them beside the weights."""
+"""For each chip, as many as a v6e holds beside the weights: a layer's are then too many for its VMEM."""
 LEAST_TOKENS = 4
 """Of a step whose products are counted: so few that activations are little beside the weights."""
 VOCAB_TILE = 512
@@ -178,7 +178,7 @@ def main() -> None:
         sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
         rule_book = RuleBook(model.vocab_size)
         buckets, builder = step_tools(sizes, backend, mesh.devices.flat[0].platform, rule_book)
-        for num_pages in NUM_PAGES:
+        for num_pages in (num_devices * pages for pages in NUM_PAGES):
             programs = planned_programs(
                 model,
                 sizes,
@@ -194,7 +194,7 @@ def main() -> None:
             pages = programs.state.cache.pages
             cache_shapes = [array.sharding.shard_shape(array.shape) for array in pages]
             cache_bytes = sum(map(_count, cache_shapes)) * layout.stored_dtype.itemsize
-            if num_pages == NUM_PAGES[0]:
+            if num_pages == num_devices * NUM_PAGES[0]:
                 found.setdefault("products", {})[dtype] = product_bytes(programs.weights, mesh, LEAST_TOKENS)
                 rules, key = rule_shapes(rule_book, num_seqs + 1), ("sample", num_seqs, SampleMode.EVERYTHING)
                 with jax.set_mesh(mesh):
