@@ -112,7 +112,7 @@ def test_slots_that_a_write_on_v7x_addresses_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_dtype", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), *slow(("float32", "int8"))]
+    ("step_dtype", "dtype"), [("bfloat16", "float32"), *slow(("float32", "bfloat16"), ("float32", "int8"))]
 )
 def test_queries_and_pages_of_different_dtypes(step_dtype: str, dtype: str) -> None:
     run_ragged(world(32, mode="on_wait", dtype=dtype, step_dtype=step_dtype))
@@ -135,7 +135,7 @@ def test_tiles_of_many_pages_and_rows_of_many_tiles() -> None:
     run_rows_of_many_tiles(world(mode="on_wait", cut=cut, num_heads=2, num_kv_heads=2, table_len=16))
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [70, pytest.param(None, marks=pytest.mark.slow)])
 def test_full_tiles_in_pieces_and_heads_in_groups(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV heads a product, and two such groups; prefill takes a KV head's two query heads one by one. With a window
     the pieces are shorter than they could be, since masks take registers."""
@@ -154,7 +154,7 @@ def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) ->
     run_rows_of_many_tiles(world(cut=cut, num_heads=4, num_kv_heads=1, table_len=16, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (5, 1), *slow((16, 1), (3, 3), (16, 8))])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), *slow((5, 1), (16, 1), (3, 3), (16, 8))])
 def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     run_ragged(world(num_heads=num_heads, num_kv_heads=num_kv_heads))
 
@@ -163,9 +163,9 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
     ("head_size", "dtype", "mode"),
     [
         (80, "bfloat16", "eager"),
-        (192, "float32", "eager"),
         (256, "bfloat16", "on_wait"),
         *slow(
+            (192, "float32", "eager"),
             (128, "bfloat16", "on_wait"),
             (64, "bfloat16", "eager"),
             (80, "float32", "on_wait"),
@@ -183,9 +183,8 @@ def test_every_head_size(head_size: int, dtype: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "head_size", "mode"),
     [
-        ("int8", 64, "on_wait"),
         ("float8_e4m3fn", 128, "eager"),
-        *slow(("int8", 128, "eager"), ("float8_e4m3fn", 64, "on_wait")),
+        *slow(("int8", 64, "on_wait"), ("int8", 128, "eager"), ("float8_e4m3fn", 64, "on_wait")),
     ],
 )
 def test_pages_of_one_byte_a_number(dtype: str, head_size: int, mode: str) -> None:
@@ -199,23 +198,24 @@ def test_pages_of_one_byte_with_all_features(mode: str) -> None:
     run_ragged(world(32, mode=mode, dtype="int8", options=FEATURES["all of them"]))
 
 
-ON_WAIT = ("window of a page and one", "soft cap", "all of them")
-"""Features that are tried in this mode; windows and all of them in the other one too."""
+OFTEN = [
+    ("window of a page less one", "eager"),
+    ("window of a page and one", "on_wait"),
+    ("soft cap", "on_wait"),
+    ("sinks", "eager"),
+    ("all of them", "on_wait"),
+]
+"""Features, and the mode each is tried in on every push; with the slow tests all are, in the other mode too."""
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        *((name, "eager") for name in FEATURES if name not in ("soft cap", "window of a page and one")),
-        *((name, "on_wait") for name in ON_WAIT),
-        *slow(("soft cap", "eager"), ("window of a page and one", "eager")),
-    ],
+    ("name", "mode"), [*OFTEN, *slow(*((name, "eager") for name in FEATURES if (name, "eager") not in OFTEN))]
 )
 def test_window_soft_cap_and_sinks(name: str, mode: str) -> None:
     run_ragged(world(mode=mode, options=FEATURES[name]))
 
 
-@pytest.mark.parametrize(("window", "mode"), [(1, "on_wait"), (17, "on_wait"), *slow((15, "eager"), (40, "eager"))])
+@pytest.mark.parametrize(("window", "mode"), [(17, "on_wait"), *slow((1, "on_wait"), (15, "eager"), (40, "eager"))])
 def test_pages_that_the_window_has_left_may_be_null(window: int, mode: str) -> None:
     run_beyond_the_window(world(mode=mode, options={"window": window}), num_steps=4, chunk=9)
 
@@ -224,6 +224,7 @@ def test_rows_that_share_their_first_pages() -> None:
     run_shared_pages(world())
 
 
+@pytest.mark.slow
 def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
     run_ragged(world(**TWO_GROUPS))
 
@@ -283,7 +284,7 @@ KINDS = st.tuples(
 ).filter(lambda kind: kind[0] >= write_height("v6e", kind[2]))
 
 
-@pytest.mark.parametrize("max_examples", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_any_order_of_chunks_and_decodes(max_examples: int) -> None:
     """Each kind is compiled, which takes longer than its steps."""
 
