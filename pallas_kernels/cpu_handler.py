@@ -36,6 +36,8 @@ DESTROY_ERROR, SCHEDULE, NUM_THREADS = 2, 11, 12
 # And in a job's own block: units taken so far, units done, holders left, then its values.
 TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
+LEAST_IN_LARGE_PAGES = 256 << 20
+"""Bytes. Less is found nearly as soon in small pages, and whoever is the first to touch a large one zeroes 2 MB."""
 
 
 class Buffer:
@@ -201,8 +203,8 @@ def _leave(code: Code, job: ir.Value) -> None:
 
 
 def uninitialized(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array whose memory nobody has touched, where XLA:CPU would fill it with zeros; in large pages where the system
-    has them, which a processor finds sooner."""
+    """An array whose memory nobody has touched, where XLA:CPU would fill it with zeros. A large one is in large pages
+    where the system has them, which a processor finds sooner."""
     return jax.ffi.ffi_call(_nothing(len(shape), jnp.dtype(dtype).itemsize), jax.ShapeDtypeStruct(shape, dtype))()
 
 
@@ -217,8 +219,9 @@ def _nothing(rank: int, item_size: int) -> str:
             first = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
             advise = declared(build.module, "madvise", I32, POINTER, I64, I32)
             length = build.sub(build.add(start, num_bytes), first)
-            # A kernel without them says so, and nothing is lost.
-            build.call(advise, [build.inttoptr(first, POINTER), code.most(length, I64(0)), I32(MADVISE_HUGEPAGE)])
+            with build.if_then(build.icmp_signed(">=", num_bytes, I64(LEAST_IN_LARGE_PAGES))):
+                # A kernel without them says so, and nothing is lost.
+                build.call(advise, [build.inttoptr(first, POINTER), length, I32(MADVISE_HUGEPAGE)])
         return [], I64(0), ir.Constant(ir.IntType(1), 0)
 
     return register(handler(f"jpaged_nothing_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))

@@ -31,12 +31,31 @@ assert (np.asarray(found) == 64.0).all()
 """
 
 
-def multiply(cache: Path | None) -> str:
-    environment = {**os.environ, "CACHE": str(cache or ""), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", MULTIPLY]
+ALLOCATE = """
+import re, jax, jax.numpy as jnp
+from jpaged.pallas_kernels.cpu_handler import uninitialized
+for megabytes in 40, 255, 256:
+    array = jax.block_until_ready(jax.jit(lambda: uninitialized((megabytes, 1 << 18), jnp.float32))())
+    middle = array.unsafe_buffer_pointer() + array.nbytes // 2
+    for line in open("/proc/self/smaps"):
+        if mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_there = int(mapping[1], 16) <= middle < int(mapping[2], 16)
+        elif is_there and line.startswith("VmFlags:"):
+            print(megabytes, "hg" in line.split())
+"""
+"""Whether the system was asked for large pages; in a process whose memory nobody has used before."""
+
+
+def output_of(script: str, **environment: str) -> str:
+    environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def multiply(cache: Path | None) -> str:
+    return output_of(MULTIPLY, CACHE=str(cache or ""))
 
 
 def test_code_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
@@ -176,3 +195,9 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))
         assert called - {"work", "help"} <= OF_LIBC
     assert len(texts) == 9 + has_unit
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with large pages")
+def test_large_arrays_of_nothing_lie_in_large_pages():
+    """Small ones do not: a first token would wait for each layer's first page to be zeroed, all 2 MB of it."""
+    assert output_of(ALLOCATE) == "40 False\n255 False\n256 True\n"
