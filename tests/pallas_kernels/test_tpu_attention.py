@@ -180,11 +180,14 @@ def test_every_head_size(head_size: int, dtype: str, mode: str) -> None:
     run_ragged(world(mode=mode, head_size=head_size, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "head_size", "mode"),
     [
+        ("int8", 64, "on_wait"),
+        ("int8", 128, "eager"),
+        ("float8_e4m3fn", 64, "on_wait"),
         ("float8_e4m3fn", 128, "eager"),
-        *slow(("int8", 64, "on_wait"), ("int8", 128, "eager"), ("float8_e4m3fn", 64, "on_wait")),
     ],
 )
 def test_pages_of_one_byte_a_number(dtype: str, head_size: int, mode: str) -> None:
@@ -193,9 +196,11 @@ def test_pages_of_one_byte_a_number(dtype: str, head_size: int, mode: str) -> No
     run_ragged(world(32, mode=mode, dtype=dtype, head_size=head_size, layers=layers, num_group_layers=2))
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("on_wait", marks=pytest.mark.slow)])
-def test_pages_of_one_byte_with_all_features(mode: str) -> None:
-    run_ragged(world(32, mode=mode, dtype="int8", options=FEATURES["all of them"]))
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [("int8", "eager"), ("float8_e4m3fn", "on_wait"), *slow(("int8", "on_wait"))]
+)
+def test_pages_of_one_byte_with_all_features(dtype: str, mode: str) -> None:
+    run_ragged(world(32, mode=mode, dtype=dtype, options=FEATURES["all of them"]))
 
 
 OFTEN = [
