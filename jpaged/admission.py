@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .block_manager import AllocStatus
 from .prefix_cache import PrefixMatch
-from .request import Request, Sequence
+from .request import Request, RequestState, Sequence
 from .request_queue import Policy, PolicyKey, QueueLimits, RequestQueue
 from .schedule import AdmissionGate
 
@@ -58,6 +58,8 @@ class Admission:
         self._admitting: deque[tuple[int, float]] = deque()
         """Steps with newcomers that have not retired, and when they began."""
         self._last_admission_s = 0.0
+        self.alone: Request | None = None
+        """Nobody else comes in, and this one only where nobody runs."""
         self._publishing: list[Request] = []
         """Those that run and whose prompts the prefix cache is about to get."""
 
@@ -108,6 +110,9 @@ class Admission:
         scheduler = self.scheduler
         if not self.waiting:
             return
+        if self.alone is not None:
+            self._admit_alone(self.alone, budget)
+            return
         passed: list[Request] = []
         expectant: list[Request] = []
         parked: list[Request] = []
@@ -140,6 +145,17 @@ class Admission:
             self.waiting.push(request)
         if has_admitted:
             self._admitting.append((scheduler.step + 1, self.step_time))
+
+    def _admit_alone(self, request: Request, budget: int) -> None:
+        if self.scheduler.running or request.state is not RequestState.WAITING:
+            return
+        if self.scheduler.demand.can_never_run(request):
+            self.scheduler.ignore(request)
+            return
+        self._publishing = []
+        if match := self._match_that_fits(request, budget):
+            self.waiting.remove(request)
+            self.scheduler.start(request, match, budget)
 
     def _may_try(self, request: Request) -> bool:
         """Whether a closer look is worth while: slots, results in flight, and what the last look found missing."""

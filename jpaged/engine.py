@@ -33,7 +33,7 @@ logger = logging.getLogger("jpaged")
 
 Params = SamplingParams | BeamSearchParams
 MAX_FAILED_STEPS = 3
-"""Without a token between them. Then whoever is live ends with an error: the next try would fail as well."""
+"""Without a token between them. Then those that ran are tried one by one; if so many fail alone, nothing works."""
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel as int32."""
 
@@ -87,7 +87,9 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._num_requests = self._num_prompt_tokens = 0
         self._depth = 2 if self.config.async_scheduling else 1
-        self._num_failed_steps = self._num_generated_before = 0
+        self._num_failed_steps = self._num_failed_alone = self._num_generated_before = 0
+        self._suspects: deque[Request] = deque()
+        """Of steps that failed: each is to draw a token alone, the first one now."""
         self._is_open = True
 
     # Offline
@@ -239,7 +241,8 @@ class Engine:
         `output_kind` wants it.
 
         A step that fails costs nobody a token: what was live is computed anew by the next ones. If several fail in a
-        row, the requests end with an error, and the exception is raised.
+        row, requests are tried one by one, and who fails alone ends with an error; if several of these do so, all end,
+        and the exception is raised.
         """
         outputs = [self._output_of(request) for request in self._advance()]
         return [output for output in outputs if output is not None]
@@ -421,6 +424,7 @@ class Engine:
     def _advance(self) -> list[Request]:
         """One step, through the core. Returns the requests that changed for their caller."""
         self._check_open()
+        self._choose_suspect()
         try:
             with self.runner.plan.serving():
                 self.core.drop()
@@ -433,13 +437,14 @@ class Engine:
                 samples = self.core.retire() if self.core.in_flight else []
                 self.runner.plan.start_rest()
                 self.core.drop()
+            self._note_step()
         except BaseException as error:
-            # The device state may be half written, or gone with a donation: live requests compute theirs anew.
-            self.core.restart()
-            self.runner.reset()
+            # The device state may be half written, or gone with a donation.
+            running = list(self.scheduler.running)
+            self._start_anew()
             if not isinstance(error, Exception):
                 raise
-            self._note_failed_step(error)
+            self._note_failed_step(error, running)
             samples = []
         now = time.monotonic()
         # Not those that have ended, or were aborted, since the step was started.
@@ -454,18 +459,50 @@ class Engine:
             del self.scheduler.ended[request]
         return list(changed)
 
-    def _note_failed_step(self, error: Exception) -> None:
-        """Go on with the next step, unless no step since the last failures has brought a token: then raise `error`."""
-        if self.core.num_generated > self._num_generated_before:
-            self._num_failed_steps, self._num_generated_before = 0, self.core.num_generated
+    def _start_anew(self) -> None:
+        """Live requests compute all of theirs once more."""
+        self.core.restart()
+        self.runner.reset()
+
+    def _choose_suspect(self) -> None:
+        """Let the next suspect that has not ended be alone; after the last one everybody runs again."""
+        while self._suspects and self._suspects[0].state.is_finished:
+            self._suspects.popleft()
+        self.scheduler.admission.alone = self._suspects[0] if self._suspects else None
+
+    def _note_step(self) -> None:
+        """A step is done. A suspect that drew a token in it gives its place to the next one."""
+        if self._suspects and self._has_drawn():
+            self._suspects.popleft()
+            self._start_anew()
+
+    def _note_failed_step(self, error: Exception, running: list[Request]) -> None:
+        """Go on with the next step. Where steps fail that bring no token between them, those that ran are tried one by
+        one, and who fails alone ends by it; if as many of them do so, nothing works: all end, and `error` is raised.
+        """
+        logger.error("a step failed; its requests are computed anew", exc_info=error)
+        self._has_drawn()
         self._num_failed_steps += 1
-        if self._num_failed_steps < MAX_FAILED_STEPS:
-            logger.error("a step failed; its requests are computed anew", exc_info=error)
-            return
-        self._num_failed_steps = 0
-        for request in list(self.scheduler.unfinished):
-            self.core.fail_by(request, error, during="its steps were computed")
-        raise error
+        message = f"internal error while its steps were computed: {type(error).__name__}"
+        if self._suspects:
+            self._num_failed_alone += 1
+            self.core.fail(self._suspects[0], message)
+        elif self._num_failed_steps >= MAX_FAILED_STEPS:
+            self._suspects.extend(running)
+        is_hopeless = self._num_failed_steps >= MAX_FAILED_STEPS and not self._suspects
+        if is_hopeless or self._num_failed_alone == MAX_FAILED_STEPS:
+            self._suspects.clear()
+            self._num_failed_steps = self._num_failed_alone = 0
+            for request in list(self.scheduler.unfinished):
+                self.core.fail(request, message)
+            raise error
+
+    def _has_drawn(self) -> bool:
+        """Whether there are more tokens than when this was asked before; failures until then do not count any more."""
+        before, self._num_generated_before = self._num_generated_before, self.core.num_generated
+        if is_more := self.core.num_generated > before:
+            self._num_failed_steps = self._num_failed_alone = 0
+        return is_more
 
     def _output_of(self, request: Request) -> RequestOutput | None:
         """What the caller of a request is shown now; if that cannot be made, its error."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from .flags import beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record
 from .progress import ProgressReport, say, seconds_since_start
 from .results import ResultFile, dump_line, output_record
-from .sampling_params import FIELDS, BeamSearchParams, SamplingParams
+from .sampling_params import FIELDS, BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -170,15 +171,15 @@ class _Run:
         while held or engine.has_unfinished_requests():
             while held and self._is_settled(engine, held[0]):
                 held.popleft()
-            if held:
-                yield from (output for output in engine.step() if output.finished)
-            else:
-                yield from self._stream(engine) if self.is_stream else engine.run_until_done()
+            yield from self._stream(engine) if self.is_stream else _ended(engine)
 
     def _is_settled(self, engine: Engine, job: Job) -> bool:
         """Queue a job, or end it if the engine can never take it; False if it must be tried again later."""
         try:
-            engine.enqueue(str(job.number), job.prompt, job.params, number=job.number)
+            params = job.params
+            if isinstance(params, SamplingParams) and not self.is_stream:
+                params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)  # Nobody sees what comes before.
+            engine.enqueue(str(job.number), job.prompt, params, number=job.number)
         except QueueFullError:
             if not engine.has_unfinished_requests():
                 raise
@@ -191,7 +192,7 @@ class _Run:
         """Show the text of the only request as it comes; gives its output when it ends."""
         num_shown = 0
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            for output in _step(engine):
                 text = output.outputs[0].text
                 print(text[num_shown:], end="", flush=True)
                 num_shown = len(text)
@@ -213,6 +214,20 @@ class _Run:
                     of_several = [(record["id"], self.jobs), (output["index"], record["outputs"])]
                     label = ".".join(str(name) for name, those in of_several if len(those) > 1)
                     print(f"[{label}] {output['text']}", flush=True)
+
+
+def _step(engine: Engine) -> list[RequestOutput]:
+    """One step's outputs. If steps fail for good, the next one tells of the requests that have ended by it."""
+    try:
+        return engine.step()
+    except Exception:
+        if engine.scheduler.has_unfinished:
+            raise
+        return []  # The engine has logged it.
+
+
+def _ended(engine: Engine) -> list[RequestOutput]:
+    return [output for output in _step(engine) if output.finished]
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

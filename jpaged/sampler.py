@@ -164,6 +164,7 @@ def sample_everything(
     def score(some: Int[Array, " r"], scores: TokenScores) -> TokenScores:
         if settings.has_processed_logprobs:
             tempered_rV, _, is_kept = weights_of(some)
+            is_kept &= is_in_top_k(tempered_rV, rows.top_k[some], is_greedy[some])
             logprobs = log_shares(jnp.where(is_kept, tempered_rV, -jnp.inf))
         else:
             logits_rV = logits_RV[some]
@@ -256,6 +257,16 @@ def truncated_weights(
     threshold = _raise(weights, threshold, has_top_p, jnp.zeros_like(rows.top_k), rows.top_p * mass)
     is_kept = weights >= threshold[:, None]
     return jnp.where(is_kept, weights, 0.0), is_kept
+
+
+def is_in_top_k(
+    tempered_RV: Float[Array, "R V"], top_k: Int[Array, " R"], is_greedy: Bool[Array, " R"]
+) -> Bool[Array, "R V"]:
+    """Also among tokens that are never drawn: the weights of those below −104, e^x, are all 0."""
+    heights = 1.0 / (1.0 - tempered_RV)
+    no_mass = jnp.zeros(heights.shape[0], jnp.float32)
+    has_top_k = ~is_greedy & (top_k > 0) & (top_k < heights.shape[1])
+    return heights >= _raise(heights, no_mass, has_top_k, top_k, no_mass)[:, None]
 
 
 def _raise(

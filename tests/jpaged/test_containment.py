@@ -3,13 +3,17 @@
 The model is given an embedding of NaN for one token, after it was loaded: whoever reads that token computes NaN.
 """
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.engine import MAX_FAILED_STEPS
+from jpaged.generate import EXIT_SOME_FAILED, main
 from jpaged.request import RequestState
+from jpaged.runner import Runner
 
 from .test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
 from .tiny_model import CONFIG, write_tiny_model
@@ -202,6 +206,71 @@ def test_generate_goes_on_after_a_step_that_fails(engine, alone, monkeypatch):
     assert [tokens_of(output) for output in outputs] == list(alone.values())
 
 
+@pytest.fixture
+def failing_with_bad(engine, monkeypatch):
+    """Every step that has a row of the request "bad" fails."""
+    dispatch = engine.runner.dispatch
+
+    def faulty(step):
+        if any(sequence.request.request_id == "bad" for sequence in step.samples):
+            raise InjectedError
+        return dispatch(step)
+
+    monkeypatch.setattr(engine.runner, "dispatch", faulty)
+
+
+@pytest.mark.parametrize("place", [0, 3, len(NEIGHBOURS)])
+def test_a_request_whose_steps_always_fail_ends_alone(engine, alone, failing_with_bad, place):
+    """Whether it came first, in the middle or last, and whoever still waits."""
+    names = list(NEIGHBOURS)
+    names.insert(place, "bad")
+    for name in names:
+        engine.add_request(name, PROMPTS[0], SamplingParams(**NEIGHBOURS.get(name, PLAIN)))
+    assert len(names) > engine.sizes.max_num_seqs
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert ended["bad"].outputs[0].finish_reason == "error"
+    assert "InjectedError" in ended["bad"].error
+    for name in NEIGHBOURS:
+        assert (ended[name].error, tokens_of(ended[name])) == (None, alone[name]), name
+    assert engine.stats()["blocks_used"] == 0
+    assert engine.scheduler.admission.alone is None
+
+
+def test_a_suspect_may_be_aborted(engine, alone, failing_with_bad):
+    engine.add_request("bad", PROMPTS[0], SamplingParams(**PLAIN))
+    engine.add_request("greedy", PROMPTS[0], SamplingParams(**NEIGHBOURS["greedy"]))
+    for _ in range(MAX_FAILED_STEPS):
+        assert engine.step() == []
+    engine.abort_request("bad")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert tokens_of(outputs[-1]) == alone["greedy"]
+
+
+def test_steps_that_fail_in_company_bring_everybody_a_token_at_a_time(engine, alone, monkeypatch):
+    """As where memory is short: whoever is tried alone goes on."""
+    dispatch = engine.runner.dispatch
+
+    def faulty(step):
+        if len({sequence.request for sequence in step.samples}) > 1:
+            raise InjectedError
+        return dispatch(step)
+
+    monkeypatch.setattr(engine.runner, "dispatch", faulty)
+    names = list(NEIGHBOURS)[:3]
+    params = [SamplingParams(**NEIGHBOURS[name]) for name in names]
+    outputs = engine.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
+    assert [tokens_of(output) for output in outputs] == [alone[name] for name in names]
+
+
+def _step_until_it_raises(engine, outputs):
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+
+
 def test_steps_that_always_fail_end_what_is_live_and_nothing_later(engine, alone, monkeypatch):
     def broken(step):
         raise InjectedError("again")
@@ -210,16 +279,38 @@ def test_steps_that_always_fail_end_what_is_live_and_nothing_later(engine, alone
         patch.setattr(engine.runner, "dispatch", broken)
         with pytest.raises(InjectedError, match="again"):
             engine.generate([PROMPTS[0]] * 3, SamplingParams(**PLAIN), use_tqdm=False)
-        engine.add_request("a", PROMPTS[0], SamplingParams(**PLAIN))
-        assert [engine.step() for _ in range(MAX_FAILED_STEPS - 1)] == [[]] * (MAX_FAILED_STEPS - 1)
+        for name in "abcd":
+            engine.add_request(name, PROMPTS[0], SamplingParams(**PLAIN))
+        ended = []
         with pytest.raises(InjectedError):
-            engine.step()
-    (output,) = engine.step()
-    assert (output.request_id, output.finished, output.outputs[0].finish_reason) == ("a", True, "error")
-    assert "InjectedError" in output.error
+            _step_until_it_raises(engine, ended)
+    ended += engine.step()
+    assert sorted(output.request_id for output in ended) == list("abcd")
+    for output in ended:
+        assert (output.finished, output.outputs[0].finish_reason) == (True, "error")
+        assert "InjectedError" in output.error
     assert not engine.has_unfinished_requests()
     (output,) = engine.generate([PROMPTS[0]], SamplingParams(**NEIGHBOURS["greedy"]), use_tqdm=False)
     assert tokens_of(output) == alone["greedy"]
+
+
+@pytest.mark.parametrize("who", [{"2"}, {"1", "2", "3", "4", "5"}], ids=["one line", "all of them"])
+def test_each_line_of_a_file_has_its_result_or_its_error(tiny, tmp_path, monkeypatch, who):
+    dispatch = Runner.dispatch
+
+    def faulty(self, step):
+        if any(sequence.request.request_id in who for sequence in step.samples):
+            raise InjectedError
+        return dispatch(self, step)
+
+    monkeypatch.setattr(Runner, "dispatch", faulty)
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text('{"prompt": "a", "max_tokens": 3}\n' * 5)
+    flags = ["-m", tiny, "--max-model-len", "64", "--no-chat", "--prompt-file", str(prompts), "-o", str(results)]
+    assert main(flags) == EXIT_SOME_FAILED
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert {str(number) for number, line in enumerate(lines, 1) if "error" in line} == who
+    assert len(lines) == 5
 
 
 def test_an_output_that_cannot_be_shown_ends_its_request_and_nobody_elses(engine, alone, monkeypatch):

@@ -214,14 +214,15 @@ def test_prompts_are_scored_in_as_many_steps_as_they_are_computed_in(tiny, logit
     assert steps[3] == 0 < steps[-1]
 
 
-def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(tiny, logits_of):
+@pytest.mark.parametrize(("temperature", "bias"), [(0.8, 4.0), (0.5, 80.0)], ids=["mild", "all but one underflow"])
+def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(tiny, logits_of, temperature, bias):
+    fields = {**DRAWN, "temperature": temperature, "top_k": 5, "logit_bias": {70: bias}, "logprobs": -1}
     with new_engine(tiny, logprobs_mode="processed_logprobs") as engine:
-        params = SamplingParams(**{**DRAWN, "temperature": 0.8, "top_k": 5, "logit_bias": {70: 4.0}, "logprobs": -1})
-        output = engine.generate([PROMPTS[1]], params, use_tqdm=False)[0]
+        output = engine.generate([PROMPTS[1]], SamplingParams(**fields), use_tqdm=False)[0]
     rows = logits_of(output)[len(output.prompt_token_ids) - 1 : -1]
     for entries, token_id, row in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, rows, strict=True):
-        row[70] += 4.0
-        row = np.where(row >= np.sort(row)[-5], row / 0.8, -np.inf)
+        row[70] += bias
+        row = np.where(row >= np.sort(row)[-5], row / temperature, -np.inf)
         row -= np.log(np.exp(row - row.max()).sum()) + row.max()
         got = np.array([entries[index].logprob for index in range(VOCAB_SIZE)])
         assert np.isfinite(got).sum() == 5
