@@ -1,6 +1,6 @@
 """jpaged: paged-attention inference for language models on JAX.
 
-Nothing is imported until it is asked for, so that `import jpaged.models` does not load the engine.
+Names are imported at their first use, so that `import jpaged.models` does not load the engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
     from .llm import LLM
-    from .logits_processor import LogitsProcessor
     from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from .sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from .sampling.logits_processor import LogitsProcessor
+    from .sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "BeamSearchParams": "sampling_params",
+    "BeamSearchParams": "sampling.sampling_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "Engine": "engine",
@@ -29,14 +29,14 @@ _EXPORTS = {
     "InvalidRequestError": "errors",
     "JpagedError": "errors",
     "LLM": "llm",
-    "LogitsProcessor": "logits_processor",
+    "LogitsProcessor": "sampling.logits_processor",
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "QueueFullError": "errors",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling_params",
-    "SamplingParams": "sampling_params",
+    "RequestOutputKind": "sampling.sampling_params",
+    "SamplingParams": "sampling.sampling_params",
 }
 
 __all__ = [
@@ -58,18 +58,19 @@ __all__ = [
     "SamplingParams",
 ]
 
-_NOT_BUILT = ("AsyncEngine", "LoRARequest", "PoolingParams")
-
-# In a checkout the other rooms lie beside this folder; an installed wheel has them inside.
+# In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.
 _CHECKOUT = Path(__file__).resolve().parent.parent
 if (_CHECKOUT / "pyproject.toml").is_file() and str(_CHECKOUT) not in __path__:
     __path__.append(str(_CHECKOUT))
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name at its first use; raise AttributeError for any other, with the names that there are."""
     if name in _EXPORTS:
         return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
-    if name in _NOT_BUILT:
+    from .not_available import EXPORTS
+
+    if name in EXPORTS:
         raise AttributeError(f"jpaged.{name}: not available in this version; it has {', '.join(__all__)}")
     raise AttributeError(f"module 'jpaged' has no attribute {name!r}; it has {', '.join(__all__)}")
 

@@ -1,7 +1,7 @@
-"""`python -m jpaged COMMAND …` is `jpaged COMMAND …`."""
+"""The entry of `python -m jpaged COMMAND …`, which is `jpaged COMMAND …`."""
 
 import sys
 
-from .cli import main
+from .commands.cli import main
 
 sys.exit(main())

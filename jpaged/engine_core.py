@@ -1,67 +1,78 @@
-"""The host core: requests in, steps out to a runner, results back in. One object behind engine, simulation and bench.
+"""The host core: schedules steps, starts them on a runner, and gives the tokens that they sample to the requests.
 
-    schedule ─▶ build ─▶ runner.dispatch ─▶ (in flight) ─▶ read ─▶ retire
+    schedule → build → dispatch → (in flight) → read → retire
 
-`dispatch` and `retire` may be called apart: results of up to two steps may be in flight. Knows no array beyond
-the rows that a step has drawn.
+`EngineCore.dispatch` does the first three, `EngineCore.retire` the last two; between them up to two steps are in
+flight. The engine, the simulation in the tests and `jpaged bench scheduler` all drive this one object. It knows no
+array but the sampled rows of a step.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .request import Request, RequestState, Sequence
-from .schedule import SchedulerOutput
-from .scheduler import Scheduler
+from .request import Request, RequestState, SampleSequence
+from .scheduling.beam_search import BeamSearch, BeamStep
+from .scheduling.quarantine import FailureVerdict, Quarantine
+from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from .output_processor import OutputProcessor
-    from .sampler import SampledRows
-    from .step_inputs import BuiltStep, StepInputBuilder
+    from .sampling.sampler import SampledRows
+    from .step.step_inputs import BuiltStep, StepInputBuilder
+    from .text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")
 
 NOT_FINITE = "the model gave NaN or infinite logits for this request"
 NO_TOKEN_LEFT = f"{NOT_FINITE}, or its rules, such as allowed_token_ids and bad_words, leave no token to draw"
+OUTPUT_FAILED = "internal error while its output was made"
+STEPS_FAILED = "internal error while its steps were computed"
 
 
 class StepResults(Protocol):
-    """What a dispatched step will have drawn."""
+    """The results of a dispatched step, which the device may still be computing."""
 
     def read(self) -> SampledRows | None:
-        """Numpy rows in the order of the step's samples, then padding; waits for the device. None if there are none.
+        """Wait for the device; return one numpy row per sequence of `BuiltStep.samples`, in order, then padding.
 
-        Of a step with `draws`: rows by step, [K, R].
+        A step with `decode_lens` has rows by decode step and sequence, [K, R]. None if the step samples nothing.
         """
         ...
 
     def read_scores(self) -> SampledRows | None:
-        """The same of a step with `scored`, in their order."""
+        """Wait for the device; return one numpy row per scored prompt token, in the order of `BuiltStep.scored`."""
         ...
 
 
 class StepRunner(Protocol):
-    """A device, as far as the host core knows it."""
+    """The part of a runner that the host core uses."""
 
-    def dispatch(self, step: BuiltStep) -> StepResults: ...
+    def dispatch(self, step: BuiltStep) -> StepResults:
+        """Start a step and return before it is done. Steps run in the order of the calls."""
+        ...
+
+    def reset(self) -> None:
+        """Replace the device's state, which a failed step may have left half written or deleted, by an empty one."""
+        ...
 
 
 class StepInFlight(NamedTuple):
-    """A step that the device may still be computing."""
+    """A step that was dispatched and has not retired."""
 
     work: SchedulerOutput
     step: BuiltStep
     results: StepResults
 
 
-class Core:
-    """Scheduler, step builder, runner and output rules, one step at a time."""
+class EngineCore:
+    """Scheduler, step builder, runner and output processor, driven one step at a time."""
 
     def __init__(
         self,
@@ -72,68 +83,106 @@ class Core:
         outputs: OutputProcessor,
         clock: Callable[[], float],
     ):
+        """`clock` gives seconds, by which the times of requests are taken."""
         self.scheduler = scheduler
         self.builder = builder
         self.runner = runner
         self.outputs = outputs
         self.clock = clock
+        self.quarantine = Quarantine()
         self.in_flight: deque[StepInFlight] = deque()
-        self.num_steps = self.num_step_tokens = self.num_padded_tokens = self.num_generated = 0
+        """Steps in the order of their dispatch; the oldest one retires first."""
+        self.num_steps = 0
+        self.num_step_tokens = 0
+        """Tokens that all steps so far have computed."""
+        self.num_padded_tokens = 0
+        """Tokens that all steps so far had room for: `num_step_tokens` and the padding up to their buckets."""
+        self.num_generated = 0
+        """Output tokens that requests have been given."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. InvalidRequestError or QueueFullError if it is not taken."""
-        self.scheduler.waiting.check_room(request)  # First: where it has to be tried again, starting is not for free.
+        """Queue a request. Raise InvalidRequestError if it can never fit, QueueFullError if too many wait."""
+        # A caller may try a full queue again and again, so the room is checked before the output is set up.
+        self.scheduler.waiting.check_room(request)
         for sequence in request.live:
             self.outputs.start(sequence)
         self.scheduler.add(request)
 
-    def fork(self, parent: Sequence, indices: SequenceOf[int]) -> list[Sequence]:
-        """Further samples of the parent's request, equal to it so far; InvalidRequestError as `Scheduler.fork`."""
+    def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
+        """Add one sample per index to the parent's request, each with the parent's tokens and output so far.
+
+        Raise InvalidRequestError, changing nothing, if the request could never fit with so many samples.
+        """
         children = self.scheduler.fork(parent, indices)
         for child in children:
             self.outputs.fork(parent, child)
         return children
 
     def abort(self, request: Request) -> None:
-        """End a request wherever it stands; what is in flight for it is dropped. A second call does nothing."""
+        """End a request in any state and drop what is in flight for it. A second call does nothing."""
         for sequence in list(request.live):
             self.scheduler.finish(sequence, RequestState.FINISHED_ABORTED)
 
+    def fail(self, request: Request, message: str, *, cause: Exception | None = None) -> None:
+        """End all samples of a request that have not ended by an error; other requests go on unchanged.
+
+        The request's caller reads `message`. `cause` is logged, but the caller reads only its type: the text of an
+        exception may hold what belongs to other callers.
+        """
+        if cause is not None:
+            logger.error("request %s failed", request.request_id, exc_info=cause)
+            message = f"{message}: {type(cause).__name__}"
+        self.scheduler.fail(request, message)
+
+    def prepare(self) -> None:
+        """Let the scheduler know which request to compute alone, if earlier steps have failed."""
+        if self.quarantine.note_step(self.num_generated):
+            self._start_anew()
+        self.scheduler.isolate(self.quarantine.isolated_request)
+
+    def dispatch_ahead(self, num_steps: int) -> None:
+        """Dispatch steps until `num_steps` are in flight or there is nothing to schedule."""
+        while len(self.in_flight) < num_steps and not self.dispatch().is_empty:
+            pass
+
     def dispatch(self) -> SchedulerOutput:
-        """Schedule a step and start it. An empty one is not started: there is nothing to do before one retires."""
+        """Schedule, build and start one step. An empty one is not started: only a retiring step makes new work."""
         work = self.scheduler.schedule()
         for request, mode, reason in work.preempted:
             logger.debug("request %s is preempted by %s: %s", request.request_id, mode.value, reason)
-        if not work.is_empty:
-            step = self.builder.build(work)
-            self.in_flight.append(StepInFlight(work, step, self.runner.dispatch(step)))
-            self.num_steps += 1
-            self.num_step_tokens += work.num_tokens
-            if step.layout is not None:
-                self.num_padded_tokens += step.layout.num_tokens * max(step.draws, default=1)
-        elif self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
-            raise RuntimeError(
-                "the scheduler has requests and finds nothing to do: a defect, or a gate that never opens"
-            )
+        if work.is_empty:
+            self._check_progress(work)
+            return work
+        step = self.builder.build(work)
+        self.in_flight.append(StepInFlight(work, step, self.runner.dispatch(step)))
+        self.num_steps += 1
+        self.num_step_tokens += work.num_tokens
+        if step.layout is not None:
+            self.num_padded_tokens += step.layout.num_tokens * max(step.decode_lens, default=1)
         return work
 
-    def retire(self) -> list[Sequence]:
-        """Wait for the oldest step in flight and take in what it drew; returns the sequences that it drew for."""
+    def retire(self) -> list[SampleSequence]:
+        """Wait for the oldest step in flight, append its tokens, and return the sequences that it sampled for."""
         work, step, results = self.in_flight[0]
         sampled, scores = results.read(), results.read_scores() if step.scored else None
         self.in_flight.popleft()
         if scores is not None:
-            self._take_in_scores(step, scores)  # Before they count as delivered: an interrupt may come.
+            self._append_scores(step, scores)  # Before they count as delivered: an interrupt may come.
         self.scheduler.retire(work)
-        if sampled is not None and step.draws:
-            self._take_in_several(step, sampled)
+        if sampled is not None and step.decode_lens:
+            self._append_decode_steps(step, sampled)
         elif sampled is not None:
             num_samples = len(step.samples)
-            self._take_in(step.samples, sampled.token_ids[:num_samples], sampled.is_finite[:num_samples], sampled)
+            self._append_sampled(
+                step.samples, sampled.token_ids[:num_samples], sampled.is_finite[:num_samples], sampled
+            )
         return step.samples
 
-    def drop(self) -> None:
-        """Retire, unread, steps of which nobody is left: the device does them before whatever comes next."""
+    def drop_finished(self) -> None:
+        """Retire, without reading, the oldest steps whose sequences have all ended.
+
+        The device computes them before any later step, so their pages are free for that one.
+        """
         while self.in_flight:
             work = self.in_flight[0].work
             rows = (*work.decodes, *(chunk.sequence for chunk in work.chunks))
@@ -142,27 +191,59 @@ class Core:
             self.in_flight.popleft()
             self.scheduler.retire(work)
 
+    def recover(self, error: BaseException) -> None:
+        """Set everything up to compute again what a failed step has lost, and end the requests that make steps fail.
+
+        Raise `error` if it ends all requests, or is an interrupt such as KeyboardInterrupt.
+        """
+        running, isolated = list(self.scheduler.running), self.scheduler.isolated_request
+        self._start_anew()
+        if not isinstance(error, Exception):
+            raise error
+        logger.error("a step failed; its requests are computed again", exc_info=error)
+        message = f"{STEPS_FAILED}: {type(error).__name__}"
+        verdict = self.quarantine.note_failure(running, self.num_generated)
+        if verdict is FailureVerdict.END_ISOLATED and isolated is not None and not isolated.state.is_finished:
+            self.fail(isolated, message)
+        elif verdict is FailureVerdict.END_ALL:
+            for request in list(self.scheduler.unfinished):
+                self.fail(request, message)
+            raise error
+
+    def _start_anew(self) -> None:
+        self.restart()
+        self.runner.reset()
+
     def restart(self) -> None:
-        """A step has failed, and with it the device's state: results in flight are lost, all is computed anew."""
+        """Drop all steps in flight and let every live request be computed again from the tokens that the host knows."""
         self.in_flight.clear()
         for request in self.scheduler.unfinished:
-            if request.beams is not None:
-                request.beams.restore(request)
+            if isinstance(request.beams, BeamSearch):
+                for sequence in request.live:
+                    sequence.token_ids = request.prompt_token_ids + array("i", request.beams.token_ids_of(sequence))
         self.scheduler.restart()
 
-    def fail(self, request: Request, message: str) -> None:
-        """End what goes on of a request, every sample of it, by an error. Its neighbours do not notice."""
-        request.error = message
-        for sequence in list(request.live):
-            self.scheduler.finish(sequence, RequestState.FINISHED_ERROR)
+    def stats(self) -> dict[str, float | int]:
+        """Count steps and tokens since the start, under the names of `Engine.stats`."""
+        return {
+            "steps": self.num_steps,
+            "generation_tokens": self.num_generated,
+            "step_tokens": self.num_step_tokens,
+            "padded_tokens": self.num_padded_tokens,
+            "padding_share": 1 - self.num_step_tokens / self.num_padded_tokens if self.num_padded_tokens else 0.0,
+        }
 
-    def fail_by(self, request: Request, exception: Exception, *, during: str = "its output was made") -> None:
-        """The same, since it has raised this; its caller is told no more of it than its type."""
-        logger.error("request %s failed", request.request_id, exc_info=exception)
-        self.fail(request, f"internal error while {during}: {type(exception).__name__}")
+    def _check_progress(self, work: SchedulerOutput) -> None:
+        """Raise RuntimeError if an empty step means that no later one will have work either."""
+        is_stuck = self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored)
+        if is_stuck:
+            raise RuntimeError(
+                "the scheduler has unfinished requests and no work for them: this is a defect of jpaged, or an "
+                "admission gate that never opens"
+            )
 
-    def _take_in_scores(self, step: BuiltStep, scores: SampledRows) -> None:
-        """Give requests the scores of their prompts' tokens."""
+    def _append_scores(self, step: BuiltStep, scores: SampledRows) -> None:
+        """Give each request the logprobs of its prompt tokens that the step has scored."""
         row = 0
         for request, positions in step.scored:
             rows = range(row, row := row + len(positions))
@@ -172,34 +253,36 @@ class Core:
                 self.fail(request, NOT_FINITE)
                 continue
             try:
-                self.outputs.note_scores(request, positions, scores, rows)
+                self.outputs.append_scores(request, positions, scores, rows)
             except Exception as exception:  # Whatever one request does to its output, the others go on.
-                self.fail_by(request, exception)
+                self.fail(request, OUTPUT_FAILED, cause=exception)
 
-    def _take_in_several(self, step: BuiltStep, sampled: SampledRows) -> None:
-        """Take in what a step has decoded, token by token. After the one that ends a sequence come none of its own."""
-        for index in range(max(step.draws)):
+    def _append_decode_steps(self, step: BuiltStep, sampled: SampledRows) -> None:
+        """Append the tokens of a step that decoded several times, in their order; none behind a sequence's end."""
+        for index in range(max(step.decode_lens)):
             rows = [
                 row
-                for row, (sequence, count) in enumerate(zip(step.samples, step.draws, strict=True))
+                for row, (sequence, count) in enumerate(zip(step.samples, step.decode_lens, strict=True))
                 if index < count and not sequence.state.is_finished
             ]
             samples = [step.samples[row] for row in rows]
-            num_left = [step.draws[row] - index - 1 for row in rows]
-            self._take_in(samples, sampled.token_ids[index, rows], sampled.is_finite[index, rows], sampled, num_left)
+            num_left = [step.decode_lens[row] - index - 1 for row in rows]
+            self._append_sampled(
+                samples, sampled.token_ids[index, rows], sampled.is_finite[index, rows], sampled, num_left
+            )
 
-    def _take_in(
+    def _append_sampled(
         self,
-        samples: list[Sequence],
+        samples: list[SampleSequence],
         token_ids: Any,
         is_finite: Any,
         sampled: SampledRows,
         num_left: list[int] | None = None,
     ) -> None:
-        """Append each token to its sequence; look closer only where it may end the sequence or fill a page.
+        """Append each token to its sequence; process only those that may end it, fill a page or be shown.
 
-        `token_ids` and `is_finite` are numpy, one for each of `samples`; `num_left` says how many more tokens the step
-        has for each.
+        `token_ids` and `is_finite` are numpy arrays with one entry per sequence of `samples`. `num_left` says how many
+        more tokens the step has for each sequence, None for none.
         """
         if not is_finite.all():
             for sequence in (samples[row] for row in np.flatnonzero(~is_finite).tolist()):
@@ -210,66 +293,78 @@ class Core:
         try:
             for row, sequence, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
                 known = sequence.token_ids
-                if len(known) < sequence.next_check and not (token_id in sequence.stop_ids or sequence.is_watched):
+                if len(known) < sequence.check_at_len and not (
+                    token_id in sequence.stop_ids or sequence.needs_every_token
+                ):
                     known.append(token_id)
                 elif sequence.state.is_finished:
-                    self.num_generated -= 1  # It ended while this step was in flight, or by values that are not finite.
+                    self.num_generated -= 1  # It ended while this step was in flight, or its logits were not finite.
                 elif sequence.request.beams is not None:
-                    self._take_in_beam(sequence, sampled, row)
+                    self._append_beam(sequence, sampled, row)
                 else:
                     known.append(token_id)
-                    self._look_at(sequence, sampled, row)
-        except BaseException:  # An interrupt: the tokens from here on are drawn again.
+                    self._process_token(sequence, sampled, row)
+        except BaseException:  # An interrupt: the restart that follows draws the tokens from here on again.
             self.num_generated += row
-            self._take_back(samples[row], num_left[row] if num_left else 0)
+            self._roll_back(samples[row], num_left[row] if num_left else 0)
             raise
         self.num_generated += len(samples)
 
-    def _take_back(self, sequence: Sequence, num_left: int) -> None:
-        """Forget what a sequence has of the token amid which the step was broken off, if it goes on.
+    def _roll_back(self, sequence: SampleSequence, num_left: int) -> None:
+        """Remove from a sequence the token at which an interrupt came, with its text and logprobs, if it has them.
 
-        Behind that one the step has `num_left` more of it.
+        `num_left` is the number of tokens that the interrupted step has for the sequence behind that one.
         """
         num_to_come = num_left
         for _, step, _ in self.in_flight:
-            counts = step.draws or [1] * len(step.samples)
+            counts = step.decode_lens or [1] * len(step.samples)
             num_to_come += sum(count for one, count in zip(step.samples, counts, strict=True) if one is sequence)
         if sequence in sequence.request.live and sequence.request.beams is None:
-            # A new array: outputs that were given may look into the old one still.
-            sequence.token_ids = sequence.token_ids[: sequence.num_tokens - num_to_come - 1]
+            del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
             self.outputs.restart(sequence)
 
-    def _take_in_beam(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
-        """A beam's likeliest next tokens are there. With those of all beams of its request, they go on."""
+    def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
+        """Note the likeliest next tokens of one beam; with those of the request's last beam, choose how all go on."""
         request, search = sequence.request, sequence.request.beams
-        assert search is not None
+        assert isinstance(search, BeamSearch)
         assert sampled.scores is not None
         if request.first_token_time is None:
             request.first_token_time = self.clock()
         if request.state is not RequestState.RUNNING:
-            return  # It gave its pages back while this step was in flight, and computes this row once more.
+            return  # It was preempted while this step was in flight, and computes this row again.
         try:
-            if search.note(sequence, *sampled.scores.top(row, search.num_of_beam)):
-                turn = search.choose(request.live)
-                if not turn.choices:
-                    search.commit(turn, ())
-                heirs = self.scheduler.branch(request, [(one, beam.last_token) for one, beam in turn.choices])
-                if turn.choices:
-                    search.commit(turn, heirs)
-        except Exception as exception:  # Whatever one search does, the others go on.
-            self.fail_by(request, exception)
+            if search.add_scores(sequence, *sampled.scores.top(row, search.num_top_tokens)):
+                step = search.choose(request.live)
+                if not step.choices:
+                    search.commit(step, ())
+                successors = self._extend_beams(request, step)
+                if step.choices:
+                    search.commit(step, successors)
+        except Exception as exception:  # Whatever one search does, other requests go on.
+            self.fail(request, OUTPUT_FAILED, cause=exception)
 
-    def _look_at(self, sequence: Sequence, sampled: SampledRows, row: int) -> None:
-        """A token that may matter has been appended."""
+    def _extend_beams(self, request: Request, step: BeamStep) -> list[SampleSequence]:
+        """Give a request's samples the tokens of the step's choices; return the sample of each choice."""
+        successors = self.scheduler.branch(request, [parent for parent, _ in step.choices])
+        for successor, (parent, _) in zip(successors, step.choices, strict=True):
+            if successor is not parent:
+                successor.token_ids = parent.token_ids[:]
+        for successor, (_, beam) in zip(successors, step.choices, strict=True):
+            successor.token_ids.append(beam.last_token)
+            self.scheduler.count_chosen_token(successor)
+        return successors
+
+    def _process_token(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:
+        """Apply stop rules, text and page bookkeeping to the token that was appended to a sequence last."""
         request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = self.clock()
         try:
-            end = self.outputs.judge(sequence, sampled, row)
+            end = self.outputs.check_stop(sequence, sampled, row)
         except Exception as exception:  # Whatever one request does to its output, the others go on.
-            self.fail_by(request, exception)
+            self.fail(request, OUTPUT_FAILED, cause=exception)
             return
-        if end is not None or len(sequence.token_ids) > sequence.next_check:
-            self.scheduler.note_token(sequence)
+        if end is not None or len(sequence.token_ids) > sequence.check_at_len:
+            self.scheduler.update_pages(sequence)
         if end is not None:
             self.scheduler.finish(sequence, end)

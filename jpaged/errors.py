@@ -1,12 +1,12 @@
-"""Every error that jpaged raises for its caller's sake.
+"""Every error that jpaged raises because of what its caller gave.
 
-JpagedError (a ValueError)
+JpagedError (a ValueError; `param` names the option, flag or field)
 ├── ConfigError           an engine option, a flag, or a combination of them
-├── InvalidRequestError   a prompt or a sampling parameter; `param` names the field
+├── InvalidRequestError   a prompt or a sampling parameter
 └── QueueFullError        nothing is wrong with the request, but as many wait as `limits` allow
 ModelLoadError (a ValueError, from the models room)   a checkpoint or a tokenizer
 
-Each message says what, what was given, what is allowed, and the way out, in one line.
+Each message is one line: what, what was given, what is allowed, and the way out (`checks.py` phrases most of them).
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ __all__ = ["ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError"
 
 
 class JpagedError(ValueError):
-    """The caller gave something that cannot be served."""
+    """The caller gave something that cannot be served. `param` names it, where one name can."""
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.param = param
 
 
 class ConfigError(JpagedError):
@@ -25,20 +29,17 @@ class ConfigError(JpagedError):
 
 
 class InvalidRequestError(JpagedError):
-    """A request is wrong; the engine was not touched and other requests go on."""
-
-    def __init__(self, message: str, *, param: str | None = None):
-        super().__init__(message)
-        self.param = param
+    """A request is wrong; the engine has not begun it, and other requests go on."""
 
 
 class QueueFullError(JpagedError):
-    """The queue is full: this request was not taken, those that were go on. It may be given again later."""
+    """The queue is full: this request was not queued, those in the queue stay. It may be given again later."""
 
     def __init__(self, limit: str, *, got: int, allowed: int):
-        """`limit` is a key of `EngineConfig.limits`; `got` is what would wait with this request among them."""
+        """`limit` is a key of `EngineConfig.limits`; `got` is what would wait if this request were queued."""
         super().__init__(
             f"{limit}: got {got} with this request, allowed: {allowed}; try again later, or start the engine with a "
-            f"higher {limit} among its limits"
+            f"higher {limit} among its limits",
+            param=limit,
         )
         self.limit = limit

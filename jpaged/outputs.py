@@ -1,92 +1,48 @@
-"""What a caller gets back: frozen, and complete in itself."""
+"""The records that the engine returns to its callers: frozen, each complete in itself."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's natural-log probability, by the engine's `logprobs_mode`."""
+    """The log-probability of one token at one position of a text."""
 
     logprob: float
+    """Natural logarithm of the probability that the engine's `logprobs_mode` names."""
     rank: int
-    """1 for the most likely token."""
+    """Place of the token among all tokens of the vocabulary; the most likely one has rank 1."""
     decoded_token: str | None
-    """None without a tokenizer."""
+    """Text of this token alone; None if the engine has no tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A part of what a sequence had at some time: of lists that only grow."""
+class CompletionOutput:
+    """One sample of a request: all of it so far, or with RequestOutputKind.DELTA what is new since the last output.
 
-    pieces: Sequence[str]
-    """Of the text."""
-    piece_range: slice
-    token_ids: array[int]
-    token_range: slice
-    logprobs: Sequence[dict[int, Logprob]] | None
-    logprob_range: slice
-
-
-class _OfSnapshot:
-    """Holds where what has not been looked at comes from: no field, which copies and comparisons would take along."""
-
-    __slots__ = ("_snapshot",)
-    _snapshot: Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput(_OfSnapshot):
-    """One sample: all of it so far, or with RequestOutputKind.DELTA what is new.
-
-    `token_ids` include the EOS or stop id that ended it; `text` does not. Those of a running engine are put together
-    when they are first looked at: a stream that shows every token of a long text need not copy it each time.
+    `token_ids` include the EOS or stop token that ended the sample; `text` does not.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None = None
-    """Sum over all tokens so far; None unless logprobs were asked for."""
+    """Sum of the logprobs of all tokens so far, also with RequestOutputKind.DELTA; None unless logprobs were asked
+    for."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
-    """Per token: the sampled one first, then the most likely ones."""
+    """One entry per token of `token_ids`: the sampled token first, then the most likely ones."""
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; None while it goes on."""
+    """"stop", "length", "abort" or "error"; None while the sample goes on."""
     stop_reason: int | str | None = None
-    """The stop string or stop id that matched; None for EOS."""
-
-    @classmethod
-    def of(cls, snapshot: Snapshot, **others: Any) -> CompletionOutput:
-        """One whose text, tokens and logprobs are those of a snapshot."""
-        output = object.__new__(cls)
-        for name, value in others.items():
-            object.__setattr__(output, name, value)
-        object.__setattr__(output, "_snapshot", snapshot)
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        """What has not been looked at yet."""
-        if name not in ("text", "token_ids", "logprobs"):
-            raise AttributeError(f"CompletionOutput has no attribute {name!r}")
-        snapshot = self._snapshot
-        value: Any
-        if name == "text":
-            value = "".join(snapshot.pieces[snapshot.piece_range])
-        elif name == "token_ids":
-            value = tuple(snapshot.token_ids[snapshot.token_range])
-        else:
-            value = None if snapshot.logprobs is None else tuple(snapshot.logprobs[snapshot.logprob_range])
-        object.__setattr__(self, name, value)
-        return value
+    """The stop string or stop token id that ended the sample; None for EOS and for every other end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times are monotonic seconds; None for what has not happened."""
+    """Times and counts of one request. Times are seconds of `time.monotonic()`; None for what has not happened."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -94,26 +50,48 @@ class RequestMetrics:
     last_token_time: float | None
     finished_time: float | None
     time_in_queue: float | None
+    """Seconds from arrival to the first step that computed tokens of the request."""
     num_preemptions: int
-    """Times that it had to give its pages up."""
+    """Times that the request lost its pages to another request."""
     num_swaps: int
-    """Of these, the times that the host kept what was in them."""
+    """Preemptions at which the pages were moved to the host instead of being dropped."""
     num_cached_tokens: int
+    """Prompt tokens that were found in the prefix cache when the request was first admitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One request so far; with RequestOutputKind.DELTA what is new of it, and of the samples that have anything new."""
+    """One request with its samples so far.
+
+    With RequestOutputKind.DELTA it holds what is new since the last output, and only the samples that have anything
+    new.
+    """
 
     request_id: str
     prompt: str | None
+    """The prompt's text; None if the request was given as token ids."""
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
-    """Per token of the prompt, of which the first has none; None unless they were asked for and are all there. With
-    RequestOutputKind.DELTA in one output alone."""
+    """One entry per prompt token; the first token has no logprob, its entry is None. The field is None unless prompt
+    logprobs were asked for and all are computed. With RequestOutputKind.DELTA one output alone carries them."""
     error: str | None = None
-    """Why `finish_reason` is "error"."""
+    """Why the request failed, where a `finish_reason` is "error"."""
+
+
+def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
+    """Return the output of a request that failed before it was queued, or whose own output could not be made."""
+    now = time.monotonic()
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=(),
+        outputs=(CompletionOutput(index=0, text="", token_ids=(), finish_reason="error"),),
+        finished=True,
+        metrics=RequestMetrics(now, None, None, None, now, None, 0, 0, 0),
+        num_cached_tokens=0,
+        error=message,
+    )

@@ -1,7 +1,8 @@
-"""The nouns of the host core: a request is a group of sequences over one prompt.
+"""The nouns of the host core: a request is one prompt with one or more samples, each a sequence of tokens.
 
-Knows tokens, pages and states; neither arrays nor text. A request without a seed of its own draws from
-(engine seed, request number), so that the same inputs in the same order give the same text.
+Knows tokens, pages and states; neither arrays nor text. A request without a seed of its own draws from (engine seed,
+request number), so that the same requests in the same order give the same text. Each field has one writer besides
+creation, which is named above the fields; `tests/jpaged/test_request.py` holds that.
 """
 
 from __future__ import annotations
@@ -9,24 +10,19 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-from .prefix_hash import NO_EXTRAS, CacheKey
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .beam_search import BeamSearch
-    from .output_processor import SequenceOutput
     from .outputs import Logprob
-    from .sampling_params import SamplingParams
+    from .sampling.sampling_params import SamplingParams
 
 SEED_MODULUS = 1 << 64
 
 
 class RequestState(enum.Enum):
-    """Where a request or a sequence stands: what to call it, and the finish reason that its caller is told."""
+    """The state of a request or a sequence: a word for it, and the finish reason that the caller gets, if it ended."""
 
     WAITING = "waiting", None
     RUNNING = "running", None
@@ -35,7 +31,7 @@ class RequestState(enum.Enum):
     FINISHED_LENGTH = "at full length", "length"
     FINISHED_ABORTED = "aborted", "abort"
     FINISHED_IGNORED = "ignored", "error"
-    """Admitted, and later found to need more pages than the pool has left."""
+    """The request was accepted, and later found to need more pages than the pool has left."""
     FINISHED_ERROR = "failed", "error"
 
     def __init__(self, label: str, finish_reason: str | None):
@@ -44,134 +40,192 @@ class RequestState(enum.Enum):
         self.is_finished = finish_reason is not None
 
 
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """One sample of a request: its tokens so far, how many are computed, and its pages."""
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """All that keys and values depend on besides tokens: requests with different cache keys share no page."""
 
+    lora_name: str | None = None
+    lora_version: int = 0
+    """How often an adapter has been loaded under this name."""
+    cache_salt: str | None = None
+    """A tenant's secret: other tenants cannot learn from latency which prompts are cached."""
+    weights_version: int = 0
+    items: tuple[tuple[int, bytes], ...] = ()
+    """(position, content hash) of what stands in for tokens, such as images, in order of position."""
+
+
+NO_EXTRAS = CacheKey()
+"""The cache key of a request whose keys and values depend on its tokens alone."""
+
+
+class SampleSearch(Protocol):
+    """The part of a search over the samples of one request, such as a beam search, that the scheduler uses."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search has ended, so that its samples have no next token."""
+        ...
+
+    def forget_rows(self) -> None:
+        """Drop the scores collected since the last choice: the samples lose their pages and compute them anew."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class SampleSequence:
+    """One sample of a request: its tokens so far, how many of them are computed, and its pages."""
+
+    # Fixed at creation.
     request: Request
     index: int
-    """Sample index, which the random draws depend on."""
-    token_ids: array[int]
-    """Prompt and output tokens, as far as the host knows them. An array: with 10⁵ requests in the queue, lists
-    would be what the garbage collector spends its time on."""
-    pages: list[list[int]]
-    """Page numbers in order of position, per page-table group; of the host pool while it is swapped out. The
-    null page stands where a window has passed."""
-    num_tokens: int
-    """Tokens that exist: those that steps in flight draw are counted, and the host does not know them yet."""
+    """The sample index, which the random draws depend on."""
     max_len: int
-    """Tokens that it ends with, whatever it draws: its prompt and the output tokens it was promised."""
+    """Tokens that it has when it ends by length: its prompt and `Request.max_tokens` output tokens."""
+
+    # Written by engine_core.
+    token_ids: array[int]
+    """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
+    garbage collector busy."""
+
+    # Written by scheduling/progress.
+    num_tokens: int
+    """Tokens that exist: those that steps in flight draw count, and the host does not know them yet."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the pages, once every step dispatched so far is done."""
-    granted: int = 0
-    """Tokens that it may have computed before the scheduler must look at it again: its pages reach so far, the
-    page it writes is its own, and its last token is on the device. A sequence below it just decodes."""
-    slot: int = 0
-    """State slot on the device; 0, the null slot, when it has none."""
-    next_check: int = 0
-    """Known tokens from which on a new token is looked at: until then it can neither end the sequence by length
-    nor fill a page."""
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that may end it."""
-    is_watched: bool = False
-    """Its output processor wants to see every token: for text or logprobs."""
+    """Tokens whose keys and values are in the pages once every step scheduled so far is done."""
+    decode_limit: int = 0
+    """Tokens that may be computed before the scheduler must check the sequence again: its pages reach so far, it alone
+    owns the page that it writes, and its last token is on the device. A sequence below the limit decodes."""
+    check_at_len: int = 0
+    """Until the host knows more than this many tokens, a new one can neither end the sequence by length nor show that
+    a page is full, and is appended without a closer look."""
     is_last_token_on_device: bool = False
-    """Its last token was drawn in the slot it holds: the step takes it from there."""
+    """Its last token was drawn in the state slot that it holds: the step reads it there."""
     last_chunk_step: int = 0
-    """The last step that computed tokens of it which the host knew."""
-    parent: Sequence | None = None
-    """The sequence it shares its first `fork_len` tokens with."""
+    """Number of the last step that computed tokens of it which the host knew."""
+
+    # Written by scheduling/lifecycle.
+    state: RequestState = RequestState.WAITING
+    seq_slot: int = 0
+    """State slot on the device; 0, the null slot, while it has none."""
+
+    # Written by kv_cache/block_manager.
+    pages: list[list[int]] = field(default_factory=list)
+    """Page numbers in order of position, per page-table group; pages of the host pool while it is swapped out. The
+    null page stands where a window has passed."""
+    num_passed: list[int] = field(default_factory=list)
+    """Leading pages of each group that a window has passed and that were given back."""
+
+    # Written by kv_cache/prefix_cache.
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of the first full pages, as far as they were needed."""
+    num_published: int = 0
+    """Full pages already offered to the prefix cache."""
+
+    # Written by kv_cache/sample_tree.
+    parent: SampleSequence | None = None
+    """The sample that it shares its first `fork_len` tokens with."""
     fork_len: int = 0
     awaits_parent: bool = False
     """Its first pages will be its parent's, which has still to compute them."""
-    num_passed: list[int] = field(default_factory=list)
-    """Leading pages of each group that a window has left behind and that were given back."""
-    page_hashes: list[bytes] = field(default_factory=list)
-    """Chained hash of each full page, as far as it was needed."""
-    num_published: int = 0
-    """Full pages already offered to the prefix cache."""
-    state: RequestState = RequestState.WAITING
+
+    # Written by text/output_processor.
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that may end it."""
+    needs_every_token: bool = False
+    """Every new token must be processed, for text or logprobs, and not only those that may end it."""
     stop_reason: int | str | None = None
-    output: SequenceOutput | None = None
-    """Text and logprobs, which the output processor keeps here."""
+    """The stop string or stop id that ended it; None for an EOS token."""
+    output: object | None = None
+    """Text and logprobs so far; opaque to everything but its writer."""
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
-    def forget_pages(self) -> None:
-        """It owns no page and no slot any more: the caller has given them to others."""
-        for pages in self.pages:
-            pages.clear()
-        self.num_passed = [0] * len(self.pages)
-        self.num_computed = self.num_published = self.next_check = self.slot = self.granted = 0
-        self.is_last_token_on_device = False
-
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt and its samples. They are admitted, preempted and resumed together."""
+    """One prompt and its samples, which are admitted, preempted and resumed together."""
 
+    # Fixed at creation.
     request_id: str
     number: int
     """Counts requests from 0; part of the seed of a request without one."""
     prompt_token_ids: array[int]
     params: SamplingParams
     arrival_time: float
+    """Seconds of the engine's clock, as all times below."""
     max_tokens: int
-    """Output tokens at most: the parameter, or what the context has left."""
+    """Output tokens of a sample at most: as its parameters ask, or what the context has left."""
     seed: int
     """64 bits, from which every draw of this request comes."""
     prompt: str | None = None
     priority: int = 0
     """Lower is sooner, under the policy `priority`."""
     cache_key: CacheKey = NO_EXTRAS
-    """What besides tokens its keys and values depend on."""
-    is_plain: bool = True
-    """Its tokens may be drawn several at a time: no step of the host's, no rule and no logprob comes between."""
+    may_decode_several: bool = True
+    """A step may decode several of its tokens: it needs no work of the host, no rule and no logprob between them."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Tokens that may not come out one after another."""
-    beams: BeamSearch | None = None
-    """Its samples are the running beams of this search: each waits for the host to choose its next token."""
+    """Sequences of tokens that may not be generated."""
+    beams: SampleSearch | None = None
+    """The search whose running beams its samples are: the host chooses their next tokens."""
     needs_prompt_scores: bool = False
-    """Its prompt's logprobs are wanted: no position of the prompt may be left to the prefix cache."""
-    num_scored: int = 0
-    """Prompt positions whose scores have been delivered."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
-    """Of the prompt's tokens, as far as they have been scored; a tuple before the first and when a caller has seen
-    all. Kept by the output processor."""
-    are_prompt_logprobs_told: bool = False
-    sequences: list[Sequence] = field(default_factory=list)
-    """All samples, those that ended too, in the order they came."""
-    live: list[Sequence] = field(default_factory=list)
-    """Samples that have not ended. The first one has no parent among them."""
+    """Its prompt's logprobs are wanted: every position of the prompt must be computed, not found in the cache."""
+    sequences: list[SampleSequence] = field(default_factory=list)
+    """All samples, ended ones too, in order of creation."""
+    _prompt_tuple: tuple[int, ...] = ()
+
+    # Written by scheduling/lifecycle.
     state: RequestState = RequestState.WAITING
-    policy_key: Any = None
-    """What the policy makes of it; None until it is asked."""
-    order: tuple[Any, int] = (0, 0)
-    """What the scheduler sorts by: the policy's key, then arrival."""
-    pages_wanted: int = 0
-    """Free pages that the last look at it found to be needed. It is looked at again when they are there, or when
-    the prefix cache has what it then lacked:"""
-    next_hash: bytes | None = None
-    """Hash of the first page that the prefix cache did not have."""
-    awaits_prefix: bool = False
-    """Somebody who runs is about to publish most of what it would compute once more."""
-    fits_under: tuple[int, int, int] | None = None
-    """Under which conditions it was found that it could run if it were alone."""
-    num_bypassed: int = 0
-    """Later requests that were admitted before it: they fitted and it did not, or it waited for a prefix."""
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
+    error: str | None = None
+    """Why it ended by an error."""
     finished_time: float | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
-    """Preemptions among them that went to the host pool."""
+    """Preemptions among `num_preemptions` that moved its pages to the host pool."""
+
+    # Written by scheduling/scheduler.
+    num_scored: int = 0
+    """Prompt positions that retired steps have computed, so that their scores are known."""
+    first_scheduled_time: float | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at first admission."""
-    error: str | None = None
-    _prompt_tuple: tuple[int, ...] = ()
+    """Prompt tokens that were found in the prefix cache at the first admission."""
+
+    # Written by scheduling/admission.
+    policy_key: Any = None
+    """The key that the scheduling policy gives it; None until the policy was asked."""
+    order: tuple[Any, int] = (0, 0)
+    """The sort key of requests: the policy's key, then the number of the arrival."""
+    pages_needed: int = 0
+    """Free pages that the last check found necessary. It is checked again when so many are free, or when the prefix
+    cache has the page of `missing_hash`."""
+    missing_hash: bytes | None = None
+    """Hash of the first page that the prefix cache lacked at the last check."""
+    awaits_prefix: bool = False
+    """It waits for a running request to publish most of what it would otherwise compute once more."""
+    num_bypassed: int = 0
+    """Later requests that were admitted before it, because it did not fit yet or awaited a prefix."""
+
+    # Written by kv_cache/page_demand.
+    fits_limits: tuple[int, int, int] | None = None
+    """Available pages, changes of pins and number of live samples when it was last checked that it can run alone;
+    checked again only when they change."""
+
+    # Written by kv_cache/sample_tree.
+    live: list[SampleSequence] = field(default_factory=list)
+    """Samples that have not ended. The first one has no parent among them."""
+
+    # Written by engine_core.
+    first_token_time: float | None = None
+
+    # Written by engine.
+    last_token_time: float | None = None
+
+    # Written by text/output_processor.
+    prompt_logprobs: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
+    """Logprobs of the prompt's tokens, as far as they are scored; a tuple before the first and once all are shown."""
+    has_emitted_prompt_logprobs: bool = False
+    """A stream of deltas has shown them."""
 
     @property
     def prompt_len(self) -> int:
@@ -179,20 +233,20 @@ class Request:
 
     @property
     def prompt_tuple(self) -> tuple[int, ...]:
-        """The prompt as its caller gets it back, made once: a stream shows it with every token."""
+        """The prompt as its caller gets it back, made once: a stream returns it with every token."""
         if not self._prompt_tuple:
             self._prompt_tuple = tuple(self.prompt_token_ids)
         return self._prompt_tuple
 
-    def new_sequence(self, index: int, token_ids: array[int], num_groups: int) -> Sequence:
-        """Another sample, with a copy of these tokens; the caller says what it shares and with whom."""
-        sequence = Sequence(
+    def new_sequence(self, index: int, token_ids: array[int], num_groups: int) -> SampleSequence:
+        """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it."""
+        sequence = SampleSequence(
             request=self,
             index=index,
-            token_ids=token_ids[:],
-            pages=[[] for _ in range(num_groups)],
-            num_tokens=len(token_ids),
             max_len=self.prompt_len + self.max_tokens,
+            token_ids=token_ids[:],
+            num_tokens=len(token_ids),
+            pages=[[] for _ in range(num_groups)],
             num_passed=[0] * num_groups,
         )
         self.sequences.append(sequence)
@@ -204,7 +258,7 @@ def make_request(
     *,
     request_id: str,
     number: int,
-    prompt_token_ids: SequenceOf[int],
+    prompt_token_ids: Sequence[int],
     params: SamplingParams,
     arrival_time: float,
     max_tokens: int,
@@ -214,12 +268,13 @@ def make_request(
     priority: int = 0,
     cache_key: CacheKey = NO_EXTRAS,
     bad_words: tuple[tuple[int, ...], ...] = (),
-    beams: BeamSearch | None = None,
+    beams: SampleSearch | None = None,
     sample_indices: Iterable[int] | None = None,
 ) -> Request:
-    """A waiting request with its `params.n` sequences; their sample indices count from 0 unless they are given.
+    """Return a waiting request with its `params.n` sequences, whose sample indices count from 0 unless given.
 
-    All but the first wait for the first one to compute the prompt, and share its pages.
+    All but the first wait for the first one to compute the prompt, and share its pages. `num_groups` counts page-table
+    groups.
     """
     request = Request(
         request_id=request_id,
@@ -232,7 +287,7 @@ def make_request(
         prompt=prompt,
         priority=priority,
         cache_key=cache_key,
-        is_plain=params.logprobs is None and not params.has_rules,
+        may_decode_several=params.logprobs is None and not params.has_rules,
         bad_words=bad_words,
         beams=beams,
         needs_prompt_scores=params.prompt_logprobs is not None,
@@ -246,6 +301,6 @@ def make_request(
 
 
 def derived_seed(engine_seed: int, number: int) -> int:
-    """64-bit seed of request `number` in an engine of that seed; neighbours share nothing."""
+    """Return the 64-bit seed of request `number` in an engine of that seed; seeds of neighbours share nothing."""
     text = f"jpaged request seed {engine_seed % SEED_MODULUS} {number}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""The room of layers, weights and checkpoints. Knows no request, no schedule, no HTTP."""
+"""Models: layers, weights, configs and checkpoints. Nothing here knows requests, scheduling or HTTP."""
 
 if __name__ != "jpaged.models":
-    raise ImportError("import jpaged.models: a bare `models` would be a second copy of the same classes")
+    raise ImportError("import jpaged.models: a plain `import models` would make a second copy of its classes")

@@ -1,8 +1,9 @@
-"""What a model is made of: its sizes, its rotary embedding, its windows, read from config.json or from GGUF.
+"""Model configs: sizes, rotary embedding and sliding windows, read from config.json or from a GGUF file.
 
-config.json is read directly, in the keys that transformers 4 and 5 write: AutoConfig would import transformers,
-seconds before anything else can start. An absent key means what it means to the transformers class of the
-architecture. Knows no tensor but by name; what is not understood is an error that names it, never ignored.
+config.json is read directly, with the keys that transformers 4 and 5 write, because AutoConfig would import
+transformers, which takes seconds. An absent key means what it means to the architecture's transformers class. A value
+that is not supported is an error that names its key; no such value is ignored. Of tensors only the names, shapes and
+types are read here, and the frequency factors of a GGUF file.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ModelLoadError
-from .fields import Fields
+from .io.fields import Fields
 
 if TYPE_CHECKING:
-    from .gguf import GGUFFile
+    from .io.gguf import GGUFFile
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MAX_LAYERS = 10_000
 DEFAULT_THETA = 10_000.0
 
-# What each transformers class assumes for a key that config.json does not have; a null is not absent.
+# Defaults of each transformers class for keys that are absent from config.json; a key that is null is not absent.
 _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
     "MistralForCausalLM": {
@@ -40,16 +41,16 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
 }
-# A Mistral file says llama: the two differ in their windows only, which the file says.
+# Mistral's GGUF files name the architecture llama. The two differ only in their windows, which the file holds.
 _ARCHITECTURE_OF_GGUF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding's frequencies, in transformers' terms.
+    """The parameters of the rotary embedding, under transformers' names.
 
-    `freq_factors` (GGUF's form of llama3, one per frequency) divide the default inverse frequencies, and stand
-    for `factor`, `low_freq_factor`, `high_freq_factor` and `original_max_position`, which are then unused.
+    `freq_factors` is GGUF's form of llama3: one divisor for each of the H / 2 default inverse frequencies. Where it is
+    set, `factor`, `low_freq_factor`, `high_freq_factor` and `original_max_position` are not used.
     """
 
     theta: float = DEFAULT_THETA
@@ -69,9 +70,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One dense decoder of the Llama family. `architecture` is the transformers class, `dtype` the checkpoint's.
+    """The config of one dense decoder of the Llama family.
 
-    `windows` has one entry per layer: how many positions back its queries see, their own included; None is all.
+    `architecture` names the transformers class, and `dtype` is the checkpoint's. `windows` has one entry per layer: the
+    number of latest positions that a query attends to, its own included, or None for all.
     """
 
     architecture: str
@@ -96,10 +98,10 @@ class ModelConfig:
 
     @property
     def max_context_len(self) -> int:
-        """Positions that the rotary embedding reaches.
+        """The longest context, in positions, that the rotary embedding is made for.
 
-        `linear` and `yarn` stretch what the model was trained on, and files differ in whether
-        `max_position_embeddings` counts that in. For llama3 it always does.
+        `linear` and `yarn` stretch the context that the model was trained on, and files differ in whether
+        `max_position_embeddings` already includes that. For llama3 it always does.
         """
         if self.rope.kind == "linear":
             return int(self.max_position_embeddings * self.rope.factor)
@@ -109,7 +111,7 @@ class ModelConfig:
 
 
 def config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
-    """Read the object that config.json holds; `path` is named in errors."""
+    """Return the config in `data`, the JSON object of config.json. Raises ModelLoadError, which names `path`."""
     architecture = _hf_architecture(Fields(data, path))
     fields = Fields({**_CLASS_DEFAULTS[architecture], **data}, path)
     for key in ("quantization_config", "compression_config"):
@@ -128,7 +130,7 @@ def config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=fields.integer("num_hidden_layers", max=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, "num_key_value_heads", num_heads),
         head_size=_head_size(fields, "head_dim", hidden_size, num_heads),
@@ -147,24 +149,29 @@ def config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """Read a GGUF file's metadata, and what only its list of tensors tells: vocabulary, ties, biases, dtype."""
+    """Return the config in a GGUF file's metadata. Raises ModelLoadError.
+
+    The size of the vocabulary, tied embeddings, biases and the dtype come from the list of tensors instead.
+    """
     fields = Fields(file.metadata, file.path)
     gguf_architecture = fields.choice("general.architecture", _ARCHITECTURE_OF_GGUF)
     key = (gguf_architecture + ".{}").format
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ModelLoadError(f"{file.path}: has no matrix token_embd.weight; it holds no model but perhaps a tokenizer")
-    if fields.integer(key("expert_count"), 0, least=0) > 0:
+        raise ModelLoadError(
+            f"{file.path}: has no matrix token_embd.weight, so it holds no model (perhaps only a tokenizer)"
+        )
+    if fields.integer(key("expert_count"), 0, min=0) > 0:
         raise fields.wrong(key("expert_count"), "0: mixtures of experts are not available in this version")
     hidden_size, vocab_size = fields.integer(key("embedding_length")), embedding.shape[0]
-    num_layers = fields.integer(key("block_count"), most=MAX_LAYERS)
+    num_layers = fields.integer(key("block_count"), max=MAX_LAYERS)
     num_heads = fields.integer(key("attention.head_count"))
     head_size = _head_size(fields, key("attention.key_length"), hidden_size, num_heads)
     for size_key in (key("attention.value_length"), key("rope.dimension_count")):
         if fields.integer(size_key, head_size) != head_size:
             raise fields.wrong(size_key, f"the head size, {head_size}")
     matrix_types = {tensor.type_name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    # What stops a reply: the end of the text, of the turn, and of a message to a tool.
+    # A reply ends with the end of the text, of the turn, or of a message to a tool.
     stop_keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     stop_ids = [i for stop_key in stop_keys for i in fields.token_ids(stop_key, vocab_size=vocab_size)]
     return ModelConfig(
@@ -197,11 +204,11 @@ def _hf_architecture(fields: Fields) -> str:
         names = [fallback] if fallback else names
     if isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES:
         return str(names[0])
-    raise fields.wrong("architectures", f"one of {', '.join(ARCHITECTURES)}: give a model of a supported family")
+    raise fields.wrong("architectures", f"one of {', '.join(ARCHITECTURES)}: give a model of one of these families")
 
 
 def _token_id(fields: Fields, key: str, vocab_size: int) -> int | None:
-    return fields.integer(key, least=0, most=vocab_size - 1) if fields.has(key) else None
+    return fields.integer(key, min=0, max=vocab_size - 1) if fields.has(key) else None
 
 
 def _num_kv_heads(fields: Fields, key: str, num_heads: int) -> int:
@@ -224,24 +231,29 @@ def _hf_rope(fields: Fields) -> RopeConfig:
     key = "rope_scaling" if fields.data.get("rope_scaling") else "rope_parameters"
     rope = fields.mapping(key)
     if any(isinstance(value, dict) for value in rope.data.values()):
-        raise fields.wrong(key, "one rotary embedding for all layers: one per layer type is not available")
+        raise fields.wrong(
+            key, "one rotary embedding for all layers: one per layer type is not available in this version"
+        )
     theta = fields.number("rope_theta", DEFAULT_THETA, above=1)
     partial = fields.number("partial_rotary_factor", 1.0)
     if rope.number("partial_rotary_factor", partial) != 1.0:
-        raise ModelLoadError(f"{fields.path}: partial_rotary_factor is not 1.0; partial rotary is not available")
+        raise ModelLoadError(
+            f"{fields.path}: partial_rotary_factor is not 1.0; partial rotary is not available in this version"
+        )
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
     max_position = fields.integer("max_position_embeddings")
-    # A value beside rope_scaling is stronger than the one inside, as in transformers.
+    # A value beside rope_scaling overrides the one inside, as in transformers.
     original = rope.integer("original_max_position_embeddings", max_position)
     original = fields.integer("original_max_position_embeddings", original)
     return _checked_rope(rope, kind, rope.number("rope_theta", theta, above=1), original, max_position)
 
 
 def _checked_rope(rope: Fields, kind: str, theta: float, original: int, max_position: int) -> RopeConfig:
+    """Read the parameters that rotary embeddings of this `kind` have; positions are in tokens."""
     if kind == "default":
         return RopeConfig(theta=theta)
     implied = max_position / original if kind == "yarn" else None
-    factor = rope.number("factor", implied, least=1)
+    factor = rope.number("factor", implied, min=1)
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     if kind == "llama3":
@@ -271,13 +283,13 @@ def _checked_rope(rope: Fields, kind: str, theta: float, original: int, max_posi
 
 
 def _hf_windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
-    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    # Llama has no windows, whatever the file says; Qwen2 has them only when told to use them.
+    num_layers = fields.integer("num_hidden_layers", max=MAX_LAYERS)
+    # Llama has no windows, whatever the file says; Qwen2 has them only if use_sliding_window is true.
     has_windows = architecture == "MistralForCausalLM" or (
         architecture == "Qwen2ForCausalLM" and fields.boolean("use_sliding_window", False)
     )
     window = fields.integer("sliding_window") if has_windows and fields.has("sliding_window") else None
-    first = fields.integer("max_window_layers", 28, least=0) if architecture == "Qwen2ForCausalLM" else 0
+    first = fields.integer("max_window_layers", 28, min=0) if architecture == "Qwen2ForCausalLM" else 0
     windows = tuple(window if layer >= first else None for layer in range(num_layers))
     if not fields.has("layer_types"):
         return windows
@@ -292,7 +304,7 @@ def _hf_windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
         raise fields.wrong("layer_types", "full_attention only, as this model has no sliding window in use")
     typed = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     if architecture != "Qwen2ForCausalLM" and typed != windows:
-        raise fields.wrong("layer_types", f"what sliding_window says: all {architecture} layers have the same")
+        raise fields.wrong("layer_types", f"the same type for all layers of {architecture}, as sliding_window says")
     return typed
 
 
@@ -301,7 +313,7 @@ def _gguf_window(fields: Fields, gguf_architecture: str) -> int | None:
     if not fields.has(key) or fields.data[key] == 0:
         return None
     if gguf_architecture != "llama" or fields.has(key + "_pattern"):
-        raise fields.wrong(key, "none: which layers have it is not known")
+        raise fields.wrong(key, "none: the file does not say which layers have it")
     return fields.integer(key)
 
 
@@ -309,8 +321,8 @@ def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size
     key = f"{gguf_architecture}.rope.{{}}".format
     theta = fields.number(key("freq_base"), DEFAULT_THETA, above=1)
     kind = fields.choice(key("scaling.type"), ("none", "linear", "yarn"), "none")
-    factor = fields.number(key("scaling.factor"), fields.number(key("scale_linear"), 1.0, least=0), least=0)
-    # Before there was a type, a factor alone meant linear; 0 and 1 both mean that nothing is scaled.
+    factor = fields.number(key("scaling.factor"), fields.number(key("scale_linear"), 1.0, min=0), min=0)
+    # Older files have a factor without a type, which means linear; factors 0 and 1 both mean no scaling.
     if kind == "none" and factor > 1 and not fields.has(key("scaling.type")):
         kind = "linear"
     if "rope_freqs.weight" in file.tensors:
@@ -327,15 +339,15 @@ def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, max(factor, 1.0))
-    unserved = {"scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0, "scaling.yarn_log_multiplier": 0.0}
-    for name, neutral in unserved.items():
+    unsupported = {"scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0, "scaling.yarn_log_multiplier": 0.0}
+    for name, neutral in unsupported.items():
         if fields.number(key(name), neutral) != neutral:
-            raise fields.wrong(key(name), f"{neutral:g}: other values are not available")
-    factor = fields.number(key("scaling.factor"), least=1)
+            raise fields.wrong(key(name), f"{neutral:g}: other values are not available in this version")
+    factor = fields.number(key("scaling.factor"), min=1)
     context_len = fields.integer(f"{gguf_architecture}.context_length")
     original = fields.integer(key("scaling.original_context_length"), context_len)
     attn_key = key("scaling.attn_factor")
-    # GGUF's factor multiplies the one that YaRN derives; transformers' replaces it.
+    # GGUF's factor multiplies the one that YaRN's formula gives; transformers' factor replaces it.
     scale = fields.number(attn_key, above=0) * (0.1 * math.log(factor) + 1.0) if fields.has(attn_key) else None
     return RopeConfig(
         theta,

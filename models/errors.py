@@ -1,5 +1,5 @@
-"""The one error that a bad checkpoint ends in."""
+"""The error for a checkpoint that cannot be used."""
 
 
 class ModelLoadError(ValueError):
-    """A model cannot be loaded: names the file, what was found, what was expected, and the way out."""
+    """A model cannot be loaded. The message names the file, what was found, what was expected, and the way out."""

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.cpu_norm import rms_norm
-from ..pallas_kernels.cpu_products import columns_of, panels_shape, product
+from ..pallas_kernels.native.matmul import columns_of, panels_shape, product
+from ..pallas_kernels.native.rms_norm import rms_norm
 
 Axes = tuple[str | None, ...]
 """Logical axes of a weight's dimensions; None for one that is never spread."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding and its scalings for contexts longer than a model was trained on."""
+"""Rotary position embedding, and its scalings for contexts longer than those that a model was trained on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """Radians per position of each pair of lanes, [H / 2] in float32.
+    """Return the radians per position of each pair of lanes: float32 [H / 2] on the host.
 
     Sources: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al.
-    2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release, wavelengths beyond
-    original_max_position / low_freq_factor are stretched by `factor`, short ones kept, a blend in between.
+    2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release. llama3 stretches wavelengths beyond
+    original_max_position / low_freq_factor by `factor`, keeps those below original_max_position / high_freq_factor, and
+    blends between the two.
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float64) / head_size
     frequencies = 1.0 / rope.theta**exponents
@@ -35,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cosine and sine are multiplied with: 1 but for yarn (eq. 22: 0.1 ln(factor) + 1)."""
+    """Return the factor of all cosines and sines: 1 except for yarn (eq. 22: 0.1 ln(factor) + 1)."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -48,51 +49,55 @@ def attention_factor(rope: RopeConfig) -> float:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotation:
-    """Cosine and sine of every token's angles, the same for all layers."""
+    """The cosines and sines of every token's angles, float32 on the device; all layers share them. F = H / 2."""
 
     cos: Float[Array, "T 1 F"]
     sin: Float[Array, "T 1 F"]
 
     def apply(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Rotate lane pairs (i, i + H/2) of every head, in float32."""
-        rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._by_halves, default=self._join)
+        """Rotate the lane pairs (i, i + H/2) of every head; computed in float32, returned in the dtype of `x_TNH`."""
+        rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._rotate_on_cpu, default=self._rotate)
         return rotated.astype(x_TNH.dtype)
 
-    def _join(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+    def _rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         first, second = jnp.split(x_TNH, 2, axis=-1)
         cos, sin = self.cos, self.sin
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-    def _by_halves(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """The same for XLA:CPU, which would ask of every lane which half it belongs to, and compute cosines again in
-        every layer, for every head, were they not joined with something else."""
+    def _rotate_on_cpu(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Compute what `_rotate` computes, in a form that XLA:CPU compiles to good code.
+
+        For `_rotate` XLA:CPU selects a half at every lane, and computes the cosines again in every layer for every
+        head. It does not compute an operand of a concatenation (here `stack`) again.
+        """
         halves = x_TNH.reshape(*x_TNH.shape[:2], 2, -1)
-        of_first, of_second = jnp.stack([self.cos, self.sin], axis=2), jnp.stack([-self.sin, self.cos], axis=2)
-        return (halves[:, :, :1] * of_first + halves[:, :, 1:] * of_second).reshape(x_TNH.shape)
+        for_first, for_second = jnp.stack([self.cos, self.sin], axis=2), jnp.stack([-self.sin, self.cos], axis=2)
+        return (halves[:, :, :1] * for_first + halves[:, :, 1:] * for_second).reshape(x_TNH.shape)
 
 
 def rotation_at(positions: Int[Array, " T"], frequencies: np.ndarray, factor: float) -> Rotation:
-    """The rotation of tokens at these positions by position × frequency; cosine and sine are multiplied by `factor`."""
+    """Return the rotation by position × frequency (radians) of each token; `factor` multiplies cosines and sines."""
     angles_T1F = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)[None, None]
     return Rotation(jnp.cos(angles_T1F) * factor, jnp.sin(angles_T1F) * factor)
 
 
 def _original_max(rope: RopeConfig) -> int:
-    assert rope.original_max_position is not None, "the config parser fills it for llama3 and yarn"
+    assert rope.original_max_position is not None, "the config readers set it for llama3 and yarn"
     return rope.original_max_position
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    turns = _original_max(rope) * frequencies / (2 * math.pi)
-    blend = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    num_rotations = _original_max(rope) * frequencies / (2 * math.pi)
+    blend = np.clip((num_rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
 def _yarn(rope: RopeConfig, frequencies: np.ndarray, head_size: int) -> np.ndarray:
-    def lane_of_turns(turns: float) -> float:
-        return head_size * math.log(_original_max(rope) / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def lane_with_rotations(num_rotations: float) -> float:
+        """Return the lane (fractional) that rotates so often within the original context."""
+        return head_size * math.log(_original_max(rope) / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = lane_of_turns(rope.beta_fast), lane_of_turns(rope.beta_slow)
+    low, high = lane_with_rotations(rope.beta_fast), lane_with_rotations(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)

@@ -127,14 +127,16 @@ class GpuGate:
         """What became of it: `fault` says what is not as it has to be, `refused` what the kernels do not take."""
         import jax
 
+        from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions
+
         start = time.monotonic()
         try:
             backend = self.backend(*cell.heads, cell.head_size, (FEATURES[cell.feature].get("window"),))
             layout = cache_layout(cell, backend)
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
-        launches = backend.launches(*STEPS[cell.step], scale=1.0, window=None, soft_cap=None)
-        self.planner, self.tiles = backend.planner, [launch.order.tiles for launch in launches]
+        launches = backend.launches(*STEPS[cell.step], AttendOptions(scale=1.0))
+        self.planner, self.tiles = backend.planner, [launch.section.tiles for launch in launches]
         program, arguments = two_layers(cell, backend, layout, self.mesh)
         try:
             with self.told(), jax.set_mesh(self.mesh):
@@ -213,7 +215,7 @@ class GpuGate:
         sizes = iter(self.kernel_memory)
         for tiles in self.tiles:
             rows, memory = tiles.tile_rows, next(sizes)
-            if tiles.num_slots:
+            if tiles.num_partials:
                 next(sizes)
             num_blocks = self.planner.blocks_per_sm(rows)
             if num_blocks * (memory + RESERVED_BYTES) > self.chip.sm_memory:

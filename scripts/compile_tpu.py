@@ -12,8 +12,8 @@ from gate_cells import STEPS, Cell, aliased_parameters, cache_layout, two_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jpaged.bundles import TOPOLOGIES as CHIPS
-from jpaged.bundles import prepare
+from jpaged.commands.bench.bundles import TOPOLOGIES as CHIPS
+from jpaged.commands.bench.bundles import prepare
 
 MOST_TEMP_BYTES = 4 << 20
 """A quarter of what may be: small enough that no second copy of what a step of 8,192 tokens holds hides in it."""

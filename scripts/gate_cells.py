@@ -170,16 +170,10 @@ def all_cells(platform: str) -> list[Cell]:
 
 def cache_layout(cell: Cell, backend: Any) -> Any:
     """Of two layers, so large that it lies in HBM. ValueError names what the backend does not take."""
-    from jpaged.bundles import CACHE_BYTES
+    from jpaged.commands.bench.bundles import CACHE_BYTES
+    from jpaged.pallas_kernels.ragged_paged_attention import KVShape
 
-    layout = backend.layout(
-        num_layers=2,
-        num_pages=1,
-        page_size=cell.page_size,
-        num_kv_heads=cell.heads[1],
-        head_size=cell.head_size,
-        dtype=cell.dtypes[1],
-    )
+    layout = backend.layout(KVShape(2, 1, cell.page_size, cell.heads[1], cell.head_size, cell.dtypes[1]))
     return dataclasses.replace(layout, num_pages=-(-CACHE_BYTES // layout.page_bytes))
 
 
@@ -210,7 +204,7 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend, scales)
     step = AttentionMetadata(
         positions=shaped(num_tokens),
-        slots=shaped(1, num_tokens),
+        slot_mapping=shaped(1, num_tokens),
         query_starts=shaped(num_rows + 1),
         context_lens=shaped(num_rows),
         page_tables=shaped(1, num_rows, 8192 // cell.page_size),
@@ -256,15 +250,15 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     from jpaged.models.config import RopeConfig
     from jpaged.models.layers import RMSNorm, WeightMaker
     from jpaged.models.rope import inverse_frequencies, rotation_at
-    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, PagedCache
+    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, KVShape, LayerPlace, PagedCache
     from jpaged.sharding import TENSOR_AXIS
 
     (num_heads, num_kv_heads), head_size, num_tokens, num_rows = (32, 8), 128, 256, 16
     hidden_size, inner_size = 4096, 14336
     num_chips, num_pages = mesh.shape[TENSOR_AXIS], 8192 // page_size
-    sizes = {"num_layers": 1, "num_pages": num_pages, "page_size": page_size, "head_size": head_size}
     whole, local = (
-        backend.layout(**sizes, num_kv_heads=n, dtype="bfloat16") for n in (num_kv_heads, num_kv_heads // num_chips)
+        backend.layout(KVShape(1, num_pages, page_size, n, head_size, "bfloat16"))
+        for n in (num_kv_heads, num_kv_heads // num_chips)
     )
 
     def shaped(shape: tuple[int, ...], spec: PartitionSpec, dtype: Any = jnp.bfloat16) -> Any:

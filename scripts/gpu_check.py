@@ -77,15 +77,15 @@ def cases() -> list[Case]:
     found += [replace(base, name=f"{feature}", **feature) for feature in features]
     found.append(replace(base, name="window with an order of its own", window=100, backend={"windows": (100,)}))
     found.append(replace(base, name="null pages behind the window", window=100, is_freed=True))
-    found.append(replace(base, name="uncut", backend={"is_cut": False}))
-    found.append(replace(base, name="cut often, all, int8", dtype="int8", backend={"least_share": 1}, **EVERY))
+    found.append(replace(base, name="uncut", backend={"split_kv": False}))
+    found.append(replace(base, name="cut often, all, int8", dtype="int8", backend={"min_share": 1}, **EVERY))
     many = replace(base, name="many pieces", rows=CROWDED, backend=FEW_SMS)
     found += [many, replace(many, name="many pieces, 256", head_size=256)]
     found.append(replace(many, name="many pieces, all, int8, 64", head_size=64, dtype="int8", page_size=16, **EVERY))
     own = {**FEW_SMS, "windows": (100,)}
     found.append(replace(many, name="many pieces, window with an order of its own", window=100, backend=own))
     found.append(replace(base, name="full chip", num_heads=32, num_kv_heads=8, rows=FULL))
-    found.append(replace(base, name="cut often", backend={"least_share": 1}))
+    found.append(replace(base, name="cut often", backend={"min_share": 1}))
     return found
 
 
@@ -96,7 +96,7 @@ def hopper_cases() -> list[Case]:
     return [
         base,
         replace(base, name="wgmma, int8, 64", head_size=64, dtype="int8", window=100),
-        replace(base, name="wgmma, cut often, all", backend={"prefill": "wgmma", "least_share": 1}, **EVERY),
+        replace(base, name="wgmma, cut often, all", backend={"prefill": "wgmma", "min_share": 1}, **EVERY),
         many,
         replace(many, name="wgmma, many pieces, all, int8, 64", head_size=64, dtype="int8", **EVERY),
     ]

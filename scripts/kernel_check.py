@@ -30,6 +30,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import (  # noqa: E402
     Backend,
     KVLayout,
     KVScales,
+    KVShape,
     LayerPlace,
     PagedCache,
     random_tables,
@@ -201,14 +202,8 @@ class Bench:
 
     def layout(self, case: Case, num_pages: int) -> KVLayout:
         """Of that many pages a layer."""
-        return self.backend_of(case).layout(
-            num_layers=case.layer + 1,
-            num_pages=num_pages,
-            page_size=case.page_size,
-            num_kv_heads=case.num_kv_heads,
-            head_size=case.head_size,
-            dtype=case.dtype,
-        )
+        sizes = case.layer + 1, num_pages, case.page_size, case.num_kv_heads, case.head_size, case.dtype
+        return self.backend_of(case).layout(KVShape(*sizes))
 
     def cache(self, case: Case, num_pages: int, *, is_dead: bool) -> PagedCache:
         """Pages full of NaN (the largest number where there is none), or of random numbers."""

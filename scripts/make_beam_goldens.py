@@ -1,5 +1,6 @@
-"""What transformers' beam search finds, for tests/golden/beams.json. Needs torch, transformers and the built-in model's
-weights as scripts/make_peer_checkpoints.py writes them, in float32.
+"""Makes tests/golden/beams.json: what transformers' beam search finds with the built-in model in float32.
+
+Needs torch, transformers, and the model's weights as scripts/make_peer_checkpoints.py writes them.
 
     python scripts/make_beam_goldens.py --model checkpoints/hf-f32 --output tests/golden/beams.json
 """
@@ -22,24 +23,25 @@ TEXTS = [
     "The three primary colors are", "To be or not to be,", "import numpy as np\n", "Dear Sir or Madam,",
     "The quick brown fox", "In 1969, astronauts",
 ]  # fmt: skip
-"""Beside the prompts of smollm2.json, nine chats and texts."""
+"""Prompts in addition to the nine chats and texts of smollm2.json."""
 WIDTHS = (1, 2, 4)
-OTHERS = [
+MORE_PARAMS = [
     {"beam_width": 4, "length_penalty": 0.0, "early_stopping": False},
     {"beam_width": 4, "length_penalty": 2.0, "early_stopping": "never"},
     {"beam_width": 3, "length_penalty": -1.0, "early_stopping": True},
 ]
-"""Each on every fourth prompt."""
+"""Searches that are added for every fourth prompt."""
 
 
-def search(model: Any, prompt: list[int], asked: dict[str, Any], eos_id: int) -> dict[str, Any]:
+def search(model: Any, prompt: list[int], params: dict[str, Any], eos_id: int) -> dict[str, Any]:
+    """Return `params` with the token ids and the scores of the beams found, best first."""
     found = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        num_beams=asked["beam_width"],
-        num_return_sequences=asked["beam_width"],
-        length_penalty=asked["length_penalty"],
-        early_stopping=asked["early_stopping"],
+        num_beams=params["beam_width"],
+        num_return_sequences=params["beam_width"],
+        length_penalty=params["length_penalty"],
+        early_stopping=params["early_stopping"],
         max_new_tokens=MAX_TOKENS,
         do_sample=False,
         eos_token_id=eos_id,
@@ -48,13 +50,13 @@ def search(model: Any, prompt: list[int], asked: dict[str, Any], eos_id: int) ->
         output_scores=True,
     )
     sequences = [[token for token in row[len(prompt) :].tolist() if token >= 0] for row in found.sequences]
-    if asked["beam_width"] > 1:
+    if params["beam_width"] > 1:
         scores = found.sequences_scores.tolist()
-    else:  # Greedy search has no score of its own.
+    else:  # transformers returns no score for a greedy search.
         steps = torch.stack([torch.log_softmax(step[0].float(), -1) for step in found.scores])
         total = steps.gather(1, torch.tensor(sequences[0])[:, None]).sum().item()
-        scores = [total / len(sequences[0]) ** asked["length_penalty"]]
-    return {**asked, "sequences": sequences, "scores": scores}
+        scores = [total / len(sequences[0]) ** params["length_penalty"]]
+    return {**params, "sequences": sequences, "scores": scores}
 
 
 def main() -> None:
@@ -69,15 +71,15 @@ def main() -> None:
     prompts += [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
     items = []
     for number, prompt in enumerate(prompts):
-        asked = [{"beam_width": width, "length_penalty": 1.0, "early_stopping": False} for width in WIDTHS]
+        all_params = [{"beam_width": width, "length_penalty": 1.0, "early_stopping": False} for width in WIDTHS]
         if number % 4 == 0:
-            asked += OTHERS
+            all_params += MORE_PARAMS
         with torch.inference_mode():
-            searches = [search(model, prompt, one, golden["eos_id"]) for one in asked]
+            searches = [search(model, prompt, params, golden["eos_id"]) for params in all_params]
         items.append({"prompt_ids": prompt, "searches": searches})
         print(f"{number + 1} of {len(prompts)}", flush=True)
-    about = {"torch": torch.__version__, "transformers": transformers.__version__, "max_tokens": MAX_TOKENS}
-    args.output.write_text(json.dumps({**about, "eos_id": golden["eos_id"], "items": items}) + "\n")
+    header = {"torch": torch.__version__, "transformers": transformers.__version__, "max_tokens": MAX_TOKENS}
+    args.output.write_text(json.dumps({**header, "eos_id": golden["eos_id"], "items": items}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Makes tests/golden/families: tiny random checkpoints of every family, and what transformers computes with them.
+"""Makes tests/golden/families: tiny random checkpoints of every model family, and what transformers computes with them.
 
-Run once, where torch is installed (`pip install torch==2.13.0 transformers safetensors numpy`); the tests only
-read what it leaves. A folder holds config.json and model.safetensors as transformers would save them, and
-golden.safetensors: `tokens` (a prompt of PROMPT_LEN and what follows it greedily) and `logits` of each of its
-positions, in float32. Prompts are longer than the windows and than the length that the rotary scalings start from.
+Run this once where torch is installed (`pip install torch==2.13.0 transformers safetensors numpy`); the tests only read
+the files. Each folder holds config.json and model.safetensors as transformers would save them, and golden.safetensors:
+`tokens` (a prompt of PROMPT_LEN tokens and its greedy continuation) and `logits` of every position in float32. Prompts
+are longer than the sliding windows and than the context that the rotary scalings start from.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def fill(model: PreTrainedModel, seed: int) -> None:
-    """Draw weights that bfloat16 holds exactly, so that heads look at few positions and logits lie well apart."""
+    """Draw weights that bfloat16 holds exactly, scaled so that heads attend to few positions and logits differ much."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
@@ -75,6 +75,7 @@ def fill(model: PreTrainedModel, seed: int) -> None:
 
 @torch.no_grad()
 def make(directory: Path, model_type: str, changes: dict[str, Any], seed: int) -> None:
+    """Write one family's folder; `changes` replace values of SIZES in its config."""
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes}, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     fill(model, seed)
@@ -84,7 +85,8 @@ def make(directory: Path, model_type: str, changes: dict[str, Any], seed: int) -
         tokens = torch.cat([tokens, logits[-1:].argmax(-1)])
     logits = model(tokens[None], use_cache=False).logits[0]
     top = logits.topk(2).values
-    print(f"{directory.name}: logits up to {logits.abs().max():.1f}, least margin {(top[:, 0] - top[:, 1]).min():.4f}")
+    margin = (top[:, 0] - top[:, 1]).min()
+    print(f"{directory.name}: logits up to {logits.abs().max():.1f}, smallest top-1 margin {margin:.4f}")
     directory.mkdir(parents=True, exist_ok=True)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16

@@ -1,7 +1,7 @@
-"""The built-in model's weights for other engines, exactly as this one computes with them: de-quantized once, for all.
+"""Writes the built-in model's de-quantized weights for other engines, exactly as this engine computes with them.
 
-Hugging Face safetensors (queries and keys in the order of its own rotary embedding, a config of the class's defaults)
-and GGUF without quantization, each in float32 and in bfloat16. Needs transformers' config classes and no torch.
+It writes Hugging Face safetensors (queries and keys in the order of Hugging Face's rotary embedding) and GGUF without
+quantization, each in float32 and in bfloat16. Needs no torch.
 
     python scripts/make_peer_checkpoints.py --output checkpoints          # hf-f32, hf-bf16, f32.gguf, bf16.gguf
 """
@@ -18,20 +18,21 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jpaged.model_source import DEFAULT_MODEL, resolve_model
-from jpaged.models.checkpoint import GGUFCheckpoint, open_model
+from jpaged.config import DEFAULT_MODEL
 from jpaged.models.config import ModelConfig
-from jpaged.tokenizer import load_tokenizer
+from jpaged.models.io.checkpoint import GGUFCheckpoint, open_checkpoint
+from jpaged.startup.model_source import resolve_model
+from jpaged.text.tokenizer import load_tokenizer
 
 HF_DTYPES: dict[str, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
 GGUF_TYPES = {"f32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16}
 FILE_TYPES = {"f32": gguf.LlamaFileType.ALL_F32, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
-WRITTEN_BY_THE_WRITER = ("general.architecture", "general.file_type", "general.quantization_version")
-"""And what counts the file's own tensors."""
+KEYS_OF_THE_WRITER = ("general.architecture", "general.file_type", "general.quantization_version")
+"""Metadata that gguf.GGUFWriter writes by itself, as it does all keys that begin with "GGUF."."""
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM."""
+    """Return the content of config.json for a LlamaForCausalLM."""
     return {
         "architectures": [config.architecture],
         "model_type": "llama",
@@ -55,7 +56,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def write_hf(checkpoint: GGUFCheckpoint, config: ModelConfig, dtype: str, directory: Path) -> None:
-    """A directory that transformers and vLLM load."""
+    """Write a directory that transformers and vLLM can load."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: checkpoint.read(name, slice(None)).astype(HF_DTYPES[dtype]) for name in checkpoint.names()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -64,12 +65,12 @@ def write_hf(checkpoint: GGUFCheckpoint, config: ModelConfig, dtype: str, direct
 
 
 def write_gguf(checkpoint: GGUFCheckpoint, dtype: str, path: Path) -> None:
-    """The same file with its matrices in another type; vectors stay float32, as llama.cpp wants them."""
+    """Copy the checkpoint's file with its matrices in `dtype`; vectors stay float32, as llama.cpp needs them."""
     file = checkpoint.file
     writer = gguf.GGUFWriter(path, file.metadata["general.architecture"])
-    reader = gguf.GGUFReader(file.path)  # Slow, and the only one that keeps the types of metadata.
+    reader = gguf.GGUFReader(file.path)  # It is slow, but it keeps the types of metadata.
     for field in reader.fields.values():
-        if field.name in WRITTEN_BY_THE_WRITER or field.name.startswith("GGUF."):
+        if field.name in KEYS_OF_THE_WRITER or field.name.startswith("GGUF."):
             continue
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
@@ -91,9 +92,9 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a built-in model, or a .gguf file of the Llama family")
     parser.add_argument("--output", type=Path, required=True, help="directory")
     args = parser.parse_args()
-    config, checkpoint = open_model(resolve_model(args.model).path)
+    config, checkpoint = open_checkpoint(resolve_model(args.model).path)
     if not isinstance(checkpoint, GGUFCheckpoint):
-        raise SystemExit(f"--model: {args.model} is no GGUF file; its peers can load it as it is")
+        raise SystemExit(f"--model: {args.model} is not a GGUF file; other engines can load it as it is")
     for dtype in HF_DTYPES:
         write_hf(checkpoint, config, dtype, args.output / f"hf-{dtype}")
         write_gguf(checkpoint, dtype, args.output / f"{dtype}.gguf")

@@ -1,4 +1,4 @@
-"""Lives of a host core on a symbolic device, each from one seed; any violation of its promises raises.
+"""Run random lives of a host core on a symbolic device, each from one seed, and report those that break a promise.
 
 python scripts/simulate.py 4711                          # replay one seed, with its event log
 python scripts/simulate.py --seeds 0:20000 --jobs 2 --output docs/measurements/simulation.json
@@ -21,11 +21,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 50
-"""Seeds that a process takes at a time."""
+"""Seeds that a process runs at a time."""
 
 
 def run_block(seeds: range) -> tuple[int, int, int, Counter[str], list[tuple[int, str]]]:
-    """(number of seeds, steps, requests, events, failures) of these seeds; a failure does not end the others."""
+    """Return (number of seeds, steps, requests, events, failures) of these seeds; a failure does not end the others."""
     from tests.jpaged.simulation import simulate
 
     steps = requests = 0

@@ -3,7 +3,8 @@
     python scripts/tpu_bundles.py --chip v6e --output docs/measurements/bundles_v6e.json
     python scripts/tpu_bundles.py --chip v6e --spills --output docs/measurements/spills_v6e.json
 
-What is counted, and how, is told in `jpaged/bundles.py`. The shape is 32/8 heads of 128, pages of 128 tokens, bfloat16.
+What is counted, and how, is told in `jpaged/commands/bench/bundles.py`. The
+shape is 32/8 heads of 128, pages of 128 tokens, bfloat16.
 v2 is compiled with many block sizes and the best one counts. With `--spills`, the shapes are those of the compile gate
 with heads of 128, which is all that v2 takes: decode may spill no register in its innermost loops, and beside them no
 more than v2, which is one program for decode and prefill; prefill no more than v2 for each score that one turn of its
@@ -30,7 +31,7 @@ from gate_cells import FEATURES, REFUSED, Cell, all_cells
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jpaged.bundles import (
+from jpaged.commands.bench.bundles import (
     CACHE_BYTES,
     ROWS,
     SPILLS,
@@ -44,7 +45,7 @@ from jpaged.bundles import (
 )
 
 if TYPE_CHECKING:
-    from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape
+    from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 128
 PROMPT = 1024
@@ -75,7 +76,7 @@ class Bench:
     def ours(self) -> dict[str, Any]:
         """Bundles of both programs of `TpuBackend`, at the sizes that it chooses."""
         from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
-        from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, sizes_of
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
         backend = TpuBackend(chip=self.compiler.chip)
         shape = TpuShape(HEADS, KV_HEADS, HEAD_SIZE, "bfloat16", PAGE)
@@ -121,8 +122,8 @@ class Bench:
     def spills(self, cell: Cell) -> dict[str, Any]:
         """Registers that our kernels spill at a cell's shape; `fault` says what is more than it may be."""
         from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
-        from jpaged.pallas_kernels.ragged_paged_attention.tpu_prefill import heads_of_bunch
-        from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape
 
         dtype, kv_dtype = cell.dtypes
         shape = TpuShape(*cell.heads, cell.head_size, kv_dtype, cell.page_size)
@@ -131,7 +132,7 @@ class Bench:
         decode, prefill = self.compiler.attention_loops(backend, shape, dtype, **options)
         inner = [loop.slots[SPILLS] for loop in decode if loop.slots["MXU"]]
         sub_kv = backend.sizes_for(shape.num_heads, page_layout(backend, shape), dtype).sub_kv
-        bunch = heads_of_bunch(shape.num_heads // shape.num_kv_heads, backend.tile_q)
+        bunch = heads_per_chunk(shape.num_heads // shape.num_kv_heads, backend.tile_q)
         body = max(loop.slots[SPILLS] for loop in prefill if loop.slots["MXU"])
         per_1000_scores = 1000 * body / (bunch * backend.tile_q * sub_kv)
         found: dict[str, Any] = {"decode_inner": inner, "decode": all_spills(decode), "prefill": all_spills(prefill)}
@@ -160,7 +161,7 @@ class Bench:
         return {**shape._asdict(), "step_dtype": dtype, **options, **found}
 
     def _v2_loops(self, num_queries: int, num_pages: int) -> list[Loop]:
-        from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape
 
         self._compile_v2(num_queries, num_pages, TpuShape(HEADS, KV_HEADS, HEAD_SIZE, "bfloat16", PAGE), "bfloat16")
         return self.compiler.loops_of(V2)

@@ -36,10 +36,10 @@ from kernel_check import (
 )
 from kernel_speed import LLAMA, Loop, Sizes
 
-from jpaged.attention_choice import TPU_CHIPS
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes, write_slots_of
 
 GOALS = kernel_speed.GOALS | {"decode ÷ v2": ("≤", 1.0), "skewed ÷ v2": ("≤", 1.0), "prefill ÷ v2": ("≤", 1.0)}
 SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=16)
@@ -86,7 +86,7 @@ def interpreted(case: Case) -> TpuBackend:
     from jax.experimental.pallas import tpu as pltpu
 
     tile = max(32, case.page_size)
-    decode = DecodeSizes(tile, tile, case.page_size, most_rows=8, height=write_height("v6e", case.dtype))
+    decode = DecodeSizes(tile, tile, case.page_size, max_rows=8, write_slots=write_slots_of("v6e", case.dtype))
     params = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait")
     return TpuBackend(sizes=TpuSizes(decode, tile, case.page_size), tile_q=16, interpret=params)
 

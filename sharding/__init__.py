@@ -1,4 +1,4 @@
-"""The room of mesh axes and placement. Imports nothing else of ours."""
+"""Devices, mesh axes and the placement of arrays. Imports nothing else of this project."""
 
 if __name__ != "jpaged.sharding":
     raise ImportError("import jpaged.sharding: a bare `sharding` would be a second copy")

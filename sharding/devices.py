@@ -1,4 +1,4 @@
-"""Finds the devices to run on, and never settles for a CPU while an accelerator is visible."""
+"""Selects the devices to run on; never a CPU by default while the machine has an accelerator."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import jax
 
 DEVICE_KINDS = ("auto", "cpu", "gpu", "tpu")
 ACCELERATOR_FILES = {"gpu": "/dev/nvidia[0-9]*", "tpu": "/dev/accel[0-9]*"}
+"""Kind of accelerator → its device files."""
 VFIO_FILES = "/dev/vfio/[0-9]*"
+"""Device files of newer TPU hosts, whose chips are bound to vfio; other devices may be, too."""
 PCI_VENDOR_FILES = "/sys/bus/pci/devices/*/vendor"
 GOOGLE_PCI_VENDOR = "0x1ae0"
 EXTRAS = {"gpu": "jpaged[cuda13] or jpaged[cuda12]", "tpu": "jpaged[tpu]"}
+"""Kind of accelerator → the package extra that installs JAX for it."""
 
 
 def select_devices(kind: str) -> list[jax.Device]:
-    """Devices of the wanted kind, of all if `auto`: the accelerator if JAX has one, else the CPU.
+    """Return JAX's devices of this kind, one of DEVICE_KINDS; "auto" is the accelerator if JAX has one, else the CPU.
 
-    Raises RuntimeError, saying what to install, if the kind is not there, or if `auto` would fall back to
-    the CPU although the machine has an accelerator that this JAX cannot use.
+    Raises RuntimeError, which says what to install, if there is no device of the kind, or if "auto" would choose the
+    CPU although the machine has an accelerator that this JAX cannot use.
     """
     try:
         devices = list(jax.devices() if kind == "auto" else jax.devices(kind))
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform named in JAX_PLATFORMS is there.
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform named in JAX_PLATFORMS exists.
         raise RuntimeError(
             f"device: got {kind}, which JAX {jax.__version__} does not have here ({error or type(error).__name__}); "
-            f"{f'install {EXTRAS[kind]}, or ' if kind in EXTRAS else ''}look at JAX_PLATFORMS, or give --device auto"
+            f"{f'install {EXTRAS[kind]}, or ' if kind in EXTRAS else ''}check JAX_PLATFORMS, or give --device auto"
         ) from error
     if kind == "auto" and devices[0].platform == "cpu":
         for visible in visible_accelerators():
@@ -38,9 +41,9 @@ def select_devices(kind: str) -> list[jax.Device]:
 
 
 def visible_accelerators() -> list[str]:
-    """Kinds of accelerator that the operating system shows, whatever JAX makes of them."""
+    """Return the kinds of accelerator ("gpu", "tpu") that the operating system shows, also those JAX cannot use."""
     kinds = [kind for kind, pattern in ACCELERATOR_FILES.items() if glob.glob(pattern)]
-    if "tpu" not in kinds and glob.glob(VFIO_FILES):  # Newer TPU hosts bind their chips to vfio.
+    if "tpu" not in kinds and glob.glob(VFIO_FILES):
         vendors = (Path(path) for path in glob.glob(PCI_VENDOR_FILES))
         if any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors):
             kinds.append("tpu")

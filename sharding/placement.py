@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis is spread over, and where an array of logical axes therefore lives."""
+"""Maps the logical axes of arrays, such as "heads", to mesh axes, and so decides where each array lives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TENSOR_AXIS = "tensor"
-
+"""The one axis of today's meshes, over which tensors are split."""
 LOGICAL_TO_MESH: Mapping[str, str | None] = {
     "vocab": TENSOR_AXIS,
     "heads": TENSOR_AXIS,
@@ -17,19 +17,20 @@ LOGICAL_TO_MESH: Mapping[str, str | None] = {
     "mlp": TENSOR_AXIS,
     "embed": None,
 }
+"""Logical axis → the mesh axis that it is split over; None for an axis of which every device has the whole."""
 
 
 def device_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """All `devices` on the tensor axis."""
+    """Return a mesh of all `devices` along the tensor axis."""
     return Mesh(np.array(devices), (TENSOR_AXIS,))
 
 
 def sharding_of(mesh: Mesh, logical_axes: Sequence[str | None]) -> NamedSharding:
-    """Placement of an array whose dimensions carry these logical axes. KeyError for an axis that nobody declared."""
+    """Return the sharding of an array with these logical axes, None for an unnamed one; KeyError for unknown names."""
     spec = [None if axis is None else LOGICAL_TO_MESH[axis] for axis in logical_axes]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """Return the sharding that gives every device a whole copy."""
     return NamedSharding(mesh, PartitionSpec())

@@ -1,10 +1,10 @@
-"""Compiles programs that move pages, attention in plain XLA, and the loops that kernels are timed by, for chips that
-are not there; prints what came of it.
+"""Compile small programs for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
     python compile_for_device.py v6e|h100|cpu NUM_DEVICES NUM_PAGES
 
-One JSON object, bytes per chip. A process of its own, because JAX reads its environment when it starts; all but
-`cpu` needs the wheels of the extra `aot`.
+The programs move pages, attend in plain XLA, or are the loops that time kernels. The output is one JSON object; sizes
+are in bytes per chip. Tests run this script as a process of its own, because JAX reads its environment when it starts.
+All targets but `cpu` need the wheels of the extra `aot`.
 """
 
 import json
@@ -23,11 +23,11 @@ from compile_tpu import TpuGate
 from gate_cells import Cell, two_layers
 
 ROWS = 64
-"""Of decode, 8,192 tokens each: K1's first shape."""
+"""Rows of the decode loop, each with 8,192 tokens of context."""
 
 
 def gate_of(target: str, num_devices: int):
-    """To be called before JAX is imported: it reads what the gates write into the environment. None for the CPU."""
+    """Return the gate that compiles for a chip, or None for the CPU. Call it before JAX reads the environment."""
     if target == "v6e":
         return TpuGate("v6e", num_devices)
     if target == "h100":
@@ -47,19 +47,13 @@ def mesh_of(gate, num_devices: int):
 
 
 def move_reports(mesh, target: str, num_devices: int, num_pages: int) -> dict:
-    """For the cache of a model of 8e9 parameters, its heads spread over the chips."""
-    from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
-    from jpaged.programs import move_programs
+    """Compile copies, swaps and attention on the cache of a model with 8e9 parameters, its heads spread over chips."""
+    from jpaged.pallas_kernels.ragged_paged_attention import KVShape, XlaBackend
+    from jpaged.step.programs import move_programs
 
     platform = {"v6e": "tpu", "h100": "gpu"}.get(target, target)
-    layout = XlaBackend(platform=platform).layout(
-        num_layers=32,
-        num_pages=num_pages,
-        page_size=128 if platform == "tpu" else 64,
-        num_kv_heads=8,
-        head_size=128,
-        dtype="float32" if platform == "cpu" else "bfloat16",
-    )
+    page_size, dtype = 128 if platform == "tpu" else 64, "float32" if platform == "cpu" else "bfloat16"
+    layout = XlaBackend(platform=platform).layout(KVShape(32, num_pages, page_size, 8, 128, dtype))
     programs = {name: memory_of(lower()) for (name,), lower in move_programs(layout, mesh, num_host_blocks=1).items()}
     if num_devices == 1:
         for pages in (num_pages, 2 * num_pages):
@@ -87,9 +81,9 @@ def memory_of(lowered) -> dict:
 
 
 def lower_attention(platform: str, mesh, layout, is_sharing: bool):
-    """Two layers of a step of 256 tokens in at most 128 rows, decode rows and others.
+    """Lower two layers of attention for a step of 256 tokens in at most 128 rows, some of which decode.
 
-    And the bytes of its queries, keys and values, which are given up beside the cache.
+    The second result is the size in bytes of the queries, keys and values, which are donated beside the cache.
     """
     import jax
 
@@ -107,7 +101,7 @@ def lower_attention(platform: str, mesh, layout, is_sharing: bool):
 
 
 def loop_reports(gate, target: str) -> dict:
-    """Of the loops that K1 is the ratio of: the copy, and decode by the kernels, or by plain XLA where JAX has none."""
+    """Report on the loops of scripts/kernel_speed.py: a copy, and decode by the chip's kernel (else by plain XLA)."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
     from kernel_check import Bench
@@ -134,7 +128,7 @@ def loop_reports(gate, target: str) -> dict:
             bodies.append(loop.body)
             return loop.first, loop.others
 
-        # Shapes alone: the arrays are larger than this machine's memory may be.
+        # Only shapes: the arrays may be larger than this machine's memory.
         first, others = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), jax.eval_shape(arrays)
         )
@@ -150,8 +144,8 @@ def loop_reports(gate, target: str) -> dict:
     return found
 
 
-def copies_in_loop(text: str, least_bytes: int) -> list[str]:
-    """Instructions of optimized HLO that copy as many bytes or more in each turn of `run`'s own loop."""
+def copies_in_loop(text: str, min_bytes: int) -> list[str]:
+    """Return the instructions of optimized HLO that copy at least `min_bytes` in each iteration of `run`'s loop."""
     computations = {
         match[1]: match[2] for match in re.finditer(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{\n((?:  .*\n)*)", text, re.M)
     }
@@ -168,7 +162,7 @@ def copies_in_loop(text: str, least_bytes: int) -> list[str]:
         for name in sorted(reached)
         for line in computations[name].splitlines()
         if (match := instruction.search(line))
-        and math.prod(map(int, filter(None, match[3].split(",")))) * int(match[2]) // 8 >= least_bytes
+        and math.prod(map(int, filter(None, match[3].split(",")))) * int(match[2]) // 8 >= min_bytes
     ]
 
 

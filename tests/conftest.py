@@ -1,20 +1,64 @@
 """Every test runs JAX strictly: no silent dtype or rank promotion, and array annotations hold when a function runs."""
 
+import importlib
 import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import jax
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from jaxtyping import install_import_hook
 
 # Before any of them is imported. Shapes are checked while a step is traced, so a compiled step costs nothing more.
 # Not the modules that define pytrees: JAX builds those from shapes and from numpy arrays too.
-_CHECKED = ("models.layers", "models.llama", "models.rope", "pallas_kernels.ragged_paged_attention.xla")
+_CHECKED = (
+    "models.layers",
+    "models.families.llama",
+    "models.rope",
+    "pallas_kernels.ragged_paged_attention.xla.backend",
+)
 install_import_hook([f"jpaged.{name}" for name in _CHECKED], typechecker="beartype.beartype")
+
+# Executables are kept for the next run, and for the other process of this one, beside the fetched tokenizers. The
+# environment variables reach the processes that tests start.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "tests" / "xla"
+for _name, _value in (
+    ("jax_compilation_cache_dir", str(_CACHE)),
+    ("jax_persistent_cache_min_compile_time_secs", 0.0),
+    ("jax_persistent_cache_min_entry_size_bytes", -1),
+):
+    os.environ[_name.upper()] = str(_value)
+    jax.config.update(_name, _value)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # A push is judged on the same examples each time; people and the slow runs search on.
 settings.register_profile("ci", derandomize=True, database=None)
+# For scripts/named_mutants.py: a failure is enough, the smallest example of it is not looked for.
+settings.register_profile("first_failure", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+NUM_PROCESSES = 2
+"""Processes of a whole run: each takes about 2 GiB, and half of the tests' time is spent in one thread."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spread a run of all tests over two processes; a run of named files stays in one, where a debugger works."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    options = config.option
+    if config.pluginmanager.has_plugin("xdist") and options.numprocesses is None and not options.usepdb:
+        options.numprocesses, options.dist = NUM_PROCESSES, "worksteal"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Give a function that imports a module of the folder `scripts` by its name."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+    return importlib.import_module

@@ -1,4 +1,4 @@
-"""Builds what a step hands to attention from plain lists: an independent, slow twin of `jpaged.step_inputs`."""
+"""Builds what a step hands to attention from plain lists: an independent, slow twin of `jpaged.step.step_inputs`."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import (
     KVScales,
     LayerPlace,
     PagedCache,
+    PlanRows,
 )
 
 
@@ -50,7 +51,7 @@ def metadata(
     plan = plan_of(backend, query_lens, context_lens, num_tokens, num_rows, page_tables, page_size)
     return AttentionMetadata(
         positions=jnp.asarray(positions),
-        slots=jnp.asarray(slots),
+        slot_mapping=jnp.asarray(slots),
         query_starts=jnp.asarray(query_starts),
         context_lens=jnp.asarray(padded_lens),
         page_tables=jnp.asarray(page_tables),
@@ -73,17 +74,17 @@ def plan_of(
     if page_tables is None:
         page_tables = np.full((1, num_rows, 1), NULL_PAGE, np.int32)
     out = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
-    backend.plan(
-        np.array(query_lens, np.int32),
-        np.array(context_lens, np.int32),
-        sum(1 for length in query_lens if length == 1),
-        page_tables,
-        np.arange(len(query_lens)),
+    rows = PlanRows(
+        query_lens=np.array(query_lens, np.int32),
+        context_lens=np.array(context_lens, np.int32),
+        num_decode_rows=sum(1 for length in query_lens if length == 1),
+        page_tables=page_tables,
+        table_rows=np.arange(len(query_lens)),
         page_size=page_size,
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        out=out,
+        padded_tokens=num_tokens,
+        padded_rows=num_rows,
     )
+    backend.plan(rows, out)
     return out
 
 

@@ -1,6 +1,8 @@
 """The layout's promises: rooms in the wheel, one copy of each module, imports in one direction, nothing eager."""
 
 import ast
+import functools
+import graphlib
 import shutil
 import subprocess
 import sys
@@ -24,9 +26,28 @@ ALLOWED = {
     "pallas_kernels": set(),
     "sharding": set(),
 }
-# Within jpaged: a module may not import any of these, so that the host core is tested without a device.
+# Within jpaged, outermost first: a part may import only parts of the rows below its own. "" is the package itself.
+LAYERS = (
+    ("__main__", "generate"),
+    ("commands",),
+    ("",),
+    ("llm",),
+    ("engine",),
+    ("offline", "request_builder"),
+    ("startup",),
+    ("engine_core",),
+    ("step", "text"),
+    ("scheduling",),
+    ("kv_cache",),
+    ("request",),
+    ("config", "outputs"),
+    ("sampling",),
+    ("checks",),
+    ("errors", "not_available"),
+)
+# No module of these parts may load any of those packages: the host core's tests need no device and take milliseconds.
+HOST_CORE = ("request", "kv_cache", "scheduling")
 HOST_CORE_NEVER = {"jax", "numpy", "flax", "transformers"}
-HOST_CORE = ("request", "block_manager", "scheduler")
 
 
 def packages_on_disk() -> set[str]:
@@ -44,8 +65,19 @@ def run(code: str, cwd: Path = ROOT) -> str:
     return result.stdout.strip()
 
 
+def module_of(path: Path) -> str:
+    """Return the name that a file of a room is imported by."""
+    room, *inner = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([ROOMS[room], *(part for part in inner if part != "__init__")])
+
+
+MODULES = {module_of(path): path for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
-    """Absolute names of the modules that a file of a room imports."""
+    """Return the absolute names of the modules that a file of a room imports, for type checkers only or inside of
+    functions too."""
     room = path.relative_to(ROOT).parts[0]
     inner = path.parent.relative_to(ROOT / room).parts
     package = [*ROOMS[room].split("."), *inner]
@@ -55,8 +87,20 @@ def imports(path: Path) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            found.add(".".join([*base, *([node.module] if node.module else [])]))
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = {f"{module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else module for name in names}
     return found
+
+
+def imported_modules(module: str) -> set[str]:
+    """Return the modules of ours that a module imports."""
+    return (imports(MODULES[module]) & MODULES.keys()) - {module}
+
+
+def part_of(module: str) -> str:
+    """Return the part of jpaged that a module belongs to, as LAYERS names it."""
+    return module.split(".")[1] if "." in module else ""
 
 
 def room_of(module: str) -> str | None:
@@ -95,28 +139,52 @@ def test_a_bare_room_cannot_be_imported_as_a_second_copy(room: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_between_rooms_go_one_way(room: str) -> None:
     for path in (ROOT / room).rglob("*.py"):
-        rooms = {room_of(module) for module in imports(path)} - {None, room}
         # The three inner rooms live in the package `jpaged`, whose __init__ they may not use either.
+        rooms = {room_of(module) for module in imports(path)} - {None, room}
         assert rooms <= ALLOWED[room], f"{path.relative_to(ROOT)} imports {rooms - ALLOWED[room]}"
 
 
-@pytest.mark.parametrize("module", HOST_CORE)
-def test_the_host_core_imports_neither_arrays_nor_models(module: str) -> None:
-    code = f"import sys, jpaged.{module}; print(sorted({HOST_CORE_NEVER!r} & set(sys.modules)))"
+@pytest.mark.parametrize("part", [part for row in LAYERS for part in row])
+def test_parts_of_jpaged_import_only_parts_below_them(part: str) -> None:
+    row = next(row for row, parts in enumerate(LAYERS) if part in parts)
+    allowed = {part, *(below for parts in LAYERS[row + 1 :] for below in parts)}
+    modules = [module for module in MODULES if room_of(module) == "jpaged" and part_of(module) == part]
+    assert modules, "a layer without a module"
+    for module in modules:
+        parts = {part_of(other) for other in imported_modules(module) if room_of(other) == "jpaged"}
+        assert parts <= allowed, f"{module} imports {sorted(parts - allowed)}"
+
+
+def test_every_module_of_jpaged_belongs_to_a_layer() -> None:
+    parts = {part_of(module) for module in MODULES if room_of(module) == "jpaged"}
+    assert parts == {part for row in LAYERS for part in row}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: imported_modules(module) for module in MODULES}
+    graphlib.TopologicalSorter(graph).prepare()  # Raises CycleError, which names the circle.
+
+
+@pytest.mark.parametrize("part", HOST_CORE)
+def test_the_host_core_loads_neither_arrays_nor_models(part: str) -> None:
+    modules = ", ".join(module for module in MODULES if room_of(module) == "jpaged" and part_of(module) == part)
+    code = f"import sys, {modules}; print(sorted({HOST_CORE_NEVER!r} & set(sys.modules)))"
     assert run(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sampling_params"])
+@pytest.mark.parametrize(
+    "module", ["jpaged", "jpaged.models", "jpaged.pallas_kernels", "jpaged.sampling.sampling_params"]
+)
 def test_importing_a_room_loads_no_engine(module: str) -> None:
     assert run(f"import sys, {module}; print('jpaged.engine' in sys.modules, 'jax' in sys.modules)") == "False False"
 
 
 def test_an_engine_is_put_together_without_the_kernels_it_may_not_need() -> None:
     """Importing Pallas and what is written in it would be part of every start, and many serve by XLA."""
-    code = "import sys, jpaged.assembly; print(*sys.modules, sep='\\n')"
+    code = "import sys, jpaged.startup.build_engine; print(*sys.modules, sep='\\n')"
     kernels = "jpaged.pallas_kernels.ragged_paged_attention."
     modules = run(code).splitlines()
-    assert kernels + "xla" in modules
+    assert kernels + "xla.backend" in modules
     never = ("jax.experimental.pallas", kernels + "tpu", kernels + "gpu")
     assert [name for name in modules if name.startswith(never)] == []
 

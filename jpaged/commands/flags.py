@@ -1,53 +1,43 @@
-"""Command-line flags: engine flags come from `EngineConfig`, sampling flags from `SamplingParams`.
+"""Command-line flags: engine flags come from `EngineConfig`, sampling flags from the table in `SamplingParams`.
 
-Knows flags and their spelling; imports neither JAX nor a model, so that `--help` answers at once. Every
+Knows flags and how they are written; imports neither JAX nor a model, so that `--help` answers at once. Every
 mistake is a ConfigError in one line.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from .config import ALIASES, EngineConfig
-from .config import NOT_BUILT as UNBUILT_ENGINE
-from .errors import ConfigError
-from .sampling_params import NOT_BUILT as UNBUILT_SAMPLING
+from .. import not_available
+from ..checks import check, check_name, integer, or_none, refusal
+from ..config import ALIASES, EngineConfig
+from ..errors import ConfigError
+from ..sampling.parameter import Flag
+from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 
-SAMPLING_FLAGS: dict[str, tuple[str, str]] = {
-    "max_tokens": ("int", "tokens to generate; default: to the end of the reply or of the context"),
-    "temperature": ("float", "0 is greedy; default: the model's"),
-    "top_p": ("float", "keep the most likely tokens up to this probability, in (0, 1]"),
-    "top_k": ("int", "keep this many of the most likely tokens; 0 is off"),
-    "min_p": ("float", "keep tokens at least this likely relative to the likeliest"),
-    "seed": ("int", "fix the random draws of every request"),
-    "n": ("int", "samples per prompt, 1 to 128; on stdout each begins with [its number]"),
-    "presence_penalty": ("float", "lower the logits of tokens that were generated already, by -2 to 2"),
-    "frequency_penalty": ("float", "the same each time that they were generated"),
-    "repetition_penalty": ("float", "divide the logits of tokens of prompt and output by this; 1 is off"),
-    "min_tokens": ("int", "nothing ends the output before it has so many tokens"),
-    "logprobs": ("int", "also give the logprobs of the sampled and of this many likeliest tokens; -1: of all"),
-    "prompt_logprobs": ("int", "the same for the prompt's tokens"),
-}
-FLAG_NAMES = {"n": "num_samples"}
-UNBUILT_FLAGS = {
-    *UNBUILT_ENGINE, *UNBUILT_SAMPLING, "json_schema", "regex", "grammar", "choice",
-    "lora", "image", "trace",
-}  # fmt: skip
+
+def _flags_of(params: type[SamplingParams | BeamSearchParams]) -> dict[str, Flag]:
+    return {one.name: one.metadata["flag"] for one in fields(params) if one.metadata["flag"] is not None}
+
+
+SAMPLING_FLAGS, BEAM_FLAGS = _flags_of(SamplingParams), _flags_of(BeamSearchParams)
+FIRST_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
+"""Sampling parameters that --help shows first, because most users want them."""
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Raises instead of printing usage and leaving with status 2."""
+    """A parser that raises ConfigError where argparse would print its usage and exit with status 2."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        """Raise the parser's complaint, which begins with the flag."""
+        raise ConfigError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def generate_parser() -> argparse.ArgumentParser:
-    """Flags of `jpaged generate`. Flags that were not given are None (or absent, for engine options)."""
+    """Return the parser of `jpaged generate`. Flags that are not given are None, and engine options absent."""
     parser = FlagParser(
         prog="jpaged generate",
         description="Complete prompts. Text goes to stdout; progress and the closing summary go to stderr.",
@@ -73,43 +63,42 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def parse_generate(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags of `generate`. ConfigError for unknown flags, naming the nearest, and for unbuilt ones."""
+    """Parse the flags of `generate`. ConfigError for unknown flags, naming the nearest, and for unavailable ones."""
     parser = generate_parser()
     known = sorted(option for action in parser._actions for option in action.option_strings)
     for index, word in enumerate(argv):
         if word == "--":
             break
         flag, _, value = word.partition("=")
-        if not flag.startswith("--") or flag in known:
-            continue
-        given = value or (argv[index + 1] if index + 1 < len(argv) else "")
-        _refuse_flag(flag, given, known)
+        if flag.startswith("--"):
+            _check_flag(flag, value or "".join(argv[index + 1 : index + 2]), known)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse_flag(unknown[0], "", known)
+        _check_flag(unknown[0], "", known)
     return args
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The engine options among parsed flags, checked."""
+    """Return the checked engine options among parsed flags."""
     names = {field.name for field in fields(EngineConfig)} - {"seed"}
     return EngineConfig(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given as flags."""
-    names = [*SAMPLING_FLAGS, "stop", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words"]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.logit_bias is None:
-        return given
-    biases = dict(args.logit_bias)
-    if len(biases) < len(args.logit_bias):
-        raise ConfigError("--logit-bias: got a token id twice, allowed: each once; leave one of them out")
-    return {**given, "logit_bias": biases}
+    """Return the sampling parameters that were given as flags."""
+    given = _given(args, SAMPLING_FLAGS)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+        if len(given["logit_bias"]) < len(args.logit_bias):
+            raise refusal("--logit-bias", "a token id twice", "each once", "leave one of them out", error=ConfigError)
+    return given
 
 
 def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The parameters of beam search among the flags, if it is asked for. ConfigError for flags without use then."""
+    """Return the parameters of beam search among the flags, or None if it is not asked for.
+
+    ConfigError for flags that would have no effect.
+    """
     sampling = sampling_flags(args)
     if args.beam_width is None:
         if args.length_penalty is not None:
@@ -117,44 +106,42 @@ def beam_flags(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     others = [name for name in sampling if name not in ("max_tokens", "ignore_eos")]
     if others:
-        flag = "--" + FLAG_NAMES.get(others[0], others[0]).replace("_", "-")
+        flag = _spellings(others[0], SAMPLING_FLAGS[others[0]])[-1]
         raise ConfigError(f"{flag}: has no effect with --beam-width, which samples nothing; leave one of them out")
-    given = {"beam_width": args.beam_width, "length_penalty": args.length_penalty, **sampling}
-    return {name: value for name, value in given.items() if value is not None}
+    return {**_given(args, BEAM_FLAGS), **sampling}
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Refuse integers below 1 among the flags of these names that were given."""
+    for name in names:
+        check("--" + name.replace("_", "-"), getattr(args, name), or_none(integer(1)), error=ConfigError)
+
+
+def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _spellings(name: str, flag: Flag) -> tuple[str, ...]:
+    return flag.names or ("--" + name.replace("_", "-"),)
 
 
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
-    for name, (kind, text) in SAMPLING_FLAGS.items():
-        flag = "--" + FLAG_NAMES.get(name, name).replace("_", "-")
-        spellings = ["-n", flag] if name == "max_tokens" else [flag]
-        group.add_argument(*spellings, dest=name, type=_number(kind), metavar="N" if kind == "int" else "X", help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text (repeatable)")
-    group.add_argument(
-        "--stop-token-ids", action="append", type=_number("int"), metavar="ID", help="end at this token id (repeatable)"
-    )
-    group.add_argument(
-        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to a token's logit (repeatable)"
-    )
-    group.add_argument(
-        "--allowed-token-ids",
-        action="append",
-        type=_number("int"),
-        metavar="ID",
-        help="generate these tokens only (repeatable)",
-    )
-    group.add_argument("--bad-words", action="append", metavar="TEXT", help="never generate this (repeatable)")
-    group.add_argument("--beam-width", type=_number("int"), metavar="N", help="beam search: the N best, best first")
-    group.add_argument(
-        "--length-penalty",
-        type=_number("float"),
-        metavar="X",
-        help="of beam search: beams are compared by their logprob / length ** X; default 1",
-    )
-    group.add_argument("--ignore-eos", action="store_const", const=True, help="go on past the end-of-sequence token")
+    """Add the flags of the tables in the order of --help: numbers, repeatable flags, beam search, switches."""
+    sampling = {name: SAMPLING_FLAGS[name] for name in FIRST_FLAGS} | SAMPLING_FLAGS
+    sections = (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling)
+    for metavars, flags in sections:
+        for name, flag in flags.items():
+            if flag.metavar not in metavars:
+                continue
+            options: dict[str, Any] = {"action": "store_const", "const": True}
+            if flag.metavar:
+                action = "append" if flag.metavar in REPEATABLE else "store"
+                options = {"action": action, "type": CONVERTERS[flag.metavar], "metavar": flag.metavar}
+            group.add_argument(*_spellings(name, flag), dest=name, help=flag.help, **options)
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """Flags of every engine option but `seed`; those that were not given are absent."""
+    """Add the flags of every engine option but `seed`; parsed arguments lack those that are not given."""
     aliases = {name: alias for alias, name in ALIASES.items()}
     for field in fields(EngineConfig):
         if field.name in ("seed", "logits_processors"):
@@ -169,52 +156,61 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         elif field.name == "limits":
             options |= {"type": _limits, "metavar": "NAME=N,NAME=N"}
         elif kind in ("int", "float"):
-            options |= {"type": _number(kind), "metavar": "N" if kind == "int" else "X"}
+            options |= {"type": _integer if kind == "int" else _number, "metavar": "N" if kind == "int" else "X"}
         else:
             options["metavar"] = "NAME" if field.name != "compilation_cache_dir" else "DIR"
         group.add_argument(*(["-m"] if field.name == "model" else []), *spellings, **options)
 
 
-def _number(kind: str) -> Callable[[str], float]:
-    """A converter whose complaint names what it got and what it takes."""
-
-    def convert(text: str) -> float:
-        try:
-            return int(text) if kind == "int" else float(text)
-        except ValueError:
-            wanted = "an integer" if kind == "int" else "a number"
-            raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {wanted}") from None
-
-    return convert
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: an integer") from None
 
 
-def _bias(text: str) -> tuple[float, float]:
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a number") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
     token_id, equals, bias = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a token id and a number, such as 1234=-100")
-    return _number("int")(token_id), _number("float")(bias)
+    return _integer(token_id), _number(bias)
 
 
-def _steps(text: str) -> float | str:
-    return text if text == "auto" else _number("int")(text)
+def _steps(text: str) -> int | str:
+    return text if text == "auto" else _integer(text)
 
 
-def _limits(text: str) -> dict[str, float]:
+def _limits(text: str) -> dict[str, int]:
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(name and equals for name, equals, _ in pairs):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, allowed: pairs such as waiting_requests=1000,waiting_tokens=200000"
-        )
+        example = "waiting_requests=1000,waiting_tokens=200000"
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: pairs such as {example}")
     if len({name for name, _, _ in pairs}) < len(pairs):
         raise argparse.ArgumentTypeError(f"got {text!r}, allowed: each name once")
-    return {name.strip(): _number("int")(number) for name, _, number in pairs}
+    return {name.strip(): _integer(number) for name, _, number in pairs}
 
 
-def _refuse_flag(flag: str, value: str, known: list[str]) -> NoReturn:
-    name = flag.lstrip("-").replace("-", "_")
-    if name in UNBUILT_FLAGS or name.removeprefix("no_") in UNBUILT_FLAGS:
-        given = f" (got {value!r})" if value else ""
-        raise ConfigError(f"{flag}: not available in this version{given}; allowed: leave it out")
-    near = [option for option in known if option.startswith(flag)] or difflib.get_close_matches(flag, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "see jpaged generate --help"
-    raise ConfigError(f"{flag}: unknown flag; {hint}")
+NUMBERS, REPEATABLE = ("N", "X"), ("TEXT", "ID", "ID=X")
+CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEXT": str, "ID": _integer, "ID=X": _bias}
+"""What a flag's text becomes, by its metavar."""
+
+
+def _check_flag(flag: str, value: str, known: list[str]) -> None:
+    """Refuse a flag that is not known."""
+    is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in not_available.FLAGS
+    check_name(
+        flag,
+        known,
+        "flag",
+        not_available=[flag] if is_missing else [],
+        value=value or None,
+        way_out="leave it out, or see jpaged generate --help",
+        error=ConfigError,
+    )

@@ -1,27 +1,32 @@
-"""What `generate` is asked to do: prompts from the command line or from a file, each with its parameters.
+"""The requests of one `generate`: prompts from the command line, stdin or a file, each with its parameters.
 
 A bad prompt on the command line ends the start; a bad line of a file becomes that line's error.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import stat
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, InvalidRequestError
-from .flags import UNBUILT_FLAGS
-from .prompts import NOT_BUILT, PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
-from .sampling_params import FIELDS, BeamSearchParams, SamplingParams, check_name, shown
+from .. import not_available
+from ..checks import check_name, refusal, shown
+from ..errors import ConfigError, InvalidRequestError
+from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
+from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
+from .flags import BEAM_FLAGS
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
+"""Keys of a line of a .jsonl file beside sampling parameters."""
 BEAM_LINE_FIELDS = ("max_tokens", "ignore_eos")
-"""Parameters of a line that a beam search has too."""
-BEAM_FLAGS = ("beam_width", "length_penalty")
-"""Parameters of beam search that only flags give."""
+"""Parameters of a line that a beam search has too; its others are the same for all lines, given by flags."""
 MAX_ERROR_CHARS = 4096
 
 
@@ -37,40 +42,80 @@ class Job:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that can be no request, and why."""
+    """A line of a file that cannot become a request, and why."""
 
     id: str | int
     number: int
     error: InvalidRequestError
 
 
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Return the prompts among the arguments, or none where a file has them.
+
+    Without either, the text on stdin is the prompt, if stdin is a pipe or a file: a terminal or a service's stdin
+    might never end.
+    """
+    prompts = [*args.prompts, *args.prompt]
+    if args.prompt_file is not None:
+        if prompts:
+            raise ConfigError("prompt: got prompts and --prompt-file, allowed: one of the two; leave one of them out")
+        return []
+    if prompts.count("-") > 1:
+        raise refusal("prompt", "- twice", "once, since stdin is read to its end", error=ConfigError)
+    if "-" in prompts and sys.stdin is None:
+        raise ConfigError("prompt: got -, and stdin is closed; give the prompt as an argument")
+    if not prompts and _is_stdin_redirected() and (text := _read_stdin()):
+        return [text]
+    if not prompts:
+        allowed = "a prompt as an argument, --prompt-file F, or text on stdin"
+        way_out = 'try jpaged generate "What is the capital of France?"'
+        raise refusal("prompt", "none", allowed, way_out, error=ConfigError)
+    return [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
+
+
+def _is_stdin_redirected() -> bool:
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # stdin is closed, or is an object without a descriptor.
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompt: stdin is not {error.encoding} ({error.reason}); give text") from error
+
+
 @dataclass(frozen=True)
 class JobReader:
-    """Turns prompts into jobs: chat template, defaults, checks."""
+    """Turns prompts into jobs: applies the chat template and the defaults, and checks them."""
 
     encoder: PromptEncoder
     defaults: Mapping[str, Any]
     """Sampling parameters from the flags and from the model."""
     max_logprobs: int
     max_num_seqs: int | None
-    """Samples of one prompt at most; None while the engine can still be made for as many as are asked for."""
+    """Samples of one prompt at most; None while the engine can still be started for as many as are asked for."""
     scheduling_policy: object
     use_chat: bool
+    """Whether text prompts become chat messages."""
     beams: Mapping[str, Any] | None = None
-    """Parameters of beam search from the flags: it takes the place of sampling."""
+    """Parameters of beam search from the flags; where they are given, nothing is sampled."""
     system: str | None = None
     """System message put before text prompts."""
 
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
-        """A checked job; InvalidRequestError names what is wrong."""
+        """Return a checked job; InvalidRequestError names what is wrong."""
         if "output_kind" in own_params:
             raise InvalidRequestError(
-                "output_kind: is for streams, a line's output is written when it ends; leave it out",
+                "output_kind: has no effect on a line, whose output is written when it ends; leave it out",
                 param="output_kind",
             )
         params = self._params(own_params)
         self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
-        encoded = self.encoder.encode(self._written_out(prompt))
+        encoded = self.encoder.encode(self._as_chat(prompt))
         check_priority(encoded.priority, self.scheduling_policy)
         return Job(id_, number, encoded, params)
 
@@ -79,7 +124,7 @@ class JobReader:
             return SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
         for name in own_params:
             if name not in BEAM_LINE_FIELDS:
-                check_name(name)
+                check_name(name, FIELDS, "parameter", not_available=not_available.SAMPLING_PARAMETERS)
                 raise InvalidRequestError(
                     f"{name}: has no effect in a beam search, allowed: {', '.join(BEAM_LINE_FIELDS)}; leave it out, or "
                     "leave --beam-width out",
@@ -88,10 +133,9 @@ class JobReader:
         return BeamSearchParams(**{"max_tokens": None, **self.beams, **own_params})
 
     def file_jobs(self, path: Path) -> list[Job | BadLine]:
-        """Jobs of a .txt or .jsonl file, in its order. Blank lines are none; a line's number counts from 1."""
-        is_json = path.suffix == ".jsonl"
+        """Return the jobs of a .txt or .jsonl file in its order, without blank lines. Line numbers begin at 1."""
         if path.suffix not in (".txt", ".jsonl"):
-            raise ConfigError(f"--prompt-file: got {path.name!r}, allowed: a name ending in .txt or .jsonl")
+            raise refusal("--prompt-file", shown(path.name), "a name ending in .txt or .jsonl", error=ConfigError)
         jobs: list[Job | BadLine] = []
         line_of_id: dict[str, int] = {}
         for number, line in _lines(path):
@@ -99,16 +143,14 @@ class JobReader:
             try:
                 own_params: dict[str, Any] = {}
                 prompt: Any = _text(line)
-                if is_json:
+                if path.suffix == ".jsonl":
                     record = _record(prompt)
                     id_ = _id(record, number)
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 if (first := line_of_id.setdefault(repr(id_), number)) != number:
-                    raise InvalidRequestError(
-                        f"id: {shown(id_)} is used by line {first} already; give each its own", param="id"
-                    )
+                    raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
                 jobs.append(self.job(id_, number, prompt, own_params))
             except InvalidRequestError as error:
                 jobs.append(BadLine(id_, number, error))
@@ -116,24 +158,22 @@ class JobReader:
             raise ConfigError(f"--prompt-file: {path} holds no prompt; give at least one line")
         return jobs
 
-    def _written_out(self, prompt: Any) -> Any:
-        """A text prompt as a chat, if that is wanted; anything else as it is."""
+    def _as_chat(self, prompt: Any) -> Any:
+        """Return a text prompt as chat messages, if that is wanted; any other prompt as it is."""
         extras = {key: prompt[key] for key in PROMPT_EXTRAS if key in prompt} if isinstance(prompt, Mapping) else {}
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and {*prompt} - {*extras} == {"prompt"} else prompt
         if not self.use_chat or not isinstance(text, str):
             if self.system is not None:
-                raise InvalidRequestError(
-                    "prompt: is written out already, --system has no place in it; leave --system out", param="prompt"
-                )
+                raise refusal("prompt", "messages or token ids", "a text with --system", "leave --system out")
             return prompt
         if not text:
-            raise InvalidRequestError("prompt: got '', the prompt cannot be empty; give some text", param="prompt")
+            raise refusal("prompt", "''", "a text that is not empty", "give some text")
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {"messages": [*system, {"role": "user", "content": text}], **extras}
 
 
 def error_record(id_: str | int, kind: str, message: str, param: str | None) -> dict[str, Any]:
-    """The output line of a request that failed."""
+    """Return the output line of a request that failed."""
     return {"id": id_, "error": {"type": kind, "message": message[:MAX_ERROR_CHARS], "param": param}}
 
 
@@ -151,22 +191,19 @@ def _text(line: bytes) -> str:
     try:
         return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8", param=None) from error
+        raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8") from error
 
 
 def _record(line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line, object_pairs_hook=_once)
+        record = json.loads(line, object_pairs_hook=_without_repeats)
     except InvalidRequestError:
         raise
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"line: is no JSON ({error}); allowed: one JSON object per line", param=None
-        ) from error
+        raise InvalidRequestError(f"line: is not JSON ({error}); give one JSON object per line") from error
     if not isinstance(record, dict):
         raise InvalidRequestError(
-            f"line: got a JSON {type(record).__name__}, allowed: an object with one of {', '.join(PROMPT_KEYS)}",
-            param=None,
+            f"line: got a JSON {type(record).__name__}, allowed: an object with one of {', '.join(PROMPT_KEYS)}"
         )
     if "num_samples" in record:
         if "n" in record:
@@ -175,32 +212,26 @@ def _record(line: str) -> dict[str, Any]:
     return record
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which each name stands once."""
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; refuse one that has a key twice."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise InvalidRequestError(f"{shown(twice)}: is in one object twice; leave one of them out", param=twice[:100])
+        key = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise InvalidRequestError(f"{shown(key)}: stands twice in one object; leave one of them out", param=key[:100])
     return record
 
 
 def _id(record: dict[str, Any], number: int) -> str | int:
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):
-        raise InvalidRequestError(f"id: got {shown(id_)}, allowed: a string or an integer", param="id")
+        raise refusal("id", shown(id_), "a string or an integer")
     return id_
 
 
 def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
-        if key in NOT_BUILT or key in UNBUILT_FLAGS:
-            raise InvalidRequestError(f"{key}: not available in this version; leave it out", param=key)
         if key in BEAM_FLAGS:
             raise InvalidRequestError(
-                f"{key}: is the same for all lines of a run; give --{key.replace('_', '-')} in its place", param=key
+                f"{key}: is the same for all lines of a run; give --{key.replace('_', '-')} instead", param=key
             )
-        if key not in LINE_KEYS:
-            check_name(key, LINE_KEYS)
-
-
-assert not set(LINE_KEYS) & set(FIELDS), "a field of a line would be both"
+        check_name(key, (*FIELDS, *LINE_KEYS), "parameter", not_available=not_available.LINE_KEYS)

@@ -1,4 +1,4 @@
-"""What a person sees on stderr while a command works: a bar per phase on a terminal, plain lines otherwise."""
+"""Progress of a command on stderr: one bar per phase on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from pathlib import Path
 from typing import Any
 
 LINE_EVERY_S = 10.0
-STARTED = time.monotonic()
+"""Seconds between two plain lines of one phase."""
+IMPORTED_S = time.monotonic()
+"""Time of this module's import, in seconds of `time.monotonic()`."""
 
 
 class ProgressReport:
-    """Shows phases (load, compile, requests) as (name, done, total). Phases may overlap, from several threads."""
+    """Shows the phases of a command, such as load, compile and requests. Phases may overlap, on several threads."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
         self._bars: dict[str, Any] = {}
         self._since: dict[str, float] = {}
+        """Start of each phase that goes on, in seconds of `time.monotonic()`."""
         self._last_line_s = time.monotonic()
         self._is_closed = False
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Report `done` of `total` in phase `name`; the phase ends when they are equal."""
+        """Report that `done` of `total` units of phase `name` are done; the phase ends when they are equal."""
         with self._lock:
             if self._is_closed:
                 return
@@ -42,7 +45,7 @@ class ProgressReport:
                 say(f"{name}: {done} of {total} ({now - since:.1f} s)")
 
     def close(self) -> None:
-        """Take away what is shown, and show nothing more: what still goes on does so behind other output."""
+        """Remove the bars and show nothing more: phases that still go on must not mix with other output."""
         with self._lock:
             self._is_closed = True
             for name in list(self._since):
@@ -63,7 +66,7 @@ class ProgressReport:
 
 
 def say(text: str) -> None:
-    """One line on stderr. A closed stderr silences it: nobody reads what the work is worth."""
+    """Print one line on stderr. If stderr is closed, this and all later lines are dropped and the work goes on."""
     try:
         print(text, file=sys.stderr, flush=True)
     except (BrokenPipeError, OSError):
@@ -71,9 +74,9 @@ def say(text: str) -> None:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this process was started (Linux), or since this module was imported."""
+    """Return the seconds since this process was started; elsewhere than on Linux, since this module was imported."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError, IndexError):
-        return time.monotonic() - STARTED
+        return time.monotonic() - IMPORTED_S

@@ -1,4 +1,4 @@
-"""The output file of a run: whole lines as requests end, in input order at the end, found again by `--resume`."""
+"""The output file of `jpaged generate`: JSON lines as requests end, in input order at the end, read by `--resume`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from ..outputs import CompletionOutput, Logprob, RequestOutput
 from .jobs import BadLine, Job
-from .outputs import CompletionOutput, Logprob, RequestOutput
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
+"""Written for logprobs of −∞, which JSON does not have; vLLM and OpenAI write the same."""
 
 
 def output_record(job: Job, output: RequestOutput) -> dict[str, Any]:
-    """The JSON object of one finished request."""
+    """Return the JSON object of one finished request."""
     record: dict[str, Any] = {
         "id": job.id,
         "prompt": output.prompt,
@@ -32,16 +33,16 @@ def output_record(job: Job, output: RequestOutput) -> dict[str, Any]:
 
 
 def dump_line(record: dict[str, Any]) -> str:
-    """One line of JSON, without its newline. A lone surrogate, which is no UTF-8, is escaped."""
+    """Return a record as one line of JSON, without its newline; a lone surrogate, which is no UTF-8, is escaped."""
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
     return text.encode(errors="backslashreplace").decode()
 
 
 class ResultFile:
-    """JSON lines of a run. Records appear whole or not at all, whenever the process is killed."""
+    """The JSON lines of one run. A record appears whole or not at all, whenever the process is killed."""
 
     def __init__(self, path: Path, *, prompt_file: Path | None = None):
-        """Nothing is created or changed before `start`. ConfigError if the file could not be written."""
+        """Check the path; raise ConfigError if it cannot be written. Nothing is created or changed before `start`."""
         self.path = path.resolve()
         folder = self.path.parent
         if not path.name or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -54,10 +55,10 @@ class ResultFile:
         self._descriptor: int | None = None
 
     def finished_records(self, jobs: Sequence[Job | BadLine]) -> tuple[dict[int, dict[str, Any]], int]:
-        """Records of an earlier run that need not be computed again, by the number of their job; and the others' count.
+        """Return the file's results for these jobs by the jobs' numbers, and the count of results of other prompts.
 
-        A record counts if it is a result and its id and prompt are those of a job. Errors are retried. A torn
-        last line, and any line that is no record, is left out.
+        A result belongs to a job if its id and its prompt's token ids are those of the job. Errors are left out, so
+        that they are tried again; so are a torn last line and any line that is no record.
         """
         wanted = {repr(job.id): job for job in jobs if isinstance(job, Job)}
         found: dict[int, dict[str, Any]] = {}
@@ -83,29 +84,30 @@ class ResultFile:
         return found, num_others
 
     def start(self, kept: Sequence[dict[str, Any]]) -> None:
-        """Begin the file with the records that are kept."""
+        """Replace the file by one that holds the kept records, and open it for `append`."""
         self._replace(kept)
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one record, in a single write."""
+        """Add one record as a line."""
         assert self._descriptor is not None, "start comes before append"
         data = dump_line(record).encode() + b"\n"
         while data:  # A full disk or a signal may cut a write short.
             data = data[os.write(self._descriptor, data) :]
 
     def finish(self, records: Sequence[dict[str, Any]]) -> None:
-        """Put all records in their final order, in one atomic step."""
+        """Replace the file by one with all records in their final order, in one atomic step."""
         self.close()
         self._replace(records)
 
     def close(self) -> None:
-        """Stop writing; what was appended stays."""
+        """Close the file; appended records stay."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _replace(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the records to a temporary file and rename it to the path; file permissions stay."""
         mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o666 & ~_umask()
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
@@ -134,14 +136,15 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
-    """Logprobs by token id, as strings; JSON has no −∞, which a token has that could not be drawn."""
+    """Return the logprobs of one position as a JSON object by token id; a token that rules exclude has −∞."""
     return {
-        str(token_id): {**asdict(entry), "logprob": max(entry.logprob, LEAST_LOGPROB)}
+        str(token_id): {**asdict(entry), "logprob": max(entry.logprob, MIN_LOGPROB)}
         for token_id, entry in entries.items()
     }
 
 
 def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

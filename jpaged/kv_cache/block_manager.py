@@ -1,11 +1,11 @@
-"""Page tables of sequences: who owns which pages, shares them, gets more, gives them back, moves to the host.
+"""Page tables of sequences: which pages each owns or shares, how it gets more, gives them back, or moves to the host.
 
-Full pages are immutable and shared freely. The partly filled last page of a sequence has one writer: a fork
-shares it, and whoever writes it first gets a copy. Layers that differ in what they see, full attention or a
-sliding window, have page tables of their own (groups); a window gives back what no later query can see.
+Full pages are immutable and shared freely. The partly filled last page of a sequence has one writer: a fork shares
+it, and the first of the two that writes it gets a copy. Layers that differ in what they see, full attention or a
+sliding window, have page tables of their own (groups); pages that no later query of a window sees are given back.
 
-Every change that the device must know is noted: moves of pages in the store, to be done before the step's own
-work, and `table_changes`, to be sent with it. The caller takes both with each step.
+Every change that the device must know is noted: moves of pages in the store, carried out before the step's own work,
+and changes of the page tables, sent with it. The scheduler takes both with each step.
 
 Knows pages and token ids; no array, no device, no time.
 """
@@ -13,27 +13,29 @@ Knows pages and token ids; no array, no device, no time.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from ..request import RequestState, SampleSequence
 from .page_pool import NULL_PAGE, PagePool
-from .page_store import PageStore
+from .page_store import PageMove, PageStore
 from .prefix_cache import PrefixCache, PrefixMatch
-from .request import RequestState, Sequence
 
 
 class AllocStatus(enum.Enum):
-    """Whether pages can be had: now, after others have given some back, or not from this pool beside its pins."""
+    """Whether a request's pages can be had from a pool."""
 
     OK = "ok"
+    """They are free now."""
     LATER = "later"
+    """They can be had once other requests have given pages back."""
     NEVER = "never"
+    """The pool has too few beside its pinned pages."""
 
 
 class TableEntry(NamedTuple):
-    """A place in the page tables on the device: an entry of the table of `slot` in `group`."""
+    """One entry of the page tables on the device: page number `entry` of the sequence in state slot `slot`."""
 
     group: int
     slot: int
@@ -41,7 +43,11 @@ class TableEntry(NamedTuple):
 
 
 class BlockManager:
-    """The page tables over one store, whose pools and prefix cache are `device`, `host` and `prefixes`."""
+    """The page tables over one store of pages.
+
+    The only writer of `pages` and `num_passed` of sequences. It reads how many of their tokens are computed, and
+    which state slot they have; its callers count those.
+    """
 
     def __init__(
         self,
@@ -55,11 +61,11 @@ class BlockManager:
         max_chunk: int = 1,
         keep_evicted: bool = True,
     ):
-        """`num_blocks` and `num_host_blocks` count every page, the null pages too; no host pages: 0.
+        """Make empty pools. `num_blocks` and `num_host_blocks` count every page, the null pages too; 0: no host pool.
 
-        `windows` has an entry for each page-table group: None sees everything, a number so many tokens, the
-        query's own among them. `max_chunk` bounds the tokens that one sequence computes in a step. `keep_evicted`:
-        prefixes that the device evicts go to the host pool.
+        `windows` has an entry for each page-table group: None sees everything, a number that many tokens, the query's
+        own among them. `max_chunk` bounds the tokens that one sequence computes in a step. `max_cached_blocks` caps
+        the free pages that keep a prefix. `keep_evicted`: prefixes that the device evicts go to the host pool.
         """
         self.block_size = block_size
         self.windows = windows
@@ -70,49 +76,91 @@ class BlockManager:
             max_cached_blocks=max_cached_blocks,
             keep_evicted=keep_evicted,
         )
+        self.device, self.host = self.store.device, self.store.host
         self.prefixes = PrefixCache(
             self.store, block_size=block_size, windows=windows, is_enabled=enable_prefix_caching
         )
         self.table_changes: dict[TableEntry, int] = {}
-        """What the device has still to be told. An entry that changes twice between two steps is told once; what it
-        is told of a slot that has changed hands, the new owner overrides, or never reads."""
+        """Entry → page, for the device to be told. An entry that changes twice between two steps is sent once. What is
+        sent for a slot that has changed hands since, its new owner overwrites or never reads."""
         self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
 
-    @property
-    def device(self) -> PagePool:
-        return self.store.device
-
-    @property
-    def host(self) -> PagePool:
-        return self.store.host
-
-    def clear(self) -> None:
-        """The device has lost everything: no page holds anything, and nothing is left to tell."""
+    def clear(self, sequences: Iterable[SampleSequence] = ()) -> None:
+        """Make every page free and empty, since the device has lost everything; `sequences` owned some of them."""
         self.store.clear()
         self.table_changes.clear()
+        for sequence in sequences:
+            self._forget_pages(sequence)
 
-    # Room
+    def take_changes(self) -> tuple[list[tuple[int, int, int, int]], list[PageMove]]:
+        """Return the page-table changes, as (group, slot, entry, page), and the page moves since the last call."""
+        changes = [(*entry, page) for entry, page in self.table_changes.items()]
+        self.table_changes.clear()
+        return changes, self.store.take_moves()
+
+    def retire(self, step: int) -> None:
+        """Note that every step up to this one is done: pages that only those could write may be taken again."""
+        self.device.retire(step)
+
+    def stats(self) -> dict[str, int]:
+        """Return counts of pages, copies, evictions and prefix-cache tokens, under the names of `Engine.stats`."""
+        device, host, counts = self.device, self.host, self.store.counts
+        return {
+            "copies": counts["copy_on_write"],
+            "prefix_cache_queries": self.prefixes.num_queried_tokens,
+            "prefix_cache_hits": self.prefixes.num_hit_tokens,
+            "blocks": device.num_usable,
+            "blocks_used": device.num_used,
+            "peak_blocks_used": device.peak_used,
+            "host_blocks": host.num_usable,
+            "host_blocks_used": host.num_used,
+            "peak_host_blocks_used": host.peak_used,
+            "evictions": counts["eviction"],
+            "host_hits": counts["host_hit"],
+        }
+
+    # How many pages there are, and how many are needed
 
     @property
     def num_groups(self) -> int:
         return len(self.windows)
 
     @property
+    def num_free(self) -> int:
+        """Device pages that can be taken now."""
+        return self.device.num_free
+
+    @property
+    def num_usable(self) -> int:
+        """Device pages that sequences and pins can own."""
+        return self.device.num_usable
+
+    @property
     def num_available(self) -> int:
-        """Pages that one request could have if it were alone: pinned prefixes stay where they are."""
+        """Pages that one request could have if it ran alone: pinned prefixes stay where they are."""
         return self.device.num_usable - self.num_pinned
 
     @property
     def num_pinned(self) -> int:
-        """Pages that pinned prefixes keep, or will once they are computed."""
+        """Pages that pinned prefixes keep, or will keep once they are computed."""
         return len(self.store.pins) * self.num_groups
 
+    @property
+    def num_pin_changes(self) -> int:
+        """How often prefixes were pinned or unpinned."""
+        return self.store.num_pin_changes
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether the retirement of a step in flight will free pages."""
+        return bool(self.device.deferred)
+
     def pages_for(self, num_tokens: int) -> int:
-        """Pages of one full-attention group that hold this many tokens."""
+        """Return the pages of one full-attention group that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def most_pages(self, fork_len: int, total_lens: Iterable[int]) -> int:
-        """Pages that sequences of these lengths take at most, if they share their first `fork_len` tokens."""
+    def max_pages(self, fork_len: int, total_lens: Iterable[int]) -> int:
+        """Return the pages that sequences of these lengths take at most, sharing their first `fork_len` tokens."""
         lens = list(total_lens)
         # A fork computes the last token that it has in common anew, in a page of its own.
         shared = max(0, fork_len - 1) // self.block_size
@@ -124,27 +172,31 @@ class BlockManager:
             num_pages += sum(min(widest, shared + pages) for pages in own)
         return num_pages
 
-    def status_of(self, most_pages: int, num_pages: int) -> AllocStatus:
-        """Whether a request of at most `most_pages` fits, and `num_pages` can be taken now."""
-        if most_pages > self.num_available:
+    def release_pins(self) -> None:
+        """Let pinned pages be evicted. Their prefixes are pinned again once a sequence computes them anew."""
+        self.store.unpin_all()
+
+    def status_of(self, max_pages: int, num_pages: int) -> AllocStatus:
+        """Return whether a request of at most `max_pages` pages fits the pool, and `num_pages` can be taken now."""
+        if max_pages > self.num_available:
             return AllocStatus.NEVER
-        return AllocStatus.OK if num_pages <= self.device.num_free else AllocStatus.LATER
+        return AllocStatus.OK if num_pages <= self.num_free else AllocStatus.LATER
 
     # The life of a page table
 
-    def place(self, sequence: Sequence, slot: int) -> None:
-        """The sequence gets a state slot: the device must know all of its pages."""
-        sequence.slot = slot
+    def send_table(self, sequence: SampleSequence) -> None:
+        """Note every page of a sequence that has just got a state slot, for the device."""
+        slot = sequence.seq_slot
         for group, pages in enumerate(sequence.pages):
             for index in range(sequence.num_passed[group], len(pages)):
                 self.table_changes[TableEntry(group, slot, index)] = pages[index]
 
-    def prepare(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages to write for its first `num_tokens` tokens; False, changing nothing, if too few are free.
+    def prepare(self, sequence: SampleSequence, num_tokens: int) -> bool:
+        """Get pages to write the first `num_tokens` tokens of a sequence; False, changing nothing, if too few are free.
 
-        A full-attention group gets pages for all that the sequence knows, so that a prompt that was admitted
-        never has to fight for its own pages. The page it writes next becomes its own: if others read it, or
-        may find it, the sequence gets a copy.
+        A full-attention group gets pages for all tokens that the sequence has, so that an admitted prompt never has
+        to compete for its own pages. The page that is written next becomes the sequence's own: if other sequences
+        read it, or may find it, the sequence gets a copy.
         """
         first = sequence.num_computed // self.block_size
         tails = [(group, pages[first]) for group, pages in enumerate(sequence.pages) if first < len(pages)]
@@ -153,7 +205,7 @@ class BlockManager:
             self.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
             for window, pages in zip(self.windows, sequence.pages, strict=True)
         ]
-        if len(shared) + sum(count for count in missing if count > 0) > self.device.num_free:
+        if len(shared) + sum(count for count in missing if count > 0) > self.num_free:
             return False
         for group in shared:
             self._copy_on_write(sequence, group, first)
@@ -162,38 +214,40 @@ class BlockManager:
                 self._append(sequence, group, self.store.take())
         return True
 
-    def release(self, sequence: Sequence) -> None:
-        """Take all pages back. The tail goes first in line to be evicted, since a prefix serves more sequences.
+    def release(self, sequence: SampleSequence) -> None:
+        """Take all pages of a sequence back. The first pages are evicted last: a prefix serves more sequences.
 
-        All groups' pages of one position go together: a prefix is found only while every group has it.
+        All groups' pages of one position go together, since a prefix is found only while every group has it.
         """
-        pool = self._pool_of(sequence)
-        for index in reversed(range(max(map(len, sequence.pages)))):
-            for pages in sequence.pages:
-                if index < len(pages) and pages[index] != NULL_PAGE:
-                    pool.drop_ref(pages[index])
-        sequence.forget_pages()
+        self._drop_refs(sequence)
+        self._forget_pages(sequence)
 
-    def pass_windows(self, sequence: Sequence, num_done: int) -> None:
-        """Give back what no query from position `num_done` on can see, of the device or of the host. No step in flight
-        may have an earlier one. Does nothing for a sequence that has lost its pages."""
+    def pass_windows(self, sequence: SampleSequence, num_done: int) -> None:
+        """Give back the pages, of the device or the host, that no query from position `num_done` on can see.
+
+        No step in flight may have an earlier query. Does nothing for a sequence that has lost its pages.
+        """
         pool = self._pool_of(sequence)
         for group, _ in self.window_groups:
             pages = sequence.pages[group]
-            first_seen = self.prefixes.first_seen(group, num_done)
-            for index in range(sequence.num_passed[group], min(first_seen, len(pages))):
+            first_visible = self.prefixes.first_visible_page(group, num_done)
+            for index in range(sequence.num_passed[group], min(first_visible, len(pages))):
                 pool.drop_ref(pages[index])
                 pages[index] = NULL_PAGE
                 sequence.num_passed[group] = index + 1
 
-    def can_share(self, parent: Sequence, num_tokens: int) -> bool:
-        """Whether the parent still has all that a query behind its first tokens sees: windows may have passed it."""
+    def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
+        """Return whether the parent still has all pages that a query behind its first `num_tokens` tokens sees."""
         return all(
-            parent.num_passed[group] <= self.prefixes.first_seen(group, num_tokens) for group, _ in self.window_groups
+            parent.num_passed[group] <= self.prefixes.first_visible_page(group, num_tokens)
+            for group, _ in self.window_groups
         )
 
-    def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let the child, which owns no page, have the parent's pages of the first tokens, the last one half filled."""
+    def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
+        """Give the child, which owns no page, the parent's pages of the first `num_tokens` computed tokens.
+
+        The last of these pages may be partly filled. The caller counts the tokens as computed by the child.
+        """
         assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
         num_pages = self.pages_for(num_tokens)
         pool = self._pool_of(parent)
@@ -202,46 +256,44 @@ class BlockManager:
                 if page != NULL_PAGE:
                     pool.add_ref(page)
                 self._append(child, group, page)
-        num_full = num_tokens // self.block_size
-        child.num_computed = num_tokens
         child.num_passed = list(parent.num_passed)
-        child.num_published = min(parent.num_published, num_full)
-        child.page_hashes = parent.page_hashes[:num_full]
+        self.prefixes.inherit(parent, child, num_tokens)
 
-    def fence(self, sequence: Sequence, step: int) -> None:
-        """Steps in flight, `step` the last of them, may write pages of this sequence: not to be reused before.
+    def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> int:
+        """Give the sequence, which owns no page, the matched pages; return the tokens that they hold.
 
-        They write where the host does not know the token yet; with a chunk in flight, anywhere.
+        The caller counts these as computed.
+        """
+        for group, pages in enumerate(self.prefixes.adopt(sequence, match)):
+            sequence.num_passed[group] = pages.count(NULL_PAGE)
+            for page in pages:
+                self._append(sequence, group, page)
+        return match.num_pages * self.block_size
+
+    def defer_free(self, sequence: SampleSequence, step: int) -> None:
+        """Keep the pages that steps in flight, `step` the last of them, may write for this sequence from being taken.
+
+        Those steps write where the host does not know the token yet; with a chunk in flight, anywhere.
         """
         has_chunk_in_flight = sequence.last_chunk_step > self.device.retired_step
         first = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.block_size
         for pages in sequence.pages:
             for page in pages[first:]:
                 if page != NULL_PAGE and page not in self.device.key_of:
-                    self.device.fence(page, step)
-
-    def adopt(self, sequence: Sequence, match: PrefixMatch) -> int:
-        """Start the sequence, which owns no page, with these cached ones; returns the tokens they hold."""
-        for group, pages in enumerate(self.prefixes.fetch(match)):
-            sequence.num_passed[group] = pages.count(NULL_PAGE)
-            for page in pages:
-                self._append(sequence, group, page)
-        sequence.num_computed = match.num_pages * self.block_size
-        sequence.num_published = match.num_pages
-        return sequence.num_computed
+                    self.device.defer_free(page, step)
 
     # Swap
 
-    def num_held(self, sequences: SequenceOf[Sequence]) -> int:
-        """Pages that hold something computed of these sequences, each counted once."""
+    def num_held(self, sequences: Sequence[SampleSequence]) -> int:
+        """Count the pages that hold something computed of these sequences, each once."""
         return len(self._held(sequences))
 
-    def swap_out(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Move all that these sequences, who share pages, have computed to the host pool; False if that is too full.
+    def swap_out(self, sequences: Sequence[SampleSequence]) -> bool:
+        """Move all that these sequences, which share pages, have computed to the host pool; False if that is too full.
 
         A page that several of them share is copied once, and one that the host pool has already not at all. Pages
-        that hold nothing yet are given back. Afterwards the page tables count pages of the host pool. False
-        changes nothing.
+        that hold nothing yet are given back. Afterwards the page tables name pages of the host pool. False changes
+        nothing.
         """
         held = self._held(sequences)
         copies = {page: copy for page in held if (copy := self.store.host_copy_of(page)) is not None}
@@ -249,28 +301,26 @@ class BlockManager:
         if len(held) - len(copies) + num_free_copies > self.host.num_free:
             self.store.counts["host_pool_full"] += 1
             return False
-        for copy in copies.values():  # Before any is taken, which may evict what nobody references.
+        for copy in copies.values():  # Before any page is taken, which may evict pages without a reference.
             self.host.add_ref(copy)
         for page in held:
             if page not in copies:
                 copies[page] = self.store.swap_out(page)
         for sequence in sequences:
             tables = self._computed(sequence)
-            kept = sequence.num_computed, sequence.num_published, sequence.num_passed
-            self.release(sequence)
-            sequence.num_computed, sequence.num_published, sequence.num_passed = kept
+            self._drop_refs(sequence)
             sequence.pages = [_translated(pages, copies, self.host) for pages in tables]
         for copy in copies.values():
             self.host.drop_ref(copy)
         return True
 
-    def num_to_swap_in(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free pages that it takes to bring these swapped sequences back: what somebody uses on the device is there."""
+    def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
+        """Count the free pages that swapping these sequences in takes: pages in use on the device are there already."""
         copies = [self.store.device_copy_of(page) for page in self._held(sequences)]
         return sum(copy is None or self.device.ref_counts[copy] == 0 for copy in copies)
 
-    def swap_in(self, sequences: SequenceOf[Sequence]) -> None:
-        """Bring back what `swap_out` moved; `num_to_swap_in` pages must be free.
+    def swap_in(self, sequences: Sequence[SampleSequence]) -> None:
+        """Move back what `swap_out` moved; `num_to_swap_in` pages must be free.
 
         What the device still has under its hash is not copied.
         """
@@ -291,36 +341,49 @@ class BlockManager:
 
     # Parts of the above
 
-    def _copy_on_write(self, sequence: Sequence, group: int, index: int) -> None:
+    def _copy_on_write(self, sequence: SampleSequence, group: int, index: int) -> None:
         shared = sequence.pages[group][index]
         own = sequence.pages[group][index] = self.store.copy(shared)
-        self.table_changes[TableEntry(group, sequence.slot, index)] = own
+        self.table_changes[TableEntry(group, sequence.seq_slot, index)] = own
         self.device.drop_ref(shared)
 
-    def _append(self, sequence: Sequence, group: int, page: int) -> None:
+    def _append(self, sequence: SampleSequence, group: int, page: int) -> None:
         pages = sequence.pages[group]
-        if sequence.slot and page != NULL_PAGE:
-            self.table_changes[TableEntry(group, sequence.slot, len(pages))] = page
+        if sequence.seq_slot and page != NULL_PAGE:
+            self.table_changes[TableEntry(group, sequence.seq_slot, len(pages))] = page
         pages.append(page)
 
-    def _pool_of(self, sequence: Sequence) -> PagePool:
+    def _drop_refs(self, sequence: SampleSequence) -> None:
+        """Give up the references of all pages of a sequence, the last position first."""
+        pool = self._pool_of(sequence)
+        for index in reversed(range(max(map(len, sequence.pages)))):
+            for pages in sequence.pages:
+                if index < len(pages) and pages[index] != NULL_PAGE:
+                    pool.drop_ref(pages[index])
+
+    def _forget_pages(self, sequence: SampleSequence) -> None:
+        sequence.pages = [[] for _ in self.windows]
+        sequence.num_passed = [0] * self.num_groups
+        self.prefixes.forget_pages(sequence)
+
+    def _pool_of(self, sequence: SampleSequence) -> PagePool:
         return self.host if sequence.state is RequestState.SWAPPED else self.device
 
     def _is_shared(self, page: int) -> bool:
         return self.device.ref_counts[page] > 1 or page in self.device.key_of
 
-    def _computed(self, sequence: Sequence) -> list[list[int]]:
-        """The sequence's pages that hold something, per group."""
+    def _computed(self, sequence: SampleSequence) -> list[list[int]]:
+        """Return the sequence's pages that hold something, per group."""
         return [pages[: self.pages_for(sequence.num_computed)] for pages in sequence.pages]
 
-    def _held(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Pages of all groups that hold something of these sequences, each once, in order of appearance."""
+    def _held(self, sequences: Sequence[SampleSequence]) -> list[int]:
+        """Return the pages of all groups that hold something of these sequences, each once, in order of appearance."""
         tables = chain.from_iterable(self._computed(sequence) for sequence in sequences)
         return [page for page in dict.fromkeys(chain.from_iterable(tables)) if page != NULL_PAGE]
 
 
 def _translated(pages: list[int], copies: dict[int, int], pool: PagePool) -> list[int]:
-    """The same pages in another pool, each with a reference more there."""
+    """Return the copies of these pages in another pool, and reference each of them there once more."""
     translated = [NULL_PAGE if page == NULL_PAGE else copies[page] for page in pages]
     for page in translated:
         if page != NULL_PAGE:

@@ -1,8 +1,7 @@
-"""The pages of the device and of the host, and the copies between them that a step has to make first.
+"""The pages of the device and of the host, and the copies between them that a step has to make before it computes.
 
-A page that the device evicts may live on in the host pool and be found there. Every copy is noted in order, in
-`moves`; they are to be done in that order, before anything of the step is written. Knows pages and hashes; no
-sequence, no token.
+A prefix that the device evicts may live on in the host pool and be found there. Every copy is noted in `moves`; the
+moves are carried out in that order, before the step writes anything. Knows pages and hashes; no sequence, no token.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from .page_pool import PageKey, PagePool
 
 
 class MoveKind(enum.Enum):
-    """What is copied where."""
+    """From where to where a page is copied."""
 
     COPY = "copy"
-    """Device page to device page."""
+    """From a device page to a device page."""
     SWAP_OUT = "swap_out"
-    """Device page to host page."""
+    """From a device page to a host page."""
     SWAP_IN = "swap_in"
-    """Host page to device page."""
+    """From a host page to a device page."""
 
 
 class PageMove(NamedTuple):
-    """One page's keys and values of all layers, copied before the step writes anything."""
+    """A copy of one page's keys and values of all layers, made before the step writes anything."""
 
     kind: MoveKind
     source: int
@@ -34,29 +33,30 @@ class PageMove(NamedTuple):
 
 
 MAX_KEPT = 16
-"""Evicted pages that a step copies to the host at most: a long prompt may evict hundreds, and shall not wait."""
+"""Evicted prefixes, in pages, that one step copies to the host: a long prompt evicts hundreds, and must not wait."""
 
 
 class PageStore:
-    """Two pools, and the moves that were asked of them since the last step."""
+    """The pools of device and host, and the moves that were asked of them since the last step."""
 
     def __init__(self, *, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None, keep_evicted: bool):
+        """Make two empty pools. `keep_evicted`: prefixes that the device evicts are copied to the host pool."""
         self.device = PagePool(num_blocks, max_cached=max_cached_blocks)
         self.host = PagePool(max(1, num_host_blocks))
         self.keep_evicted = keep_evicted
         self.moves: list[PageMove] = []
         self.num_kept = 0
-        """Evicted pages among the moves that go to the host pool."""
+        """Evicted pages among `moves` that are copied to the host pool."""
         self.pins: Counter[bytes] = Counter()
-        """Hashes of pages that are to stay on the device, and how many pinned prefixes they belong to."""
+        """Hash of each page that is to stay on the device → how many pinned prefixes contain it."""
         self.pinned_pages: dict[PageKey, int] = {}
-        """Those of them that are there now. Each is referenced once for its pin."""
-        self.num_pinnings = 0
-        """Counts pins and unpins: what depends on them is looked at anew when it has changed."""
+        """Pages of `pins` that are on the device now. Each is referenced once for its pin."""
+        self.num_pin_changes = 0
+        """How often prefixes were pinned or unpinned: what depends on pins is checked again when this has changed."""
         self.counts: Counter[str] = Counter()
 
     def take(self) -> int:
-        """A free device page. What it held lives on in the host pool if it can, and is found there."""
+        """Take a free device page. The prefix that it held is copied to the host pool if that may and can be."""
         page, key = self.device.take()
         if key is not None:
             self.counts["eviction"] += 1
@@ -68,18 +68,18 @@ class PageStore:
         return page
 
     def copy(self, page: int) -> int:
-        """A device page with the content of another one."""
+        """Take a device page that gets the content of another device page."""
         own = self.take()
         self.moves.append(PageMove(MoveKind.COPY, page, own))
         self.counts["copy_on_write"] += 1
         return own
 
     def swap_out(self, page: int) -> int:
-        """A host page with the content of a device page, and found by the same hash. The host pool must have room."""
+        """Take a host page that gets the content of a device page, and its hash. The host pool must have room."""
         return self._copy_out(page, self.device.key_of.get(page))
 
     def swap_in(self, host_page: int) -> int:
-        """A device page with the content of a referenced host page, and found by the same hash."""
+        """Take a device page that gets the content of a referenced host page, and its hash."""
         page = self.take()
         self.moves.append(PageMove(MoveKind.SWAP_IN, host_page, page))
         if host_page in self.host.key_of:
@@ -87,40 +87,45 @@ class PageStore:
         return page
 
     def host_copy_of(self, page: int) -> int | None:
-        """The host page that holds what a device page holds, if it is published in both pools."""
+        """Return the host page with a device page's content; None unless it is published in both pools."""
         key = self.device.key_of.get(page)
         return None if key is None else self.host.page_of.get(key)
 
     def device_copy_of(self, host_page: int) -> int | None:
-        """The device page that holds what a host page holds, if it is published in both pools."""
+        """Return the device page with a host page's content; None unless it is published in both pools."""
         key = self.host.key_of.get(host_page)
         return None if key is None else self.device.page_of.get(key)
 
     def publish(self, page: int, key: PageKey) -> None:
-        """Let a device page be found by `key`, and keep it if that prefix is pinned."""
+        """Let a device page be found by `key`, and pin it if its prefix is pinned."""
         if self.device.publish(page, key) and key[1] in self.pins:
             self.pin(key)
 
     def pin(self, key: PageKey) -> None:
-        """Keep the device page that is found by `key`, if there is one and it is not kept already."""
+        """Keep the device page that is found by `key` from eviction, if there is one; a second call does nothing."""
         page = self.device.page_of.get(key)
         if page is not None and key not in self.pinned_pages:
             self.device.add_ref(page)
             self.pinned_pages[key] = page
 
     def unpin(self, key: PageKey) -> None:
-        """Let the page of `key` be evicted like others."""
+        """Let the page that is found by `key` be evicted like others."""
         page = self.pinned_pages.pop(key, None)
         if page is not None:
             self.device.drop_ref(page)
 
+    def unpin_all(self) -> None:
+        """Let all pinned pages be evicted. `pins` stay: these prefixes are pinned again once they are computed anew."""
+        for key in list(self.pinned_pages):
+            self.unpin(key)
+
     def take_moves(self) -> list[PageMove]:
-        """The moves since the last call: the caller has them done."""
+        """Return the moves since the last call, which the caller then has carried out."""
         moves, self.moves, self.num_kept = self.moves, [], 0
         return moves
 
     def clear(self) -> None:
-        """The device has lost everything, and the host pool with it: every page is free and holds nothing."""
+        """Make every page of both pools free and empty: the device has lost everything, the host pool with it."""
         self.device.clear()
         self.host.clear()
         self.pinned_pages.clear()

@@ -1,51 +1,38 @@
-"""What a full page is found by: a SHA-256 chain over its tokens, all tokens before, and all else they depend on.
+"""Chained hashes of full pages: SHA-256 over a page's tokens, all tokens before it, and all else that they depend on.
 
-Python's own `hash` is neither stable nor safe against a client who looks for collisions. Every extra is tagged
-with its name and its length, so that no value of one can pass for another.
+Python's own `hash` is neither stable between processes nor safe against a client who looks for collisions. Every
+extra is tagged with its name and its length, so that no value of one can pass for another.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import sha256
 
-
-@dataclass(frozen=True, slots=True)
-class CacheKey:
-    """What keys and values depend on besides tokens: requests with different ones share no page."""
-
-    lora_name: str | None = None
-    lora_version: int = 0
-    """Counts the loadings of an adapter under its name."""
-    cache_salt: str | None = None
-    """A tenant's secret, so that nobody can learn from latency what others have asked."""
-    weights_version: int = 0
-    items: tuple[tuple[int, bytes], ...] = ()
-    """(position, content hash) of what stands in for tokens, such as images, in order of position."""
-
-    def root(self) -> bytes:
-        """Where the chain of these extras begins. `items` come in with the pages that they begin in."""
-        digest = sha256(b"jpaged prefix v2")
-        for name in ("lora_name", "lora_version", "cache_salt", "weights_version"):
-            value = getattr(self, name)
-            if value is not None:
-                data = str(value).encode()
-                digest.update(f"\0{name}\0{len(data)}\0".encode() + data)
-        return digest.digest()
+from ..request import CacheKey
 
 
-NO_EXTRAS = CacheKey()
-"""Nothing but tokens."""
+def root_hash(key: CacheKey) -> bytes:
+    """Return the 32 bytes that the chain of these extras begins with; `items` are hashed with the pages they are in."""
+    digest = sha256(b"jpaged prefix v2")
+    for name in ("lora_name", "lora_version", "cache_salt", "weights_version"):
+        value = getattr(key, name)
+        if value is not None:
+            data = str(value).encode()
+            digest.update(f"\0{name}\0{len(data)}\0".encode() + data)
+    return digest.digest()
 
 
 def extend_hashes(hashes: list[bytes], token_ids: array[int], num_pages: int, page_size: int, key: CacheKey) -> None:
-    """Append to `hashes`, those of the first pages of `token_ids`, until there are `num_pages` of them."""
+    """Append the hashes of further full pages of `token_ids` to `hashes`, until it holds `num_pages` of them.
+
+    `hashes` holds those of the first pages already; `page_size` counts tokens.
+    """
     first = len(hashes)
     if first >= num_pages:
         return
-    parent = hashes[-1] if hashes else key.root()
+    parent = hashes[-1] if hashes else root_hash(key)
     data = token_ids[first * page_size : num_pages * page_size].tobytes()
     width = token_ids.itemsize * page_size
     extras = _extras(key.items, page_size) if key.items else {}
@@ -59,7 +46,7 @@ def extend_hashes(hashes: list[bytes], token_ids: array[int], num_pages: int, pa
 
 
 def _extras(items: Iterable[tuple[int, bytes]], page_size: int) -> dict[int, bytes]:
-    """Page → what is hashed with its tokens: offset and digest of every item that begins in it."""
+    """Return page → what is hashed with its tokens: offset and SHA-256 of every item that begins in that page."""
     extras: dict[int, bytes] = {}
     for position, content in items:
         page, offset = divmod(position, page_size)

@@ -1,42 +1,84 @@
-"""Samples of one prompt as a tree: each shares its first tokens with its parent, and attaches to it to share pages.
+"""The samples of one request as a tree: each shares its first tokens with its parent, and gets its pages from it.
 
-The first live sample of a request has no parent. Knows tokens; no page.
+The first live sample of a request has no parent. The only writer of `parent`, `fork_len` and `awaits_parent` of
+sequences and of `live` of requests. Knows numbers of tokens; no page.
 """
 
 from __future__ import annotations
 
-from .request import Request, Sequence
+from ..request import Request, SampleSequence
 
 
-def children_of(sequence: Sequence) -> list[Sequence]:
-    """Live samples that share their first tokens with this one."""
+def children_of(sequence: SampleSequence) -> list[SampleSequence]:
+    """Return the live samples that share their first tokens with this one."""
     return [other for other in sequence.request.live if other.parent is sequence]
 
 
 def common_len(request: Request) -> int:
-    """Tokens that all live samples of a request share, as far as is known; 0 if there is only one."""
+    """Return how many first tokens all live samples of a request are known to share; 0 if there is only one."""
     return min((sequence.fork_len for sequence in request.live if sequence.parent is not None), default=0)
 
 
-def num_distinct(request: Request) -> int:
-    """Computed tokens of all live samples, each counted once: what computing the request anew would take."""
+def num_distinct_tokens(request: Request) -> int:
+    """Count the computed tokens of all live samples, shared ones once: what recomputing the request would take."""
     return sum(max(0, sequence.num_computed - sequence.fork_len) for sequence in request.live)
 
 
-def samplers_of(sequence: Sequence, end: int) -> list[Sequence]:
-    """Who draws its next token from position `end` − 1 of this sequence.
+def samplers_of(sequence: SampleSequence, end: int) -> list[SampleSequence]:
+    """Return the samples that draw their next token from the logits of position `end` − 1 of this sequence.
 
-    The sequence itself, if it knows no more tokens, and the samples that wait for its pages and know as many.
+    These are the sequence itself, if it has no more tokens, and the samples that wait for its pages and have as many.
     """
     samplers = [sequence] if sequence.num_tokens == end else []
     for child in children_of(sequence):
-        if child.awaits_parent and child.slot and child.fork_len == end:
+        if child.awaits_parent and child.seq_slot and child.fork_len == end:
             samplers += samplers_of(child, end)
     return samplers
 
 
-def leave_children(sequence: Sequence) -> None:
-    """A sample has ended and left its request's `live`: what its children share with it they share with each other."""
+def attach(sequence: SampleSequence, parent: SampleSequence, *, awaits_parent: bool) -> None:
+    """Make a live sample the child of another one, with which it shares all tokens that it has."""
+    sequence.parent, sequence.fork_len, sequence.awaits_parent = parent, sequence.num_tokens, awaits_parent
+
+
+def move_under(sequence: SampleSequence, parent: SampleSequence, *, awaits_parent: bool) -> None:
+    """Take a live sample out of its place and make it the last one, with `parent` as its parent, as `attach` does."""
+    remove(sequence)
+    sequence.request.live.append(sequence)
+    attach(sequence, parent, awaits_parent=awaits_parent)
+
+
+def set_waiting(sequence: SampleSequence, is_waiting: bool) -> None:
+    """Note whether a sample waits for its parent to compute the tokens that they share."""
+    sequence.awaits_parent = is_waiting
+
+
+def share_nothing(sequence: SampleSequence) -> None:
+    """Note that a sample computes all of its tokens itself, in pages of its own."""
+    sequence.fork_len, sequence.awaits_parent = 0, False
+
+
+def remove(sequence: SampleSequence) -> None:
+    """Take a sample out of the live ones of its request; its children go on with each other."""
+    sequence.request.live.remove(sequence)
+    reparent_children(sequence)
+
+
+def remove_all(request: Request) -> None:
+    """Leave a request without live samples."""
+    request.live.clear()
+
+
+def reset_to_prompt(request: Request) -> None:
+    """Let all live samples of a request share its prompt, which the first of them computes for all."""
+    first, *others = request.live
+    first.parent, first.fork_len = None, 0
+    for sequence in others:
+        sequence.parent, sequence.fork_len = first, request.prompt_len
+
+
+def reparent_children(sequence: SampleSequence) -> None:
+    """Let the children of a sample that has left `live` share with each other what they shared with it."""
     children, parent, common = children_of(sequence), sequence.parent, sequence.fork_len
     if not children:
         return
@@ -46,7 +88,7 @@ def leave_children(sequence: Sequence) -> None:
     for child in children:
         if child is not parent:
             child.parent, child.fork_len = parent, min(child.fork_len, common)
-    # Last, so that it can be done again if it is broken off.
+    # Last, so that it can be done again if it is interrupted.
     if parent in children:
         parent.parent, parent.fork_len = None, 0
         live = sequence.request.live

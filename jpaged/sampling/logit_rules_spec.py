@@ -1,6 +1,6 @@
-"""What requests may ask of their logits, and how the host writes it down for the device: a row of numbers per slot.
+"""The rules that requests set for their logits, and how the host packs them for the device: a row per state slot.
 
-The device's half is logit_rules.py. Imports no JAX.
+`logit_rules.py` is the device's half. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -8,76 +8,71 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
-from .errors import InvalidRequestError
+from ..checks import nearest, refusal, shown
 from .logits_processor import LogitsProcessor
-from .sampling_params import SamplingParams, shown
+from .parameter import Column
+from .sampling_params import SamplingParams, parameters_in
 
 MAX_BAD_TOKENS = 1024
-"""Of all bad words of a request together."""
+"""Tokens of all bad words of a request together."""
 IN_PROMPT, ENDS = 1 << 30, 1 << 29
-"""Bits of `tokens`: the prompt has this token; it may not come before min_tokens. The rest counts how often it was
-drawn."""
+"""Bits of an entry of `tokens`: the prompt holds this token; it may not come before min_tokens. The bits below count
+how often it was drawn."""
 COUNT_MASK = ENDS - 1
 IS_FIRST, IS_LAST, IS_MATCHED = 1 << 30, 1 << 29, 1 << 28
-"""Bits of `words`: a word's first token; its last; the output ends with the word's tokens up to this one."""
+"""Bits of an entry of `words`, a token of a bad word: it is the word's first; its last; the output ends with the word's
+tokens up to this one. The bits below are the token's id."""
 ID_MASK = IS_MATCHED - 1
-VALUES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
-"""Before the arguments of processors in `values`."""
+RULE_PARAMETERS = parameters_in(Column.RULE)
+"""Parameters at the front of `values`; the arguments of processors stand behind them."""
 
 
 @dataclass(frozen=True)
-class RuleBook:
-    """The rules that an engine knows, and how wide its logits are."""
+class LogitRulesSpec:
+    """The width of an engine's logits, its own processors, and the tokens that end its sequences."""
 
     vocab_size: int
     processors: tuple[LogitsProcessor, ...] = ()
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's: none comes before min_tokens, also where it would not end the sequence."""
+    """The model's. None of them comes before min_tokens, even where ignore_eos is set and it would end nothing."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names that `extra_args` may hold."""
+        """Return the names that `extra_args` may hold."""
         return tuple(name for processor in self.processors for name in processor.arguments)
 
     @property
     def widths(self) -> dict[str, int]:
-        """Numbers of one slot's rules, by field."""
+        """Return how many 32-bit values each field of one slot's rules has."""
         return {
             "tokens": self.vocab_size,
             "bias": self.vocab_size,
             "words": MAX_BAD_TOKENS,
-            "values": len(VALUES) + len(self.arguments),
+            "values": len(RULE_PARAMETERS) + len(self.arguments),
         }
 
     @property
     def width(self) -> int:
-        """Of one slot's rules, in int32."""
+        """Return how many 32-bit values one slot's rules have."""
         return sum(self.widths.values())
 
     def check(self, params: SamplingParams) -> None:
-        """InvalidRequestError for arguments that no processor takes, and for some of one's and not all."""
+        """Refuse `extra_args` that no processor takes, and those that are only some of a processor's arguments."""
         given = params.extra_args or {}
         for name in given:
             if name not in self.arguments:
-                near = get_close_matches(name, self.arguments, n=1)
-                hint = f"did you mean {near[0]}?" if near else "leave it out"
-                known = f"one of {', '.join(self.arguments)}" if self.arguments else "none: it has no logits_processors"
-                raise InvalidRequestError(
-                    f"extra_args: got {shown(name)}, this engine takes {known}; {hint}", param="extra_args"
-                )
+                known = f"arguments of this engine's logits_processors: {', '.join(self.arguments) or 'it has none'}"
+                near = nearest(name, self.arguments)
+                raise refusal("extra_args", shown(name), known, f"did you mean {near}?" if near else "leave it out")
         for processor in self.processors:
             missing = [name for name in processor.arguments if name not in given]
             if missing and len(missing) < len(processor.arguments):
-                raise InvalidRequestError(
-                    f"extra_args: got no {', '.join(missing)}, {processor.name} takes all of "
-                    f"{', '.join(processor.arguments)}; add it",
-                    param="extra_args",
-                )
+                allowed = f"all arguments of {processor.name}: {', '.join(processor.arguments)}"
+                raise refusal("extra_args", f"no {', '.join(missing)}", allowed, "add it")
 
     def row(
         self,
@@ -88,9 +83,9 @@ class RuleBook:
         stop_ids: Collection[int],
         bad_words: Sequence[Sequence[int]],
     ) -> np.ndarray:
-        """Rules of a sequence with this prompt and output so far: the fields one after another, as int32.
+        """Pack the rules of a sequence with this prompt and output so far: all fields in a row, int32 [width].
 
-        `stop_ids` are the tokens that end it, `bad_words` the ids of what may not come out, MAX_BAD_TOKENS in all.
+        `stop_ids` are the tokens that end it; `bad_words` are token ids of words, at most MAX_BAD_TOKENS together.
         """
         tokens = np.bincount(np.asarray(output, np.intp), minlength=self.vocab_size).astype(np.int32)
         tokens[np.asarray(prompt, np.intp)] |= IN_PROMPT
@@ -102,38 +97,39 @@ class RuleBook:
             bias[list(params.allowed_token_ids)] = 0.0
         if params.logit_bias:
             bias[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-        words = packed_words(bad_words)
+        words = _pack_words(bad_words)
         longest = max(map(len, bad_words), default=0)
         for token_id in output[max(0, len(output) - longest) :]:
-            words = matched_on(words, token_id, np)
+            words = advance_matches(words, token_id, np)
         return np.concatenate([tokens, bias.view(np.int32), words, self.values(params).view(np.int32)])
 
     def values(self, params: SamplingParams) -> np.ndarray:
-        """Numbers of a request's rules; NaN for the arguments that it does not give."""
+        """Return a request's `values`, float32; NaN stands for processors' arguments that it does not give."""
         given = params.extra_args or {}
-        own = [getattr(params, name) for name in VALUES]
+        own = [getattr(params, name) for name in RULE_PARAMETERS]
         return np.array([*own, *(given.get(name, math.nan) for name in self.arguments)], np.float32)
 
 
-def packed_words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
-    """Bad words one after another, of which nothing is matched yet."""
+def _pack_words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the words' tokens in a row, int32 [MAX_BAD_TOKENS], with no token matched yet; 0 behind the last."""
     words = np.zeros(MAX_BAD_TOKENS, np.int32)
-    at = 0
+    start = 0
     for word in bad_words:
-        words[at : at + len(word)] = word
-        words[at] |= IS_FIRST
-        at += len(word)
-        words[at - 1] |= IS_LAST
+        words[start : start + len(word)] = word
+        words[start] |= IS_FIRST
+        start += len(word)
+        words[start - 1] |= IS_LAST
     return words
 
 
-def goes_on(words: Any, xp: Any) -> Any:
-    """Where the next token may continue a bad word: at each first one, and behind each that is matched."""
+def may_come_next(words: Any, xp: Any) -> Any:
+    """Return at which entries of `words` the next token would go on with a bad word: the first token of each word, and
+    the one behind each matched token. `xp` is numpy or jax.numpy; the last axis holds the entries."""
     is_behind_matched = xp.roll(words, 1, axis=-1) & IS_MATCHED != 0
     return (words & IS_FIRST != 0) | is_behind_matched
 
 
-def matched_on(words: Any, token_id: Any, xp: Any) -> Any:
-    """The words with the marks that they have after one more token: Shift-And, over all of them at once."""
-    is_matched = goes_on(words, xp) & (words & ID_MASK == token_id)
+def advance_matches(words: Any, token_id: Any, xp: Any) -> Any:
+    """Return `words` with the matches that they have after one more token: Shift-And, over all words at once."""
+    is_matched = may_come_next(words, xp) & (words & ID_MASK == token_id)
     return xp.where(is_matched, words | IS_MATCHED, words & ~IS_MATCHED)

@@ -1,37 +1,27 @@
-"""What a caller asks of the sampler, checked as soon as it is said."""
+"""What a caller asks of the sampler, checked as soon as an object is made. `SamplingParams` is the table of parameters.
+
+To add a parameter, add a field here and compute with it: in `sampler.py` if it has a column of its own, in
+`logit_rules.py` if it is a rule.
+"""
 
 from __future__ import annotations
 
-import difflib
 import enum
-import reprlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from typing import Any
 
-from .errors import InvalidRequestError
+from .. import not_available
+from ..checks import INT64, CheckedFields, Unfit, boolean, integer, is_number, number, or_none
+from ..errors import InvalidRequestError
+from .parameter import Column, Flag, arguments, biases, parameter, some_token_ids, stop_strings, token_ids, words
 
 GREEDY_TEMPERATURE = 1e-5
 MAX_SAMPLES = 128
-MAX_STOPS = 4
-MAX_STOP_CHARS = 1024
-MAX_TOKEN_ID = (1 << 31) - 1
 MAX_MIN_TOKENS = 1 << 24
-"""Float32, in which it travels, holds every integer up to there."""
-MAX_BIASES = 1024
-MAX_BIAS = 100.0
-MAX_BAD_WORDS = 128
+"""`min_tokens` travels as a float32, which holds every integer up to this one."""
 MAX_LENGTH_PENALTY = 10.0
-MAX_FLOAT = 3.4028234663852886e38
-"""Of a float32."""
-SEED_RANGE = (-(1 << 63), (1 << 63) - 1)
-
-NOT_BUILT = ("structured_outputs",)
-"""Parameters of the full interface that this version refuses by name."""
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
 class RequestOutputKind(enum.Enum):
@@ -42,316 +32,251 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = "final_only"
 
 
-class _Checked:
-    """What is common to parameters: each field is checked as soon as it is said."""
+def _output_kind(value: Any) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(value)
+    except ValueError:
+        raise Unfit(f"one of {', '.join(kind.value for kind in RequestOutputKind)}") from None
 
-    def _integer(self, name: str, low: int, high: int | None) -> None:
-        value = getattr(self, name)
-        if not is_integer(value) or value < low or (high is not None and value > high):
-            self._refuse(name, f"an integer ≥ {low}" if high is None else f"an integer in [{low}, {high}]")
-        object.__setattr__(self, name, int(value))
 
-    def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
-        value = getattr(self, name)
-        # A NaN compares false with everything.
-        if not _is_number(value) or not low <= value <= high or (open_low and value == low):
-            self._refuse(name, f"a number in {'(' if open_low else '['}{low:g}, {high:g}]")
-        # Adding zero makes 0.0 of −0.0: thresholds are compared by their bits.
-        object.__setattr__(self, name, float(value) + 0.0)
+def _seed(value: Any) -> int | None:
+    """Take a seed of 64 bits; −1 means none, as it does in vLLM."""
+    seed = or_none(integer(*INT64))(value)
+    return None if seed == -1 else seed
 
-    def _refuse(self, name: str, allowed: str) -> NoReturn:
-        raise InvalidRequestError(f"{name}: got {shown(getattr(self, name))}, allowed: {allowed}", param=name)
+
+def _zero(value: Any) -> float:
+    if not is_number(value) or value != 0:
+        raise Unfit("0, since a search draws nothing", "sample with SamplingParams")
+    return float(value)
+
+
+def _early_stopping(value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise Unfit("true, false or never")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams(_Checked):
+class SamplingParams(
+    CheckedFields, kind="parameter", error=InvalidRequestError, not_available=not_available.SAMPLING_PARAMETERS
+):
     """How one request is sampled. Raises InvalidRequestError naming the field, the value and what is allowed.
 
-    `n` samples share the prompt, and each has its own draws. `temperature` below 1e-5 is greedy. `top_k` 0 or −1
-    is off. `max_tokens` None runs to the end of the context. `seed` fixes the draws of this request whatever it
-    shares a batch with; without one (or −1) they come from the engine's seed and the request's number.
-
-    Rules change the logits before that, in this order: `allowed_token_ids` leaves these tokens only; `bad_words`
-    may not come out, each with and without a space before it; the first `min_tokens` tokens end nothing, by EOS, by a
-    stop id or by a stop string; `logit_bias` is added by token id; then a token that was in the prompt or the output
-    has its logit divided by `repetition_penalty` (multiplied where negative), one that was in the output is lowered by
-    `presence_penalty`, and by `frequency_penalty` each time. `extra_args` are arguments of the engine's own
-    `logits_processors`.
-
-    `logprobs` k asks for the sampled token's logprob and the k highest, `prompt_logprobs` for the same of the prompt;
-    −1 is all of the vocabulary, where the engine's `max_logprobs` is −1. `stop` strings end the text before them,
-    unless `include_stop_str_in_output`. `spaces_between_special_tokens` False leaves out the space that some
-    tokenizers write between two special tokens in a row, where these are not skipped.
+    Logits are changed in this order: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, the engine's
+    `logits_processors`, `repetition_penalty`, `frequency_penalty` and `presence_penalty`. Then come `temperature`,
+    `min_p`, `top_k` and `top_p`, each over the tokens that the one before left.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | tuple[str, ...] | list[str] | None = None
-    stop_token_ids: tuple[int, ...] | list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    bad_words: tuple[str, ...] | list[str] | None = None
-    extra_args: Mapping[str, float] | None = field(default=None, hash=False)
-
-    def __new__(cls, **values: Any) -> SamplingParams:
-        """Refuse unknown names with the nearest known one, where a dataclass would say `unexpected keyword`."""
-        for name in values:
-            check_name(name)
-        return super().__new__(cls)
+    n: int = parameter(
+        1,
+        integer(1, MAX_SAMPLES),
+        Flag("N", "samples per prompt, 1 to 128; on stdout each begins with [its number]", ("--num-samples",)),
+    )
+    """Samples of the prompt, 1 to 128; they share its pages, and each has its own draws."""
+    presence_penalty: float = parameter(
+        0.0,
+        number(-2.0, 2.0),
+        Flag("X", "lower the logits of tokens that were generated already, by -2 to 2"),
+        column=Column.RULE,
+    )
+    """Subtracted from the logit of each token that the output holds already."""
+    frequency_penalty: float = parameter(
+        0.0, number(-2.0, 2.0), Flag("X", "the same each time that they were generated"), column=Column.RULE
+    )
+    """Subtracted from a token's logit once for each time that the output holds it."""
+    repetition_penalty: float = parameter(
+        1.0,
+        number(1e-6, 1e6),  # Beyond that, a logit would leave the range of a float32.
+        Flag("X", "divide the logits of tokens of prompt and output by this; 1 is off"),
+        column=Column.RULE,
+    )
+    """Divides the logit of each token of the prompt or the output, or multiplies it where it is negative; 1 is off."""
+    temperature: float = parameter(
+        1.0, number(0.0, 2.0), Flag("X", "0 is greedy; default: the model's"), column=Column.FLOAT32
+    )
+    """Divides the logits, 0 to 2; below 1e-5 the most likely token is taken (greedy)."""
+    top_p: float = parameter(
+        1.0,
+        number(0.0, 1.0, open_min=True),
+        Flag("X", "keep the most likely tokens up to this probability, in (0, 1]"),
+        column=Column.FLOAT32,
+    )
+    """Keeps the fewest most likely tokens whose probabilities sum up to this share; 1 keeps all."""
+    top_k: int = parameter(
+        0, integer(-1), Flag("N", "keep this many of the most likely tokens; 0 is off"), column=Column.INT32
+    )
+    """Keeps this many of the most likely tokens; 0 and −1 keep all."""
+    min_p: float = parameter(
+        0.0,
+        number(0.0, 1.0),
+        Flag("X", "keep tokens at least this likely relative to the likeliest"),
+        column=Column.FLOAT32,
+    )
+    """Keeps tokens whose probability is at least this share of the likeliest token's; 0 keeps all."""
+    seed: int | None = parameter(None, _seed, Flag("N", "fix the random draws of every request"))
+    """Fixes the draws of this request, whatever it shares a batch with. Without one (None or −1) they come from the
+    engine's seed and the request's number."""
+    stop: str | tuple[str, ...] | list[str] | None = parameter(
+        None, stop_strings, Flag("TEXT", "end before this text (repeatable)")
+    )
+    """At most 4 strings; the output ends where one of them appears, before it."""
+    stop_token_ids: tuple[int, ...] | list[int] | None = parameter(
+        None, token_ids, Flag("ID", "end at this token id (repeatable)")
+    )
+    """Token ids that end the output, beside the model's end-of-sequence tokens."""
+    ignore_eos: bool = parameter(False, boolean, Flag("", "go on past the end-of-sequence token"))
+    """Whether the model's end-of-sequence tokens end nothing."""
+    max_tokens: int | None = parameter(
+        16,
+        or_none(integer(1)),
+        Flag("N", "tokens to generate; default: to the end of the reply or of the context", ("-n", "--max-tokens")),
+    )
+    """Output tokens at most; None: to the end of the context. 16 is vLLM's default."""
+    min_tokens: int = parameter(
+        0,
+        integer(0, MAX_MIN_TOKENS),
+        Flag("N", "nothing ends the output before it has so many tokens"),
+        column=Column.RULE,
+    )
+    """Output tokens before which no end-of-sequence token, stop token id or stop string ends the output."""
+    logprobs: int | None = parameter(
+        None,
+        or_none(integer(-1)),
+        Flag("N", "also give the logprobs of the sampled and of this many likeliest tokens; -1: of all"),
+    )
+    """Gives the logprob of each output token and of this many most likely tokens beside it; −1: of the vocabulary,
+    if the engine's `max_logprobs` is −1; None: no logprobs."""
+    prompt_logprobs: int | None = parameter(None, or_none(integer(-1)), Flag("N", "the same for the prompt's tokens"))
+    """Like `logprobs`, for the tokens of the prompt."""
+    detokenize: bool = parameter(True, boolean)
+    """Whether outputs hold text; without it they hold token ids only, and `stop` must be empty."""
+    skip_special_tokens: bool = parameter(True, boolean)
+    """Whether the text leaves out special tokens."""
+    spaces_between_special_tokens: bool = parameter(True, boolean)
+    """Whether the space stays that some tokenizers write between two special tokens that are not skipped."""
+    include_stop_str_in_output: bool = parameter(False, boolean)
+    """Whether the text ends with the stop string that ended it, instead of before it."""
+    output_kind: RequestOutputKind = parameter(RequestOutputKind.CUMULATIVE, _output_kind)
+    """What the outputs of a step hold; the name of a kind in lower case is taken too."""
+    logit_bias: Mapping[int, float] | None = parameter(
+        None, or_none(biases), Flag("ID=X", "add X to a token's logit (repeatable)"), is_rule=True, hash=False
+    )
+    """Added to logits by token id, −100 to 100; at most 1024 ids."""
+    allowed_token_ids: tuple[int, ...] | list[int] | None = parameter(
+        None, or_none(some_token_ids), Flag("ID", "generate these tokens only (repeatable)"), is_rule=True
+    )
+    """The only token ids that may be generated; None allows all."""
+    bad_words: tuple[str, ...] | list[str] | None = parameter(
+        None, words, Flag("TEXT", "never generate this (repeatable)"), is_rule=True
+    )
+    """Texts that are never generated, each with and without a space before it; at most 128."""
+    extra_args: Mapping[str, float] | None = parameter(None, or_none(arguments), is_rule=True, hash=False)
+    """Arguments of the engine's `logits_processors`, by name."""
 
     def __post_init__(self) -> None:
-        self._integer("n", 1, MAX_SAMPLES)
-        self._number("temperature", 0.0, 2.0)
+        self._check_fields()
         if self.n > 1 and self.is_greedy:
-            self._refuse("n", f"1 when sampling greedily: at temperature {self.temperature:g} all are equal; raise it")
-        self._number("presence_penalty", -2.0, 2.0)
-        self._number("frequency_penalty", -2.0, 2.0)
-        # Beyond, no logit would be left that a float32 holds.
-        self._number("repetition_penalty", 1e-6, 1e6)
-        self._number("top_p", 0.0, 1.0, open_low=True)
-        self._integer("top_k", -1, None)
-        self._number("min_p", 0.0, 1.0)
-        if self.seed is not None:
-            self._integer("seed", *SEED_RANGE)
-            if self.seed == -1:  # As vLLM has it.
-                object.__setattr__(self, "seed", None)
-        if self.max_tokens is not None:
-            self._integer("max_tokens", 1, None)
-        self._integer("min_tokens", 0, min(self.max_tokens or MAX_MIN_TOKENS, MAX_MIN_TOKENS))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._integer(name, -1, None)
-        for name in BOOLEANS:
-            if not isinstance(getattr(self, name), bool):
-                self._refuse(name, "true or false")
-        object.__setattr__(self, "stop", self._stops())
-        object.__setattr__(self, "stop_token_ids", self._token_ids("stop_token_ids") or ())
-        object.__setattr__(self, "allowed_token_ids", self._token_ids("allowed_token_ids"))
-        object.__setattr__(self, "bad_words", self._bad_words())
-        object.__setattr__(self, "logit_bias", self._logit_bias())
-        object.__setattr__(self, "extra_args", self._extra_args())
-        object.__setattr__(self, "output_kind", self._output_kind())
+            self._refuse(
+                "n", f"1 at temperature {self.temperature:g}, where all samples are equal", "raise temperature"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            self._refuse("min_tokens", f"at most max_tokens, {self.max_tokens}", "lower it or raise max_tokens")
         if self.stop and not self.detokenize:
-            self._refuse("stop", "none while detokenize is false: stop strings are found in the text")
+            self._refuse("stop", "none while detokenize is false, since stop strings are found in the text")
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the most likely token is taken instead of drawing one."""
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
+    @cached_property
     def has_rules(self) -> bool:
-        """Its logits are changed by more than temperature and truncation."""
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.min_tokens
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.bad_words
-            or self.extra_args
-        )
-
-    def _stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-            self._refuse("stop", "a non-empty string or a list of them")
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-            self._refuse("stop", f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
-        if any("\ud800" <= character <= "\udfff" for stop in stops for character in stop):
-            self._refuse("stop", "strings of whole characters; a lone surrogate stands in no text")
-        return tuple(map(str, stops))
-
-    def _token_ids(self, name: str) -> tuple[int, ...] | None:
-        ids = getattr(self, name)
-        if ids is None:
-            return None
-        if not isinstance(ids, list | tuple) or not all(is_integer(i) and i >= 0 for i in ids):
-            self._refuse(name, "a list of token ids ≥ 0")
-        if not ids and name == "allowed_token_ids":
-            self._refuse(name, "at least one token id; leave it out to allow all")
-        return tuple(map(int, ids))
-
-    def _bad_words(self) -> tuple[str, ...]:
-        words = () if self.bad_words is None else self.bad_words
-        if not isinstance(words, list | tuple) or not all(isinstance(word, str) and word.strip() for word in words):
-            self._refuse("bad_words", "a list of strings that are not empty or all spaces")
-        if len(words) > MAX_BAD_WORDS:
-            self._refuse("bad_words", f"at most {MAX_BAD_WORDS} words")
-        return tuple(map(str, words))
-
-    def _logit_bias(self) -> dict[int, float] | None:
-        """Token ids may be written out as strings, as the keys of JSON are."""
-        given = self.logit_bias
-        if given is None:
-            return None
-        allowed = f"a mapping of token ids ≥ 0 to numbers in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
-        if not isinstance(given, Mapping):
-            self._refuse("logit_bias", allowed)
-        if len(given) > MAX_BIASES:
-            self._refuse("logit_bias", f"at most {MAX_BIASES} token ids")
-        biases: dict[int, float] = {}
-        for key, value in given.items():
-            if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(MAX_TOKEN_ID)):
-                key = int(key)
-            is_id = is_integer(key) and 0 <= key <= MAX_TOKEN_ID
-            if not is_id or not _is_number(value) or not -MAX_BIAS <= value <= MAX_BIAS:
-                self._refuse("logit_bias", f"{allowed}; its entry {shown(key)}: {shown(value)} is none")
-            if int(key) in biases:
-                self._refuse("logit_bias", f"each token id once; it has {int(key)} twice")
-            biases[int(key)] = float(value)
-        return biases
-
-    def _extra_args(self) -> dict[str, float] | None:
-        if self.extra_args is None:
-            return None
-        given = self.extra_args.items() if isinstance(self.extra_args, Mapping) else [(None, None)]
-        if not all(isinstance(name, str) and _is_number(value) and abs(value) <= MAX_FLOAT for name, value in given):
-            self._refuse("extra_args", "a mapping of arguments of the engine's logits_processors to finite numbers")
-        return {name: float(value) for name, value in self.extra_args.items()}
-
-    def _output_kind(self) -> RequestOutputKind:
-        try:
-            return RequestOutputKind(self.output_kind)
-        except ValueError:
-            self._refuse("output_kind", f"one of {', '.join(kind.value for kind in RequestOutputKind)}")
+        """Whether logits are changed by more than temperature and truncation."""
+        return any((value := getattr(self, name)) and value != default for name, default in _RULE_DEFAULTS.items())
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams(_Checked):
+class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestError):
     """How one request is searched. Raises InvalidRequestError naming the field, the value and what is allowed.
 
-    The `beam_width` best continuations go on together; outputs are the best that have ended, the best first, by the
-    sum of their tokens' logprobs / length ** `length_penalty`. `max_tokens` None runs to the end of the context.
-    `early_stopping`: True ends the search as soon as `beam_width` beams have ended, False when none that runs is better
-    than they are as long as it is now, "never" when none can become better, however long.
+    The `beam_width` best continuations go on together. The outputs are the best ones that have ended, best first, by
+    the sum of their tokens' logprobs / length ** `length_penalty`.
     """
 
-    beam_width: int
-    max_tokens: int | None
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-
-    def __new__(cls, **values: Any) -> BeamSearchParams:
-        """Refuse unknown names with the nearest known one, where a dataclass would say `unexpected keyword`."""
-        known = [one.name for one in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise _unknown(name, known)
-        return super().__new__(cls)
+    beam_width: int = parameter(MISSING, integer(1, MAX_SAMPLES), Flag("N", "beam search: the N best, best first"))
+    """Beams that go on together, and outputs."""
+    max_tokens: int | None = parameter(MISSING, or_none(integer(1)))
+    """Output tokens at most; None: to the end of the context."""
+    ignore_eos: bool = parameter(False, boolean)
+    """Whether the model's end-of-sequence tokens end no beam."""
+    temperature: float = parameter(0.0, _zero)
+    """0: a search draws nothing."""
+    length_penalty: float = parameter(
+        1.0,
+        number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+        Flag("X", "of beam search: beams are compared by their logprob / length ** X; default 1"),
+    )
+    """Exponent of the length that a beam's logprob is divided by; above 0 it favours longer outputs."""
+    early_stopping: bool | str = parameter(False, _early_stopping)
+    """True ends the search as soon as `beam_width` beams have ended; False, when no running beam is better than they
+    are at its present length; "never", when none can become better at any length."""
 
     def __post_init__(self) -> None:
-        self._integer("beam_width", 1, MAX_SAMPLES)
-        if self.max_tokens is not None:
-            self._integer("max_tokens", 1, None)
-        if not isinstance(self.ignore_eos, bool):
-            self._refuse("ignore_eos", "true or false")
-        if not _is_number(self.temperature) or self.temperature != 0:
-            self._refuse("temperature", "0: a search draws nothing; sample with SamplingParams")
-        self._number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            self._refuse("early_stopping", "true, false or never")
+        self._check_fields()
 
     @property
     def n(self) -> int:
-        """Beams run together."""
+        """Return the number of beams that go on together."""
         return self.beam_width
 
     def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that end a beam, of a model with these end-of-sequence tokens."""
+        """Return the tokens that end a beam, for a model with these end-of-sequence tokens."""
         return frozenset() if self.ignore_eos else eos_token_ids
 
     def num_candidates(self, num_end_ids: int) -> int:
-        """Continuations that each token is chosen from, where so many tokens end a beam."""
+        """Return how many continuations of all beams a step chooses from, where so many tokens end a beam."""
         return max(2, 1 + num_end_ids) * self.beam_width
 
-    def num_of_beam(self, num_end_ids: int) -> int:
-        """The most of one beam that may be needed: among them are as many that go on as there are beams."""
+    def num_top_tokens(self, num_end_ids: int) -> int:
+        """Return how many most likely next tokens of one beam a step needs.
+
+        Even if all end tokens are among them, as many are left as there are beams.
+        """
         return self.beam_width + num_end_ids
 
-    def as_samples(self, num_of_beam: int) -> SamplingParams:
-        """How the samples of a request are sampled whose running beams they are."""
+    def as_samples(self, num_top_tokens: int) -> SamplingParams:
+        """Return the parameters of the request whose samples are the running beams."""
         return SamplingParams(
             n=self.beam_width,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
-            logprobs=num_of_beam,
+            logprobs=num_top_tokens,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
 
 class SampleMode(enum.Enum):
-    """What a step's rows need: each mode is an executable of its own, and computes what the ones before it do."""
+    """What the rows of a step need: each mode is an executable of its own, and computes what the ones before it do."""
 
     GREEDY = "greedy"
-    DRAWN = "drawn"
-    EVERYTHING = "everything"
-    """Rules and logprobs too."""
-
-
-UNSCORED, SCORED = 0, -1
-"""Whether a row of a sampler wants the logprob of what it draws; nothing but zeros, padding wants none."""
+    RANDOM = "random"
+    FULL = "full"
+    """Random draws under rules, with logprobs."""
 
 
 def sample_mode(params: SamplingParams | BeamSearchParams) -> SampleMode:
-    """The least mode that does what these parameters ask for."""
+    """Return the first mode that computes what these parameters ask for."""
     if isinstance(params, BeamSearchParams) or params.logprobs is not None or params.has_rules:
-        return SampleMode.EVERYTHING
-    return SampleMode.GREEDY if params.is_greedy else SampleMode.DRAWN
+        return SampleMode.FULL
+    return SampleMode.GREEDY if params.is_greedy else SampleMode.RANDOM
 
 
 FIELDS = tuple(one.name for one in fields(SamplingParams))
-BOOLEANS = tuple(one.name for one in fields(SamplingParams) if one.type == "bool")
+_RULE_DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one.metadata["is_rule"]}
 
 
-def check_name(name: str, others: Iterable[str] = ()) -> None:
-    """Refuse a name that is no sampling parameter (nor one of `others`), naming the nearest."""
-    if name in FIELDS or name in others:
-        return
-    if name in NOT_BUILT:
-        raise InvalidRequestError(f"{name}: not available in this version; leave it out", param=name)
-    raise _unknown(name, [*FIELDS, *others])
-
-
-def _unknown(name: str, known: list[str]) -> InvalidRequestError:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
-    told = name if name.isidentifier() and len(name) <= 100 else shown(name)
-    return InvalidRequestError(f"{told}: unknown parameter; {hint}", param=name[:100])
-
-
-def shown(value: Any) -> str:
-    """`value` as Python would write it, cut to what fits into any message, on one line."""
-    try:
-        return " ".join(_REPR.repr(value).split())
-    except ValueError:  # Python does not write out integers of thousands of digits.
-        return f"a huge {type(value).__name__}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_integer(value: Any) -> bool:
-    """Whether it is an integer of any make (numpy's too) and no boolean."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def parameters_in(column: Column) -> tuple[str, ...]:
+    """Return the names of the parameters that travel to the device in this way, in the order of the table."""
+    return tuple(one.name for one in fields(SamplingParams) if one.metadata["column"] is column)

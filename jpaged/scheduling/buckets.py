@@ -1,4 +1,4 @@
-"""Rounds sizes up: the closed set of padded shapes that steps are compiled for."""
+"""Buckets: the closed set of padded sizes that steps are compiled for, and the rounding up to them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .sampling_params import SampleMode
+from ..sampling.sampling_params import SampleMode
 
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
-EVERYTHING_SAMPLES = (8, 64, 256)
-LEAST_FILLED = 64
-"""Tokens of the smallest bucket that steps are cut down to: smaller ones cost little more than the weights' way."""
+FULL_SAMPLES = (8, 64, 256)
+"""Sample buckets of the mode FULL below the largest one."""
+MIN_FILLED = 64
+"""Tokens of the smallest bucket that steps are cut down to; a smaller step costs little more than reading weights."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Padded sizes in ascending order. `num_tokens`: tokens of a step; `num_samples`: rows that are sampled."""
+    """The padded sizes, in ascending order."""
 
     num_tokens: tuple[int, ...]
+    """Tokens of a step."""
     num_samples: tuple[int, ...]
-    num_everything_samples: tuple[int, ...]
-    """Of which some have rules or logprobs: fewer sizes, to save executables."""
+    """Rows that a step samples."""
+    num_full_samples: tuple[int, ...]
+    """Rows that a step samples in the mode FULL, with rules or logprobs: fewer sizes, to save executables."""
     modes: tuple[SampleMode, ...] = tuple(SampleMode)
-    """That there are executables of, in their order."""
+    """Sampling modes that there are executables of, in the order of SampleMode."""
 
     @property
     def max_samples(self) -> int:
@@ -32,62 +35,68 @@ class Buckets:
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Token buckets in which a step may be that decodes one token of each sequence, and no more."""
+        """Token buckets that a step needs which decodes one token of each of its sequences and nothing else."""
         return tuple(size for size in self.num_tokens if size <= self.tokens_for(self.max_samples))
 
     def tokens_for(self, count: int) -> int:
-        """Smallest token bucket that holds `count`."""
+        """Return the smallest token bucket that holds `count` tokens. IndexError if none does."""
         return self.num_tokens[bisect_left(self.num_tokens, count)]
 
     def rows_for(self, num_tokens: int) -> int:
-        """Rows that a step of this token bucket has room for: each has at least one token."""
+        """Return the rows that a step of this token bucket has room for: each has at least one token."""
         return min(num_tokens, self.max_samples)
 
     def sample_sizes(self, mode: SampleMode) -> tuple[int, ...]:
-        """Sample buckets of one mode."""
-        return self.num_everything_samples if mode is SampleMode.EVERYTHING else self.num_samples
+        """Return the sample buckets of one mode."""
+        return self.num_full_samples if mode is SampleMode.FULL else self.num_samples
 
     def mode_for(self, mode: SampleMode) -> SampleMode:
-        """The first one there is that does what `mode` does."""
+        """Return the mode that samples rows of `mode`: itself if it has executables, else the only one that has."""
         return mode if mode in self.modes else self.modes[0]
 
     def samples_for(self, count: int, mode: SampleMode) -> int:
-        """Smallest sample bucket of a mode that holds `count`."""
+        """Return the smallest sample bucket of a mode that holds `count` rows. IndexError if none does."""
         sizes = self.sample_sizes(mode)
         return sizes[bisect_left(sizes, count)]
 
 
 def one_bucket(max_num_seqs: int) -> Buckets:
-    """One size for all steps, and one way to sample: whatever a step holds, the same executables compute it."""
+    """Return buckets of one size and one mode: the same executables compute every step, whatever it holds."""
     size = (deterministic_tokens(max_num_seqs),)
-    return Buckets(size, size, size, modes=(SampleMode.EVERYTHING,))
+    return Buckets(size, size, size, modes=(SampleMode.FULL,))
 
 
 def deterministic_tokens(max_num_seqs: int) -> int:
-    """Tokens, and rows, of every step of an engine that is to be deterministic."""
+    """Return the tokens, and rows, of every step of an engine with `deterministic=True`."""
     return sample_sizes(max_num_seqs)[-1]
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
-    """Powers of two up to the caps; a CPU, on which each row costs, also gets small sizes, logits included."""
+    """Return powers of two up to the caps. A CPU, on which every row costs time, also gets small sizes."""
     num_tokens, num_samples = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens), sample_sizes(max_num_seqs)
     if platform == "cpu":
         num_tokens, num_samples = (1, 8, *num_tokens), (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
-    most = num_samples[-1]
-    num_everything_samples = (*(size for size in EVERYTHING_SAMPLES if size < most), most)
-    return Buckets(num_tokens, num_samples, num_everything_samples)
+    largest = num_samples[-1]
+    num_full_samples = (*(size for size in FULL_SAMPLES if size < largest), largest)
+    return Buckets(num_tokens, num_samples, num_full_samples)
 
 
 def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Of a device; the last is also how many rows the largest steps have room for: no fewer than the smallest has
-    tokens, each of which may be a row that decodes."""
+    """Return the sample buckets of a device.
+
+    The last one is also the number of rows that the largest steps have room for. It is no smaller than the smallest
+    token bucket, each token of which may be a row that decodes.
+    """
     return _powers_of_two(MIN_DEVICE_SAMPLES, max(max_num_seqs, MIN_DEVICE_TOKENS))
 
 
-def filled_tokens(sizes: Sequence[int], count: int, least: int = LEAST_FILLED) -> int:
-    """How many of so many tokens a step computes that may leave some to the next: those that fill a bucket of `sizes`
-    from `least` on, if at most half of that many are left; else all."""
-    filled = max((size for size in sizes if least <= size <= count), default=count)
+def filled_tokens(sizes: Sequence[int], count: int, min_filled: int = MIN_FILLED) -> int:
+    """Return how many of `count` tokens a step computes that may leave the others to the next step.
+
+    It fills the largest bucket of `sizes`, from `min_filled` tokens on, that `count` fills, if at most half as many
+    tokens are left over; else it computes all.
+    """
+    filled = max((size for size in sizes if min_filled <= size <= count), default=count)
     return filled if 2 * (count - filled) <= filled else count
 
 

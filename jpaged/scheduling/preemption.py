@@ -1,6 +1,6 @@
-"""How a running request gives its pages back: by computing its tokens anew later, or by moving to the host pool.
+"""How a preempted request gives its pages back: its tokens are recomputed later, or its pages move to the host pool.
 
-Knows costs and counts; no queue, no table.
+Knows costs and counts; no queue, no page table.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from .request import Request
+from ..request import Request
 
 
 class PreemptionMode(Enum):
-    """Values are those of the option `preemption_mode`."""
+    """The values of the option `preemption_mode`."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -21,7 +21,7 @@ class PreemptionMode(Enum):
 
 
 class Preemption(NamedTuple):
-    """A request lost its place; `mode` is RECOMPUTE or SWAP, `reason` says why that one."""
+    """A request that was preempted; `mode` is RECOMPUTE or SWAP, `reason` says in words why that one."""
 
     request: Request
     mode: PreemptionMode
@@ -30,30 +30,33 @@ class Preemption(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SwapCosts:
-    """What swapping and computing take on this machine, measured at start."""
+    """The costs of swapping and of computing on this machine, measured at start."""
 
     page_bytes: int
     swap_bytes_per_s: float
     prefill_s_per_token: float
 
     def swap_s(self, num_pages: int) -> float:
-        """Seconds to move so many pages out and in again."""
+        """Return the seconds that moving so many pages out and in again takes."""
         return 2 * num_pages * self.page_bytes / self.swap_bytes_per_s
 
     def recompute_s(self, num_tokens: int) -> float:
-        """Seconds to compute so many tokens anew."""
+        """Return the seconds that computing so many tokens anew takes."""
         return num_tokens * self.prefill_s_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPolicy:
-    """Chooses by option, or by cost where the option is AUTO. Without costs AUTO is RECOMPUTE."""
+    """Chooses the mode by the option, or by cost where the option is AUTO. Without costs AUTO means RECOMPUTE."""
 
     mode: PreemptionMode = PreemptionMode.RECOMPUTE
     costs: SwapCosts | None = None
 
     def choose(self, *, num_tokens: int, num_pages: int) -> tuple[PreemptionMode, str]:
-        """For a request with so many computed tokens in so many pages, shared ones counted once: the mode, and why."""
+        """Return RECOMPUTE or SWAP for a request with so many computed tokens and pages, and the reason in words.
+
+        Tokens and pages that its samples share count once.
+        """
         if num_tokens == 0:
             return PreemptionMode.RECOMPUTE, "nothing is computed yet"
         if self.mode is not PreemptionMode.AUTO:

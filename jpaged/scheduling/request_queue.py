@@ -1,4 +1,4 @@
-"""Requests in the order of a policy, with limits on how many may wait.
+"""A queue of requests in the order of a policy, with limits on how many may wait.
 
 Knows order and counts; no page, no slot.
 """
@@ -11,11 +11,11 @@ from heapq import heapify, heappop, heappush
 from math import isfinite
 from typing import Any
 
-from .errors import InvalidRequestError, QueueFullError
-from .request import Request
+from ..errors import InvalidRequestError, QueueFullError
+from ..request import Request
 
 PolicyKey = Callable[[Request], Any]
-"""Requests with lower keys go first; equal ones in the order of their arrival."""
+"""Returns a request's key: requests with lower keys go first, equal ones in the order of their arrival."""
 
 POLICIES: dict[str, PolicyKey] = {
     "fcfs": lambda request: 0,
@@ -24,7 +24,7 @@ POLICIES: dict[str, PolicyKey] = {
 
 
 def key_shape(key: object) -> object:
-    """What a policy's key is made of: keys of one shape can be sorted. TypeError for what has no certain order."""
+    """Return what a policy's key is made of: keys of one shape can be sorted. TypeError for keys without an order."""
     if isinstance(key, int) or (isinstance(key, float) and isfinite(key)):
         return "number"
     if isinstance(key, str):
@@ -35,35 +35,38 @@ def key_shape(key: object) -> object:
 
 
 class Policy:
-    """A key function whose keys are held to be sortable among each other."""
+    """A key function, and the check that all its keys can be sorted among each other."""
 
     def __init__(self, key: PolicyKey):
         self._key = key
         self._shape: object = None
 
     def key_of(self, request: Request) -> Any:
-        """The key of a request. One that cannot be sorted among others would break the queue amid a step."""
+        """Return the key of a request. Raise InvalidRequestError if it cannot be sorted among the keys so far.
+
+        Such a key would fail in the middle of a step.
+        """
         try:
             key = self._key(request)
             shape = key_shape(key)
         except Exception as error:
             raise InvalidRequestError(
-                f"scheduling_policy: its key function failed here ({type(error).__name__}: {error!s:.200}); "
-                "it may return a finite number, a string, or a tuple of them",
+                f"scheduling_policy: its key function failed for this request ({type(error).__name__}: "
+                f"{error!s:.200}); it must return a finite number, a string, or a tuple of them",
                 param="priority",
             ) from error
         self._shape = self._shape or shape
         if shape != self._shape:
             raise InvalidRequestError(
-                f"scheduling_policy: its key {key!r:.100} does not compare with those of other requests, made of "
-                f"{self._shape}; let it return values of one type",
+                f"scheduling_policy: its key function returned {key!r:.100}, which does not compare with the keys of "
+                f"other requests, made of {self._shape}; let it return values of one type",
                 param="priority",
             )
         return key
 
 
 MIN_STALE = 64
-"""Entries of requests that have left which are always put up with."""
+"""Heap entries of requests that have left which are always tolerated, whatever the queue's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +79,16 @@ class QueueLimits:
 
 
 class RequestQueue:
-    """A heap by `Request.order`. Whoever leaves out of turn leaves an entry behind, which is skipped later."""
+    """A heap by `Request.order`. A request that is removed leaves its entry behind, which is skipped later."""
 
     def __init__(self, limits: QueueLimits | None = None):
         self.limits = limits or QueueLimits()
         self.num_tokens = 0
+        """Prompt tokens of all requests in the queue."""
         self._members: dict[Request, None] = {}
         self._heap: list[tuple[tuple[Any, int], Request]] = []
-        """Orders differ by arrival at least, and never change: an entry is as good as another of the same request."""
+        """(order, request). A request's order is unique and never changes, so a stale entry of it is valid again once
+        the request comes back."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -92,14 +97,14 @@ class RequestQueue:
         return iter(sorted(self._members, key=lambda request: request.order))
 
     def check_room(self, request: Request) -> None:
-        """QueueFullError if this request would be one too many."""
-        for name, waiting, more in (
+        """Raise QueueFullError if the queue has no room for this request."""
+        for name, num_waiting, num_more in (
             ("waiting_requests", len(self), 1),
             ("waiting_tokens", self.num_tokens, request.prompt_len),
         ):
             limit = getattr(self.limits, name)
-            if limit is not None and waiting + more > limit:
-                raise QueueFullError(name, got=waiting + more, allowed=limit)
+            if limit is not None and num_waiting + num_more > limit:
+                raise QueueFullError(name, got=num_waiting + num_more, allowed=limit)
 
     def push(self, request: Request) -> None:
         self._members[request] = None
@@ -107,22 +112,23 @@ class RequestQueue:
         heappush(self._heap, (request.order, request))
 
     def first(self) -> Request:
-        """The request whose turn it is. There must be one."""
+        """Return the request of the lowest order. The queue must not be empty."""
         while self._heap[0][1] not in self._members:
             heappop(self._heap)
         return self._heap[0][1]
 
     def pop(self) -> Request:
+        """Remove the request of the lowest order and return it. The queue must not be empty."""
         request = self.first()
         heappop(self._heap)
         self.remove(request)
         return request
 
     def remove(self, request: Request) -> None:
-        """Take a request out that is in the queue, wherever it stands."""
+        """Remove a request from anywhere in the queue. It must be in it."""
         del self._members[request]
         self.num_tokens -= request.prompt_len
-        # Behind a request that waits long, others may come and go for ever.
+        # While the first request waits long, others may come and go behind it without end.
         if len(self._heap) > 2 * len(self._members) + MIN_STALE:
             self._heap = [(member.order, member) for member in self._members]
             heapify(self._heap)

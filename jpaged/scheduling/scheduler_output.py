@@ -1,4 +1,4 @@
-"""What the scheduler says of a step, and what it asks of a gate. Only nouns."""
+"""The nouns between the scheduler and its neighbours: the work of one step, and what a gate must answer."""
 
 from __future__ import annotations
 
@@ -6,35 +6,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .page_store import PageMove
+from ..kv_cache.page_store import PageMove
+from ..request import Request, SampleSequence
 from .preemption import Preemption
-from .request import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`num_tokens` tokens of a sequence, known to the host, from position `start` on."""
+    """`num_tokens` consecutive tokens of a sequence, all known to the host, the first at position `start`."""
 
-    sequence: Sequence
+    sequence: SampleSequence
     start: int
     num_tokens: int
-    samplers: tuple[Sequence, ...]
-    """Who draws its next token from the chunk's last position: nobody if the sequence knows more tokens, mostly
-    the sequence itself, and those samples of the same prompt that share all of its tokens."""
+    samplers: tuple[SampleSequence, ...]
+    """The sequences that draw their next token from the chunk's last position: none if the sequence has more tokens,
+    mostly the sequence itself, and those samples of the same prompt that share all of its tokens."""
 
     @property
     def scored(self) -> range:
-        """Positions of the chunk whose next token is one of the prompt, with a logprob that is wanted and not there."""
+        """The positions whose next token is a prompt token with a logprob that is wanted and not yet computed."""
         request = self.sequence.request
         if not request.needs_prompt_scores:
             return range(0)
         return range(max(self.start, request.num_scored), min(self.start + self.num_tokens, request.prompt_len - 1))
 
     def tokens(self) -> Iterator[Chunk]:
-        """The same work in chunks of one token."""
+        """Yield the same work in chunks of one token."""
         last = self.start + self.num_tokens - 1
         for position in range(self.start, last + 1):
             yield Chunk(self.sequence, position, 1, self.samplers if position == last else ())
+
+
+def scored_end(sequence: SampleSequence, start: int, num_scored: int) -> int:
+    """Return where a chunk of a sequence from `start` on must end, if the step may score `num_scored` tokens more."""
+    request = sequence.request
+    if not request.needs_prompt_scores:
+        return sequence.num_tokens
+    end = max(start, request.num_scored) + num_scored
+    return sequence.num_tokens if end >= request.prompt_len - 1 else end
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +51,50 @@ class SchedulerOutput:
     """The work of one step."""
 
     step: int
-    """Counts from 1."""
-    decodes: list[Sequence] = field(default_factory=list)
-    """Each computes the last token drawn in its slot."""
+    """The step's number, counted from 1."""
+    decodes: list[SampleSequence] = field(default_factory=list)
+    """Sequences that compute the last token drawn in their state slot."""
     chunks: list[Chunk] = field(default_factory=list)
-    placed: list[Sequence] = field(default_factory=list)
-    """Sequences that got their state slot since the last step."""
+    new_in_slots: list[SampleSequence] = field(default_factory=list)
+    """Sequences that got their state slot since the last step; the slot's sampling state is another sequence's."""
     table_changes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(group, slot, entry, page), one for each entry of the page tables that changes."""
+    """(group, slot, entry, page) for each entry of the page tables that changes."""
     moves: list[PageMove] = field(default_factory=list)
-    """To be done in this order before anything of the step is written."""
+    """Page copies, to be made in this order before the step writes anything."""
     preempted: list[Preemption] = field(default_factory=list)
     ignored: list[Request] = field(default_factory=list)
-    """Requests that ended since they can never fit any more."""
+    """Requests that ended because the pool has become too small for them."""
     decode_lens: list[int] = field(default_factory=list)
     """How many tokens each of `decodes` may compute one after another on the device; empty: one each."""
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing that the device has to do or to know."""
-        return not (self.decodes or self.chunks or self.moves or self.placed or self.table_changes)
+        """Whether the device has nothing to compute, to copy or to note."""
+        return not (self.decodes or self.chunks or self.moves or self.new_in_slots or self.table_changes)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes at most."""
         num_decoded = sum(self.decode_lens) if self.decode_lens else len(self.decodes)
         return num_decoded + sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class AdmissionGate(Protocol):
-    """What else may keep a request waiting, such as slots for adapters. `enter` and `leave` come in pairs.
+    """A further condition for requests to run, such as a free slot for their adapter.
 
-    Whom it refuses any number of later ones may pass, since those may need nothing of it. It is asked in the order
-    of the queue: a gate that must let somebody in at last refuses those behind that would stand in the way.
+    Any number of later requests may pass one that the gate refuses, since they may not need what it lacks. The gate
+    is asked in the order of the queue: one that must admit a request at last refuses those behind it that would stand
+    in its way. `enter` and `leave` come in pairs.
     """
 
-    def admits(self, request: Request) -> bool: ...
+    def admits(self, request: Request) -> bool:
+        """Return whether this request may run now, as far as the gate knows."""
+        ...
 
-    def enter(self, request: Request) -> None: ...
+    def enter(self, request: Request) -> None:
+        """Note that this request runs now."""
+        ...
 
-    def leave(self, request: Request) -> None: ...
+    def leave(self, request: Request) -> None:
+        """Note that this request runs no more."""
+        ...

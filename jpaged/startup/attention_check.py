@@ -6,25 +6,25 @@ agrees is not compared again until something about it changes.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import __version__
-from .errors import ConfigError
-from .models.config import ModelConfig
-from .pallas_kernels.ragged_paged_attention import (
+from ..errors import ConfigError
+from ..models.config import ModelConfig
+from ..pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
     Backend,
-    KVLayout,
+    KVShape,
     LayerPlace,
     PagedCache,
     XlaBackend,
@@ -34,15 +34,10 @@ from .pallas_kernels.ragged_paged_attention import (
 )
 from .user_cache import make_private, user_cache
 
-if TYPE_CHECKING:
-    from .pallas_kernels.ragged_paged_attention import TpuBackend
-
 logger = logging.getLogger("jpaged")
 
 LARGEST_ERROR = 2e-2
 """Of an output row's norm, between a kernel and the XLA path: both round to bfloat16 in different places."""
-LONG_CONTEXT = 1000
-"""Tokens of one row of the batch: so many that kernels which cut long rows cut it, also in decode."""
 CHECK_TOKENS, CHECK_ROWS = 64, 8
 
 
@@ -54,7 +49,7 @@ def check_kernels(
     ConfigError if they differ, or if the kernel cannot be run. Where this user's files cannot be kept, it is done each
     time, with a warning.
     """
-    if isinstance(backend, XlaBackend):
+    if not backend.needs_check:
         return
     key = check_key(backend, model, dtype, kv_dtype, block_size, device)
     each_start = "the check of %s is made at each start: %s"
@@ -103,15 +98,15 @@ def check_key(
 ) -> list[Any]:
     """What a comparison holds for: another kernel, shape, chip, driver or version is compared anew."""
     shape = [model.num_heads, model.num_kv_heads, model.head_size, sorted({window or 0 for window in model.windows})]
-    versions = [device.client.platform_version, jax.__version__, __version__, source_digest()]
+    versions = [device.client.platform_version, jax.__version__, source_digest()]
     return [repr(backend), *shape, dtype, kv_dtype, block_size, device.device_kind, *versions]
 
 
 def source_digest(folder: Path = Path(interface.__file__).parent) -> str:
     """Of the source of all backends: a kernel that was changed is another one, whatever our version says."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]
 
 
@@ -135,13 +130,11 @@ def kernel_error(
     worst = 0.0
     for window in dict.fromkeys(windows):
         rng = np.random.default_rng(0)
-        layout = _layout(backend, 1, num_kv_heads, head_size, kv_dtype, block_size)
-        tables, num_tokens, works = check_steps(block_size, long_context(backend, num_heads, layout, dtype), rng)
-        num_pages = int(tables.max()) + 1
-        caches = [
-            _empty_cache(each, _layout(each, num_pages, num_kv_heads, head_size, kv_dtype, block_size))
-            for each in (backend, XlaBackend(platform=device.platform))
-        ]
+        shape = KVShape(2, 1, block_size, num_kv_heads, head_size, kv_dtype)
+        context_len = backend.check_context_len(num_heads, backend.layout(shape), dtype)
+        tables, num_tokens, works = check_steps(block_size, context_len, rng)
+        shape = dataclasses.replace(shape, num_pages=int(tables.max()) + 1)
+        caches = [_unwritten_cache(each, shape) for each in (backend, XlaBackend(platform=device.platform))]
         lens = np.zeros(len(tables), int)
         for work in works:
             lens += work
@@ -167,13 +160,6 @@ def kernel_error(
     return worst
 
 
-def long_context(backend: Backend, num_heads: int, layout: KVLayout, dtype: str) -> int:
-    """Of a row that takes all ways through a kernel: cut and merged on a GPU, more than two full tiles on a TPU."""
-    if backend.name != "pallas-tpu":
-        return LONG_CONTEXT
-    return 2 * cast("TpuBackend", backend).sizes_for(num_heads, layout, dtype).decode.tile + 1
-
-
 def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
     """Page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
 
@@ -193,21 +179,8 @@ def _attend(
     return cache.attend(1, q, k, v, step, scale=scale, window=window)
 
 
-def _layout(
-    backend: Backend, num_pages: int, num_kv_heads: int, head_size: int, dtype: str, block_size: int
-) -> KVLayout:
-    """Of two layers."""
-    return backend.layout(
-        num_layers=2,
-        num_pages=num_pages,
-        page_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        dtype=dtype,
-    )
-
-
-def _empty_cache(backend: Backend, layout: KVLayout) -> PagedCache:
-    """Pages that nobody has written."""
+def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
+    """A cache of two layers whose pages hold NaN, as if nothing had been written yet."""
+    layout = backend.layout(shape)
     pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)

@@ -1,49 +1,33 @@
-"""How attention is computed: chosen once, at the start, by the device, the model and what was asked for.
+"""Chooses the attention backend, once, at the start: by the device, the model and the option `attention_backend`.
 
-Nothing is switched later, or silently: what cannot be served as asked is an error that names the way out.
+One rule for every backend of the table `BACKENDS`; what differs between them, they say themselves. The backend does not
+change later, or silently: what cannot be served as it was asked for is a ConfigError that names the way out.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from .buckets import sample_sizes
-from .errors import ConfigError
-from .models.config import ModelConfig
-from .pallas_kernels.ragged_paged_attention import Backend, XlaBackend
+from ..errors import ConfigError
+from ..models.config import ModelConfig
+from ..pallas_kernels import ragged_paged_attention
+from ..pallas_kernels.ragged_paged_attention import AttentionShape, Backend
+from ..pallas_kernels.ragged_paged_attention.names import BACKENDS, BackendEntry
+from ..scheduling.buckets import sample_sizes
 from .user_cache import user_cache
-
-if TYPE_CHECKING:
-    from .pallas_kernels.ragged_paged_attention import GpuBackend, TpuBackend
-    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TunedEntry
 
 logger = logging.getLogger("jpaged")
 
-TPU_CHIPS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "v7x",
-    "TPU v7x": "v7x",
-}
-"""What devices call themselves → the chips that the kernels have sizes for."""
-DEVICE_OF_KERNELS = {"pallas-tpu": "tpu", "pallas-gpu": "gpu"}
-LEAST_GPU_CAPABILITY = (8, 0)
-GPU_KERNELS_NEED = (0, 11)
-"""Of JAX, the version that has their instructions first."""
-XLA_BLOCK_SIZE = 64
-TPU_BLOCK_SIZES = (128, 256, 512, 1024)
-MAX_TABLE_ENTRIES = 255_000
-"""Numbers of page tables that fit into a TPU core's scalar memory, 1 MiB, with `ROW_NUMBERS` for each row."""
-ROW_NUMBERS = 8
-"""Of a row, beside its page numbers: lengths, and its share of the plan of prefill's tiles."""
+ENTRIES = {entry.name: entry for entry in BACKENDS}
+FALLBACK = next(entry for entry in BACKENDS if not entry.platforms)
+"""Backend that runs on every platform: it serves where the platform's own cannot."""
 
 
 @dataclass(frozen=True)
@@ -54,166 +38,136 @@ class AttentionChoice:
     reason: str
 
 
+def attention_shape(model: ModelConfig, kv_dtype: str) -> AttentionShape:
+    """What a backend is told of a model."""
+    return AttentionShape(model.num_heads, model.num_kv_heads, model.head_size, model.windows, kv_dtype)
+
+
 def choose_attention(
-    asked: str, model: ModelConfig, device: jax.Device, kv_dtype: str = "bfloat16", *, deterministic: bool = False
+    asked: str, shape: AttentionShape, devices: Sequence[jax.Device], *, deterministic: bool = False
 ) -> AttentionChoice:
-    """The backend for `attention_backend` = `asked`, on this device, over pages of `kv_dtype`. ConfigError if it cannot
-    be had. `deterministic`: one that rounds a row with one query alike in any company."""
-    # On a CPU a row has the same bits whether it shares or not.
-    xla = XlaBackend(platform=device.platform, share_prefixes=device.platform == "cpu")
-    if asked == "xla" or (asked == "auto" and device.platform != "tpu"):
-        return AttentionChoice(xla, "asked for" if asked == "xla" else _why_xla(device))
-    if deterministic and asked == "auto":
-        return AttentionChoice(xla, "deterministic: pallas-tpu writes a row's keys while others are attending")
-    name = "pallas-tpu" if asked == "auto" else asked
-    if device.platform != DEVICE_OF_KERNELS[name]:
-        raise ConfigError(
-            f"attention_backend: got {name}, allowed on this device ({device.device_kind}): auto, xla; leave it out"
-        )
-    try:
-        heads = model.num_heads, model.num_kv_heads, model.head_size
-        backend = kernel_backend(name, device, *heads, model.windows, kv_dtype, is_cut=not deterministic)
-    except ConfigError:
-        raise  # The user's table of sizes is broken: nothing that another backend could be taken for.
-    except ValueError as error:
-        if asked == "auto":
-            return AttentionChoice(xla, f"pallas-tpu does not take this: {error}")
-        raise ConfigError(str(error)) from error
-    return AttentionChoice(backend, "asked for" if asked == name else "the default on tpu")
+    """The backend for `attention_backend` = `asked` on these devices, all of one kind.
+
+    `deterministic`: a row's bits must not depend on the other rows of its step. ConfigError if a backend that was asked
+    for by name cannot serve, or if the user's table of tuned sizes is broken.
+    """
+    if asked != "auto":
+        return AttentionChoice(backend_by_name(asked, shape, devices, deterministic=deterministic), "asked for")
+    reason = f"the default on {devices[0].platform}"
+    for entry in BACKENDS:
+        if devices[0].platform not in entry.platforms:
+            continue
+        if why_not := _why_not_default(entry, devices[0], deterministic=deterministic):
+            reason = f"not {entry.name}: {why_not}"
+            continue
+        backend_class = load_backend(entry)
+        tuned = users_tuned(backend_class)
+        try:
+            backend = backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=tuned)
+        except ValueError as error:
+            reason = f"not {entry.name}: {error}"
+            continue
+        return AttentionChoice(backend, reason)
+    return AttentionChoice(backend_by_name(FALLBACK.name, shape, devices, deterministic=deterministic), reason)
 
 
-def _why_xla(device: jax.Device) -> str:
-    """Why XLA serves by default on this device; found without Pallas, which such a start does not need."""
-    default = f"the default on {device.platform}"
-    if device.platform != "gpu":
-        return default
-    if jax.__version_info__ < GPU_KERNELS_NEED:
-        needed = ".".join(map(str, GPU_KERNELS_NEED))
-        return f"{default}: the pallas-gpu kernels need jax {needed} or later, this is {jax.__version__}"
-    return f"{default}: the pallas-gpu kernels have not passed scripts/gpu_check.py on {device.device_kind}"
-
-
-def kernel_backend(
-    name: str,
-    device: jax.Device,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    windows: Sequence[int | None] = (),
-    kv_dtype: str = "bfloat16",
-    *,
-    is_cut: bool = True,
+def backend_by_name(
+    name: str, shape: AttentionShape, devices: Sequence[jax.Device], *, deterministic: bool = False
 ) -> Backend:
-    """The kernels of that name, for that many heads on this chip, over pages of the size that a start takes first.
-    ValueError names what they do not take. `is_cut`: a GPU's may cut rows as their company wants it."""
-    if name == "pallas-tpu":
-        backend: Backend = _tpu_backend(device.device_kind, num_heads, head_size)
-    else:
-        backend = _gpu_backend(device, num_heads, num_kv_heads, head_size, windows, is_cut=is_cut)
-    backend.layout(
-        num_layers=1,
-        num_pages=1,
-        page_size=TPU_BLOCK_SIZES[0] if name == "pallas-tpu" else XLA_BLOCK_SIZE,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        dtype=kv_dtype,
-    )
+    """The backend of that name, for models of this shape on these devices. ConfigError if it cannot serve there."""
+    entry, device = ENTRIES[name], devices[0]
+    if not entry.runs_on(device.platform):
+        allowed = [other.name for other in BACKENDS if other.runs_on(device.platform)]
+        raise ConfigError(
+            f"attention_backend: got {name}, allowed on this device ({device.device_kind}): "
+            f"{', '.join(['auto', *allowed])}; leave it out"
+        )
+    backend_class = load_backend(entry)
+    try:
+        return backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=users_tuned(backend_class))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: bool) -> str:
+    """Why `auto` does not choose this backend for the device, "" if it may. Imports no code of the backend."""
+    if entry.min_jax and jax.__version_info__ < entry.min_jax:
+        needed = ".".join(map(str, entry.min_jax))
+        return f"it needs jax {needed} or later, this is {jax.__version__}"
+    if deterministic and entry.not_deterministic:
+        return f"deterministic is true, and {entry.not_deterministic}"
+    return entry.not_default.format(device=device.device_kind)
+
+
+def load_backend(entry: BackendEntry) -> type[Backend]:
+    """The class of a backend. Pallas takes a quarter of a second to import: this is done for a chosen backend only."""
+    module, name = entry.class_path.rsplit(".", 1)
+    backend: type[Backend] = getattr(importlib.import_module(f"{ragged_paged_attention.__name__}.{module}"), name)
     return backend
 
 
-def _tpu_backend(device_kind: str, num_heads: int, head_size: int) -> TpuBackend:
-    from .pallas_kernels.ragged_paged_attention import TpuBackend  # Pallas takes a quarter of a second to import.
+def tuned_path(backend: type[Backend]) -> Path:
+    """File in which `jpaged tune` keeps the sizes that this user has tuned for a backend that has a `tuned_table`.
 
-    chip = TPU_CHIPS.get(device_kind)
-    if chip is None:
-        raise ValueError(
-            f"attention_backend: got pallas-tpu, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
-            f"{device_kind}; use --attention-backend xla"
-        )
-    return TpuBackend.for_heads(chip, num_heads, head_size, user_tuned())
+    RuntimeError if the user has no home directory.
+    """
+    assert backend.tuned_table is not None
+    return user_cache("tuned") / backend.tuned_table
 
 
-def tuned_path() -> Path:
-    """Where `jpaged tune` keeps what this user has tuned. RuntimeError if the user has no home directory."""
-    return user_cache("tuned") / "tpu.json"
+def users_tuned(backend: type[Backend]) -> tuple[Any, ...]:
+    """Sizes that this user has tuned for a backend; none where there is no such table. ConfigError if it is broken.
 
-
-def user_tuned() -> tuple[TunedEntry, ...]:
-    """What this user has tuned. ConfigError if the table is broken; one that cannot be looked for is a warning."""
-    from .pallas_kernels.ragged_paged_attention.tpu_sizes import read_tuned
-
+    A table that cannot be looked for is a warning.
+    """
+    if backend.tuned_table is None:
+        return ()
     try:
-        path = tuned_path()
-        is_there = path.exists()
+        path = tuned_path(backend)
+        if not path.exists():
+            return ()
     except (OSError, RuntimeError) as problem:
         logger.warning("this user's table of tile sizes is not looked for: %s", problem)
         return ()
     try:
-        return read_tuned(path) if is_there else ()
+        return backend.read_tuned(path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _gpu_backend(
-    device: Any, num_heads: int, num_kv_heads: int, head_size: int, windows: Sequence[int | None], *, is_cut: bool
-) -> GpuBackend:
-    from .pallas_kernels.ragged_paged_attention import GpuBackend
-
-    capability = tuple(int(number) for number in device.compute_capability.split("."))
-    if capability < LEAST_GPU_CAPABILITY:
-        raise ValueError(
-            f"attention_backend: got pallas-gpu, its kernels run from Ampere (8.0) on, {device.device_kind} is of "
-            f"compute capability {device.compute_capability}; use --attention-backend xla"
-        )
-    return GpuBackend(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        windows=tuple(sorted({window for window in windows if window is not None})),
-        num_sms=device.core_count,
-        block_memory=device.shared_memory_per_block_optin,
-        capability=(capability[0], capability[1]),
-        is_cut=is_cut,
-    )
-
-
 def block_size_of(
-    backend: Backend, model: ModelConfig, kv_dtype: str, asked: int | None, max_num_seqs: int, max_model_len: int
+    backend: Backend, shape: AttentionShape, asked: int | None, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Tokens per page. ConfigError if the page table of so many sequences would not fit the device."""
-    if backend.name != "pallas-tpu":
-        return asked or XLA_BLOCK_SIZE
-    sizes = [asked or TPU_BLOCK_SIZES[0]]
-    if asked is None and 2 * _table_entries(sizes[0], max_num_seqs, max_model_len) > MAX_TABLE_ENTRIES:
-        # A page table is fetched anew by every layer: one of more than half of the memory is worth larger pages.
-        sizes = [size for size in TPU_BLOCK_SIZES[1:] if _takes_pages(backend, model, kv_dtype, size)] + sizes
+    """Tokens per page: `asked`, or the backend's default.
+
+    Where page tables of the default size would take more than half of their room, the smallest larger size with which
+    they fit is taken, since every layer fetches them anew. ConfigError if those of so many sequences cannot fit.
+    """
+    sizes, limit = [asked or backend.block_sizes[0]], backend.page_table_limit
+    if limit is None:
+        return sizes[0]
+    # The largest steps have room for a few rows more than there are sequences.
+    num_rows = sample_sizes(max_num_seqs)[-1]
+
+    def num_entries(block_size: int) -> int:
+        return num_rows * (-(-max_model_len // block_size) + limit.row_entries)
+
+    if asked is None and 2 * num_entries(sizes[0]) > limit.max_entries:
+        sizes = [size for size in backend.block_sizes[1:] if _takes_pages(backend, shape, size)] + sizes
     for size in sizes:
-        if _table_entries(size, max_num_seqs, max_model_len) <= MAX_TABLE_ENTRIES:
+        if num_entries(size) <= limit.max_entries:
             return size
     largest = max(sizes)
-    needed = _table_entries(largest, max_num_seqs, max_model_len)
     raise ConfigError(
         f"max_model_len: got {max_model_len} for {max_num_seqs} sequences and pages of {largest} tokens, "
-        f"{needed} numbers of page tables, allowed: {MAX_TABLE_ENTRIES} with pallas-tpu; lower max_num_seqs or "
-        f"max_model_len{', raise block_size' if asked else ''}, or use --attention-backend xla"
+        f"{num_entries(largest)} numbers of page tables, allowed: {limit.max_entries} with {backend.name}; lower "
+        f"max_num_seqs or max_model_len{', raise block_size' if asked else ''}, or use --attention-backend xla"
     )
 
 
-def _table_entries(block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Of the largest steps, which have room for a few rows more than there are sequences."""
-    return sample_sizes(max_num_seqs)[-1] * (-(-max_model_len // block_size) + ROW_NUMBERS)
-
-
-def _takes_pages(backend: Backend, model: ModelConfig, kv_dtype: str, block_size: int) -> bool:
+def _takes_pages(backend: Backend, shape: AttentionShape, block_size: int) -> bool:
     try:
-        backend.layout(
-            num_layers=1,
-            num_pages=1,
-            page_size=block_size,
-            num_kv_heads=model.num_kv_heads,
-            head_size=model.head_size,
-            dtype=kv_dtype,
-        )
+        backend.layout(shape.kv_shape(block_size))
     except ValueError:
         return False
     return True

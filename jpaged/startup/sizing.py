@@ -1,63 +1,75 @@
-"""Sizes of an engine: how many pages, sequences and tokens, from the options, the model and the memory there is."""
+"""Chooses the sizes of an engine: pages, sequences and tokens, from the options, the model and the free memory.
+
+Order: data types, limits of a step, page size, then as many pages as memory leaves beside the weights and the largest
+step. An option that the user gave is kept or refused with what is missing; only defaults are lowered, with a note.
+Nothing is allocated here, and the module knows no JAX: what things take is asked of `MemoryCosts`.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from .buckets import deterministic_tokens
-from .config import MAX_STEP_TOKENS, EngineConfig
-from .errors import ConfigError
-from .models.config import ModelConfig
-from .rule_book import RuleBook
+from ..checks import refusal
+from ..config import MAX_STEP_TOKENS, EngineConfig
+from ..errors import ConfigError
+from ..models.config import ModelConfig
+from ..sampling.logit_rules_spec import LogitRulesSpec
+from ..scheduling.buckets import deterministic_tokens
+from ..step.step_sizes import StepSizes
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
+"""Most bytes of pages that a CPU's pool takes by default."""
 HOST_POOL_BYTES = 4 * GIB
+"""Most bytes of pages that the host pool takes by default."""
 DEFAULT_SEQS = {"cpu": 64}
+"""Platform → default of max_num_seqs; DEVICE_SEQS for all others."""
 DEFAULT_TOKENS = {"cpu": 1024}
+"""Platform → default of max_num_batched_tokens; DEVICE_TOKENS for all others."""
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
 ATTENTION_BYTES = 16 << 20
-"""What attention takes beside a step's queries, keys and values, at most: held by the compile gates."""
+"""Most bytes that attention takes beside a step's queries, keys and values; the compile gates check it."""
 MAX_SLOTS = (1 << 31) - 1
-"""Slots are numbered in int32."""
+"""KV slots are numbered in int32."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What one known request needs: its prompt, and the output tokens it was promised (1 if it has no limit)."""
+    """What one known request needs: its prompt, its output and its number of samples."""
 
     prompt_len: int
     max_tokens: int | None
+    """Most output tokens of each sample; None runs to the end of the context."""
     num_samples: int = 1
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the request is sure to need: its prompt and max_tokens, or one token if it has no limit."""
         return self.prompt_len + (self.max_tokens or 1)
 
     def num_pages(self, block_size: int, max_model_len: int) -> int:
-        """Pages of all samples at their ends: the full ones of the prompt are shared."""
+        """Return the pages of all samples when they end. Samples share the full pages of the prompt."""
         num_tokens = max_model_len if self.max_tokens is None else min(self.num_tokens, max_model_len)
-        # Each computes the prompt's last token anew and never its own last one, as `PageDemand` counts too.
+        # Each sample computes the prompt's last token itself, and never its own last one, as in `PageDemand`.
         shared = (self.prompt_len - 1) // block_size
         return shared + self.num_samples * (-(-(num_tokens - 1) // block_size) - shared)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a device's memory (of the host's, on a CPU), and what they are for."""
+    """Bytes of the device's memory (on a CPU, of the host's), and what they are used for."""
 
     free_bytes: int
-    """Before anything was allocated."""
+    """Free memory before anything was allocated."""
     weights_bytes: int
     step_bytes: int
-    """What the largest step needs beside weights and pages: measured on the compiled step where memory is short,
-    estimated on the generous side where there is plenty."""
+    """What the largest step takes beside weights and pages."""
     is_measured: bool
+    """Whether `step_bytes` is what the compiled step says, as where memory is short; else it is a generous estimate."""
     pool_bytes: int
-    """Of all pages, the null page among them."""
+    """All pages of the pool, the null page included."""
 
     def __str__(self) -> str:
         how = "measured" if self.is_measured else "at most"
@@ -69,127 +81,82 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """Numbers that are fixed for the life of an engine."""
+    """The numbers that are fixed for the life of an engine."""
 
-    dtype: str
-    kv_cache_dtype: str
-    block_size: int
+    step: StepSizes
     num_blocks: int
-    """Pages of the pool, the null page among them."""
+    """Pages of the pool, the null page included."""
     num_host_blocks: int
-    """Pages of the host's pool, its null page among them; 0 without one."""
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    is_deterministic: bool
-    """Every step is padded to `max_num_batched_tokens`, and each of its tokens is a row."""
+    """Pages of the host pool, its null page included; 0 without a host pool."""
     memory: MemoryPlan
     notes: tuple[str, ...] = ()
-    """What was chosen against expectation, and why: to be shown."""
+    """One line for each default that was lowered, with the reason; shown as warnings."""
+
+
+class MemoryCosts(Protocol):
+    """What an engine's parts would take, known before anything is allocated."""
+
+    def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
+        """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
+        ...
+
+    def page_bytes(self, block_size: int, kv_dtype: str) -> int:
+        """Return the bytes of one page in all layers together."""
+        ...
+
+    def weights_bytes(self, dtype: str) -> int: ...
+
+    def step_bytes(self, sizes: StepSizes) -> int:
+        """Return what the largest step takes beside weights and pages. Slow: it compiles the step."""
+        ...
 
 
 @dataclass(frozen=True)
-class StepSizes:
-    """What the memory of a step depends on."""
+class FreeMemory:
+    """Bytes that are free before anything is allocated."""
 
-    dtype: str
-    kv_cache_dtype: str
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    is_deterministic: bool = False
+    platform: str
+    """Kind of the device: "cpu", "gpu" or "tpu"."""
+    device_bytes: int
+    host_bytes: int
+    """On a CPU the same memory as `device_bytes`."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the device is the host itself."""
+        return self.platform == "cpu"
 
 
 def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Longest sequence that the model and the options allow, whatever the pool can hold."""
-    most = model.max_context_len
-    if config.max_model_len is not None and config.max_model_len > most:
-        raise ConfigError(
-            f"max_model_len: got {config.max_model_len}, allowed: at most {most}, which is as far as the model's "
-            "rotary embedding reaches; lower it or leave it out"
-        )
-    return config.max_model_len or most
+    """Return the longest sequence that the model and the options allow, whatever the pool can hold."""
+    longest = model.max_context_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        allowed = f"at most {longest}, the longest context that the model's rotary embedding reaches"
+        raise refusal("max_model_len", config.max_model_len, allowed, "lower it or leave it out", error=ConfigError)
+    return config.max_model_len or longest
 
 
 def requested_max_seqs(config: EngineConfig) -> int | None:
-    """Most samples of one prompt that the options allow; None if the engine is made for as many as are asked for."""
+    """Return the most samples of one prompt that the options allow; None if the engine is sized for what is asked."""
     return config.max_num_seqs or config.max_num_batched_tokens
 
 
 def size_engine(
-    config: EngineConfig,
-    model: ModelConfig,
-    *,
-    platform: str,
-    free_bytes: int,
-    host_free_bytes: int,
-    block_size_of: Callable[[str, int, int], int],
-    page_bytes: Callable[[int, str], int],
-    weights_bytes: Callable[[str], int],
-    step_bytes: Callable[[StepSizes], int],
-    demands: Sequence[Demand] = (),
+    config: EngineConfig, model: ModelConfig, costs: MemoryCosts, free: FreeMemory, demands: Sequence[Demand] = ()
 ) -> EngineSizes:
-    """Choose every size that the options leave open.
+    """Choose every size that the options leave open; ConfigError if the options or the memory do not allow any.
 
-    `block_size_of(kv_dtype, max_num_seqs, max_model_len)` says how many tokens a page has; it raises ConfigError if the
-    page tables of so many sequences have no room; `page_bytes(block_size, dtype)` and
-    `weights_bytes(dtype)` say what a page and the weights take; `step_bytes`, what the largest step takes beside
-    them, is asked only where memory is short, since to know it is to compile it; `free_bytes` is the memory free before
-    the weights, `host_free_bytes` that of the host, which on a CPU is the same one. `demands` are the requests known
-    beforehand, if all are: a pool need not hold more sequences than there will be. Raises ConfigError.
+    `demands` are the requests that will come, if all are known: the engine need not have room for more sequences.
     """
-    is_cpu = platform == "cpu"
-    dtype, kv_dtype = chosen_dtypes(config, model, platform)
+    dtype, kv_dtype = chosen_dtypes(config, model, free.platform)
     max_model_len = requested_max_len(config, model)
-    max_num_seqs, max_num_batched_tokens = _step_sizes(config, platform, demands, max_model_len)
-    wanted_seqs = max_num_seqs
-    least_seqs = max((demand.num_samples for demand in demands), default=1)  # Those of a prompt run together.
-    while True:
-        try:
-            block_size = block_size_of(kv_dtype, max_num_seqs, max_model_len)
-            break
-        except ConfigError:
-            if config.max_num_seqs is not None or max_num_seqs // 2 < least_seqs:
-                raise
-            max_num_seqs //= 2
-    bytes_per_page = page_bytes(block_size, kv_dtype)
-    pages_per_sequence = -(-max_model_len // block_size)
-    weights = weights_bytes(dtype)
+    wanted_seqs, max_num_batched_tokens = _step_limits(config, free.platform, demands, max_model_len)
+    block_size, max_num_seqs = _block_size(config, costs, kv_dtype, wanted_seqs, max_model_len, demands)
     if config.deterministic:
         max_num_batched_tokens = deterministic_tokens(max_num_seqs)
-    step_sizes = StepSizes(
+    step = StepSizes(
         dtype, kv_dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, config.deterministic
     )
-    step, is_measured = estimated_step_bytes(model, max_num_batched_tokens, max_num_seqs), False
-    if config.num_blocks is not None:
-        num_pages = config.num_blocks - 1
-        _check_pool("num_blocks", config.num_blocks, bytes_per_page, free_bytes, weights)
-    elif config.kv_cache_memory_bytes is not None:
-        num_pages = config.kv_cache_memory_bytes // bytes_per_page - 1
-        _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free_bytes, weights)
-    else:
-        most = min(max_num_seqs * pages_per_sequence, MAX_SLOTS // block_size - 1)
-        if is_cpu:
-            most = min(most, CPU_POOL_BYTES // bytes_per_page - 1)
-        share = 1.0 if is_cpu else config.device_memory_utilization
-
-        def affordable(step: int) -> int:
-            room = int(free_bytes * share) - weights - step
-            return (_round_down(max(0, room) // 2 // bytes_per_page) if is_cpu else room // bytes_per_page) - 1
-
-        # Where not even the weights leave a page, the estimate is enough to refuse them.
-        if affordable(0) >= 1 and affordable(step) < most:
-            step, is_measured = step_bytes(step_sizes), True
-        num_pages = min(most, affordable(step))
-        if num_pages < 1:
-            raise _no_room(config, platform, free_bytes, weights + step, 2 * bytes_per_page, is_measured)
-    if not 1 <= num_pages < MAX_SLOTS // block_size:
-        name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", bytes_per_page)
-        raise ConfigError(
-            f"{name}: got {getattr(config, name)}, allowed: from {2 * unit} to {MAX_SLOTS // block_size * unit} with "
-            f"pages of {block_size} tokens, {bytes_per_page} bytes each"
-        )
     notes = []
     if max_num_seqs < wanted_seqs:
         notes.append(
@@ -201,98 +168,50 @@ def size_engine(
             f"max_num_batched_tokens lowered to {max_num_batched_tokens}, max_num_seqs rounded up: with deterministic "
             "all steps are of that size"
         )
-    if num_pages < pages_per_sequence:
-        missing = (pages_per_sequence - num_pages) * bytes_per_page
-        max_model_len = _lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
+    page_bytes = costs.page_bytes(block_size, kv_dtype)
+    num_pages, memory = _pool(config, model, costs, free, step)
+    if num_pages < step.max_pages:
+        missing = (step.max_pages - num_pages) * page_bytes
+        step = replace(
+            step, max_model_len=_lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
+        )
         notes.append(
-            f"max_model_len lowered to {max_model_len}: the pool of {num_pages} pages × {block_size} tokens "
-            f"({num_pages * bytes_per_page / 1e6:.0f} MB) holds no longer sequence"
+            f"max_model_len lowered to {step.max_model_len}: the pool of {num_pages} pages × {block_size} tokens "
+            f"({num_pages * page_bytes / 1e6:.0f} MB) holds no longer sequence"
         )
-    if not config.enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+    if not config.enable_chunked_prefill and max_num_batched_tokens < step.max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens: got {max_num_batched_tokens}, allowed: at least max_model_len, {max_model_len}, "
-            "while enable_chunked_prefill is false: a prompt is computed in one step; raise it, lower max_model_len, "
-            "or leave chunked prefill on"
+            f"max_num_batched_tokens: got {max_num_batched_tokens}, allowed: at least max_model_len, "
+            f"{step.max_model_len}, while enable_chunked_prefill is false: a prompt is computed in one step; raise it, "
+            "lower max_model_len, or leave chunked prefill on"
         )
-    _check_samples(demands, num_pages, block_size, max_model_len)
-    used = weights + (num_pages + 1) * bytes_per_page if is_cpu else 0
-    return EngineSizes(
-        dtype=dtype,
-        kv_cache_dtype=kv_dtype,
-        block_size=block_size,
-        num_blocks=num_pages + 1,
-        num_host_blocks=_num_host_blocks(
-            config, is_cpu=is_cpu, room=max(0, host_free_bytes - used), page_bytes=bytes_per_page, block_size=block_size
-        ),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        is_deterministic=config.deterministic,
-        memory=MemoryPlan(free_bytes, weights, step, is_measured, (num_pages + 1) * bytes_per_page),
-        notes=tuple(notes),
-    )
-
-
-def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process could still take: what the kernel calls available, within its control groups."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-        groups = (proc / "self" / "cgroup").read_text().splitlines()
-    except (OSError, KeyError):  # Not Linux.
-        return available
-    for line in groups:  # "0::/path" in version 2, "4:memory:/path" in version 1; inside a container mostly "/".
-        _, controllers, path = line.split(":", 2)
-        root = {"": cgroup, "memory": cgroup / "memory"}.get(controllers)
-        if root is not None:
-            own = root / path.strip("/")
-            for group in (own, *own.parents[: len(own.parts) - len(root.parts)]):
-                available = min(available, _free_in_group(group, _GROUP_FILES[controllers], available))
-    return available
-
-
-_GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Controllers of a line of /proc/self/cgroup → files of limit and usage, and the field of memory.stat."""
-
-
-def _free_in_group(group: Path, names: tuple[str, str, str], available: int) -> int:
-    """Memory below the limit of one control group; file pages that nobody uses now can be had back, and count."""
-    limit_name, used_name, reclaimable = names
-    try:
-        limit = (group / limit_name).read_text().strip()
-        if limit == "max":
-            return available
-        used = int((group / used_name).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + int(stat.get(reclaimable, 0)))
-    except OSError:  # No such group here, or one without a memory controller: no limit.
-        return available
+    _check_samples(demands, num_pages, block_size, step.max_model_len)
+    used = memory.weights_bytes + memory.pool_bytes if free.is_cpu else 0
+    host_room = max(0, free.host_bytes - used)
+    num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=host_room, page_bytes=page_bytes, step=step)
+    return EngineSizes(step, num_pages + 1, num_host_blocks, memory, tuple(notes))
 
 
 def chosen_dtypes(config: EngineConfig, model: ModelConfig, platform: str) -> tuple[str, str]:
-    """Of the weights and of the pages."""
-    is_cpu = platform == "cpu"
-    dtype = config.dtype if config.dtype != "auto" else "float32" if is_cpu else _device_dtype(model)
+    """Return the data types of the weights and of the pages."""
+    if config.dtype != "auto":
+        dtype = config.dtype
+    elif platform == "cpu" or model.dtype == "float32":
+        dtype = "float32"
+    else:
+        dtype = "bfloat16"  # Also for float16 checkpoints: it has the same size and a larger range.
     return dtype, config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
 
 
-def _device_dtype(model: ModelConfig) -> str:
-    # float16 has bfloat16's size and not its range; every device here computes bfloat16.
-    return "float32" if model.dtype == "float32" else "bfloat16"
-
-
-def _step_sizes(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
+def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
+    """Return max_num_seqs and max_num_batched_tokens."""
     tokens = config.max_num_batched_tokens
     seqs = config.max_num_seqs
     if seqs is None:
         seqs = DEFAULT_SEQS.get(platform, DEVICE_SEQS)
         if demands and not config.deterministic:  # Powers of two, so that few shapes are ever compiled.
             seqs = min(seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
-            # The samples of a prompt run together.
+            # All samples of a prompt run together.
             seqs = max(seqs, _power_of_two(max(demand.num_samples for demand in demands)))
         seqs = min(seqs, tokens or seqs)
     if tokens is not None:
@@ -301,25 +220,83 @@ def _step_sizes(config: EngineConfig, platform: str, demands: Sequence[Demand], 
     if config.enable_chunked_prefill:
         return seqs, tokens
     if max_model_len > MAX_STEP_TOKENS:
-        raise ConfigError(
-            f"max_model_len: got {max_model_len}, allowed: at most {MAX_STEP_TOKENS} while enable_chunked_prefill is "
-            "false: a prompt is computed in one step; lower it or leave chunked prefill on"
-        )
+        allowed = f"at most {MAX_STEP_TOKENS} while enable_chunked_prefill is false: a prompt is computed in one step"
+        way_out = "lower it or leave chunked prefill on"
+        raise refusal("max_model_len", max_model_len, allowed, way_out, error=ConfigError)
     return seqs, max(tokens, max_model_len)
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def _power_of_two(at_least: int) -> int:
+    """Return the smallest power of two that is at least this."""
+    return 1 << (at_least - 1).bit_length()
 
 
-def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_bytes: int, block_size: int) -> int:
-    """Pages of the host's pool, from what was asked for and the `room` in bytes that there is for it."""
-    most = min(room // page_bytes, MAX_SLOTS // block_size)
+def _block_size(
+    config: EngineConfig,
+    costs: MemoryCosts,
+    kv_dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    demands: Sequence[Demand],
+) -> tuple[int, int]:
+    """Return the page size and max_num_seqs, halved while page tables have no room, unless the user gave it."""
+    min_seqs = max((demand.num_samples for demand in demands), default=1)  # All samples of a prompt run together.
+    while True:
+        try:
+            return costs.block_size(config.block_size, kv_dtype, max_num_seqs, max_model_len), max_num_seqs
+        except ConfigError:
+            if config.max_num_seqs is not None or max_num_seqs // 2 < min_seqs:
+                raise
+            max_num_seqs //= 2
+
+
+def _pool(
+    config: EngineConfig, model: ModelConfig, costs: MemoryCosts, free: FreeMemory, sizes: StepSizes
+) -> tuple[int, MemoryPlan]:
+    """Return the pages of the pool without the null page, and what the memory is used for."""
+    page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
+    weights = costs.weights_bytes(sizes.dtype)
+    step = estimated_step_bytes(model, sizes.max_num_batched_tokens, sizes.max_num_seqs)
+    is_measured = False
+    max_pages = MAX_SLOTS // sizes.block_size - 1
+    if config.num_blocks is not None:
+        num_pages = config.num_blocks - 1
+        _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights)
+    elif config.kv_cache_memory_bytes is not None:
+        num_pages = config.kv_cache_memory_bytes // page_bytes - 1
+        _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free.device_bytes, weights)
+    else:
+        wanted = min(sizes.max_num_seqs * sizes.max_pages, max_pages)
+        if free.is_cpu:
+            wanted = min(wanted, CPU_POOL_BYTES // page_bytes - 1)
+        usable = int(free.device_bytes * (1.0 if free.is_cpu else config.device_memory_utilization)) - weights
+
+        def affordable(step_bytes: int) -> int:
+            room = usable - step_bytes
+            return (_round_down(max(0, room) // 2 // page_bytes) if free.is_cpu else room // page_bytes) - 1
+
+        # The step is compiled only where memory is short, and not where the weights alone leave no page.
+        if affordable(0) >= 1 and affordable(step) < wanted:
+            step, is_measured = costs.step_bytes(sizes), True
+        num_pages = min(wanted, affordable(step))
+        if num_pages < 1:
+            raise _no_room(config, free, weights + step, 2 * page_bytes, is_measured)
+    if not 1 <= num_pages <= max_pages:
+        name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
+        raise ConfigError(
+            f"{name}: got {getattr(config, name)}, allowed: from {2 * unit} to {(max_pages + 1) * unit} with "
+            f"pages of {sizes.block_size} tokens, {page_bytes} bytes each"
+        )
+    return num_pages, MemoryPlan(free.device_bytes, weights, step, is_measured, (num_pages + 1) * page_bytes)
+
+
+def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_bytes: int, step: StepSizes) -> int:
+    """Return the pages of the host pool, from what was asked for and the `room` in bytes that the host has for it."""
+    max_pages = min(room // page_bytes, MAX_SLOTS // step.block_size)
     if config.num_host_blocks is None and config.swap_space is None:
         if is_cpu and config.preemption_mode != "swap":
             return 0
-        affordable = _round_down(room // 4 // page_bytes)
-        num_pages = min(HOST_POOL_BYTES // page_bytes, affordable, most)
+        num_pages = min(HOST_POOL_BYTES // page_bytes, _round_down(room // 4 // page_bytes), max_pages)
         if num_pages < 2 and config.preemption_mode == "swap":
             raise ConfigError(
                 f"preemption_mode: got swap, and a quarter of the host's free memory ({_gb(room)} GB) holds no page of "
@@ -328,24 +305,22 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_byte
         return num_pages if num_pages >= 2 else 0
     if config.num_host_blocks is not None:
         name, num_pages = "num_host_blocks", config.num_host_blocks
-        low, high = "2", f"{most}"
+        low, high = "2", f"{max_pages}"
     else:
         assert config.swap_space is not None
         name, num_pages = "swap_space", int(config.swap_space * GIB) // page_bytes
-        # Rounded inwards, so that what is named here is taken.
+        # Rounded inwards, so that both ends of the range that the error names are accepted.
         low = f"{-(-2 * page_bytes * 10**6 // GIB) / 10**6:g}"
-        high = f"{most * page_bytes * 1000 // GIB / 1000:g}"
-    if num_pages > most or (num_pages < 2 and getattr(config, name)):
-        allowed = f"0 or from {low} to {high}" if most >= 2 else "0"
-        raise ConfigError(
-            f"{name}: got {getattr(config, name)}, allowed: {allowed}, with "
-            f"pages of {page_bytes} bytes and {_gb(room)} GB left on the host; change it or free some memory"
-        )
+        high = f"{max_pages * page_bytes * 1000 // GIB / 1000:g}"
+    if num_pages > max_pages or (num_pages < 2 and getattr(config, name)):
+        allowed = f"0 or from {low} to {high}" if max_pages >= 2 else "0"
+        allowed = f"{allowed}, with pages of {page_bytes} bytes and {_gb(room)} GB left on the host"
+        raise refusal(name, getattr(config, name), allowed, "change it or free some memory", error=ConfigError)
     return num_pages
 
 
 def _check_samples(demands: Sequence[Demand], num_pages: int, block_size: int, max_model_len: int) -> None:
-    """Refuse a pool that cannot hold all samples of one known prompt at once."""
+    """Refuse a pool that cannot hold all samples of one known prompt at the same time."""
     for demand in demands:
         needed = demand.num_pages(block_size, max_model_len)
         if demand.num_samples > 1 and needed > num_pages:
@@ -356,32 +331,29 @@ def _check_samples(demands: Sequence[Demand], num_pages: int, block_size: int, m
             )
 
 
-def _check_pool(name: str, got: int, unit: int, free_bytes: int, weights: int) -> None:
-    """Refuse a pool of `got` times `unit` bytes that was asked for and cannot be had, before anything is loaded."""
+def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights: int) -> None:
+    """Refuse an option `name` that asks for `got` × `unit_bytes` of pages where memory has no room for them."""
     room = max(0, free_bytes - weights)
-    if got * unit > room:
-        raise ConfigError(
-            f"{name}: got {got} ({_gb(got * unit)} GB), allowed: at most {room // unit}: {_gb(free_bytes)} GB are free "
-            f"and the weights take {_gb(weights)} GB; lower it or free some memory"
-        )
+    if got * unit_bytes > room:
+        told = f"{got} ({_gb(got * unit_bytes)} GB)"
+        allowed = f"at most {room // unit_bytes}: {_gb(free_bytes)} GB are free and the weights take {_gb(weights)} GB"
+        raise refusal(name, told, allowed, "lower it or free some memory", error=ConfigError)
 
 
-def _no_room(
-    config: EngineConfig, platform: str, free_bytes: int, needed: int, least_pool: int, is_measured: bool
-) -> ConfigError:
-    """The error for a model that leaves no memory for a page of its own."""
+def _no_room(config: EngineConfig, free: FreeMemory, needed: int, min_pool: int, is_measured: bool) -> ConfigError:
+    """Return the error for a model that leaves no room for a pool of `min_pool` bytes beside the `needed` ones."""
     take = f"take{'' if is_measured else ' at most'} {_gb(needed)} GB"
-    if platform == "cpu":
-        missing = needed + 2 * least_pool - free_bytes
+    if free.is_cpu:
+        missing = needed + 2 * min_pool - free.device_bytes
         return ConfigError(
-            f"model: its weights and a step {take}, {_gb(free_bytes)} GB are free, and half of the rest "
+            f"model: its weights and a step {take}, {_gb(free.device_bytes)} GB are free, and half of the rest "
             f"holds no page; {missing} bytes are missing, and no max_model_len fits: free some memory, take a smaller "
             "model or give num_blocks"
         )
     share = config.device_memory_utilization
-    missing = needed + least_pool - int(free_bytes * share)
+    missing = needed + min_pool - int(free.device_bytes * share)
     return ConfigError(
-        f"device_memory_utilization: got {share:g}, of {_gb(free_bytes)} GB free; weights and a step {take}; "
+        f"device_memory_utilization: got {share:g}, of {_gb(free.device_bytes)} GB free; weights and a step {take}; "
         f"{missing} bytes are missing, and no max_model_len fits: raise it, lower "
         "max_num_batched_tokens or max_num_seqs, or take a smaller model"
     )
@@ -390,14 +362,17 @@ def _no_room(
 def _lowered_len(
     config: EngineConfig, capacity: int, max_model_len: int, missing: int, demands: Sequence[Demand]
 ) -> int:
-    """The longest sequence that a pool of `capacity` tokens holds, which lacks `missing` bytes for one more."""
+    """Return `capacity`, the tokens of the pool, as max_model_len; ConfigError if the user or a demand needs more.
+
+    `missing` is how many bytes the pool lacks for one sequence of `max_model_len` tokens.
+    """
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:
         raise ConfigError(
             f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens, {missing} bytes are missing; lower "
             f"max_model_len to {capacity}, or {way_out}"
         )
-    # A prompt of one token and its answer are the least that anybody can ask.
+    # The smallest request is a prompt of one token with one token of output.
     longest = min(max_model_len, max((demand.num_tokens for demand in demands), default=2))
     if longest > capacity:
         raise ConfigError(
@@ -412,18 +387,18 @@ def _gb(num_bytes: int) -> str:
 
 
 def _round_down(num_pages: int) -> int:
-    """To three significant bits: free memory differs from run to run, compiled shapes should not."""
+    """Round down to three significant bits: free memory differs from run to run, and compiled shapes should not."""
     shift = max(0, num_pages.bit_length() - 3)
     return num_pages >> shift << shift
 
 
 def estimated_step_bytes(model: ModelConfig, num_tokens: int, num_seqs: int) -> int:
-    """Bytes that a step's activations and logits take, on the generous side."""
+    """Estimate generously what a step's activations and logits take beside weights and pages, in bytes."""
     widths = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_size
     logits = 6 * 4 * num_seqs * model.vocab_size
     return 4 * num_tokens * widths + logits + ATTENTION_BYTES + rules_bytes(model.vocab_size, num_seqs)
 
 
 def rules_bytes(vocab_size: int, num_seqs: int) -> int:
-    """Of the rules that slots hold their logits to, the null slot among them."""
-    return 4 * (num_seqs + 1) * RuleBook(vocab_size).width
+    """Return the bytes of the logit rules of all state slots, the null slot included."""
+    return 4 * (num_seqs + 1) * LogitRulesSpec(vocab_size).width

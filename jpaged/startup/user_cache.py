@@ -1,4 +1,4 @@
-"""Where this user's files are kept between runs: models and executables, readable by nobody else."""
+"""Folders of this user's cache: models, executables and check results, readable by their owner only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def user_cache(*names: str) -> Path:
-    """The folder `jpaged/NAMES…` in the user's cache. RuntimeError if the user has no home directory."""
+    """Return the folder `jpaged/NAMES…` in the user's cache; RuntimeError if the user has no home directory."""
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification has relative paths ignored.
+    # The XDG specification says that relative paths are ignored.
     home = configured if configured.is_absolute() else Path.home() / ".cache"
     return home.joinpath("jpaged", *names)
 
 
 def make_private(directory: Path) -> None:
-    """Create `directory`; those of its parents that are ours, from `jpaged` on, are as private as itself."""
+    """Create `directory` with access for its owner only, and so those of its parents that lie in a folder `jpaged`."""
     ours = [path for path in (*reversed(directory.parents), directory) if "jpaged" in path.parts]
     (ours or [directory])[0].parent.mkdir(parents=True, exist_ok=True)
     for path in ours or [directory]:

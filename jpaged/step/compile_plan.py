@@ -1,7 +1,9 @@
-"""The closed set of executables: each is compiled ahead of time, once, and nothing outside the set may run.
+"""The closed set of executables: each is compiled ahead of time, once, and nothing outside the set may run in a step.
 
-Knows keys and how to lower them; not what they compute. `jax.monitoring` tells of every compilation in the
-process: those that a step causes on its own thread are counted as outside of the plan.
+Two background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
+that compiling takes no processor time from the first token; `get` returns an executable and waits if it has to. The
+plan knows keys and how to lower them (programs.py), not what they compute. It also listens to `jax.monitoring`, which
+reports every compilation in the process: those on the thread of a step are counted in `num_outside` and should be 0.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import jax
 
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 NUM_COMPILERS = 2
-LATER_S = 2.0
+DEFERRED_START_S = 2.0
+"""Seconds after which deferred keys are compiled even if no step has run."""
 
 logger = logging.getLogger("jpaged")
 
@@ -31,19 +34,21 @@ class CompilePlan:
 
     def __init__(self, programs: Mapping[Key, Lower]):
         self.programs = dict(programs)
-        self.waited_seconds = 0.0
-        """Wall time that somebody waited for a compilation (or for reading the persistent cache)."""
+        """Key → the function that lowers the program."""
+        self.waited_s = 0.0
+        """Seconds that calls of `get` have waited for compilations, or for the persistent compilation cache."""
         self.num_outside = 0
-        """Compilations during steps that the plan did not ask for. Anything but 0 is a defect."""
+        """Compilations during steps that the plan did not ask for; anything but 0 is a defect."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
         self._urgent = ThreadPoolExecutor(1, thread_name_prefix="jpaged-compile-now")
-        """What a step waits for."""
+        """Compiles what a step waits for, past the queue of `_compilers`."""
         self._serving: set[int] = set()
+        """Threads that are executing a step now."""
         self._is_closed = False
         self._lock = threading.RLock()
-        """The thread of steps, a timer and whoever closes come at any time."""
-        self._later: list[Key] = []
+        """Guards the futures and the deferred keys: the thread of steps, the timer and `close` use them."""
+        self._deferred: list[Key] = []
         self._timer: threading.Timer | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
@@ -56,14 +61,14 @@ class CompilePlan:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether something that was asked for is not ready."""
+        """Whether an executable that was asked for, or deferred, is not ready."""
         with self._lock:
-            return bool(self._later) or not all(future.done() for future in self._futures.values())
+            return bool(self._deferred) or not all(future.done() for future in self._futures.values())
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile these in the background, two at a time, in this order; `progress(done, total)`.
+        """Compile these in the background, two at a time, in this order; report each by `progress(done, total)`.
 
-        KeyError for a key outside the plan: shapes are fixed at start.
+        Raises KeyError for a key outside the plan, because the set of shapes is fixed at start.
         """
         with self._lock:
             missing = [key for key in dict.fromkeys(keys) if key not in self._futures]
@@ -77,24 +82,24 @@ class CompilePlan:
                 if progress is not None:
                     future.add_done_callback(lambda _: progress(next(done), len(missing)))
 
-    def start_later(self, keys: Iterable[Key]) -> None:
-        """The same as soon as `start_rest` is called, or after a while: compiling takes time from the first step."""
+    def defer(self, keys: Iterable[Key]) -> None:
+        """Compile these in the background once `start_deferred` is called, or after DEFERRED_START_S seconds."""
         with self._lock:
-            self._later = list(keys)
-            if self._later:
-                self._timer = threading.Timer(LATER_S, self.start_rest)
+            self._deferred = list(keys)
+            if self._deferred:
+                self._timer = threading.Timer(DEFERRED_START_S, self.start_deferred)
                 self._timer.daemon = True
                 self._timer.start()
 
-    def start_rest(self) -> None:
-        """Compile what was put off. Further calls do nothing."""
+    def start_deferred(self) -> None:
+        """Start compiling the deferred keys. Further calls do nothing."""
         with self._lock:
-            keys, self._later = self._later, []
+            keys, self._deferred = self._deferred, []
             if keys and not self._is_closed:
                 self.start(keys)
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """The executable of `key`; waits for it if it is not ready, but not for others before it in the queue.
+        """Return the executable of `key`; wait for it if it is not ready, but not for others before it in the queue.
 
         Raises what its compilation raised.
         """
@@ -104,15 +109,18 @@ class CompilePlan:
             start = time.monotonic()
             with self._lock:
                 self.start([key])
-                if self._futures[key].cancel():  # It had not begun.
+                if self._futures[key].cancel():  # It was still in the queue.
                     self._futures[key] = self._urgent.submit(self._compile, key)
                 future = self._futures[key]
             wait([future])
-            self.waited_seconds += time.monotonic() - start
+            self.waited_s += time.monotonic() - start
         return future.result()
 
     def wait(self) -> None:
-        """Wait for everything that was asked for; raises what a compilation raised. Not beside somebody's `get`."""
+        """Wait for everything that was asked for; raise what a compilation raised.
+
+        Must not be called while another thread may be in `get`, which replaces futures.
+        """
         with self._lock:
             futures = list(self._futures.values())
         for future in futures:
@@ -120,19 +128,28 @@ class CompilePlan:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """While this lasts, compilations on the caller's thread are counted: a step must cause none."""
+        """Count compilations on the calling thread while this context lasts: a step must cause none."""
         self._serving.add(threading.get_ident())
         try:
             yield
         finally:
             self._serving.discard(threading.get_ident())
 
+    def stats(self) -> dict[str, float | int]:
+        """Count executables and the time that steps waited for them, under the names of `Engine.stats`."""
+        return {
+            "executables": self.num_compiled,
+            "planned_executables": len(self.programs),
+            "compile_seconds": self.waited_s,
+            "recompiles": self.num_outside,
+        }
+
     def close(self) -> None:
-        """Stop compiling and counting, and drop the executables. What is being compiled is waited for."""
+        """Stop compiling and counting, and drop the executables. Waits for compilations that have begun."""
         with self._lock:
             if self._is_closed:
                 return
-            self._is_closed, self._later = True, []
+            self._is_closed, self._deferred = True, []
             if self._timer is not None:
                 self._timer.cancel()
         jax.monitoring.unregister_event_duration_listener(self._on_event)
@@ -144,10 +161,10 @@ class CompilePlan:
         try:
             return self.programs[key]().compile()
         except Exception:
-            logger.exception("%s was not compiled", key)  # Whoever wants it is told; nobody may.
+            logger.exception("%s was not compiled", key)  # `get` raises it too, but may never be called.
             raise
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        # The plan compiles on threads of its own, and so may others in this process: neither is a step.
+        # The plan compiles on its own threads, and other code in this process on others: neither is a step.
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1

@@ -1,4 +1,17 @@
-"""Every executable of an engine, as a way to lower it from abstract shapes: nothing here has weights or pages yet."""
+"""Every executable of an engine as a function that lowers it from abstract shapes. Needs no weights, pages or device.
+
+    key                       run by the runner
+    ("allocate",)             once at start and after a failed step: makes the device state and the logit rules
+    ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
+    ("sample", S, mode)       after a forward, in the sample bucket S; again for each batch of scored prompt tokens
+    ("decode", T)             instead of both, when every row decodes several tokens
+    ("tables",)               before a step whose page-table changes do not fit its buffer
+    ("set_rules",)            when a sequence with logit rules gets a state slot
+    ("copy",) ("swap_out",) ("swap_in",)   before a step that moves pages
+
+compile_plan.py compiles them. Programs take the weights as a flat tuple of arrays, and samplers only those that logits
+need, because taking a tree of modules apart would cost each call more than the transfer of its inputs.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from .buckets import Buckets
-from .compile_plan import Key, Lower
-from .logit_rules import new_rules, rule_shapes, set_rules
-from .models.loading import Weights
-from .pallas_kernels.ragged_paged_attention import (
+from ..models.io.loading import Weights
+from ..pallas_kernels.ragged_paged_attention import (
     MAX_MOVES,
     KVLayout,
     PagedCache,
@@ -23,11 +33,16 @@ from .pallas_kernels.ragged_paged_attention import (
     put_pages,
     take_pages,
 )
-from .sampler import SampleSettings
-from .sampling_params import SampleMode
-from .sharding import replicated, sharding_of
+from ..sampling.logit_rules import new_rules, rule_shapes, set_rules
+from ..sampling.sample_columns import SAMPLE_FIELDS
+from ..sampling.sampler import PLAIN, SampleSettings
+from ..sampling.sampling_params import SampleMode
+from ..scheduling.buckets import Buckets
+from ..sharding import replicated, sharding_of
+from .compile_plan import Key, Lower
 from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
-from .step_inputs import CHANGE_FIELDS, SAMPLE_FIELDS, StepInputBuilder, StepInputs
+from .step_inputs import StepInputBuilder
+from .step_layout import CHANGE_FIELDS, StepInputs
 
 TABLES_KEY = ("tables",)
 ALLOCATE_KEY = ("allocate",)
@@ -37,130 +52,127 @@ SWAP_OUT_KEY = ("swap_out",)
 SWAP_IN_KEY = ("swap_in",)
 
 
-@dataclass(frozen=True)
-class Programs:
-    """Abstract shapes of one engine, and its programs by key."""
-
-    weights: Weights
-    """Shapes with their placement."""
-    state: DeviceState
-    """The same for what stays on the device."""
-    lower: dict[Key, Lower]
-
-
 def forward_key(buckets: Buckets, num_tokens: int) -> Key:
-    """Key of the forward program that takes this many tokens."""
+    """Return the key of the forward program for a step of this many tokens."""
     return ("forward", buckets.tokens_for(num_tokens))
 
 
 def decode_key(buckets: Buckets, num_rows: int) -> Key:
-    """Key of the program that decodes several tokens of this many rows."""
+    """Return the key of the program that decodes several tokens of each of this many rows."""
     return ("decode", buckets.tokens_for(num_rows))
 
 
 def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
-    """Key of the sample program that takes this many rows."""
+    """Return the key of the sample program for this many rows."""
     return ("sample", buckets.samples_for(num_samples, mode), mode)
 
 
-def step_programs(
-    *,
-    weights: Weights,
-    hidden_size: int,
-    mesh: Mesh,
-    cache: PagedCache,
-    buckets: Buckets,
-    builder: StepInputBuilder,
-    max_num_seqs: int,
-    max_pages: int,
-    settings: SampleSettings,
-    num_host_blocks: int,
-    num_decode_steps: int = 1,
-) -> Programs:
-    """Programs of an engine: one forward per token bucket, samplers per row bucket and mode, table updates, page moves.
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What an engine's programs depend on beside its model, cache and step shapes."""
 
-    With `num_decode_steps` above 1 also a decoding program for each token bucket up to the sequences' number.
-    Programs take the weights as a flat tuple of arrays, samplers those of the logits: a call need not take a tree of
-    modules apart.
+    settings: SampleSettings = PLAIN
+    num_decode_steps: int = 1
+    """Most tokens per sequence and dispatch; above 1 there are decode programs."""
+    num_host_blocks: int = 0
+    """Pages of the host pool; with 0 there are no swap programs."""
 
-    `weights` holds shapes and dtypes; `cache` is the cache without its arrays (`pages` is not read). A page
-    table is `max_pages` wide, and there are `max_num_seqs` state slots beside the null slot. Without host pages
-    there are no programs that swap.
-    """
-    whole, layout = replicated(mesh), cache.layout
 
-    def shape(dims: tuple[int, ...], dtype: Any, sharding: Any = whole) -> Any:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+class Programs:
+    """The programs of one engine: `lower` by key, and the abstract shapes that they are lowered for."""
 
-    state = DeviceState(
-        cache=replace(cache, pages=_cache_arrays(layout, mesh)),
-        page_tables=shape((builder.num_groups, max_num_seqs + 1, max_pages), jnp.int32),
-        last_tokens=shape((max_num_seqs + 1,), jnp.int32),
-        hidden=shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
-    )
-    columns = shape((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
-    changes = shape((len(CHANGE_FIELDS), builder.num_changes), jnp.int32)
-    leaves, tree = jax.tree.flatten(weights.state)
+    def __init__(
+        self,
+        weights: Weights,
+        cache: PagedCache,
+        mesh: Mesh,
+        builder: StepInputBuilder,
+        *,
+        hidden_size: int,
+        options: ProgramOptions | None = None,
+    ):
+        """`weights` and `cache` hold shapes only: weights as `abstract_weights` makes them, a cache without pages.
 
-    def step_program(run: Callable[..., Any], name: str, *arguments: Any) -> jax.stages.Lowered:
-        def on_leaves(leaves: tuple[Any, ...], *arguments: Any) -> Any:
-            return run(weights.graph, jax.tree.unflatten(tree, leaves), *arguments)
+        There is a forward program for each token bucket, a sampler for each sample bucket and mode, and a decode
+        program for each token bucket in which every sequence can decode. The token buckets, state slots and page
+        tables are those of `builder`.
+        """
+        options = options or ProgramOptions()
+        self.weights = weights
+        """Shapes of the weights with their placement."""
+        self._layouts, self._num_changes, self._rules_spec = builder.layouts, builder.num_changes, builder.rules_spec
+        self._buckets = buckets = builder.buckets
+        self._num_slots = num_slots = builder.tables.shape[1]
+        self._settings = options.settings
+        self._whole = replicated(mesh)
+        self.state = DeviceState(
+            cache=replace(cache, pages=_cache_arrays(cache.layout, mesh)),
+            page_tables=self._shape(builder.tables.shape, jnp.int32),
+            last_tokens=self._shape((num_slots,), jnp.int32),
+            hidden=self._shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
+        )
+        """Shapes of the device state with their placement."""
+        self._rules = rule_shapes(builder.rules_spec, num_slots, self._whole)
+        self.lower: dict[Key, Lower] = {
+            TABLES_KEY: self._lower_tables,
+            ALLOCATE_KEY: self._lower_allocate,
+            SET_RULES_KEY: self._lower_set_rules,
+            **move_programs(cache.layout, mesh, num_host_blocks=options.num_host_blocks),
+        }
+        for size in buckets.num_tokens:
+            self.lower["forward", size] = partial(self._lower_step, forward, size)
+        if options.num_decode_steps > 1:
+            for size in buckets.decode_sizes:
+                self.lower["decode", size] = partial(self._lower_step, decode, size)
+        for mode in buckets.modes:
+            for size in buckets.sample_sizes(mode):
+                self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
 
-        on_leaves.__name__ = name
-        return jax.jit(on_leaves, donate_argnums=1).lower(tuple(leaves), *arguments)
+    def _shape(self, dims: tuple[int, ...], dtype: Any) -> Any:
+        """Return the abstract shape of an array of which every device has a whole copy."""
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=self._whole)
 
-    def lower_forward(num_tokens: int) -> jax.stages.Lowered:
-        step_layout = builder.layouts[num_tokens]
-        inputs = StepInputs(shape((step_layout.size,), jnp.int32))
-        return step_program(partial(forward, layout=step_layout), f"forward_{num_tokens}", state, inputs)
+    def _lower_step(self, function: Callable[..., Any], num_tokens: int) -> jax.stages.Lowered:
+        """Lower `forward` or `decode` for one token bucket."""
+        layout = self._layouts[num_tokens]
+        leaves, tree = jax.tree.flatten(self.weights.state)
 
-    def lower_decode(num_rows: int) -> jax.stages.Lowered:
-        step_layout = builder.layouts[num_rows]
-        inputs = StepInputs(shape((step_layout.size,), jnp.int32))
-        return step_program(partial(decode, layout=step_layout), f"decode_{num_rows}", state, inputs)
+        def run(leaves: tuple[Any, ...], state: DeviceState, inputs: StepInputs) -> Any:
+            return function(self.weights.graph, jax.tree.unflatten(tree, leaves), state, inputs, layout)
 
-    some_leaves, whole_state = weights.split_logits()
+        run.__name__ = f"{function.__name__}_{num_tokens}"
+        inputs = StepInputs(self._shape((layout.size,), jnp.int32))
+        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, inputs)
 
-    rules = rule_shapes(builder.rule_book, max_num_seqs + 1, whole)
+    def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
+        """Lower the sampler of this many rows."""
+        leaves, unflatten = self.weights.split_logits()
 
-    def lower_sample(num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
-        sample = partial(sample_rows, num_rows=num_rows, mode=mode, settings=settings)
-
-        def run(leaves: tuple[Any, ...], *arguments: Any) -> Any:
-            return sample(weights.graph, whole_state(leaves), *arguments)
+        def run(leaves: tuple[Any, ...], state: Any, hidden: Any, columns: Any) -> Any:
+            weights, settings = unflatten(leaves), self._settings
+            return sample_rows(self.weights.graph, weights, state, hidden, columns, num_rows, mode, settings)
 
         run.__name__ = f"sample_{num_rows}_{mode.value}"
-        kept = state.last_tokens, rules if mode is SampleMode.EVERYTHING else None
-        return jax.jit(run, donate_argnums=1).lower(tuple(some_leaves), kept, state.hidden, columns)
+        state = self.state.last_tokens, self._rules if mode is SampleMode.FULL else None
+        columns = self._shape((len(SAMPLE_FIELDS), self._buckets.max_samples), jnp.int32)
+        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), state, self.state.hidden, columns)
 
-    def lower_tables() -> jax.stages.Lowered:
-        return jax.jit(update_tables, donate_argnums=0).lower(state.page_tables, changes)
+    def _lower_tables(self) -> jax.stages.Lowered:
+        changes = self._shape((len(CHANGE_FIELDS), self._num_changes), jnp.int32)
+        return jax.jit(update_tables, donate_argnums=0).lower(self.state.page_tables, changes)
 
-    def lower_allocate() -> jax.stages.Lowered:
-        placement = jax.tree.map(lambda leaf: leaf.sharding, (state, rules))
-        empty = partial(new_rules, builder.rule_book, max_num_seqs + 1)
-        return jax.jit(lambda: (new_state(state), empty()), out_shardings=placement).lower()
+    def _lower_allocate(self) -> jax.stages.Lowered:
+        placement = jax.tree.map(lambda leaf: leaf.sharding, (self.state, self._rules))
+        rules = partial(new_rules, self._rules_spec, self._num_slots)
+        return jax.jit(lambda: (new_state(self.state), rules()), out_shardings=placement).lower()
 
-    def lower_set_rules() -> jax.stages.Lowered:
-        row, slot = shape((builder.rule_book.width,), jnp.int32), shape((), jnp.int32)
-        return jax.jit(set_rules, donate_argnums=0).lower(rules, row, slot)
-
-    lower: dict[Key, Lower] = {
-        TABLES_KEY: lower_tables,
-        ALLOCATE_KEY: lower_allocate,
-        SET_RULES_KEY: lower_set_rules,
-    }
-    lower |= move_programs(layout, mesh, num_host_blocks=num_host_blocks)
-    lower |= {("forward", size): partial(lower_forward, size) for size in buckets.num_tokens}
-    if num_decode_steps > 1:
-        lower |= {("decode", size): partial(lower_decode, size) for size in buckets.decode_sizes}
-    for mode in buckets.modes:
-        lower |= {("sample", size, mode): partial(lower_sample, size, mode) for size in buckets.sample_sizes(mode)}
-    return Programs(weights, state, lower)
+    def _lower_set_rules(self) -> jax.stages.Lowered:
+        row, slot = self._shape((self._rules_spec.width,), jnp.int32), self._shape((), jnp.int32)
+        return jax.jit(set_rules, donate_argnums=0).lower(self._rules, row, slot)
 
 
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
-    """Programs that move pages of a cache of this layout; without host pages, none that swap."""
+    """Return the programs that move pages of a cache of this layout; without host pages, only the copy."""
     pages = _cache_arrays(layout, mesh)
     page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))
     placement = tuple(array.sharding for array in pages)
@@ -184,6 +196,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
 
 
 def _cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
+    """Return the abstract shapes of the cache's arrays, placed by the layout's logical axes."""
     return tuple(
         jax.ShapeDtypeStruct(shape, layout.stored_dtype, sharding=sharding_of(mesh, axes))
         for shape, axes in zip(layout.shapes, layout.logical_axes, strict=True)

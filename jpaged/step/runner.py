@@ -1,6 +1,11 @@
-"""Runs steps on the device: owns the weights, the device state, the host pages and the executables.
+"""Runs steps on the device. Owns everything that takes device memory: weights, device state, executables, host pages.
 
-Knows arrays and executables; no request beyond the number of its slot.
+    dispatch(step)   page moves ─▶ page-table changes ─▶ logit rules ─▶ forward + sample, or decode   (all enqueued)
+    StepOutputs      sampled rows on the device, already on their way to the host; `read` waits for them
+
+Calls return before the device is done, so that the host prepares the next step meanwhile. Every executable takes the
+arrays that it changes as donated arguments and returns them: after a call that failed they may be gone, and `reset`
+makes new ones. The runner knows arrays and executables, and no more of a request than its state slot.
 """
 
 from __future__ import annotations
@@ -16,12 +21,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .buckets import Buckets
+from ..kv_cache.page_store import MoveKind, PageMove
+from ..models.io.loading import Weights
+from ..pallas_kernels.ragged_paged_attention import MAX_MOVES, NULL_PAGE, Page
+from ..sampling.logit_rules import LogitRulesState
+from ..sampling.sampler import SampledRows
+from ..sampling.sampling_params import SampleMode
+from ..scheduling.buckets import Buckets
+from ..sharding import replicated
 from .compile_plan import CompilePlan
-from .logit_rules import SlotRules
-from .models.loading import Weights
-from .page_store import MoveKind, PageMove
-from .pallas_kernels.ragged_paged_attention import MAX_MOVES, NULL_PAGE, Page
 from .programs import (
     ALLOCATE_KEY,
     COPY_KEY,
@@ -31,68 +39,70 @@ from .programs import (
     TABLES_KEY,
     sample_key,
 )
-from .sampler import SampledRows
-from .sampling_params import SampleMode
-from .sharding import replicated
 from .step import DeviceState
-from .step_inputs import BuiltStep, StepInputs, StepLayout
+from .step_inputs import BuiltStep
+from .step_layout import StepInputs, StepLayout
 
 MAX_STAGED = 4
-"""Swap batches under way at once: they bound the device memory that pages take on their way."""
+"""Most swap batches under way at once; bounds the device memory that pages take on their way."""
 
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a step leaves on the device for the host to read: an entry for each sampled row, in order, then padding.
+    """The results of a dispatched step, on the device: an entry for each sampled row, in order, then padding.
 
-    Its copy to the host begins as soon as the step is done, whoever reads it when.
+    Their copy to the host begins as soon as the step is done, before `read` is called.
     """
 
     sampled: SampledRows | None
     scored: tuple[SampledRows, ...] = ()
-    """In as many pieces as it took: all but the last are full."""
+    """Scores of prompt tokens, one piece per sampler call; only the last piece has padding rows."""
 
     def __post_init__(self) -> None:
         for array in jax.tree.leaves((self.sampled, self.scored)):
             array.copy_to_host_async()
 
     def read(self) -> SampledRows | None:
-        """Wait for the step; its rows as numpy, by row, or by step and row where several tokens were decoded.
+        """Wait for the step and return its sampled rows as numpy, [R], or [K, R] if a decode program computed K tokens.
 
         None if no row was sampled.
         """
         return None if self.sampled is None else jax.tree.map(np.asarray, self.sampled)
 
     def read_scores(self) -> SampledRows | None:
-        """The same of the tokens of prompts that the step has scored. None if it has scored none."""
+        """Wait for the step and return the scores of prompt tokens as numpy, by row; None if it has scored none."""
         if len(self.scored) < 2:
             return jax.tree.map(np.asarray, self.scored[0]) if self.scored else None
         return jax.tree.map(lambda *pieces: np.concatenate(pieces), *self.scored)
 
 
 class Runner:
-    """One model on one mesh, with one paged cache and the host pages that swapping fills."""
+    """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
     def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
         self.weights = weights
         self._leaves = tuple(jax.tree.leaves(weights.state))
-        self._leaves_of_logits = tuple(weights.split_logits()[0])
+        self._logits_leaves = tuple(weights.split_logits()[0])
         self.state: DeviceState
-        self.rules: SlotRules
+        self.rules: LogitRulesState
         self.state, self.rules = plan.get(ALLOCATE_KEY)()
         self.plan = plan
         self.buckets = buckets
+        cache = self.state.cache
+        self.page_bytes = cache.layout.page_bytes
+        """Bytes of one page in all layers together."""
         self.num_copies = 0
         """Pages copied within the cache so far."""
         self.swap_out_bytes = 0
         self.swap_in_bytes = 0
         self._whole = replicated(mesh) if mesh.size > 1 else None
-        self._on_device = tuple(array.sharding for array in self.state.cache.pages)
+        self._on_device = tuple(array.sharding for array in cache.pages)
         self._on_host = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._on_device)
-        # Memory is pinned for a host page when it is first written. A page written again is a new array: whoever
-        # still reads the old one keeps it, so transfers need no order but that of the data.
+        # Host page → its arrays. Memory is pinned when a page is first written. Writing a page again makes new arrays;
+        # transfers that still read the old ones keep them alive, so that no transfer has to wait for another.
         self._host_pages: dict[int, Page] = {}
         self._staged: deque[Any] = deque()
+        """Arrays of the swap batches that may still be under way, oldest first."""
 
     @property
     def swap_bytes(self) -> int:
@@ -100,7 +110,7 @@ class Runner:
         return self.swap_out_bytes + self.swap_in_bytes
 
     def dispatch(self, step: BuiltStep) -> StepOutputs:
-        """Start a step: its page moves, in order, then its rows.
+        """Start a step: its page moves in order, its page-table changes and logit rules, then its rows.
 
         Returns before the device is done, unless more than MAX_STAGED batches of pages would be under way.
         """
@@ -112,7 +122,7 @@ class Runner:
             self.rules = self.plan.get(SET_RULES_KEY)(self.rules, self._put(row), self._put(np.array(slot, np.int32)))
         if step.layout is None or step.inputs is None:
             return StepOutputs(None)
-        if step.draws:
+        if step.decode_lens:
             run_decode = self.plan.get(("decode", step.layout.num_tokens))
             self.state, sampled = run_decode(self._leaves, self.state, StepInputs(self._put(step.inputs.packed)))
             return StepOutputs(sampled)
@@ -121,62 +131,73 @@ class Runner:
         return StepOutputs(sampled, tuple(self._score(step)))
 
     def measure_swap(self) -> float:
-        """Bytes per second to the host and back, by one batch of null pages; waits for it. Not during a step."""
-        nothing = [NULL_PAGE] * MAX_MOVES
+        """Return how many bytes per second go to the host and back, measured on a batch of null pages.
+
+        Waits for the device; must not be called while a step is in flight.
+        """
+        null_pages = [NULL_PAGE] * MAX_MOVES
 
         def round_trip() -> None:
-            pages = jax.block_until_ready(self._swap_out(nothing))
-            self._swap_in(pages, nothing)
-            jax.block_until_ready(self.state.cache.pages)
+            pages = jax.block_until_ready(self._swap_out(null_pages))
+            self._swap_in(pages, null_pages)
+            jax.block_until_ready(self._pages)
 
-        return 2 * MAX_MOVES * self.state.cache.layout.page_bytes / _shortest_s(round_trip)
+        return 2 * MAX_MOVES * self.page_bytes / _shortest_s(round_trip)
 
-    def measure_prefill(self, layout: StepLayout) -> float:
-        """Seconds per token of a prefill that fills this bucket, in the null page; waits for it. Not during a step."""
-        inputs, num_tokens = self._null_prefill(layout)
-        return _shortest_s(lambda: jax.block_until_ready(self._forward(layout, inputs))) / num_tokens
+    def measure_forward(self, step: BuiltStep) -> float:
+        """Return the seconds that the forward program of a step takes, such as `StepInputBuilder.null_prefill`.
+
+        Waits for the device; must not be called while a step is in flight.
+        """
+        assert step.layout is not None
+        assert step.inputs is not None
+        layout, inputs = step.layout, step.inputs
+        return _shortest_s(lambda: jax.block_until_ready(self._forward(layout, inputs)))
 
     def reset(self) -> None:
-        """A new device state and no host pages, as at start: a step that failed may have taken the old with it."""
+        """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
         self._drop_state()
         self.state, self.rules = self.plan.get(ALLOCATE_KEY)()
 
     def close(self) -> None:
-        """Give the memory back: pages, on the device and the host, and weights."""
+        """Free the pages on the device and the host, the rest of the device state, and the weights."""
         self.plan.close()
         self._drop_state()
         _delete(self.weights.state)
 
     def _forward(self, layout: StepLayout, inputs: StepInputs) -> jax.Array:
+        """Start the forward program; return the SAMPLE_FIELDS of the rows to sample, on the device."""
         run_forward = self.plan.get(("forward", layout.num_tokens))
         self.state, columns = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
         return columns
 
     def _score(self, step: BuiltStep) -> Iterator[SampledRows]:
-        """The tokens of prompts that the step scores, as many at once as a sampler takes."""
+        """Start a sampler for each batch of prompt tokens that the step scores."""
         num_left = step.num_scored
         for columns in step.score_columns:
             num_rows = min(num_left, columns.shape[1])
-            yield self._sample(self._put(columns), num_rows, SampleMode.EVERYTHING)
+            yield self._sample(self._put(columns), num_rows, SampleMode.FULL)
             num_left -= num_rows
 
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
+        """Start the sampler for the hidden states of the last forward program."""
         run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
-        kept = self.state.last_tokens, self.rules if mode is SampleMode.EVERYTHING else None
-        (last_tokens, rules), sampled = run_sample(self._leaves_of_logits, kept, self.state.hidden, columns)
+        state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
+        (last_tokens, rules), sampled = run_sample(self._logits_leaves, state, self.state.hidden, columns)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules
         return sampled
 
     def _move(self, moves: list[PageMove]) -> None:
+        """Start the page moves, in batches of one kind."""
         for kind, batch in _batches(moves):
             sources = [move.source for move in batch]
             destinations = [move.destination for move in batch]
-            num_bytes = len(batch) * self.state.cache.layout.page_bytes
+            num_bytes = len(batch) * self.page_bytes
             match kind:
                 case MoveKind.COPY:
                     lists = self._page_list(sources), self._page_list(destinations)
-                    self._replace_pages(self.plan.get(COPY_KEY)(self.state.cache.pages, *lists))
+                    self._replace_pages(self.plan.get(COPY_KEY)(self._pages, *lists))
                     self.num_copies += len(batch)
                 case MoveKind.SWAP_OUT:
                     self._host_pages.update(zip(destinations, self._swap_out(sources), strict=True))
@@ -186,76 +207,61 @@ class Runner:
                     self.swap_in_bytes += num_bytes
 
     def _swap_out(self, sources: list[int]) -> list[Page]:
-        """Start copying device pages to the host; returns the host pages. Later steps run beside the transfer."""
-        self._make_room()
-        staged = self.plan.get(SWAP_OUT_KEY)(self.state.cache.pages, self._page_list(sources))
+        """Start copying device pages to the host; return the host pages.
+
+        The pages are first gathered into arrays of their own, so that later steps may run, and overwrite the pages,
+        during the transfer.
+        """
+        self._wait_for_room()
+        staged = self.plan.get(SWAP_OUT_KEY)(self._pages, self._page_list(sources))
         pages = jax.device_put(list(staged[: len(sources)]), [self._on_host] * len(sources))
         self._staged.append(pages)
         return pages
 
     def _swap_in(self, pages: list[Page], destinations: list[int]) -> None:
         """Start copying host pages into the cache."""
-        self._make_room()
+        self._wait_for_room()
         staged = jax.device_put(pages, [self._on_device] * len(pages))
-        staged += staged[-1:] * (MAX_MOVES - len(staged))
+        staged += staged[-1:] * (MAX_MOVES - len(staged))  # Padding, which goes to the null page.
         run = self.plan.get(SWAP_IN_KEY)
-        pages_after, done = run(self.state.cache.pages, tuple(staged), self._page_list(destinations))
+        pages_after, done = run(self._pages, tuple(staged), self._page_list(destinations))
         self._replace_pages(pages_after)
         self._staged.append(done)
 
-    def _make_room(self) -> None:
+    def _wait_for_room(self) -> None:
+        """Wait for the oldest swap batch if MAX_STAGED batches are under way."""
         if len(self._staged) == MAX_STAGED:
             jax.block_until_ready(self._staged.popleft())
 
     def _page_list(self, pages: list[int]) -> np.ndarray | jax.Array:
+        """Return MAX_MOVES page numbers for a move program, padded by the null page."""
         return self._put(np.array(pages + [NULL_PAGE] * (MAX_MOVES - len(pages)), np.int32))
 
     def _put(self, array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-        """For all chips. One takes a host's array as it is, which nobody may write any more: a call transfers it sooner
-        than device_put does."""
+        """Return a host array as an argument for an executable; it must not be written any more.
+
+        On a mesh it is copied to every chip. A single device gets it as it is: the call itself transfers a numpy array
+        faster than `device_put` does.
+        """
         return array if self._whole is None else jax.device_put(array, self._whole)
+
+    @property
+    def _pages(self) -> tuple[jax.Array, ...]:
+        """Arrays of the paged cache."""
+        return self.state.cache.pages
 
     def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:
         self.state = replace(self.state, cache=replace(self.state.cache, pages=pages))
 
     def _drop_state(self) -> None:
-        """All but the weights."""
+        """Free everything but the weights."""
         self._staged.clear()
         self._host_pages.clear()
         _delete((self.state, self.rules))
 
-    def _null_prefill(self, layout: StepLayout) -> tuple[StepInputs, int]:
-        """A step of as long rows as page tables allow, all in state slot 0, whose pages are null pages."""
-        page_size = self.state.cache.layout.page_size
-        row_len = min(layout.num_tokens, self.state.page_tables.shape[-1] * page_size)
-        num_rows = min(layout.num_tokens // row_len, layout.num_rows)
-        num_tokens = num_rows * row_len
-        num_decode_rows = num_rows if row_len == 1 else 0
-        row_lens = np.full(num_rows, row_len, np.int32)
-        packed = np.zeros(layout.size, np.int32)
-        view = layout.view(packed)
-        positions = view["positions"][:num_tokens]
-        positions[:] = np.tile(np.arange(row_len, dtype=np.int32), num_rows)
-        view["slots"][:, :num_tokens] = positions % page_size
-        view["query_starts"][:] = np.minimum(np.arange(layout.num_rows + 1), num_rows) * row_len
-        view["context_lens"][:num_rows] = row_lens
-        view["counts"][:] = num_tokens, num_rows, num_decode_rows, 0, False
-        self.state.cache.backend.plan(
-            row_lens,
-            row_lens,
-            num_decode_rows,
-            np.full((layout.num_groups, 1, self.state.page_tables.shape[-1]), NULL_PAGE, np.int32),
-            np.zeros(num_rows, np.intp),
-            page_size=page_size,
-            num_tokens=layout.num_tokens,
-            num_rows=layout.num_rows,
-            out=view["plan"],
-        )
-        return StepInputs(packed), num_tokens
-
 
 def _batches(moves: list[PageMove]) -> Iterator[tuple[MoveKind, list[PageMove]]]:
-    """Consecutive moves of one kind, at most MAX_MOVES together, in order."""
+    """Yield runs of consecutive moves of one kind, at most MAX_MOVES together, in order."""
     for kind, run in groupby(moves, key=lambda move: move.kind):
         moves_of_kind = list(run)
         for start in range(0, len(moves_of_kind), MAX_MOVES):
@@ -263,7 +269,7 @@ def _batches(moves: list[PageMove]) -> Iterator[tuple[MoveKind, list[PageMove]]]
 
 
 def _shortest_s(run: Callable[[], object]) -> float:
-    """Seconds of the shortest of three runs: the first may also compile and pin memory."""
+    """Return the seconds of the shortest of three runs: the first run may also compile and pin memory."""
     times_s = []
     for _ in range(3):
         start = time.perf_counter()
@@ -273,6 +279,7 @@ def _shortest_s(run: Callable[[], object]) -> float:
 
 
 def _delete(arrays: Any) -> None:
+    """Free the device memory of arrays that are not freed yet."""
     for leaf in jax.tree.leaves(arrays):
         if not leaf.is_deleted():
             leaf.delete()

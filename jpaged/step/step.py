@@ -1,11 +1,13 @@
-"""The compiled step, in three programs: apply page-table changes, forward, sample. And the state between steps.
+"""The compiled step as pure functions of arrays, and the state that stays on the device between steps.
 
-    update_tables(tables, changes)            → tables        only when a step's own buffer is too small for them
-    forward(weights, state, packed)           → state, columns of the rows that are sampled
-    sample_rows(weights, sampling state, …)   → sampling state, sampled rows; as often as a step needs it
-    decode(weights, state, packed)            → state, sampled rows of up to MAX_DECODE_STEPS steps, in one program
+    update_tables(tables, changes)              → tables      for page-table changes that a step's buffer cannot hold
+    forward(…, state, packed inputs)            → state, SAMPLE_FIELDS of the rows to sample
+    sample_rows(…, sampling state, hidden, …)   → sampling state, sampled rows; several times if prompts are scored
+    decode(…, state, packed inputs)             → state, sampled rows of up to MAX_DECODE_STEPS tokens per sequence
 
-Pure functions of arrays; what the buffer means is `step_inputs`' business, how a model works the model's.
+A prefill or mixed step is one forward and then one sampler; a step in which every sequence decodes several tokens is
+one decode. programs.py compiles these functions for every padded size, runner.py calls the executables. The model reads
+`AttentionMetadata` and knows nothing of the packed buffer (step_layout.py).
 """
 
 from __future__ import annotations
@@ -17,44 +19,51 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from .config import MAX_DECODE_STEPS
-from .logit_rules import SlotRules, apply_rules, note_tokens
-from .pallas_kernels.cpu_handler import uninitialized
-from .pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
-from .sampler import SampledRows, SampleSettings, SamplingRows
-from .sampler import sample as sample_logits
-from .sampling_params import SampleMode
-from .sharding import TENSOR_AXIS
-from .step_inputs import COUNT_FIELDS, SAMPLE_FIELDS, STOP_FIELDS, StepInputs, StepLayout
+from ..config import MAX_DECODE_STEPS
+from ..pallas_kernels.native.xla_call import uninitialized
+from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
+from ..sampling.logit_rules import LogitRulesState, apply_rules, record_tokens
+from ..sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
+from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows
+from ..sampling.sampler import sample as sample_logits
+from ..sampling.sampling_params import SampleMode
+from ..sharding import TENSOR_AXIS
+from .step_layout import COUNT_FIELDS, StepInputs, StepLayout
 
-FLOAT_FIELDS = ("temperature", "top_p", "min_p")
-DECODE_MODES = (SampleMode.GREEDY, SampleMode.DRAWN)
-"""By `is_drawn`."""
+DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
+"""Sampling modes of a decode program, indexed by the count `is_random`."""
+
+SamplingState = tuple[Int[Array, " slots"], LogitRulesState | None]
+"""What samplers keep by state slot: the last token, and the logit rules; None in modes that read no rules."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeviceState:
-    """What stays on the device between steps and is donated to each. State slot 0 takes padding's writes."""
+    """Arrays that stay on the device between steps; each step takes them as donated arguments.
+
+    State slot 0 belongs to no sequence: padding rows write there.
+    """
 
     cache: PagedCache
     page_tables: Int[Array, "groups slots P"]
     last_tokens: Int[Array, " slots"]
+    """The token sampled last in each state slot, which the host may not have read yet."""
     hidden: Float[Array, "T D"]
-    """What the last forward program has left of its tokens for the sampling programs behind it."""
+    """Hidden states of the last forward program's tokens, for the samplers after it."""
 
 
 def new_state(shapes: DeviceState) -> DeviceState:
-    """A state of these shapes. Pages begin with whatever was there: no slot is read before it is written."""
+    """Return a state of these shapes. Pages are left uninitialized, since no slot is read before it is written."""
 
     def pages_of(leaf: Array) -> Array:
         def empty() -> Array:
             return lax.empty(leaf.shape, leaf.dtype)
 
-        # On a CPU an empty array is one of zeros: half the machine's memory, written at every start.
+        # On a CPU, XLA fills an empty array with zeros, which would write half of the machine's memory at each start.
         is_on_one = shapes.cache.mesh is None
         return lax.platform_dependent(
             cpu=(lambda: uninitialized(leaf.shape, leaf.dtype)) if is_on_one else empty, default=empty
@@ -70,7 +79,7 @@ def new_state(shapes: DeviceState) -> DeviceState:
 
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:
-    """Set the changed entries. Padding sets entry 0 of state slot 0 to the null page."""
+    """Set the changed page-table entries. Padding sets entry 0 of state slot 0 to the null page, which it is."""
     group, slot, index, page = changes
     return tables.at[group, slot, index].set(page)
 
@@ -78,7 +87,10 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 def forward(
     graph: Any, weights: Any, state: DeviceState, inputs: StepInputs, layout: StepLayout
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
-    """Compute every token of the step; return the SAMPLE_FIELDS of the rows that are sampled, which came with it."""
+    """Compute every token of the step; return the new state and the buffer's SAMPLE_FIELDS, for the sampler.
+
+    `graph` and `weights` are the two halves of the model (`nnx.merge`). `state` is donated.
+    """
     view = inputs.view(layout)
     tables = update_tables(state.page_tables, view["changes"])
     ids = view["token_ids"]
@@ -90,35 +102,41 @@ def forward(
 
 
 def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"]) -> AttentionMetadata:
-    counts = dict(zip(COUNT_FIELDS, view["counts"], strict=True))
+    """Return what attention reads of a step; each row gets the page table of its state slot."""
+    counts = _counts(view)
     return AttentionMetadata(
         positions=view["positions"],
-        slots=view["slots"],
+        slot_mapping=view["slot_mapping"],
         query_starts=view["query_starts"],
         context_lens=view["context_lens"],
-        page_tables=tables[:, view["row_slots"]],
+        page_tables=tables[:, view["seq_slots"]],
         num_rows=counts["num_rows"],
         num_decode_rows=counts["num_decode_rows"],
         plan=view["plan"],
     )
 
 
+def _counts(view: dict[str, Any]) -> dict[str, Int[Array, ""]]:
+    """Return the buffer's counts by name."""
+    return dict(zip(COUNT_FIELDS, view["counts"], strict=True))
+
+
 def sample_rows(
     graph: Any,
     weights: Any,
-    state: tuple[Int[Array, " slots"], SlotRules | None],
+    state: SamplingState,
     hidden_TD: Float[Array, "T D"],
     columns: Int[Array, "fields S"],
     num_rows: int,
     mode: SampleMode,
     settings: SampleSettings,
-) -> tuple[tuple[Int[Array, " slots"], SlotRules | None], SampledRows]:
-    """Sample the first `num_rows` rows and remember each token in its sequence's state slot, and in its rules.
+) -> tuple[SamplingState, SampledRows]:
+    """Sample the first `num_rows` rows, padding included; keep each token in its state slot, and in its slot's rules.
 
-    `columns` are SAMPLE_FIELDS of rows, padded: they say whose hidden state each is drawn from, or scored.
+    `columns` are the SAMPLE_FIELDS of the rows; they say which hidden state each row is drawn from, or scored.
     """
     columns = columns[:, :num_rows]
-    slots, rows = _sampling_rows(columns)
+    slots, rows = columns[SAMPLE_FIELDS.index("slot")], SamplingRows.from_columns(columns)
     logits_RV = nnx.merge(graph, weights).logits(hidden_TD[columns[SAMPLE_FIELDS.index("token")]])
     last_tokens, rules = state
     ruled_RV = None
@@ -126,100 +144,73 @@ def sample_rows(
         ruled_RV = apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
     sampled = sample_logits(logits_RV, rows, mode, settings, ruled_RV)
     if rules is not None:
-        rules = note_tokens(rules, rows.ruled_slot, sampled.token_ids)
+        rules = record_tokens(rules, rows.ruled_slot, sampled.token_ids)
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
-
-
-def _sampling_rows(samples: Int[Array, "fields R"]) -> tuple[Int[Array, " R"], SamplingRows]:
-    """State slots and parameters of sampled rows."""
-    columns = dict(zip(SAMPLE_FIELDS, samples, strict=True))
-    floats = {name: lax.bitcast_convert_type(columns.pop(name), jnp.float32) for name in FLOAT_FIELDS}
-    slots = columns.pop("slot")
-    for name in ("token", *STOP_FIELDS):
-        del columns[name]
-    return slots, SamplingRows(**columns, **floats)
 
 
 def decode(
     graph: Any, weights: Any, state: DeviceState, inputs: StepInputs, layout: StepLayout
 ) -> tuple[DeviceState, SampledRows]:
-    """Decode up to MAX_DECODE_STEPS tokens of every row, one after another; returns rows by step, [K, R].
+    """Decode up to MAX_DECODE_STEPS tokens of every row, one after another; return rows by iteration, [K, R].
 
-    A row goes on until it has its `row_steps` tokens or draws one that ends its sequence, and the loop until no row
-    does: what later steps hold for it means nothing. Rows that have stopped are computed as they were, beside the
-    others, and write what they have written before. A row whose sequence has ended already draws nothing.
+    A row is live until it has its `decode_lens` tokens or draws one that ends its sequence, and the loop runs until no
+    row is live. What later iterations hold for a row means nothing. Rows that are no longer live are computed beside
+    the others with unchanged inputs, so they write again what they have written. A row whose last token ends its
+    sequence already draws nothing. `state` is donated.
     """
     view = inputs.view(layout)
     tables = update_tables(state.page_tables, view["changes"])
-    counts = dict(zip(COUNT_FIELDS, view["counts"], strict=True))
-    step, row_slots = _metadata(view, tables), view["row_slots"]
-    page_size = state.cache.layout.page_size
+    counts = _counts(view)
+    step, seq_slots = _metadata(view, tables), view["seq_slots"]
+    mesh, kv_layout = state.cache.mesh, state.cache.layout
+    page_size = kv_layout.page_size
     samples = view["samples"][:, : layout.num_rows]
     row_of_sample = samples[SAMPLE_FIELDS.index("token")]
-    slots, params = _sampling_rows(samples)
+    slots, params = samples[SAMPLE_FIELDS.index("slot")], SamplingRows.from_columns(samples)
     stops = samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :]
-    num_steps = jnp.where(jnp.arange(layout.num_rows) < counts["num_samples"], view["row_steps"][row_of_sample], 0)
+    num_steps = jnp.where(jnp.arange(layout.num_rows) < counts["num_samples"], view["decode_lens"][row_of_sample], 0)
     model = nnx.merge(graph, weights)
 
-    def goes_on(token_ids: Int[Array, " R"], num_done: Int[Array, ""]) -> Bool[Array, " R"]:
+    def stays_live(token_ids: Int[Array, " R"], num_done: Int[Array, ""]) -> Bool[Array, " R"]:
         return (num_done < num_steps) & (token_ids[None] != stops).all(axis=0)
 
-    def draw(logits_RV: Float[Array, "R V"], output_index: Int[Array, " R"]) -> SampledRows:
-        modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode) for mode in DECODE_MODES]
-
-        def choose(is_drawn: Int[Array, ""], logits_RV: Float[Array, "R V"], rows: SamplingRows) -> SampledRows:
-            return lax.switch(is_drawn, modes, logits_RV, rows)
-
-        def gather(is_drawn: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
-            return choose(is_drawn, lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True), rows)
-
-        rows = replace(params, output_index=output_index)
-        if (mesh := state.cache.mesh) is None:
-            return choose(counts["is_drawn"], logits_RV, rows)
-        # Every chip draws the same from all logits. Were they to talk in the switch, a TPU's compiler would hang; left
-        # to itself it would gather the weights.
-        specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-        draw_on_chips = jax.shard_map(gather, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        return draw_on_chips(counts["is_drawn"], logits_RV, rows)
-
     def decode_one(carry: _DecodeCarry) -> _DecodeCarry:
-        ahead = carry.num_ahead
-        positions = step.positions + ahead
+        positions = step.positions + carry.num_ahead
         pages = jnp.take_along_axis(step.page_tables, (positions // page_size)[None, :, None], axis=2)[..., 0]
         is_row = jnp.arange(layout.num_rows) < counts["num_rows"]
         now = replace(
             step,
             positions=positions,
-            slots=jnp.where(is_row[None], pages * page_size + (positions % page_size)[None], 0),
-            context_lens=step.context_lens + ahead,
+            slot_mapping=jnp.where(is_row[None], pages * page_size + (positions % page_size)[None], 0),
+            context_lens=step.context_lens + carry.num_ahead,
         )
         hidden_RD, cache = model(carry.token_ids, carry.cache, now)
-        drawn = draw(model.logits(hidden_RD[row_of_sample]), params.output_index + carry.num_done)
+        logits_RV = model.logits(hidden_RD[row_of_sample])
+        rows = replace(params, output_index=params.output_index + carry.num_done)
+        drawn = _draw(logits_RV, rows, counts["is_random"], mesh)
         is_live = carry.is_live
         last_tokens = carry.last_tokens.at[jnp.where(is_live, slots, 0)].set(drawn.token_ids)
         num_done = carry.num_done + 1
-        is_live &= goes_on(drawn.token_ids, num_done)
+        is_live &= stays_live(drawn.token_ids, num_done)
         is_moving = jnp.zeros_like(is_row).at[jnp.where(is_live, row_of_sample, layout.num_rows)].set(True, mode="drop")
         return _DecodeCarry(
             cache=cache,
             last_tokens=last_tokens,
-            token_ids=jnp.where(is_moving, last_tokens[row_slots], carry.token_ids),
-            num_ahead=ahead + is_moving.astype(jnp.int32),
+            token_ids=jnp.where(is_moving, last_tokens[seq_slots], carry.token_ids),
+            num_ahead=carry.num_ahead + is_moving.astype(jnp.int32),
             is_live=is_live,
             num_done=num_done,
             rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
         )
 
-    nothing = SampledRows(
-        jnp.zeros((MAX_DECODE_STEPS, layout.num_rows), jnp.int32), jnp.ones((MAX_DECODE_STEPS, layout.num_rows), bool)
-    )
-    token_ids = state.last_tokens[row_slots]
+    shape = MAX_DECODE_STEPS, layout.num_rows
+    nothing = SampledRows(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
     start = _DecodeCarry(
         cache=state.cache,
         last_tokens=state.last_tokens,
-        token_ids=token_ids,
-        num_ahead=jnp.zeros_like(row_slots),
-        is_live=goes_on(state.last_tokens[slots], jnp.int32(0)),
+        token_ids=state.last_tokens[seq_slots],
+        num_ahead=jnp.zeros_like(seq_slots),
+        is_live=stays_live(state.last_tokens[slots], jnp.int32(0)),
         num_done=jnp.int32(0),
         rows=nothing,
     )
@@ -227,18 +218,46 @@ def decode(
     return replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens), end.rows
 
 
+def _draw(
+    logits_RV: Float[Array, "R V"], rows: SamplingRows, is_random: Int[Array, ""], mesh: Mesh | None
+) -> SampledRows:
+    """Draw one token per row, by the cheap greedy branch if no row is random.
+
+    On a mesh, where each chip has the logits of a part of the vocabulary, every chip gathers all logits and draws the
+    same tokens. The gather stands outside of the switch: a TPU's compiler hangs on communication inside of a branch.
+    It is explicit, because XLA by itself would gather the head's weights instead.
+    """
+    modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode) for mode in DECODE_MODES]
+
+    def draw(is_random: Int[Array, ""], logits_RV: Float[Array, "R V"], rows: SamplingRows) -> SampledRows:
+        return lax.switch(is_random, modes, logits_RV, rows)
+
+    def gather_and_draw(is_random: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
+        return draw(is_random, lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True), rows)
+
+    if mesh is None:
+        return draw(is_random, logits_RV, rows)
+    specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+    draw_on_chips = jax.shard_map(
+        gather_and_draw, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    return draw_on_chips(is_random, logits_RV, rows)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _DecodeCarry:
-    """What goes from one decoded token to the next."""
+    """The loop state of `decode`: what one iteration hands to the next."""
 
     cache: PagedCache
     last_tokens: Int[Array, " slots"]
     token_ids: Int[Array, " R"]
-    """That the rows compute next."""
+    """Token that each row computes next."""
     num_ahead: Int[Array, " R"]
-    """Tokens that each row has gone on by."""
+    """Tokens by which each row is ahead of the packed inputs."""
     is_live: Bool[Array, " R"]
-    """Samples that draw another token."""
+    """Sampled rows that draw another token."""
     num_done: Int[Array, ""]
+    """Iterations done."""
     rows: SampledRows
+    """Sampled rows by iteration, [K, R]."""

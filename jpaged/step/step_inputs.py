@@ -1,330 +1,294 @@
-"""Lists become arrays here and nowhere else: one step's work as ONE padded int32 buffer.
+"""Builds the input of each step: the scheduler's lists become one padded int32 buffer here, and nowhere else.
 
-The buffer is cut into named sections at static offsets; floats travel as their bits. `StepLayout` describes
-the cut for one token bucket, on the host (numpy views, written) and on the device (slices, read) alike.
-Page tables live on the device: only their changes travel. A token id of −(s + 1) ≤ −2 stands for the last
-token sampled in state slot s, which the host need not have seen.
+    SchedulerOutput ─▶ StepInputBuilder.build ─▶ BuiltStep (numpy, on the host) ─▶ Runner.dispatch
 
-What a row of a step needs is kept in numpy tables by state slot, so that hundreds of rows are packed by a few
-array operations. Nothing here asks a sequence how long it is, or which pages it has.
+step_layout.py describes the buffer. Most of what a row needs is the same from step to step, so the builder keeps it in
+numpy tables indexed by state slot, and packs hundreds of rows by a few array operations (15 µs; rebuilding everything
+from the sequences took 623 µs at 256 rows). It keeps a copy of the device's page tables for the same reason: only
+changes of page tables travel.
+
+Each step gets a new buffer. Two steps may be in flight, and on a CPU the device may use the host's memory as it is, so
+a buffer must not be written again once its step was dispatched.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
-from .buckets import Buckets
-from .pallas_kernels.ragged_paged_attention import Backend
-from .rule_book import RuleBook
-from .sampling_params import SCORED, UNSCORED, SampleMode, sample_mode
+from ..pallas_kernels.ragged_paged_attention import Backend, PlanRows
+from ..sampling.logit_rules_spec import LogitRulesSpec
+from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
+from ..sampling.sampling_params import SampleMode, sample_mode
+from ..scheduling.buckets import Buckets
+from .step_layout import (
+    CHANGE_FIELDS,
+    FORCED_TOKEN,
+    OUTPUT_INDEX,
+    SLOT,
+    TOKEN,
+    StepInputs,
+    StepLayout,
+)
+from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
-    from .page_store import PageMove
-    from .request import Request, Sequence
-    from .schedule import Chunk, SchedulerOutput
+    from ..kv_cache.page_store import PageMove
+    from ..request import Request, SampleSequence
+    from ..scheduling.scheduler_output import Chunk, SchedulerOutput
 
-STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
-"""Tokens that end a sequence, as many as fit, so that a step of several tokens need not go on for nobody."""
-NO_TOKEN = -1
-SAMPLE_FIELDS = (
-    "token", "slot", "output_index", "ruled_slot", "forced_token", "sample_index", "seed_low", "seed_high", "top_k",
-    "temperature", "top_p", "min_p", *STOP_FIELDS,
-)  # fmt: skip
-"""Columns of a sampled row. `token` is where in the step its hidden state is; `ruled_slot` its slot if its logits have
-rules, else 0; `forced_token` 1 + the id of one that is not drawn but given, to be scored, or SCORED or UNSCORED;
-temperature, top_p and min_p are float bits."""
-TOKEN, OUTPUT_INDEX, FORCED_TOKEN = map(SAMPLE_FIELDS.index, ("token", "output_index", "forced_token"))
-NUM_STEP_FIELDS = 3
-"""The first of them differ in every step; the others belong to the sequence."""
-CHANGE_FIELDS = ("group", "slot", "index", "page")
-"""A page-table change: entry `index` of state slot `slot`'s table in `group` becomes `page`."""
-COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples", "is_drawn")
-"""`is_drawn`: a row is not greedy."""
 MODES = tuple(SampleMode)
-"""Each does what the ones before it do."""
-
-
-@dataclass(frozen=True)
-class StepLayout:
-    """Sections of the packed buffer of one token bucket. Hashable: a static part of a compiled step."""
-
-    num_tokens: int
-    num_rows: int
-    num_samples: int
-    num_groups: int
-    num_changes: int
-    plan_len: int
-
-    @cached_property
-    def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Name → (offset, shape), in int32."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "counts": (len(COUNT_FIELDS),),
-            "samples": (len(SAMPLE_FIELDS), self.num_samples),
-            "changes": (len(CHANGE_FIELDS), self.num_changes),
-            "token_ids": (self.num_tokens,),
-            "positions": (self.num_tokens,),
-            "slots": (self.num_groups, self.num_tokens),
-            "query_starts": (self.num_rows + 1,),
-            "context_lens": (self.num_rows,),
-            "row_slots": (self.num_rows,),
-            "row_steps": (self.num_rows,),
-            "plan": (self.plan_len,),
-        }
-        sections, offset = {}, 0
-        for name, shape in shapes.items():
-            sections[name] = (offset, shape)
-            offset += prod(shape)
-        return sections
-
-    @cached_property
-    def size(self) -> int:
-        """int32 values in the buffer."""
-        offset, shape = self.sections["plan"]
-        return offset + prod(shape)
-
-    def view(self, packed: Any) -> dict[str, Any]:
-        """The sections of a numpy buffer (writable views) or of a traced array (slices at static offsets)."""
-        return {
-            name: packed[offset : offset + prod(shape)].reshape(shape)
-            for name, (offset, shape) in self.sections.items()
-        }
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepInputs:
-    """One step's padded arrays, packed. `num_samples` rows are sampled, in the order of the `samples` section."""
-
-    packed: np.ndarray | jax.Array
-
-    def view(self, layout: StepLayout) -> dict[str, Any]:
-        return layout.view(self.packed)
+"""Sampling modes in ascending order: each can do what the ones before it do."""
 
 
 @dataclass(frozen=True)
 class BuiltStep:
-    """What the runner needs to know about a step on the host beside its packed inputs.
+    """A step as the runner executes it: page moves, then page-table changes, then its rows.
 
-    `inputs` and `layout` are None for a step without rows, in which pages move and page tables change.
+    `inputs` and `layout` are None for a step without rows, which only moves pages and changes page tables.
     """
 
-    inputs: StepInputs | None
-    layout: StepLayout | None
-    table_updates: tuple[np.ndarray, ...]
-    """Page-table changes that do not fit the step's buffer, [4, N] each; to be applied before it."""
-    samples: list[Sequence]
-    """Sequences whose next token the step yields, in the order of its outputs."""
-    draws: list[int]
-    """How many tokens each of `samples` gets at most, where rows decode several; empty: one each."""
-    mode: SampleMode
-    """The least that does what all of `samples` ask for."""
     moves: list[PageMove]
-    """To be executed in this order, before everything else."""
+    """Page moves, executed in this order before everything else."""
+    table_updates: tuple[np.ndarray, ...]
+    """Page-table changes that do not fit the step's buffer, int32 [4, N] each; applied before the buffer's own."""
     rules: dict[int, np.ndarray]
-    """By slot, of sequences that have just taken it: `RuleBook.row`. To be set before anything is sampled."""
-    scored: list[tuple[Request, range]]
-    """Whose prompt's tokens are scored, behind which positions, in the order of the rows of scores."""
-    score_columns: list[np.ndarray]
-    """SAMPLE_FIELDS of those rows, [fields, S] each and all but the last full: as many as a sampler takes at once."""
+    """State slot → `LogitRulesSpec.row` of a sequence that has just got the slot; set before anything is sampled."""
+    inputs: StepInputs | None = None
+    layout: StepLayout | None = None
+    samples: list[SampleSequence] = field(default_factory=list)
+    """Sequences that get a token, in the order of the sampled rows."""
+    mode: SampleMode = SampleMode.GREEDY
+    """Cheapest sampling mode that serves all of `samples`."""
+    decode_lens: list[int] = field(default_factory=list)
+    """Most tokens that each of `samples` gets from this step; empty if each gets one."""
+    scored: list[tuple[Request, range]] = field(default_factory=list)
+    """Requests whose prompt tokens are scored, each with the positions whose next token is, in the order of the
+    rows of scores."""
+    score_columns: list[np.ndarray] = field(default_factory=list)
+    """SAMPLE_FIELDS of the rows that are scored, int32 [fields, S] each, as many rows as one sampler takes; only the
+    last array is padded."""
 
     @property
     def num_scored(self) -> int:
+        """Prompt tokens that the step scores."""
         return sum(len(positions) for _, positions in self.scored)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a step as vectors, in the order in which they are packed."""
+    """The rows of a step as vectors, in the order in which they are packed: rows with one token first."""
 
-    slots: np.ndarray
+    seq_slots: np.ndarray
+    """State slot of each row."""
     starts: np.ndarray
     """Position of each row's first token."""
     query_lens: np.ndarray
-    places: np.ndarray
-    """Row of each piece of the work: of the decodes, then of the chunks."""
+    """Tokens of each row in this step."""
+    row_of_work: np.ndarray
+    """Row of each decode and then of each chunk, in the scheduler's order."""
     num_decode_rows: int
-    """Rows with one token, whether or not the host knows it."""
-    num_steps: np.ndarray | None = None
-    """Tokens that each row decodes one after another; None: one each."""
+    """Rows with one token, whether or not the host knows which token it is."""
+    decode_lens: np.ndarray | None = None
+    """Tokens that each row decodes one after another; None if each decodes one."""
 
     @cached_property
     def context_lens(self) -> np.ndarray:
+        """Tokens of each row after its first token, or after all tokens of its chunk."""
         return self.starts + self.query_lens
 
     @property
     def final_lens(self) -> np.ndarray:
-        """Context lengths when all tokens of the step are computed."""
-        return self.context_lens if self.num_steps is None else self.context_lens + self.num_steps - 1
+        """Context lengths once every token of the step is computed."""
+        return self.context_lens if self.decode_lens is None else self.context_lens + self.decode_lens - 1
 
     @cached_property
     def query_ends(self) -> np.ndarray:
+        """Where each row ends among the tokens of the step."""
         return np.cumsum(self.query_lens)
 
     @cached_property
     def query_starts(self) -> np.ndarray:
+        """Where each row begins among the tokens of the step."""
         return self.query_ends - self.query_lens
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the step without padding."""
         return int(self.query_ends[-1])
 
-    def one_token_on(self) -> _Rows:
-        """The same rows in the step after this one, in which each decodes the next token."""
+    def chunk_starts(self, num_chunks: int) -> list[int]:
+        """Return where each chunk begins among the tokens of the step; chunks are the last `num_chunks` of the work."""
+        return self.query_starts[self.row_of_work[len(self.row_of_work) - num_chunks :]].tolist()
+
+    def advanced(self) -> _Rows:
+        """Return the rows of the next step if every row decodes its next token."""
         return replace(self, starts=self.starts + 1)
 
 
 class StepInputBuilder:
-    """Builds step inputs for one engine: its buckets, its backend, its state slots.
+    """Builds the steps of one engine, in the order in which the device runs them.
 
-    What steps say of a state slot is kept from step to step, so they must be built in the order in which the
-    device runs them. Several may be in flight: each has a buffer of its own.
+    The order matters: page tables and positions are kept up to date as steps are built, before they have run.
     """
 
     def __init__(
-        self,
-        *,
-        buckets: Buckets,
-        backend: Backend,
-        block_size: int,
-        num_groups: int,
-        max_num_seqs: int,
-        max_pages: int,
-        rule_book: RuleBook,
-        one_token_rows: bool = False,
+        self, sizes: StepSizes, buckets: Buckets, backend: Backend, *, rules_spec: LogitRulesSpec, num_groups: int = 1
     ):
-        """`max_pages` is the width of a page table."""
+        """`num_groups` is the number of page-table groups."""
+        self.sizes = sizes
         self.buckets = buckets
         self.backend = backend
-        self.block_size = block_size
-        self.num_groups = num_groups
-        self.rule_book = rule_book
-        self.one_token_rows = one_token_rows
-        self.least_mode = MODES.index(buckets.modes[0])
-        self.layouts = {size: self._layout(size) for size in buckets.num_tokens}
+        self.rules_spec = rules_spec
+        self.min_mode = MODES.index(buckets.modes[0])
+        self.layouts = {size: self._layout(size, num_groups) for size in buckets.num_tokens}
         self.num_changes = self.layouts[buckets.num_tokens[-1]].num_changes
-        num_slots = max_num_seqs + 1
-        self.max_pages = max_pages
-        self.tables = np.zeros((num_groups, num_slots, max_pages), np.int32)
-        """The device's page tables, as they are once every step built so far has run."""
+        num_slots = sizes.max_num_seqs + 1
+        self.tables = np.zeros((num_groups, num_slots, sizes.max_pages), np.int32)
+        """The device's page tables as they are once every step built so far has run."""
         self.next_positions = np.zeros(num_slots, np.intp)
-        """Where the token stands that a decode of the slot would compute."""
-        # Written when a slot changes hands: its owner's prompt length, place in MODES and SAMPLE_FIELDS.
+        """Position of the token that a decode in each state slot computes next."""
+        # Of each slot's sequence, written when it gets the slot: prompt length, index in MODES, SAMPLE_FIELDS.
         self.prompt_lens = np.zeros(num_slots, np.intp)
         self.modes = np.zeros(num_slots, np.intp)
-        self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - NUM_STEP_FIELDS, num_slots), np.int32)
-        self._last: tuple[BuiltStep, _Rows] | None = None
-        """The last step and its rows, if each decoded one token and still has its slot."""
+        self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - len(STEP_FIELDS), num_slots), np.int32)
+        self._last_decode: tuple[BuiltStep, _Rows] | None = None
+        """The previous step and its rows, if each row decoded one token and every sequence still has its slot."""
 
     def build(self, work: SchedulerOutput) -> BuiltStep:
-        """Pack the step's work.
+        """Pack the scheduler's work into one step.
 
-        With `one_token_rows` each token of a chunk is a row of its own, computed as if it were decoded: so its bits do
-        not depend on how its prompt was cut.
-
-        Rows with one token come first, longest context first, as backends want them: rows of like length can
-        then be taken together. Samples keep the order of the work: decodes, then each chunk's samplers.
+        Rows with one token come first, longest context first, so that a backend can process rows of similar length
+        together. Sampled rows keep the order of the work: decodes, then the samplers of each chunk. In deterministic
+        engines each token of a chunk is a row of its own, so that it is rounded as if it were decoded, wherever its
+        prompt was cut into chunks.
         """
         rules: dict[int, np.ndarray] = {}
-        for sequence in work.placed:
-            self._take_slot(sequence)
-            if sequence.request.params.has_rules:
-                rules[sequence.slot] = self._rules(sequence)
-            self._last = None
+        for sequence in work.new_in_slots:
+            self._assign_slot(sequence)
+            request = sequence.request
+            if request.params.has_rules:
+                rules[sequence.seq_slot] = self._rules_row(sequence)
+            self._last_decode = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
-            return BuiltStep(None, None, self._batches(changes), [], [], SampleMode.GREEDY, work.moves, rules, [], [])
-        is_plain = not (work.chunks or work.decode_lens)
-        if is_plain and self._last is not None and self._last[0].samples == work.decodes:
-            step, rows = self._one_token_on(*self._last, changes, work.moves)
+            return BuiltStep(work.moves, self._split_changes(changes), rules)
+        is_plain_decode = not (work.chunks or work.decode_lens)
+        if is_plain_decode and self._last_decode is not None and self._last_decode[0].samples == work.decodes:
+            step, rows = self._next_decode(*self._last_decode, changes, work.moves)
         else:
-            step, rows = self._packed(work, changes, rules)
-        self._last = (step, rows) if is_plain else None
+            step, rows = self._pack(work, changes, rules)
+        self._last_decode = (step, rows) if is_plain_decode else None
         return step
 
-    def _packed(
+    def null_prefill(self, num_tokens: int) -> tuple[BuiltStep, int]:
+        """Build a prefill that fills this token bucket, for measuring; return it and its number of tokens.
+
+        Its rows are as long as page tables allow. All of them stand in state slot 0, whose pages are null pages, so
+        that running the step changes nothing that a sequence uses.
+        """
+        layout = self.layouts[num_tokens]
+        row_len = min(num_tokens, self.sizes.max_pages * self.sizes.block_size)
+        num_rows = min(num_tokens // row_len, layout.num_rows)
+        zeros = np.zeros(num_rows, np.intp)
+        rows = _Rows(zeros, zeros, np.full(num_rows, row_len), np.arange(num_rows), num_rows if row_len == 1 else 0)
+        packed = np.zeros(layout.size, np.int32)
+        view = layout.view(packed)
+        self._fill_rows(view, rows)
+        self._fill_plan(view, rows, layout)
+        self._fill_positions(view, rows)
+        view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0, False
+        return BuiltStep([], (), {}, StepInputs(packed), layout), rows.num_tokens
+
+    def _pack(
         self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]
     ) -> tuple[BuiltStep, _Rows]:
-        if self.one_token_rows:
+        """Pack a step with rows."""
+        if self.sizes.is_deterministic:
             work = replace(work, chunks=[one for chunk in work.chunks for one in chunk.tokens()])
         rows = self._rows(work)
         layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
-        # A new one costs no more than to clean an old one, which the device might still be reading.
-        packed = np.zeros(layout.size, np.int32)
+        packed = np.zeros(layout.size, np.int32)  # As fast as cleaning a used buffer would be.
         view = layout.view(packed)
         updates = self._fill_changes(view, changes, layout)
         self._fill_rows(view, rows)
         self._fill_plan(view, rows, layout)
-        self._fill_places(view, rows)
+        self._fill_positions(view, rows)
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
-        is_drawn = mode is not SampleMode.GREEDY
-        view["counts"][:] = rows.num_tokens, len(rows.slots), rows.num_decode_rows, len(samples), is_drawn
+        is_random = mode is not SampleMode.GREEDY
+        view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples), is_random
+        scored, score_columns = self._score_rows(rows, work.chunks)
         step = BuiltStep(
-            StepInputs(packed),
-            layout,
-            updates,
-            samples,
-            work.decode_lens,
-            mode,
-            work.moves,
-            rules,
-            *self._scores(rows, work.chunks),
+            moves=work.moves,
+            table_updates=updates,
+            rules=rules,
+            inputs=StepInputs(packed),
+            layout=layout,
+            samples=samples,
+            mode=mode,
+            decode_lens=work.decode_lens,
+            scored=scored,
+            score_columns=score_columns,
         )
         return step, rows
 
-    def _one_token_on(
+    def _next_decode(
         self, last: BuiltStep, last_rows: _Rows, changes: np.ndarray, moves: list[PageMove]
     ) -> tuple[BuiltStep, _Rows]:
-        """What `_packed` would give for a step in which the rows of the last one decode their next token.
+        """Return what `_pack` would return for a step in which the rows of the previous step decode their next token.
 
-        Most steps are such: all that differs is where the tokens stand, and the pages.
+        Most steps are of this kind, and differ from the one before only in positions, pages and the plan.
         """
         assert last.inputs is not None
         assert last.layout is not None
-        rows, layout, packed = last_rows.one_token_on(), last.layout, np.array(last.inputs.packed)
-        view, num_rows = layout.view(packed), len(rows.slots)
+        rows, layout, packed = last_rows.advanced(), last.layout, np.array(last.inputs.packed)
+        view, num_rows = layout.view(packed), len(rows.seq_slots)
         view["changes"][:] = 0
         view["plan"][:] = 0
         updates = self._fill_changes(view, changes, layout)
         view["context_lens"][:num_rows] += 1
         self._fill_plan(view, rows, layout)
-        self._fill_places(view, rows)
+        self._fill_positions(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
-        self.next_positions[rows.slots] = rows.context_lens
-        return BuiltStep(StepInputs(packed), layout, updates, last.samples, [], last.mode, moves, {}, [], []), rows
+        self.next_positions[rows.seq_slots] = rows.context_lens
+        return BuiltStep(moves, updates, {}, StepInputs(packed), layout, last.samples, last.mode), rows
 
-    def _layout(self, num_tokens: int) -> StepLayout:
+    def _layout(self, num_tokens: int, num_groups: int) -> StepLayout:
+        """Return the layout of the buffer for this token bucket."""
         num_rows = self.buckets.rows_for(num_tokens)
         return StepLayout(
             num_tokens=num_tokens,
             num_rows=num_rows,
             num_samples=self.buckets.max_samples,
-            num_groups=self.num_groups,
-            # Each row may end one page and begin another. More come from prefix-cache hits, forks and swaps.
-            num_changes=self.num_groups * (2 * num_rows + num_tokens // self.block_size),
+            num_groups=num_groups,
+            # Each row may end one page and begin another. Prefix-cache hits, forks and swaps can cause more changes.
+            num_changes=num_groups * (2 * num_rows + num_tokens // self.sizes.block_size),
             plan_len=self.backend.plan_len(num_tokens, num_rows),
         )
 
-    def _take_slot(self, sequence: Sequence) -> None:
-        slot, request = sequence.slot, sequence.request
+    def _assign_slot(self, sequence: SampleSequence) -> None:
+        """Remember what every step of a sequence needs that has just got its state slot."""
+        slot, request = sequence.seq_slot, sequence.request
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
-        self.sample_rows[:, slot] = _sample_row(sequence)
+        self.sample_rows[:, slot] = pack_columns(
+            request.params,
+            seq_slot=slot,
+            sample_index=sequence.index,
+            seed=request.seed,
+            stop_ids=sequence.stop_ids,
+        )
 
-    def _rules(self, sequence: Sequence) -> np.ndarray:
-        """Of a sequence that takes its slot: it has drawn no token there yet, and the host knows all that it has."""
+    def _rules_row(self, sequence: SampleSequence) -> np.ndarray:
+        """Return the logit rules of a sequence that gets its slot; the host must know all of its tokens."""
         request, token_ids = sequence.request, sequence.token_ids
-        assert sequence.num_tokens - len(token_ids) <= 1, "a slot is taken while tokens are in flight"
-        return self.rule_book.row(
+        assert sequence.num_tokens - len(token_ids) <= 1, "a slot is assigned while tokens are in flight"
+        return self.rules_spec.row(
             request.params,
             prompt=request.prompt_token_ids,
             output=token_ids[request.prompt_len :],
@@ -332,143 +296,137 @@ class StepInputBuilder:
             bad_words=request.bad_words,
         )
 
-    def _change_tables(self, changes: SequenceOf[tuple[int, int, int, int]]) -> np.ndarray:
-        """Enter the changes in the tables here; returns them as the device gets them, [4, N]."""
+    def _change_tables(self, changes: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
+        """Apply the changes to the host's page tables; return them as the device gets them, int32 [4, N]."""
         columns = np.array(changes, np.int32).reshape(-1, len(CHANGE_FIELDS)).T
         group, slot, index, page = columns
         self.tables[group, slot, index] = page
         return columns
 
-    def _batches(self, changes: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Changes that travel by themselves, padded to the one size that there is a program for."""
+    def _split_changes(self, changes: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Cut the changes into padded batches of the one size that the table-update program takes."""
         parts = [changes[:, at : at + self.num_changes] for at in range(0, changes.shape[1], self.num_changes)]
         return tuple(np.pad(part, ((0, 0), (0, self.num_changes - part.shape[1]))) for part in parts)
 
     def _rows(self, work: SchedulerOutput) -> _Rows:
-        """Order the rows. A chunk of one token is a decode whose token the host happens to know."""
+        """Order the rows. A chunk of one token is a decode row whose token the host knows."""
         slots = np.array(
-            [sequence.slot for sequence in work.decodes] + [chunk.sequence.slot for chunk in work.chunks], np.intp
+            [sequence.seq_slot for sequence in work.decodes] + [chunk.sequence.seq_slot for chunk in work.chunks],
+            np.intp,
         )
         query_lens = np.ones_like(slots)
         query_lens[len(work.decodes) :] = [chunk.num_tokens for chunk in work.chunks]
         starts = self.next_positions[slots]
         starts[len(work.decodes) :] = [chunk.start for chunk in work.chunks]
         order = np.lexsort((-starts, query_lens > 1))
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
+        row_of_work = np.empty_like(order)
+        row_of_work[order] = np.arange(len(order))
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
-        num_steps = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
-        return _Rows(slots[order], starts[order], query_lens[order], places, num_decode_rows, num_steps)
+        decode_lens = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
+        return _Rows(slots[order], starts[order], query_lens[order], row_of_work, num_decode_rows, decode_lens)
 
     def _fill_changes(
         self, view: dict[str, np.ndarray], changes: np.ndarray, layout: StepLayout
     ) -> tuple[np.ndarray, ...]:
-        """Page-table changes go with the step; returns them in batches of their own where they are too many."""
+        """Write the page-table changes into the buffer; if they are too many, return all of them in batches instead."""
         if changes.shape[1] > layout.num_changes:
-            return self._batches(changes)
+            return self._split_changes(changes)
         view["changes"][:, : changes.shape[1]] = changes
         return ()
 
     def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
-        num_rows = len(rows.slots)
+        """Write what is one number per row."""
+        num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
         view["context_lens"][:num_rows] = rows.context_lens
-        view["row_slots"][:num_rows] = rows.slots
-        if rows.num_steps is not None:
-            view["row_steps"][:num_rows] = rows.num_steps
+        view["seq_slots"][:num_rows] = rows.seq_slots
+        if rows.decode_lens is not None:
+            view["decode_lens"][:num_rows] = rows.decode_lens
 
     def _fill_plan(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
-        """For the longest that contexts become, which holds for all shorter ones: true lengths are the device's."""
-        self.backend.plan(
-            rows.query_lens,
-            rows.final_lens,
-            rows.num_decode_rows,
-            self.tables,
-            rows.slots,
-            page_size=self.block_size,
-            num_tokens=layout.num_tokens,
-            num_rows=layout.num_rows,
-            out=view["plan"],
-        )
+        """Let the backend plan its work for the final context lengths.
 
-    def _fill_places(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
-        """Where each token stands and is written."""
-        num_tokens = rows.num_tokens
-        slots, positions = rows.slots, rows.starts
+        A plan holds for all shorter contexts too: the device reads the true lengths.
+        """
+        plan_rows = PlanRows(
+            query_lens=rows.query_lens,
+            context_lens=rows.final_lens,
+            num_decode_rows=rows.num_decode_rows,
+            page_tables=self.tables,
+            table_rows=rows.seq_slots,
+            page_size=self.sizes.block_size,
+            padded_tokens=layout.num_tokens,
+            padded_rows=layout.num_rows,
+        )
+        self.backend.plan(plan_rows, view["plan"])
+
+    def _fill_positions(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
+        """Write each token's position in its sequence, and the KV slot where its key and value go."""
+        num_tokens, block_size = rows.num_tokens, self.sizes.block_size
+        slots, positions = rows.seq_slots, rows.starts
         if num_tokens > len(slots):
             slots = np.repeat(slots, rows.query_lens)
             positions = np.arange(num_tokens) + np.repeat(positions - rows.query_starts, rows.query_lens)
-        pages = self.tables[:, slots, positions // self.block_size]
+        pages = self.tables[:, slots, positions // block_size]
         view["positions"][:num_tokens] = positions
-        view["slots"][:, :num_tokens] = pages * self.block_size + positions % self.block_size
+        view["slot_mapping"][:, :num_tokens] = pages * block_size + positions % block_size
 
     def _fill_token_ids(self, token_ids: np.ndarray, rows: _Rows, chunks: list[Chunk]) -> None:
-        """Which tokens they are, by id or by the slot that drew it."""
-        token_ids[: rows.num_decode_rows] = -1 - rows.slots[: rows.num_decode_rows]
-        places = rows.places[len(rows.places) - len(chunks) :]
-        for chunk, at in zip(chunks, rows.query_starts[places].tolist(), strict=True):
+        """Write the ids of the chunks' tokens; a decode's token is named by the state slot where it was sampled."""
+        token_ids[: rows.num_decode_rows] = -1 - rows.seq_slots[: rows.num_decode_rows]
+        for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
             known = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
             assert len(known) == chunk.num_tokens, "a chunk of tokens that the host does not know"
             token_ids[at : at + chunk.num_tokens] = known
 
-    def _scores(self, rows: _Rows, chunks: list[Chunk]) -> tuple[list[tuple[Request, range]], list[np.ndarray]]:
-        """Which tokens of prompts are scored, and the rows for it: each is given its token, in no slot, and has the
-        hidden state before it."""
+    def _score_rows(self, rows: _Rows, chunks: list[Chunk]) -> tuple[list[tuple[Request, range]], list[np.ndarray]]:
+        """Return which prompt tokens are scored, and the sampler rows that score them.
+
+        A row that scores a token reads the hidden state before it and is forced to that token; it writes state slot 0,
+        which belongs to no sequence.
+        """
         scored: list[tuple[Request, range]] = []
         tokens: list[int] = []
-        given: list[int] = []
-        places = rows.places[len(rows.places) - len(chunks) :]
-        for chunk, at in zip(chunks, rows.query_starts[places].tolist(), strict=True):
+        forced: list[int] = []
+        for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
             if not (positions := chunk.scored):
                 continue
             first = at + positions.start - chunk.start
             tokens.extend(range(first, first + len(positions)))
-            given.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
+            forced.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
             scored.append((chunk.sequence.request, positions))
         pieces = []
         for start in range(0, len(tokens), size := self.buckets.max_samples):
             piece = np.zeros((len(SAMPLE_FIELDS), size), np.int32)
-            for field, values in ((TOKEN, tokens), (FORCED_TOKEN, given)):
-                here = values[start : start + size]
-                piece[field, : len(here)] = here
-            piece[FORCED_TOKEN, : len(here)] += 1
+            num_rows = min(size, len(tokens) - start)
+            piece[TOKEN, :num_rows] = tokens[start : start + size]
+            piece[FORCED_TOKEN, :num_rows] = forced[start : start + size]
+            piece[FORCED_TOKEN, :num_rows] += 1
             pieces.append(piece)
         return scored, pieces
 
     def _fill_samples(
         self, columns: np.ndarray, rows: _Rows, work: SchedulerOutput
-    ) -> tuple[list[Sequence], SampleMode]:
-        """Who draws a token from which row. All of them decode from there in the next step."""
+    ) -> tuple[list[SampleSequence], SampleMode]:
+        """Write the rows that are sampled; return their sequences and the sampling mode.
+
+        Every sampled sequence decodes in its next step, from the end of the row that it was sampled from.
+        """
         num_decodes = len(work.decodes)
         samplers = [sampler for chunk in work.chunks for sampler in chunk.samplers]
         num_samples = num_decodes + len(samplers)
-        row_of_sample = rows.places
+        row_of_sample = rows.row_of_work
         if work.chunks:
             num_samplers = np.ones_like(row_of_sample)
             num_samplers[num_decodes:] = [len(chunk.samplers) for chunk in work.chunks]
             row_of_sample = np.repeat(row_of_sample, num_samplers)
-        slots = rows.slots[row_of_sample]
-        slots[num_decodes:] = [sampler.slot for sampler in samplers]
-        self.next_positions[rows.slots] = rows.final_lens
+        slots = rows.seq_slots[row_of_sample]
+        slots[num_decodes:] = [sampler.seq_slot for sampler in samplers]
+        self.next_positions[rows.seq_slots] = rows.final_lens
         self.next_positions[slots] = rows.final_lens[row_of_sample]
         columns[TOKEN, :num_samples] = rows.query_ends[row_of_sample] - 1
-        columns[1, :num_samples] = slots
+        columns[SLOT, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
-        columns[NUM_STEP_FIELDS:, :num_samples] = self.sample_rows.take(slots, axis=1)
-        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=self.least_mode)]
-
-
-def _sample_row(sequence: Sequence) -> np.ndarray:
-    """SAMPLE_FIELDS from `ruled_slot` on."""
-    request, params = sequence.request, sequence.request.params
-    # −1 and 0 both mean no limit; a limit beyond any vocabulary is none either.
-    top_k = min(max(params.top_k, 0), np.iinfo(np.int32).max)
-    seed_low, seed_high = request.seed & 0xFFFFFFFF, request.seed >> 32
-    floats = params.temperature, params.top_p, params.min_p
-    stops = sorted(sequence.stop_ids)[: len(STOP_FIELDS)]
-    stops += [NO_TOKEN] * (len(STOP_FIELDS) - len(stops))
-    ruled_slot = sequence.slot if params.has_rules else 0
-    forced = UNSCORED if params.logprobs is None else SCORED
-    packed = struct.pack("=iiiIIi3f4i", ruled_slot, forced, sequence.index, seed_low, seed_high, top_k, *floats, *stops)
-    return np.frombuffer(packed, np.int32)
+        columns[len(STEP_FIELDS) :, :num_samples] = self.sample_rows.take(slots, axis=1)
+        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=self.min_mode)]

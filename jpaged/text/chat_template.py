@@ -1,4 +1,4 @@
-"""Writes a chat out as text by a Jinja2 template, which comes with the model or from the user and is not trusted."""
+"""Renders a chat as text by a Jinja2 template. A template comes with the model or from the user, and is not trusted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .errors import InvalidRequestError
+from ..errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Of what a model has thought before it answered: clients send any, templates read one of the first two."""
+"""Names of the message field that holds what a model thought before it answered.
+
+Clients send any of the three; templates read one of the first two."""
 
 
 def render_chat_template(
@@ -20,12 +22,13 @@ def render_chat_template(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool,
 ) -> str:
-    """Render `messages`, whose contents are strings or lists of text parts, which are joined by line ends.
+    """Return the text of `messages`. A content is a string or a list of text parts, which are joined by newlines.
 
-    The template sees `special_tokens` by their names. Raises InvalidRequestError for malformed messages, naming
-    the first by its index, for whatever the template raises, and for one that takes or makes too much.
+    The template sees `special_tokens` by their names. Raises InvalidRequestError for malformed messages (it names
+    the first one by its index), for anything that the template raises, and for a template that exceeds the limits
+    of `template_environment` on time or length.
     """
-    conversation = [_as_data(message, index) for index, message in enumerate(_checked_messages(messages))]
+    conversation = [_plain_data(message, index) for index, message in enumerate(_checked_messages(messages))]
     import jinja2
 
     from .template_environment import render
@@ -41,7 +44,7 @@ def render_chat_template(
         )
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(
-            f"the chat template is no valid Jinja2: line {error.lineno}: {one_line(error.message)}; correct it",
+            f"the chat template is not valid Jinja2: line {error.lineno}: {one_line(error.message)}; correct it",
             param="chat_template",
         ) from error
     except Exception as error:  # A template is a program: it may raise anything.
@@ -51,8 +54,11 @@ def render_chat_template(
         ) from error
 
 
-def _as_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A copy of plain JSON values: a template may call whatever methods an object of the caller's has."""
+def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a copy of `message` in plain JSON values: a template could call any method of the caller's objects.
+
+    The model's reasoning is put under both of the names that templates read.
+    """
     reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -60,8 +66,8 @@ def _as_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(json.dumps(message, default=_mapping_as_dict))
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad_messages(
-            f"messages[{index}] holds what JSON cannot ({one_line(error)}); send strings, numbers, booleans, null, "
-            "lists and mappings of them"
+            f"messages[{index}] holds a value that JSON cannot hold ({one_line(error)}); send strings, numbers, "
+            "booleans, null, and lists and mappings of them"
         ) from error
     return data
 
@@ -73,6 +79,7 @@ def _mapping_as_dict(value: object) -> dict[Any, Any]:
 
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each message as a dict whose content is one string; the first malformed one raises InvalidRequestError."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise _bad_messages(f"messages must be a list of at least one message, got {shorten(messages)}")
     for index, message in enumerate(messages):
@@ -85,18 +92,18 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[st
         if content is None and role == "assistant" and message.get("tool_calls"):
             yield dict(message)
         else:
-            yield {**message, "content": _text_of(content, f"messages[{index}].content")}
+            yield {**message, "content": _content_text(content, f"messages[{index}].content")}
 
 
-def _text_of(content: object, name: str) -> str:
+def _content_text(content: object, name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise _bad_messages(f'{name} is {shorten(content)}, allowed are a string or a list of {{"type": "text", …}}')
-    return "\n".join(_text_of_parts(content, name))
+    return "\n".join(_part_texts(content, name))
 
 
-def _text_of_parts(parts: Iterable[object], name: str) -> Iterator[str]:
+def _part_texts(parts: Iterable[object], name: str) -> Iterator[str]:
     for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
@@ -109,12 +116,12 @@ def _bad_messages(message: str) -> InvalidRequestError:
 
 
 def shorten(value: object) -> str:
-    """Return `value` as it would be written in Python, cut to 80 ASCII characters: safe in any message."""
+    """Return Python's `ascii(value)` cut to 80 characters, which is safe to put into any error message."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def one_line(error: object) -> str:
-    """Return an error's own words as one line of at most 300 characters."""
+    """Return the text of `error` as one line of at most 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "..."

@@ -1,10 +1,10 @@
-"""A stream of token ids in, a stream of text out, and the stop strings in it.
+"""Turns a stream of token ids into a stream of text, and finds stop strings in it.
 
-Every token adds some bytes (`Tokenizer.token_bytes`); text is their UTF-8. So a token costs the same
-wherever it stands, a character split over tokens comes out when its last byte does, and nothing is decoded
-twice. The text is that of `Tokenizer.decode`, with one exception: SentencePiece turns a whole run of byte
-tokens into U+FFFD when any of it is no UTF-8, which cannot be known while streaming; here the characters in
-the run stand, and each byte that belongs to none becomes U+FFFD.
+Every token adds some bytes (`Tokenizer.token_bytes`), and the text is their UTF-8. So a token costs the same at any
+place of the text, a character split over several tokens comes out with its last byte, and nothing is decoded twice. The
+text is that of `Tokenizer.decode` with one exception: SentencePiece turns a whole run of byte tokens into U+FFFD if any
+part of it is not UTF-8, which a stream cannot know in time; here the characters in the run stay, and each byte that
+belongs to no character becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .tokenizer import Tokenizer
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """Replace every byte of a broken stretch by U+FFFD; Python's own handler replaces the stretch by one."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -25,11 +26,11 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class Detokenizer:
-    """The text of one sequence's output, as it grows.
+    """Keeps the text of one sequence's output while it grows.
 
-    `prompt_token_ids` decide only what the first output needs to know: whether a character was left
-    unfinished and whether a leading space is a space. No text of the prompt ever comes out; a character
-    that the prompt began and the output completes does.
+    The end of the prompt matters for the first output token alone: the prompt may have left a character unfinished,
+    and some tokenizers drop a leading space only where no text precedes. No text of the prompt comes out, but a
+    character that the prompt began and the output completes does.
     """
 
     def __init__(
@@ -43,15 +44,16 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ):
+        """The options are those of `SamplingParams`; `stop` holds no empty string."""
         assert all(stop), "an empty stop string is refused before it gets here"
         self.num_tokens = 0
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        # A special token right behind another one is written as it is, without the space of some decoders.
+        # A special token directly after another one is written without the space that some decoders put before it.
         self._joined = frozenset[int]() if spaces_between_special_tokens else tokenizer.special_ids
         self._is_behind_joined = False
-        # SentencePiece's decoder counts bytes, byte-level decoders the longest broken stretch.
+        # SentencePiece's decoder replaces each broken byte, byte-level decoders the longest broken stretch.
         self._errors = _EACH_BYTE if tokenizer.has_byte_fallback else "replace"
         self._matchers = [_StopMatcher(text) for text in stop]
         self._first_chars = frozenset(text[0] for text in stop)
@@ -68,15 +70,15 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The output so far, without the bytes of an unfinished character; ends at the stop string if there was one."""
+        """The output so far, without the bytes of an unfinished character; a stop string that came ends it."""
         return "".join(self._sent) + "".join(self._unsent)
 
     def append(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens and return the stop string that they complete, if they do.
+        """Add tokens; return the stop string that they complete, None if they complete none.
 
-        The earliest completion wins, and of several at one character the longest. The text ends there, before
-        or after the stop string, and the tokens behind it are left out: `num_tokens` counts those taken. The
-        first `min_tokens` tokens complete none.
+        The earliest completion wins, and of several at one character the longest. The text ends there, before or after
+        the stop string, and later tokens are left out: `num_tokens` counts the others. The first `min_tokens` tokens
+        complete no stop string.
         """
         assert not self._is_finished, "tokens after the end of the sequence"
         pieces, skipped = self._tokenizer, self._skipped
@@ -106,17 +108,17 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """End the sequence: an unfinished character becomes U+FFFD and nothing is held back any more."""
+        """End the sequence: an unfinished character becomes U+FFFD, and no text is held back any more."""
         if not self._is_finished:
             self._is_finished = True
             text, _ = codecs.utf_8_decode(self._pending[self._num_prompt_bytes :], self._errors, True)
             self._unsent.append(text)
 
     def delta(self, *, finished: bool = False) -> str:
-        """Return the text that is certain and was not returned before; with `finished`, `finish` and return the rest.
+        """Return the certain text that no earlier call has returned; with `finished`, end the sequence first.
 
-        What may turn out to be the beginning of a stop string that the output excludes is held back. All
-        deltas together are `text`.
+        Text that may be the beginning of a stop string is held back, if the output excludes stop strings. All deltas
+        together are `text`.
         """
         if finished:
             self.finish()
@@ -133,7 +135,7 @@ class Detokenizer:
         return new
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
-        """Return the bytes at the end of `token_ids`, at least four where there are: no character has more."""
+        """Return the last bytes of `token_ids`: at least four, the longest character, or all if there are fewer."""
         tail = b""
         for token_id in reversed(token_ids):
             if token_id not in self._skipped:
@@ -143,9 +145,10 @@ class Detokenizer:
         return tail
 
     def _resolve_prompt_bytes(self, data: bytes) -> bytes:
-        """Decide on the character that the prompt left unfinished: `data` begins with it.
+        """Return `data` without the character that the prompt left unfinished at its beginning, if that is broken.
 
-        Completed, it belongs to the output; broken, its replacement was the prompt's and is dropped.
+        A completed character belongs to the output. A broken one was part of the prompt's text, as U+FFFD, and is
+        dropped. Until enough bytes have come to know, `data` is returned as it is.
         """
         char_len = 4 if data[0] >= 0xF0 else 3 if data[0] >= 0xE0 else 2
         char, used = codecs.utf_8_decode(data[:char_len], "replace", False)
@@ -156,7 +159,7 @@ class Detokenizer:
         return data
 
     def _push(self, text: str) -> bool:
-        """Add decoded text; on a stop, end it there and return True."""
+        """Add decoded text; if it completes a stop string, end the text there and return True."""
         hit = self._find_stop(text) if self._matchers else None
         if hit is None:
             self._unsent.append(text)
@@ -164,7 +167,7 @@ class Detokenizer:
         end, self.stop_string = hit
         self._unsent.append(text[:end])
         if not self._include_stop:
-            # All of it is still unsent: it was held back from its first character on.
+            # The whole stop string is unsent, since it was held back from its first character on.
             self._unsent = ["".join(self._unsent)[: -len(self.stop_string)]]
         self._pending = b""
         self._num_prompt_bytes = 0
@@ -172,7 +175,7 @@ class Detokenizer:
         return True
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """Return where in `text` the first stop string ends, and which."""
+        """Return the end of the first stop string in `text` and the string itself; None if there is none."""
         matchers = self._matchers
         if self._first_chars.isdisjoint(text) and not any(matcher.num_matched for matcher in matchers):
             return None
@@ -185,16 +188,16 @@ class Detokenizer:
 
 
 class _StopMatcher:
-    """Finds one stop string, character by character (Knuth, Morris and Pratt, 1977).
+    """Finds one stop string character by character, in linear time (Knuth, Morris and Pratt, 1977).
 
-    `num_matched` is the length of the longest end of the text that the stop string begins with.
+    `num_matched` is the length of the longest suffix of the text that is a prefix of the stop string.
     """
 
     __slots__ = ("_borders", "num_matched", "stop")
 
     def __init__(self, stop: str):
         self.stop, self.num_matched = stop, 0
-        # borders[n]: the longest proper end of stop[:n] that the stop string begins with.
+        # borders[n] is the length of the longest proper suffix of stop[:n] that is a prefix of the stop string.
         self._borders = [0, 0]
         border = 0
         for char in stop[1:]:

@@ -1,11 +1,11 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-`tokenizer.ggml.model` names the algorithm and `tokenizer.ggml.pre` how text is cut before it. A wrong cut
-gives tokens that look right and are not, so only names whose tokens have been held against published ones
-are known; any other is an error. Knows nothing of chats, streams or models.
+`tokenizer.ggml.model` names the algorithm, and `tokenizer.ggml.pre` how text is split before the algorithm runs. A
+wrong split gives tokens that look plausible and are wrong. Therefore only those names are accepted whose tokens were
+compared with published ones; any other name is an error. This module knows nothing of chats, streams or models.
 
-Two things a GGUF does not carry are lost: added tokens that swallow the white space after them (Phi-3), and
-a normalizer, which is taken from the `pre` name.
+A GGUF file lacks two things: added tokens that also match the white space after them (Phi-3), which are lost, and the
+normalizer, which is chosen by the `pre` name instead.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
+from ..models.io.fields import Fields
+from .chat_template import shorten
 
 MODELS = ("gpt2", "llama", "bert", "gemma4")
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type; 5 is unused, 6 a byte
+KEY = "tokenizer.ggml."
+OTHER_SOURCE = "use the model's Hugging Face directory instead"
+CORRUPT = "the file is corrupt, fetch it again"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # Values of tokenizer.ggml.token_type; also 5 unused, 6 byte.
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
@@ -29,7 +34,7 @@ _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# The letters with case that DeepSeek's first tokenizers counted, by the Unicode of their day.
+# The cased letters in the regular expression of DeepSeek's first tokenizers, by the Unicode version of that time.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
@@ -48,20 +53,25 @@ _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
 @dataclass(frozen=True)
-class _Pre:
-    """How a `pre` name cuts text: each pattern in turn isolates its matches in what the ones before left."""
+class _PreTokenizer:
+    """The behaviour that one `tokenizer.ggml.pre` name selects."""
 
     splits: tuple[str, ...]
+    """Regular expressions. Each match and each text between matches is a piece, which the next one splits further."""
     nfc: bool = False
+    """Whether text is normalized to Unicode NFC first."""
     ignore_merges: bool = False
+    """Whether a piece that is a token as a whole is taken as it is, without merges."""
     add_bos: bool = False
+    """Whether prompts begin with the BOS token, if the file does not say so itself."""
 
 
-_GPT2 = _Pre((_WORDS,))
-_DIGITS = _Pre((_DIGIT, _WORDS))
-_LLAMA3 = _Pre((_SUFFIX + _LETTERS + r"\p{N}{1,3}" + _PUNCTUATION + _TAIL,), ignore_merges=True, add_bos=True)
-_QWEN2 = _Pre((_SUFFIX + _LETTERS + _DIGIT + _PUNCTUATION + _TAIL,), nfc=True)
-_DEEPSEEK3 = _Pre(
+_GPT2 = _PreTokenizer((_WORDS,))
+_DIGITS = _PreTokenizer((_DIGIT, _WORDS))
+_LLAMA3 = _PreTokenizer((_SUFFIX + _LETTERS + r"\p{N}{1,3}" + _PUNCTUATION + _TAIL,), ignore_merges=True, add_bos=True)
+_QWEN2 = _PreTokenizer((_SUFFIX + _LETTERS + _DIGIT + _PUNCTUATION + _TAIL,), nfc=True)
+_QWEN35 = _PreTokenizer((_SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL,))
+_DEEPSEEK3 = _PreTokenizer(
     (
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -69,13 +79,13 @@ _DEEPSEEK3 = _Pre(
         r" ?[\p{P}\p{S}]+[\r\n]*|" + _TAIL,
     )
 )
-_GPT4O = _Pre(
+_GPT4O = _PreTokenizer(
     (
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}?|"
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
     )
 )
-_TEKKEN = _Pre(
+_TEKKEN = _PreTokenizer(
     (
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
         r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
@@ -83,10 +93,10 @@ _TEKKEN = _Pre(
     ignore_merges=True,
     add_bos=True,
 )
-_PRE = {
-    "command-r": _Pre((_DIGIT, _WORDS), nfc=True),
-    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
-    "deepseek-llm": _Pre(
+_PRE_TOKENIZERS = {
+    "command-r": _PreTokenizer((_DIGIT, _WORDS), nfc=True),
+    "deepseek-coder": _PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
+    "deepseek-llm": _PreTokenizer(
         (
             r"[\r\n]",
             rf"\s?[{_CASED}]+",
@@ -98,15 +108,15 @@ _PRE = {
     ),
     "deepseek-r1-qwen": _QWEN2,
     "deepseek-v3": _DEEPSEEK3,
-    "falcon": _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]")),
+    "falcon": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,
     "gpt-4o": _GPT4O,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "mpt": _Pre((_WORDS,), nfc=True),
+    "mpt": _PreTokenizer((_WORDS,), nfc=True),
     "qwen2": _QWEN2,
-    "qwen35": _Pre((_SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL,)),
+    "qwen35": _QWEN35,
     "refact": _DIGITS,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
@@ -115,33 +125,31 @@ _PRE = {
 
 
 def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
-    """Build the tokenizer that `metadata` describes, and its named special tokens (bos_token, eos_token, …).
+    """Return the tokenizer that `metadata` describes, and its special tokens by name (bos_token, eos_token, …).
 
-    `path` is for messages only. Raises ModelLoadError for an unknown model or `pre`, and for lists that are
-    missing or do not fit together.
+    `path` is only named in errors. Raises ModelLoadError for an unknown model or `pre`, and for lists that are missing
+    or differ in length.
     """
-    vocabulary = _Vocabulary(path, metadata)
-    model = vocabulary.value("model", str)
+    fields = Fields(metadata, path)
+    model = fields.data.get(KEY + "model")
+    if model not in MODELS:
+        raise fields.wrong(KEY + "model", f"one of {', '.join(MODELS)}: {OTHER_SOURCE}")
+    vocabulary = _Vocabulary(fields)
     if model == "gpt2":
         backend, adds_bos = _byte_level(vocabulary)
     elif model == "llama":
         backend, adds_bos = _sentence_piece(vocabulary), True
     elif model == "gemma4":
         backend, adds_bos = _gemma4(vocabulary), True
-    elif model == "bert":
-        backend, adds_bos = _word_piece(vocabulary), True
     else:
-        raise ModelLoadError(
-            f"{path}: tokenizer.ggml.model is {model!r}, known are {', '.join(MODELS)}; "
-            "use the model's Hugging Face directory instead"
-        )
+        backend, adds_bos = _word_piece(vocabulary), True
     special = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in (UNKNOWN, CONTROL)]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     added = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == USER_DEFINED]
     backend.add_tokens([AddedToken(t, normalized=False) for t in added])
-    names = vocabulary.special_names()
-    first = names.get("bos_token") if vocabulary.value("add_bos_token", bool, adds_bos) else None
-    last = names.get("eos_token") if vocabulary.value("add_eos_token", bool, False) else None
+    names = vocabulary.special_names
+    first = names.get("bos_token") if fields.boolean(KEY + "add_bos_token", adds_bos) else None
+    last = names.get("eos_token") if fields.boolean(KEY + "add_eos_token", False) else None
     if model == "bert":
         first, last = names.get("cls_token"), names.get("sep_token")
     ends = [token for token in (first, last) if token is not None]
@@ -153,90 +161,74 @@ def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokeniz
     return backend, names
 
 
+SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "sep_token": "seperator_token_id",  # The GGUF format spells it so.
+    "mask_token": "mask_token_id",
+}
+"""Name of a special token in chat templates → key of its id under `tokenizer.ggml`."""
+
+
 class _Vocabulary:
-    """The `tokenizer.ggml.*` values, checked when they are read."""
+    """The tokens of a GGUF file, their ids, types and special names, checked. `fields` has the other metadata.
 
-    def __init__(self, path: Path, metadata: Mapping[str, Any]):
-        self.path, self.metadata = path, metadata
-        self.tokens: list[str] = self.strings("tokens")
-        self.types: list[int] = self.value("token_type", list, [NORMAL] * len(self.tokens))
-        if len(self.types) != len(self.tokens):
-            raise ModelLoadError(
-                f"{path}: tokenizer.ggml has {len(self.tokens)} tokens and {len(self.types)} token types; "
-                "they must be as many: the file is corrupt, fetch it again"
-            )
+    Every failed check raises ModelLoadError.
+    """
+
+    def __init__(self, fields: Fields):
+        self.fields = fields
+        self.tokens = self.strings("tokens")
+        self.types: list[int] = self.per_token("token_type", int, [NORMAL] * len(self.tokens))
         self.ids = {token: index for index, token in enumerate(self.tokens)}
-
-    def value(self, key: str, kind: type, default: Any = None) -> Any:
-        value = self.metadata.get(f"tokenizer.ggml.{key}", default)
-        if not isinstance(value, kind):
-            raise ModelLoadError(
-                f"{self.path}: tokenizer.ggml.{key} is {_short(value)}, wanted {kind.__name__}: "
-                "the file carries no whole tokenizer, fetch it again or use the model's Hugging Face directory"
-            )
-        return value
+        self.special_names: dict[str, str] = {}
+        for name, key in SPECIAL_TOKENS.items():
+            if fields.has(key := KEY + key):
+                self.special_names[name] = self.tokens[fields.integer(key, min=0, max=len(self.tokens) - 1)]
 
     def strings(self, key: str) -> list[str]:
-        values: list[Any] = self.value(key, list)
+        values = self.fields.items(KEY + key, str)
         try:
             "".join(values).encode()
-        except (TypeError, UnicodeEncodeError) as error:
-            raise ModelLoadError(
-                f"{self.path}: tokenizer.ggml.{key} holds an item that is no UTF-8 text ({_short(error)}); "
-                "fetch it again"
-            ) from error
+        except UnicodeEncodeError as error:
+            raise self.fields.wrong(KEY + key, f"UTF-8 text ({shorten(error)}): {CORRUPT}") from error
+        return values
+
+    def per_token(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """Return a list with one value for each token."""
+        values = self.fields.items(KEY + key, kind, default)
+        if len(values) != len(self.tokens):
+            raise self.fields.wrong(
+                KEY + key, f"{len(self.tokens)} values, one per token, not {len(values)}: {CORRUPT}"
+            )
         return values
 
     def merges(self) -> list[tuple[str, str]]:
+        """Return the BPE merges, best first, as pairs of tokens."""
         pairs = []
         for line in self.strings("merges"):
-            # A half may begin with a space of its own, so the first character is never the border.
-            border = line.find(" ", 1)
-            left, right = line[:border], line[border + 1 :]
-            if border < 0 or left not in self.ids or right not in self.ids:
+            # The left token may begin with a space of its own, so the first character is never the separator.
+            separator = line.find(" ", 1)
+            left, right = line[:separator], line[separator + 1 :]
+            # The package tokenizers panics on a merge whose joined token is not in the vocabulary.
+            if separator < 0 or left not in self.ids or right not in self.ids or left + right not in self.ids:
                 raise ModelLoadError(
-                    f"{self.path}: tokenizer.ggml.merges holds {line!r}, wanted two tokens and a space between them; "
-                    "the file is corrupt, fetch it again"
+                    f"{self.fields.path}: {KEY}merges holds {shorten(line)}, wanted two tokens with a space between "
+                    f"them, and their join a token too: {CORRUPT}"
                 )
             pairs.append((left, right))
         return pairs
 
-    def special_names(self) -> dict[str, str]:
-        names = {}
-        for name, key in (
-            ("bos_token", "bos_token_id"),
-            ("eos_token", "eos_token_id"),
-            ("unk_token", "unknown_token_id"),
-            ("pad_token", "padding_token_id"),
-            ("cls_token", "cls_token_id"),
-            ("sep_token", "seperator_token_id"),  # the format spells it so
-            ("mask_token", "mask_token_id"),
-        ):
-            token_id = self.metadata.get(f"tokenizer.ggml.{key}")
-            if token_id is None:
-                continue
-            if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
-                raise ModelLoadError(
-                    f"{self.path}: tokenizer.ggml.{key} is {_short(token_id)}, allowed are 0 to "
-                    f"{len(self.tokens) - 1}; the file is corrupt, fetch it again"
-                )
-            names[name] = self.tokens[token_id]
-        return names
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    name = vocabulary.metadata.get("tokenizer.ggml.pre")
-    pre = _PRE.get(name) if isinstance(name, str) else None
+    """Return a byte-level BPE tokenizer (GPT-2's kind), and whether its prompts begin with BOS by default."""
+    name = vocabulary.fields.data.get(KEY + "pre")
+    pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
-        raise ModelLoadError(
-            f"{vocabulary.path}: tokenizer.ggml.pre is {_short(name)}, known are {', '.join(_PRE)}; "
-            "use the model's Hugging Face directory instead"
-        )
+        raise vocabulary.fields.wrong(KEY + "pre", f"one of {', '.join(_PRE_TOKENIZERS)}: {OTHER_SOURCE}")
     backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=pre.ignore_merges))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -248,14 +240,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
-    scores = vocabulary.value("scores", list)
-    if len(scores) != len(vocabulary.tokens):
-        raise ModelLoadError(
-            f"{vocabulary.path}: tokenizer.ggml has {len(vocabulary.tokens)} tokens and {len(scores)} scores; "
-            "they must be as many: the file is corrupt, fetch it again"
-        )
-    add_space = vocabulary.value("add_space_prefix", bool, True)
-    merges = _merges_of_scores(vocabulary.ids, vocabulary.types, scores)
+    """Return a SentencePiece tokenizer (Llama 2's kind) as BPE: its scores become an order of merges."""
+    add_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
+    scores = vocabulary.per_token("scores", float)
+    merges = _merges_from_scores(vocabulary.ids, vocabulary.types, scores)
     backend = Tokenizer(_byte_fallback_bpe(vocabulary, merges))
     to_bar = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_bar]) if add_space else to_bar
@@ -265,6 +253,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _gemma4(vocabulary: _Vocabulary) -> Tokenizer:
+    """Return Gemma 4's tokenizer: BPE with merges of its own over text whose spaces are ▁."""
     backend = Tokenizer(_byte_fallback_bpe(vocabulary, vocabulary.merges()))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
@@ -273,14 +262,15 @@ def _gemma4(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]]) -> models.BPE:
-    unknown = vocabulary.special_names().get("unk_token")
+    """Return a BPE model that writes a character without a token as the tokens of its UTF-8 bytes."""
+    unknown = vocabulary.special_names.get("unk_token")
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
     return models.BPE(vocab=vocabulary.ids, merges=list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
-def _merges_of_scores(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Write SentencePiece's rule, the pair that makes the piece with the best score first, as a list of merges."""
+def _merges_from_scores(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return BPE merges, best first, that apply SentencePiece's rule: join the pair whose joined token scores best."""
     merges: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, index in ids.items():
         if types[index] != NORMAL:
@@ -294,11 +284,12 @@ def _merges_of_scores(ids: Mapping[str, int], types: Sequence[int], scores: Sequ
 
 
 def _word_piece(vocabulary: _Vocabulary) -> Tokenizer:
-    names = vocabulary.special_names()
+    """Return BERT's WordPiece tokenizer, for lower-cased text."""
+    names = vocabulary.special_names
     for name in ("unk_token", "cls_token", "sep_token"):
         if name not in names:
-            raise ModelLoadError(f"{vocabulary.path}: the bert tokenizer has no {name}; fetch the file again")
-    # The file marks the start of a word by ▁, where the algorithm marks what continues one by ##.
+            raise vocabulary.fields.wrong(KEY + SPECIAL_TOKENS[name], f"the id of a bert tokenizer's {name}: {CORRUPT}")
+    # The file marks tokens that start a word with ▁; WordPiece marks tokens that continue one with ##.
     ids = {}
     for token, index in vocabulary.ids.items():
         if vocabulary.types[index] == NORMAL and not (token.startswith("[") and token.endswith("]")):

@@ -1,6 +1,6 @@
-"""From sampled tokens to text: the rules by which a sequence stops, and what its caller is shown.
+"""Turns sampled tokens into outputs: stop rules, text, logprobs, and the `RequestOutput` that a caller gets.
 
-Knows tokens, text and stop rules; nothing of pages or devices.
+It knows tokens, text and stop rules; it knows nothing of pages or devices.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .beam_search import Beam
+from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ..request import Request, RequestState, SampleSequence
+from ..sampling.sampling_params import RequestOutputKind
+from ..scheduling.beam_search import Beam, BeamSearch
 from .detokenizer import Detokenizer
-from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Snapshot
-from .request import Request, RequestState, Sequence
-from .sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from .beam_search import BeamSearch
-    from .sampler import SampledRows, TokenScores
+    from ..sampling.sampler import SampledRows, TokenScores
     from .tokenizer import Tokenizer
 
 
@@ -26,45 +25,40 @@ NO_IDS: frozenset[int] = frozenset()
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """What the caller of one sequence will see."""
+    """Text and logprobs of one sequence, and how much of them its caller has been given.
+
+    Text counts once it is certain: no part of a stop string that may be cut off, no part of a character.
+    """
 
     detokenizer: Detokenizer | None
-    pieces: list[str] = field(default_factory=list)
-    """Text that is certain: no part of a stop string that may be cut off, no half of a character."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """One entry per output token; empty unless the request asked for logprobs."""
     cumulative_logprob: float = 0.0
-    num_told_pieces: int = 0
-    """Of what was put out by RequestOutputKind.DELTA."""
-    num_told_chars: int = 0
-    num_told_tokens: int = 0
-    is_end_told: bool = False
-
-    def settle(self, *, finished: bool) -> None:
-        """Note the text that has become certain."""
-        if self.detokenizer is not None and (piece := self.detokenizer.delta(finished=finished)):
-            self.pieces.append(piece)
-
-    def tell(self, num_tokens: int, *, finished: bool) -> tuple[slice, slice]:
-        """Put out what is new of pieces and of `num_tokens` tokens."""
-        pieces = slice(self.num_told_pieces, len(self.pieces))
-        tokens = slice(self.num_told_tokens, num_tokens)
-        self.num_told_pieces, self.num_told_tokens, self.is_end_told = pieces.stop, num_tokens, finished
-        self.num_told_chars += sum(map(len, self.pieces[pieces]))
-        return pieces, tokens
+    text: str = ""
+    """Certain text of the next output: all of it so far, or for RequestOutputKind.DELTA what no output has had."""
+    token_ids: tuple[int, ...] = ()
+    """Output tokens of the last output that had all of them; the next one adds its new tokens to these."""
+    shown_logprobs: tuple[dict[int, Logprob], ...] = ()
+    """Logprobs of `token_ids`."""
+    num_emitted_chars: int = 0
+    """Characters that outputs of RequestOutputKind.DELTA have had."""
+    num_emitted_tokens: int = 0
+    is_end_emitted: bool = False
+    """An output of RequestOutputKind.DELTA has had the finish reason."""
 
 
 class OutputProcessor:
-    """Applies stop rules and keeps text and logprobs of every sequence."""
+    """Applies the stop rules of every sequence, keeps its text and logprobs, and makes outputs of them."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int]):
-        """Without a tokenizer for requests that want neither text nor logprobs."""
+        """`tokenizer` may be None if no request wants text. `eos_token_ids` end every sequence that heeds EOS."""
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._texts: dict[int, str] = {}
-        """Of tokens that logprobs have named."""
+        self._decoded_tokens: dict[int, str] = {}
+        """Text of each token that a logprob entry has named so far."""
 
-    def start(self, sequence: Sequence) -> None:
-        """Begin the output of a new sequence."""
+    def start(self, sequence: SampleSequence) -> None:
+        """Set up the output of a sequence that has no output tokens yet."""
         params = sequence.request.params
         detokenizer = None
         if params.detokenize:
@@ -79,44 +73,41 @@ class OutputProcessor:
                 min_tokens=params.min_tokens,
             )
         sequence.output = SequenceOutput(detokenizer)
-        sequence.is_watched = detokenizer is not None or params.logprobs is not None
+        sequence.needs_every_token = detokenizer is not None or params.logprobs is not None
         sequence.stop_ids = NO_IDS if params.ignore_eos else self.eos_token_ids
         if params.stop_token_ids:
             sequence.stop_ids = sequence.stop_ids.union(params.stop_token_ids)
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Begin the output of a sequence that has the parent's tokens."""
-        assert parent.output is not None, "start comes before fork"
-        self._replay(child, parent.output)
+    def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
+        """Set up the output of a fork, which has the tokens of its parent."""
+        self._replay(child, _output_of(parent))
 
-    def restart(self, sequence: Sequence) -> None:
-        """Make the output of a sequence that has lost its last tokens what it was before them."""
-        assert sequence.output is not None, "start comes before restart"
+    def restart(self, sequence: SampleSequence) -> None:
+        """Rebuild the output of a sequence that has lost its last tokens; later deltas repeat nothing."""
         sequence.stop_reason = None
-        old = sequence.output
-        self._replay(sequence, old)
-        sequence.output.settle(finished=False)
-        text = "".join(sequence.output.pieces)
-        sequence.output.pieces = [text[: old.num_told_chars], text[old.num_told_chars :]]
-        sequence.output.num_told_pieces = 1
-        sequence.output.num_told_chars, sequence.output.num_told_tokens = old.num_told_chars, old.num_told_tokens
+        old = _output_of(sequence)
+        output = self._replay(sequence, old)
+        if output.detokenizer is not None:
+            output.text = output.detokenizer.delta()[old.num_emitted_chars :]
+        output.num_emitted_chars, output.num_emitted_tokens = old.num_emitted_chars, old.num_emitted_tokens
 
-    def _replay(self, sequence: Sequence, old: SequenceOutput) -> None:
-        """Begin anew with the tokens that the sequence has, and the logprobs that these or more had in `old`."""
+    def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
+        """Build the output of a sequence from its tokens, and from the logprobs that `old` has of them, or of more."""
         self.start(sequence)
-        output = sequence.output
-        assert output is not None
+        output = _output_of(sequence)
         token_ids = sequence.token_ids[sequence.request.prompt_len :]
         if output.detokenizer is not None:
             output.detokenizer.append(token_ids)
         output.logprobs = old.logprobs[: len(token_ids)]
         for entries, token_id in zip(output.logprobs, token_ids, strict=False):
             output.cumulative_logprob += entries[token_id].logprob
+        return output
 
-    def judge(self, sequence: Sequence, sampled: SampledRows, row: int) -> RequestState | None:
-        """Take in the token that was appended last, which `row` of a step drew; returns the state it ends in, if so.
+    def check_stop(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> RequestState | None:
+        """Add the sequence's last token to its output; return the state that the token ends it in, None if it goes on.
 
-        The id that ends a sequence is kept among its tokens and left out of its text.
+        `row` is the token's row in `sampled`. A token that ends the sequence stays among its tokens and is no part of
+        its text.
         """
         params, token_id = sequence.request.params, sequence.token_ids[-1]
         if params.logprobs is not None:
@@ -125,20 +116,19 @@ class OutputProcessor:
             if token_id in (params.stop_token_ids or ()) and (params.ignore_eos or token_id not in self.eos_token_ids):
                 sequence.stop_reason = token_id
             return RequestState.FINISHED_STOPPED
-        output = sequence.output
-        assert output is not None, "start comes before judge"
+        output = _output_of(sequence)
         if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
             sequence.stop_reason = stop
             return RequestState.FINISHED_STOPPED
         return RequestState.FINISHED_LENGTH if len(sequence.token_ids) >= sequence.max_len else None
 
-    def note_scores(self, request: Request, positions: range, scores: SampledRows, rows: range) -> None:
-        """Take in the scores of the prompt's tokens behind these positions, which these rows hold."""
+    def append_scores(self, request: Request, positions: range, scores: SampledRows, rows: range) -> None:
+        """Add the logprobs of prompt tokens: `rows` of `scores` belong to the tokens one behind `positions`."""
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
         if isinstance(request.prompt_logprobs, tuple):
             if request.prompt_logprobs:
-                return  # Computed once more, after a preemption: the caller has them.
+                return  # They were computed again after a preemption, and an output has had them.
             request.prompt_logprobs = [None] * request.prompt_len
         for position, row in zip(positions, rows, strict=True):
             token_id = request.prompt_token_ids[position + 1]
@@ -146,15 +136,15 @@ class OutputProcessor:
             request.prompt_logprobs[position + 1] = entries
 
     def output_of(self, request: Request) -> RequestOutput | None:
-        """The request as its caller sees it now; None if that is nothing before the end."""
+        """Return the request's output of now, of its `output_kind`; None if that gives nothing before the end."""
         queue_end, kind = request.first_scheduled_time, request.params.output_kind
         if kind is RequestOutputKind.FINAL_ONLY and not request.state.is_finished:
             return None
         is_delta = kind is RequestOutputKind.DELTA
-        if request.beams is not None:
+        if isinstance(request.beams, BeamSearch):
             outputs = self._beams(request, request.beams)
         else:
-            shown = [one for one in request.sequences if not (is_delta and _is_told(one))]
+            shown = [one for one in request.sequences if not (is_delta and _is_fully_emitted(one))]
             outputs = [_completion(sequence, is_delta=is_delta) for sequence in shown]
         return RequestOutput(
             request_id=request.request_id,
@@ -179,7 +169,7 @@ class OutputProcessor:
         )
 
     def _beams(self, request: Request, search: BeamSearch) -> list[CompletionOutput]:
-        """What the search has found, the best first; of one that has failed, where its beams stood."""
+        """Return the hypotheses of a search, best first; if it was aborted or failed, its beams as they stood."""
         found: list[tuple[Beam, str | None]] = [
             (one.beam, "stop" if one.is_stopped else "length") for one in search.hypotheses
         ]
@@ -189,6 +179,7 @@ class OutputProcessor:
         return [self._beam(request, index, beam, reason) for index, (beam, reason) in enumerate(found)]
 
     def _beam(self, request: Request, index: int, beam: Beam, finish_reason: str | None) -> CompletionOutput:
+        """Return one beam as a sample; its text leaves out the EOS token that stopped it."""
         token_ids = beam.token_ids
         text = ""
         if self.tokenizer is not None:
@@ -204,24 +195,25 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, request: Request, *, is_delta: bool) -> tuple[dict[int, Logprob] | None, ...] | None:
-        """All of them; of a stream of deltas they belong to the first that has them."""
-        if is_delta and request.are_prompt_logprobs_told:
+        """Return the prompt's logprobs once all are there; of a stream of deltas one output alone has them."""
+        if is_delta and request.has_emitted_prompt_logprobs:
             return None
         if not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
             return None
-        request.are_prompt_logprobs_told = True
-        request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # Once: there is nothing to come.
+        request.has_emitted_prompt_logprobs = True
+        request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # A tuple says that nothing is to come.
         return request.prompt_logprobs
 
-    def _append_logprobs(self, sequence: Sequence, sampled: SampledRows, row: int, num_top: int) -> None:
+    def _append_logprobs(self, sequence: SampleSequence, sampled: SampledRows, row: int, num_top: int) -> None:
+        """Add the logprobs of the sequence's last token, which has `row` of `sampled`."""
         assert sampled.scores is not None
-        assert sequence.output is not None
         entries = self._entries(sequence.token_ids[-1], sampled.scores, row, num_top)
-        sequence.output.logprobs.append(entries)
-        sequence.output.cumulative_logprob += float(sampled.scores.logprobs[row])
+        output = _output_of(sequence)
+        output.logprobs.append(entries)
+        output.cumulative_logprob += float(sampled.scores.logprobs[row])
 
     def _entries(self, token_id: int, scores: TokenScores, row: int, num_top: int) -> dict[int, Logprob]:
-        """A token's logprob first, then the `num_top` highest, −1 for all."""
+        """Return the logprob of `token_id`, then the `num_top` highest ones of its row; −1 stands for all."""
         top_ids, top_logprobs = scores.top(row, num_top)
         token_ids = [token_id, *top_ids.tolist()]
         logprobs = [float(scores.logprobs[row]), *top_logprobs.tolist()]
@@ -233,42 +225,53 @@ class OutputProcessor:
         return entries
 
     def _decoded(self, token_id: int) -> str | None:
+        """Return the text of one token, None without a tokenizer."""
         if self.tokenizer is None:
             return None
-        text = self._texts.get(token_id)
+        text = self._decoded_tokens.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            text = self._decoded_tokens[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
 
-def _is_told(sequence: Sequence) -> bool:
-    """Whether deltas have said all that there is of it."""
-    output = sequence.output
-    assert output is not None
-    is_end_told = output.is_end_told or not sequence.state.is_finished
-    return is_end_told and output.num_told_tokens == sequence.num_output_tokens
+def _output_of(sequence: SampleSequence) -> SequenceOutput:
+    """Return what `OutputProcessor.start` has set up for a sequence."""
+    assert isinstance(sequence.output, SequenceOutput), "start comes first"
+    return sequence.output
 
 
-def _completion(sequence: Sequence, *, is_delta: bool) -> CompletionOutput:
-    output, request, first = sequence.output, sequence.request, sequence.request.prompt_len
-    assert output is not None
-    num_tokens, finished = sequence.num_output_tokens, sequence.state.is_finished
-    output.settle(finished=finished)
-    pieces, tokens = slice(0, len(output.pieces)), slice(0, num_tokens)
+def _is_fully_emitted(sequence: SampleSequence) -> bool:
+    """Return whether outputs of RequestOutputKind.DELTA have had all tokens of a sequence, and its end if it ended."""
+    output = _output_of(sequence)
+    has_no_new_end = output.is_end_emitted or not sequence.state.is_finished
+    return has_no_new_end and output.num_emitted_tokens == sequence.num_output_tokens
+
+
+def _completion(sequence: SampleSequence, *, is_delta: bool) -> CompletionOutput:
+    """Return the output of one sequence: all of it so far, or what is new and now counts as emitted."""
+    output, request = _output_of(sequence), sequence.request
+    finished, has_logprobs = sequence.state.is_finished, request.params.logprobs is not None
+    if output.detokenizer is not None and (piece := output.detokenizer.delta(finished=finished)):
+        output.text += piece
+    start = output.num_emitted_tokens if is_delta else len(output.token_ids)
+    text, token_ids = output.text, tuple(sequence.token_ids[request.prompt_len + start :])
+    logprobs = tuple(output.logprobs[start:]) if has_logprobs else None
     if is_delta:
-        pieces, tokens = output.tell(num_tokens, finished=finished)
-    has_logprobs = request.params.logprobs is not None
-    return CompletionOutput.of(
-        Snapshot(
-            output.pieces,
-            pieces,
-            sequence.token_ids,
-            slice(first + tokens.start, first + tokens.stop),
-            output.logprobs if has_logprobs else None,
-            tokens,
-        ),
+        output.text = ""
+        output.num_emitted_chars += len(text)
+        output.num_emitted_tokens += len(token_ids)
+        output.is_end_emitted = finished
+    else:
+        # The new tokens are added to the last output's tuple: rebuilding it from the array takes several times as long.
+        token_ids = output.token_ids = output.token_ids + token_ids
+        if logprobs is not None:
+            logprobs = output.shown_logprobs = output.shown_logprobs + logprobs
+    return CompletionOutput(
         index=sequence.index,
+        text=text,
+        token_ids=token_ids,
         cumulative_logprob=output.cumulative_logprob if has_logprobs else None,
+        logprobs=logprobs,
         finish_reason=sequence.state.finish_reason,
         stop_reason=sequence.stop_reason,
     )

@@ -1,9 +1,9 @@
-"""Text to token ids and back, and chats to text.
+"""Converts text to token ids and back, and chats to text.
 
-`tokenizers` does the work; transformers is imported only where it is needed: to read a Hugging Face
-directory. The file `tokenizer.json` is what counts: transformers 5 rebuilds some
-classes (Llama, GPT-2) from the vocabulary alone and then cuts numbers and leading spaces differently.
-Knows nothing of requests; `detokenizer.py` turns a stream of ids into a stream of text.
+The package `tokenizers` does the work; transformers is imported only to read a Hugging Face directory. There the file
+`tokenizer.json` is used as it is, since transformers 5 rebuilds some classes (Llama, GPT-2) from the vocabulary alone
+and then splits numbers and leading spaces differently. This module knows nothing of requests; `detokenizer.py` turns a
+stream of ids into a stream of text.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 import tokenizers
 
+from ..errors import InvalidRequestError, ModelLoadError
+from ..models.io.gguf import GGUFFile, read_gguf
 from .chat_template import one_line, render_chat_template, shorten
-from .errors import InvalidRequestError, ModelLoadError
 from .gguf_tokenizer import build_gguf_backend
-from .models.gguf import GGUFFile, read_gguf
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# Decoders under which a token's text depends on nothing but whether any token stands before it.
-_STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+# Decoders for which the text of a token depends only on whether any token comes before it.
+_STREAMABLE_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
 
 class Tokenizer:
-    """One model's vocabulary: encodes, decodes, renders chats. Safe to share between threads."""
+    """The tokenizer of one model: encodes and decodes text, and renders chats. Threads may share it."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Tokenizer:
     ):
         """`special_tokens` maps the names that templates use (bos_token, eos_token, …) to tokens of `backend`.
 
-        Raises ModelLoadError when the decoder of `backend` is one that text cannot be streamed from.
+        Raises ModelLoadError if text cannot be streamed from the decoder of `backend`.
         """
-        # A tokenizer file may ask for a length limit: prompts would be cut without a word.
+        # A tokenizer file may set a length limit, which would silently truncate prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -54,10 +54,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         kinds = _decoder_kinds(backend)
-        if unknown := sorted(kinds - _STREAMABLE):
+        if unknown := sorted(kinds - _STREAMABLE_DECODERS):
             raise ModelLoadError(
-                f"the tokenizer's decoder {', '.join(unknown)} cannot be streamed, known are "
-                f"{', '.join(sorted(_STREAMABLE))}; choose a model with a byte-level or SentencePiece tokenizer"
+                f"the tokenizer's decoder {', '.join(unknown)} cannot be streamed, supported are "
+                f"{', '.join(sorted(_STREAMABLE_DECODERS))}; give a model with a byte-level or SentencePiece tokenizer"
             )
         self.has_byte_fallback = "ByteFallback" in kinds
         self._byte_of_char = _byte_level_alphabet() if "ByteLevel" in kinds else None
@@ -69,14 +69,14 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` works without a template of the caller's."""
+        """Whether the model has a chat template, so that `render_chat` needs none from the caller."""
         return self.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; special tokens written out in it become their ids.
+        """Return the ids of `text`; a special token that is written out in it becomes its id.
 
-        `add_special_tokens` puts the model's own start or end tokens around it. Raises InvalidRequestError
-        for text that is not Unicode (a lone surrogate).
+        With `add_special_tokens` the model's own start and end tokens are added. Raises InvalidRequestError for text
+        that is not valid Unicode (a lone surrogate).
         """
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -88,20 +88,20 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`, as `tokenizers` does: ids without a token add nothing, and no clean-up of spaces.
+        """Return the text of `ids` as the package `tokenizers` does, without any clean-up of spaces.
 
-        Bytes that are no UTF-8 become U+FFFD.
+        Ids without a token add nothing. Bytes that are not valid UTF-8 become U+FFFD.
         """
-        # Not left to the backend: tokenizers 0.23 shows special tokens that were declared `normalized`.
+        # The backend cannot be trusted to skip: tokenizers 0.23 shows special tokens that were declared `normalized`.
         shown = [i for i in ids if i not in self.special_ids] if skip_special_tokens else list(ids)
         text: str = self.backend.decode(shown, skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes that a token adds to a text: none for an id without a token.
+        """Return the bytes that a token adds to a text, b"" for an id without a token.
 
-        With `is_first` no token stands before it; SentencePiece drops the space there. A character may be
-        spread over the bytes of several tokens.
+        The bytes may be a part of a character whose other bytes come from neighbouring tokens. With `is_first` the
+        token is the first of its text, where SentencePiece drops a leading space.
         """
         piece = self._pieces.get(token_id)
         if piece is None:
@@ -111,7 +111,7 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def special_bytes(self, token_id: int) -> bytes:
-        """Return a special token as it is written, without what a decoder puts before it."""
+        """Return a special token's own characters in UTF-8, without a space that the decoder may put before it."""
         return (self.backend.id_to_token(token_id) or "").encode()
 
     def render_chat(
@@ -121,10 +121,10 @@ class Tokenizer:
         template: str | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Write `messages` out by the chat template: the model's, or `template`.
+        """Return `messages` as text, rendered by `template` or, without one, by the model's chat template.
 
-        The text carries its special tokens already: encode it with `add_special_tokens=False`. Raises
-        InvalidRequestError for messages that are malformed or that the template refuses.
+        The text contains its special tokens already, so encode it with `add_special_tokens=False`. Raises
+        InvalidRequestError for messages that are malformed or that the template refuses, and if there is no template.
         """
         template = template if template is not None else self.chat_template
         if template is None:
@@ -141,7 +141,10 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _find_anchor(self) -> tuple[int, int]:
-        """Return a token to put before another, and the length of its text: what stays is the other's."""
+        """Return an ordinary token and the length of its text in characters; (0, 0) for a byte-level tokenizer.
+
+        Decoded after this token, another token shows the text that it adds anywhere but at the start.
+        """
         if self._byte_of_char is None:
             for letter in ("a", "A", "0", "▁a"):
                 token_id = self.backend.token_to_id(letter)
@@ -150,13 +153,14 @@ class Tokenizer:
         return 0, 0
 
     def _make_piece(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds after another one; `token_bytes` keeps them."""
         token: str | None = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         if self._byte_of_char is not None:
             try:
                 return bytes([self._byte_of_char[char] for char in token])
-            except KeyError:  # An added token, written as it is.
+            except KeyError:  # An added token is stored as plain text, not in the byte-level alphabet.
                 return token.encode()
         if self.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
@@ -164,10 +168,10 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory or of a `.gguf` file, which may be open already.
+    """Load the tokenizer of a Hugging Face directory or of a `.gguf` file; `gguf` is that file if it is open already.
 
-    Never runs code of the model's. Raises ModelLoadError, in one line that names the file, for what is
-    missing, corrupt or unknown.
+    Code that comes with a model is never run. Raises ModelLoadError, one line that names the file, for a file that is
+    missing or corrupt and for a kind of tokenizer that is not supported.
     """
     if path.is_dir():
         return _load_directory(path)
@@ -178,9 +182,9 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     metadata = (gguf or read_gguf(path)).metadata
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ModelLoadError(f"{path}: tokenizer.chat_template is no text; the file is corrupt, fetch it again")
+        raise ModelLoadError(f"{path}: tokenizer.chat_template is not a string; the file is corrupt, fetch it again")
     backend, special_tokens = build_gguf_backend(path, metadata)
-    return _finish(path, backend, special_tokens, template)
+    return _make_tokenizer(path, backend, special_tokens, template)
 
 
 def _load_directory(path: Path) -> Tokenizer:
@@ -194,20 +198,20 @@ def _load_directory(path: Path) -> Tokenizer:
     try:
         wrapped = Loader.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         backend = getattr(wrapped, "backend_tokenizer", None)
-    except Exception as error:  # The readers below raise whatever a broken file makes them stumble over.
-        reason = "it needs code of its own, which is never run" if "auto_map" in config else one_line(error)
+    except Exception as error:  # transformers and tokenizers raise errors of many types for a broken file.
+        reason = "it needs code of the model, which is never run" if "auto_map" in config else one_line(error)
         raise ModelLoadError(
             f"{path / 'tokenizer.json'}: {'cannot be read' if has_file else 'is missing'} ({reason}); "
             "wanted the model's whole tokenizer: fetch its files again"
         ) from error
     if backend is None:
-        raise ModelLoadError(f"{path}: {type(wrapped).__name__} has no fast form; wanted a tokenizer.json beside it")
+        raise ModelLoadError(f"{path}: {type(wrapped).__name__} has no fast version; add the model's tokenizer.json")
     template = wrapped.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     names = {name: str(token) for name, token in wrapped.special_tokens_map.items() if isinstance(token, str)}
-    # A special token stands for itself wherever it is written. Declared `normalized`, as Llama 2 does, it would
-    # be looked for in the text with ▁ for spaces: "</s><s>" between two turns of a chat would be eight tokens.
+    # A special token must be found wherever it is written. One that is declared `normalized`, as in Llama 2, is
+    # searched for only after spaces became ▁: "</s><s>" between two turns of a chat would become eight other tokens.
     backend.add_special_tokens(
         [
             tokenizers.AddedToken(
@@ -217,12 +221,12 @@ def _load_directory(path: Path) -> Tokenizer:
             if t.special and t.normalized
         ]
     )
-    return _finish(path, backend, names, template)
+    return _make_tokenizer(path, backend, names, template)
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Import transformers inside this, without its notice that PyTorch is missing."""
+    """Suppress the notice that PyTorch is missing, for an import of transformers in the body of the `with`."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -245,7 +249,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _finish(path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str], template: str | None) -> Tokenizer:
+def _make_tokenizer(
+    path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str], template: str | None
+) -> Tokenizer:
+    """Return the tokenizer; its ModelLoadError names `path`."""
     try:
         return Tokenizer(backend, names, chat_template=template)
     except ModelLoadError as error:
@@ -253,7 +260,11 @@ def _finish(path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str],
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    """Return the names of the steps of the decoder; a step that changes the end of the text counts as unknown."""
+    """Return the types of the decoder's steps.
+
+    A step that changes the end of a text cannot be streamed, nor can ByteLevel among other steps: these get names
+    that are not in `_STREAMABLE_DECODERS`.
+    """
     if backend.decoder is None:
         return set()
     decoder = json.loads(backend.decoder.__getstate__())
@@ -263,7 +274,10 @@ def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's letters for the 256 bytes: printable Latin-1 is itself, the others follow from U+0100."""
+    """Return the byte of each character of GPT-2's byte-level alphabet.
+
+    Printable Latin-1 characters stand for their own bytes; the characters from U+0100 stand for the other bytes.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -12,10 +12,10 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.ragged_paged_attention import AttentionCache, AttentionMetadata
-from .config import ModelConfig
-from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
-from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
+from ...pallas_kernels.ragged_paged_attention import AttentionCache, AttentionMetadata
+from ..config import ModelConfig
+from ..layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
+from ..rope import Rotation, attention_factor, inverse_frequencies, rotation_at
 
 TENSOR_NAMES = {
     "embed": "model.embed_tokens",
@@ -100,7 +100,7 @@ class Llama(nnx.Module):
     """A decoder of the Llama family. `__call__` gives hidden states, `logits` turns chosen rows into scores."""
 
     tensor_names = TENSOR_NAMES
-    of_logits = ("embed", "head")
+    logits_modules = ("embed", "head")
     """What `logits` needs: the second, or the first where they are tied."""
 
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:

@@ -1,8 +1,8 @@
-"""Reads tensors out of a checkpoint by their Hugging Face names, a range of rows at a time.
+"""Reads tensors of a checkpoint by their Hugging Face names, a range of rows at a time.
 
-Files are memory-mapped, so that only what is returned takes memory. A safetensors directory is checked file by
-file when it is opened; a GGUF file is presented under the same names, its rows in the same order. Knows which
-tensors exist and where; whether a model wants them is for its loader to say.
+Files are memory-mapped, so that only the returned rows take memory. All files of a safetensors directory are checked
+when it is opened. A GGUF file is presented under Hugging Face names, with its rows in Hugging Face's order. This module
+knows which tensors exist and where; `loading.py` checks whether they are what a model needs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .config import ModelConfig, config_from_gguf, config_from_hf
-from .errors import ModelLoadError
+from ..config import ModelConfig, config_from_gguf, config_from_hf
+from ..errors import ModelLoadError
 from .fields import Fields, read_json_object
 from .gguf import GGUFFile, read_gguf
 
@@ -42,18 +42,18 @@ _GGUF_LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _GGUF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
-# Read by config_from_gguf: a part of the rotary embedding, not a weight.
+# Tensors that config_from_gguf reads: they are parts of the rotary embedding and not weights.
 _GGUF_CONFIG_TENSORS = ("rope_freqs.weight",)
 
 
 class Checkpoint(Protocol):
-    """Named tensors, as the Hugging Face class of the model names and shapes them."""
+    """The tensors of one checkpoint, with the names and shapes that the model's Hugging Face class gives them."""
 
     path: Path
-    """The directory or the file, to be named in errors."""
+    """The directory or the file, which errors name."""
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors, those that no model wants included."""
+        """Return the names of all tensors, including those that no model uses."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -68,10 +68,10 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
-    """Open a directory of safetensors with its config.json, or a GGUF file, reading the headers only.
+def open_checkpoint(path: Path) -> tuple[ModelConfig, Checkpoint]:
+    """Open a directory of safetensors with its config.json, or a GGUF file; only headers are read.
 
-    A config.json that names no dtype has that of the embedding, as in transformers.
+    If config.json names no dtype, the embedding's dtype is used, as in transformers. Raises ModelLoadError.
     """
     if not path.is_dir():
         file = read_gguf(path)
@@ -87,10 +87,10 @@ def open_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
 
 
 class SafetensorsCheckpoint:
-    """The safetensors of a directory: `model.safetensors`, else the shards of its index.
+    """The safetensors of a directory: `model.safetensors`, or else the shards that its index names.
 
-    Where both are there the single file is read, as transformers does. Every file is opened and every name held
-    against the index here, so that a bad download is found before any memory is taken. Each error names the file.
+    If both exist, the single file is read, as in transformers. The constructor opens every file and compares every name
+    with the index, so that a bad download is found before memory is allocated. Each ModelLoadError names the file.
     """
 
     def __init__(self, directory: Path):
@@ -104,8 +104,8 @@ class SafetensorsCheckpoint:
             if self._file_names.get(name) != file_name:
                 found = self._file_names.get(name, "no shard")
                 raise ModelLoadError(
-                    f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}: "
-                    "index and shards are of different checkpoints, fetch them again"
+                    f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}; "
+                    "index and shards belong to different checkpoints: fetch them again"
                 )
 
     def names(self) -> Collection[str]:
@@ -117,7 +117,7 @@ class SafetensorsCheckpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return float32, bfloat16 or float16; ModelLoadError if the tensor is stored as anything else."""
+        """Return float32, bfloat16 or float16; raise ModelLoadError if the tensor is stored as anything else."""
         stored = self._files[name].get_slice(name).get_dtype()
         if stored not in _DTYPES:
             raise ModelLoadError(
@@ -135,29 +135,29 @@ class SafetensorsCheckpoint:
         return values
 
     def _add(self, file_name: str) -> None:
-        # safetensors finds numpy's bfloat16 only when ml_dtypes has registered it.
+        # safetensors needs the bfloat16 that ml_dtypes registers with numpy.
         import ml_dtypes  # noqa: F401
         from safetensors import SafetensorError, safe_open
 
         path = self.path / file_name
         try:
-            opened: Any = safe_open(path, "numpy")
+            handle: Any = safe_open(path, "numpy")
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: {_file_fault(path, error)}") from error
-        for name in opened.keys():  # noqa: SIM118  (it is no dict)
+        for name in handle.keys():  # noqa: SIM118  (a safetensors handle is not a dict)
             if name in self._files:
                 raise ModelLoadError(
-                    f"{path}: tensor {name!r} is in {self._file_names[name]} too; each tensor is in one shard"
+                    f"{path}: tensor {name!r} is in {self._file_names[name]} too; wanted each tensor in one shard"
                 )
-            self._files[name], self._file_names[name] = opened, file_name
+            self._files[name], self._file_names[name] = handle, file_name
 
 
 class GGUFCheckpoint:
     """A GGUF file under Hugging Face names, de-quantized to float32 as it is read.
 
-    `llama` files hold the rows of q and k permuted, each head's two halves interleaved, for a rotary embedding
-    that turns neighbours. The rows asked for are mapped to the stored ones, so only those are read. A tensor
-    that has no Hugging Face name keeps its own.
+    Files of the architecture `llama` store the rows of q and k with each head's two halves interleaved, for a rotary
+    embedding that rotates neighbouring lanes. `read` maps the wanted rows to stored rows and reads only those. A tensor
+    without a Hugging Face name keeps its own name.
     """
 
     def __init__(self, file: GGUFFile, config: ModelConfig):
@@ -168,7 +168,7 @@ class GGUFCheckpoint:
         self._stored = {_hf_name(name): name for name in file.tensors if name not in _GGUF_CONFIG_TENSORS}
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors but those that config_from_gguf has read."""
+        """Return the names of all tensors except those that belong to the config."""
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ class GGUFCheckpoint:
         if self._is_permuted and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
             wanted = self._stored_rows(np.arange(start, stop))
         try:
-            # A vector is one stored row.
+            # A vector is stored as one row.
             values = self.file.read_rows(stored, slice(None))[0] if len(shape) == 1 else None
             return self.file.read_rows(stored, wanted) if values is None else values[wanted]
         except NotImplementedError as error:
@@ -193,7 +193,7 @@ class GGUFCheckpoint:
             ) from error
 
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Where the converter put each row: row (half, i) of a head is stored at 2 i + half."""
+        """Return where llama.cpp's converter stored each of `rows`: row (half, i) of a head is at 2 i + half."""
         head, row = np.divmod(rows, self._head_size)
         half, i = np.divmod(row, self._head_size // 2)
         stored: np.ndarray = head * self._head_size + 2 * i + half
@@ -215,7 +215,10 @@ def _bounds(rows: slice, num_rows: int) -> tuple[int, int]:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor; ModelLoadError if there is no index, or one that reaches out of `directory`."""
+    """Return the file name of each tensor.
+
+    Raises ModelLoadError if there is no index, or if it names a file that is missing or outside of `directory`.
+    """
     path = directory / INDEX_FILE
     if not path.is_file():
         raise ModelLoadError(f"{directory}: {_missing_weights(directory)}")
@@ -235,6 +238,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def _missing_weights(directory: Path) -> str:
+    """Return what a directory without readable safetensors holds instead, and the way out."""
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     wanted = f"wanted {SINGLE_FILE} or {INDEX_FILE}"
     for name in names:
@@ -250,7 +254,7 @@ def _missing_weights(directory: Path) -> str:
 
 
 def _file_fault(path: Path, error: Exception) -> str:
-    """What is wrong with a file that safetensors does not read, and the way out."""
+    """Return why safetensors cannot read a file, and the way out."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -263,4 +267,4 @@ def _file_fault(path: Path, error: Exception) -> str:
     if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         return "is an HTML page, not the weights: fetch it again"
     reason = " ".join(str(error).split())
-    return f"is no whole safetensors file ({reason}): fetch it again"
+    return f"is not a complete safetensors file ({reason}): fetch it again"

@@ -1,7 +1,7 @@
-"""Takes checked values out of the metadata that comes with a model: JSON objects and GGUF headers.
+"""Reads checked values from the metadata that comes with a model: JSON objects and GGUF headers.
 
-Each method checks one value as it takes it, and every failure is one ModelLoadError line: the file, the key,
-what was found and what is allowed. Knows nothing of what a key means.
+Each method checks the value that it returns. Every failure is a ModelLoadError of one line: the file, the key, the
+value that was found and the allowed ones. This module does not know what a key means.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 
 MAX_INT = 2**31 - 1
-# The largest file read here is the index of a sharded checkpoint: about 0.1 MB for every thousand tensors.
+# The largest file that is read here is the index of a sharded checkpoint, about 0.1 MB per thousand tensors.
 MAX_JSON_BYTES = 64 * 2**20
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read `path`, which must hold one JSON object; ModelLoadError says why it cannot be used."""
+    """Return the JSON object in the file `path`. Raises ModelLoadError if it cannot be read or holds anything else."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelLoadError(f"{path}: {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are read as JSON")
@@ -30,7 +30,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         data = json.loads(raw)
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-    # Too many digits in a number, and a file that is no UTF-8, are ValueErrors too.
+    # A number with too many digits and a file that is not UTF-8 are ValueErrors too.
     except (ValueError, RecursionError) as error:
         if isinstance(error, ModelLoadError):
             raise
@@ -42,26 +42,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fields:
-    """Named values of one file. A value of None (JSON's null) counts as absent, as it does in transformers."""
+    """The named values of one file. None (JSON's null) counts as absent, as in transformers."""
 
     data: Mapping[str, Any]
     path: Path
 
     def has(self, key: str) -> bool:
-        """Whether `key` is there and not null."""
+        """Return whether `key` is present and not null."""
         return self.data.get(key) is not None
 
     def wrong(self, key: str, wanted: str) -> ModelLoadError:
-        """Return the error that names `key`, its value and what it should have been."""
+        """Return the error that names `key`, its value and what was wanted."""
         if not self.has(key):
             return ModelLoadError(f"{self.path}: {key} is missing, wanted {wanted}")
         return ModelLoadError(f"{self.path}: {key} is {reprlib.repr(self.data[key])}, wanted {wanted}")
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_INT) -> int:
-        """Take an integer from `least` to `most`; required unless a default is given."""
+    def integer(self, key: str, default: int | None = None, *, min: int = 1, max: int = MAX_INT) -> int:
+        """Return an integer from `min` to `max`; without a default the key is required."""
         value = self.data[key] if self.has(key) else default
-        if type(value) is not int or not least <= value <= most:
-            raise self.wrong(key, f"an integer from {least} to {most}")
+        if type(value) is not int or not min <= value <= max:
+            raise self.wrong(key, f"an integer from {min} to {max}")
         return value
 
     def number(
@@ -70,43 +70,50 @@ class Fields:
         default: float | None = None,
         *,
         above: float = -math.inf,
-        least: float = -math.inf,
-        most: float = math.inf,
+        min: float = -math.inf,
+        max: float = math.inf,
     ) -> float:
-        """Take a finite number `> above`, `>= least` and `<= most`; required unless a default is given."""
+        """Return a finite number `> above`, `>= min` and `<= max`; without a default the key is required."""
         value: Any = self.data[key] if self.has(key) else default
-        # The bound on integers keeps those that no float can hold out of isfinite, which would raise.
+        # isfinite would raise for an integer that no float can hold, so large ones are excluded first.
         is_number = type(value) is float or (type(value) is int and abs(value) <= 2**63)
-        if not is_number or not math.isfinite(value) or not (value > above and least <= value <= most):
-            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"from {least:g}"] * (least > -math.inf)
-            raise self.wrong(key, " ".join(["a number", *bounds, *[f"up to {most:g}"] * (most < math.inf)]))
+        if not is_number or not math.isfinite(value) or not (value > above and min <= value <= max):
+            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"from {min:g}"] * (min > -math.inf)
+            raise self.wrong(key, " ".join(["a number", *bounds, *[f"up to {max:g}"] * (max < math.inf)]))
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Take true or false."""
+        """Return true or false; `default` if the key is absent."""
         value = self.data[key] if self.has(key) else default
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
-        """Take one of the `allowed` words; required unless a default is given."""
+        """Return one of the `allowed` words; without a default the key is required."""
         value = self.data[key] if self.has(key) else default
         if not isinstance(value, str) or value not in allowed:
             raise self.wrong(key, f"one of {', '.join(allowed)}")
         return value
 
     def mapping(self, key: str) -> Fields:
-        """Take an object; an absent one is empty."""
+        """Return the fields of an object; an absent one is empty."""
         value = self.data[key] if self.has(key) else {}
         if not isinstance(value, dict):
             raise self.wrong(key, "an object {…}")
         return Fields(value, self.path)
 
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
-        """Take token ids below `vocab_size`: null, one integer or a list of them."""
+        """Return token ids below `vocab_size`; the value may be null, one integer or a list."""
         value = self.data.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise self.wrong(key, f"null, a token id from 0 to {vocab_size - 1}, or a list of them")
         return tuple(dict.fromkeys(ids))
+
+    def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """Return a list whose values are all of the type `kind`; without a default the key is required."""
+        values = self.data[key] if self.has(key) else default
+        if not isinstance(values, list) or not all(issubclass(one, kind) for one in set(map(type, values))):
+            raise self.wrong(key, f"a list of {kind.__name__} values")
+        return values

@@ -1,7 +1,7 @@
-"""Puts a checkpoint's tensors into a model's weights, slice by slice, straight into their sharded place.
+"""Loads a checkpoint's tensors into a model's weights, slice by slice, directly into their sharded arrays.
 
-Anonymous memory never holds more than the weights themselves and a few row chunks: every tensor is read in
-chunks of rows into the buffer that JAX then owns (on a CPU it aliases that buffer).
+Every tensor is read in chunks of rows into a buffer that JAX then owns (on a CPU JAX aliases the buffer). So anonymous
+memory holds the weights themselves and a few such chunks, and no second copy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ..pallas_kernels.cpu_products import empty_panels, fill_panels
-from ..sharding import TENSOR_AXIS, sharding_of
+from ...pallas_kernels.native.matmul import empty_panels, fill_panels
+from ...sharding import TENSOR_AXIS, sharding_of
+from ..config import ModelConfig
+from ..errors import ModelLoadError
+from ..families.llama import Llama
+from ..layers import Axes, WeightMaker
 from .checkpoint import Checkpoint
-from .config import ModelConfig
-from .errors import ModelLoadError
-from .layers import Axes, WeightMaker
-from .llama import Llama
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
@@ -37,48 +37,56 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Qwen2ForCausalLM": Llama,
 }
 CHUNK_BYTES = 4 << 20
+"""Bytes, as float32, of the rows that are read from a tensor in one piece."""
 NUM_READERS = 2
+"""Threads that read weights."""
 ALIGNMENT = 64
-"""JAX aliases host memory on a CPU from this alignment on, and copies it below."""
-PIECE_BYTES = 64 << 20
-"""Of memory, in which weights lie one after the other."""
+"""Bytes. On a CPU JAX aliases host memory that is aligned so, and copies any other."""
+BLOCK_BYTES = 64 << 20
+"""Bytes of one allocation, in which small weights lie one after the other."""
 INIT_STD = 0.02
+"""Standard deviation of random weights."""
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model split in two: `graph` says how to put it together, `state` holds its arrays (or their shapes)."""
+    """A model as `nnx.split` gives it: `graph` is its structure, `state` holds its arrays or their abstract shapes."""
 
     graph: Any
     state: Any
     stream_dtype: Any
-    """Of the hidden states."""
-    of_logits: tuple[str, ...]
-    """The modules that turn hidden states into scores."""
+    """The dtype of the hidden states."""
+    logits_modules: tuple[str, ...]
+    """Names of the top-level modules that turn hidden states into logits."""
 
     def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-        """(leaves that scores need, how to put a state together of those alone): for a call that hands over no more."""
+        """Return the leaves of `state` that logits need, and a function that makes a state of such leaves.
+
+        A program that samples takes only these leaves. In the state that the function makes, a scalar zero stands for
+        every other leaf.
+        """
         flat = nnx.to_flat_state(self.state)
         leaves, tree = jax.tree.flatten(self.state)
-        places = [place for place, (path, _) in enumerate(flat) if path[0] in self.of_logits]
+        indices = [index for index, (path, _) in enumerate(flat) if path[0] in self.logits_modules]
 
-        def whole(some: Sequence[Any]) -> Any:
-            found: list[Any] = [jnp.zeros(())] * len(leaves)
-            for place, leaf in zip(places, some, strict=True):
-                found[place] = leaf
-            return jax.tree.unflatten(tree, found)
+        def to_state(logits_leaves: Sequence[Any]) -> Any:
+            filled: list[Any] = [jnp.zeros(())] * len(leaves)
+            for index, leaf in zip(indices, logits_leaves, strict=True):
+                filled[index] = leaf
+            return jax.tree.unflatten(tree, filled)
 
-        return [leaves[place] for place in places], whole
+        return [leaves[index] for index in indices], to_state
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all weights on all devices together."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
 
 @lru_cache(maxsize=4)
 def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
-    """Shapes, dtypes and placement of a model's weights; nothing is allocated or traced."""
+    """Return the shapes, dtypes and shardings of a model's weights; nothing is allocated or traced."""
 
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
@@ -86,22 +94,21 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
     make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform, dtype)
     model = ARCHITECTURES[config.architecture]
     graph, state = nnx.split(model(config, make=make))
-    return Weights(graph, state, make.stream_dtype, model.of_logits)
+    return Weights(graph, state, make.stream_dtype, model.logits_modules)
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Hold the checkpoint's names and shapes against the model's, before anything is allocated.
+    """Compare the checkpoint's names and shapes with the model's, before anything is allocated.
 
-    Raises ModelLoadError naming the checkpoint and the tensor that is missing, left over or of another shape.
+    Raises ModelLoadError, which names the checkpoint and the tensor that is missing, left over or of another shape.
     """
-    tensors = _tensors(abstract, config)
-    names = {tensor.name for of_leaf in tensors.values() for tensor in of_leaf}
-    _check_names(names, checkpoint, tied=config.tie_word_embeddings)
-    for tensor in (tensor for of_leaf in tensors.values() for tensor in of_leaf):
+    tensors = [tensor for sources in _source_tensors(abstract, config).values() for tensor in sources]
+    _check_names({tensor.name for tensor in tensors}, checkpoint, tied=config.tie_word_embeddings)
+    for tensor in tensors:
         if checkpoint.shape(tensor.name) != tensor.shape:
             raise ModelLoadError(
                 f"{checkpoint.path}: tensor {tensor.name} has shape {checkpoint.shape(tensor.name)}, the config asks "
-                f"for {tensor.shape}; config and weights are of different models"
+                f"for {tensor.shape}; config and weights belong to different models: fetch both again"
             )
 
 
@@ -112,12 +119,12 @@ def load_weights(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Weights:
-    """Read every weight of `abstract`, converted to its dtype, into its place; `check_tensors` comes before.
+    """Return `abstract` with its arrays loaded in their dtypes and shardings. Call `check_tensors` before.
 
-    `progress(done, total)` counts tensors. Raises ModelLoadError naming the checkpoint and a tensor that
-    holds a NaN or an infinity.
+    `progress(done, total)` is called after each tensor and counts tensors. Raises ModelLoadError, which names the
+    checkpoint and the tensor, if a tensor holds a NaN or an infinity.
     """
-    tensors, memory = _tensors(abstract, config), _Memory()
+    tensors, memory = _source_tensors(abstract, config), _WeightMemory()
     leaves = dict(nnx.to_flat_state(abstract.state))
 
     def load(path: tuple[Any, ...]) -> jax.Array:
@@ -125,8 +132,8 @@ def load_weights(
 
         def read(index: Any) -> np.ndarray:
             bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
-            out = memory.take(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
-            _read(checkpoint, tensors[path], bounds, out, leaf.get_metadata())
+            out = memory.allocate(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
+            _read_weight(checkpoint, tensors[path], bounds, out, leaf.get_metadata())
             return out
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
@@ -143,41 +150,45 @@ def load_weights(
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the checkpoint and where its rows go in a weight: run by run, each as many in one piece."""
+class _SourceTensor:
+    """One tensor of the checkpoint, and where its rows lie among the output rows of a weight.
+
+    A weight for several devices holds each device's share of every tensor, so the rows of a tensor are cut into runs of
+    `run_len` rows. Run i begins at row `first_row` + i × `run_stride` of the weight.
+    """
 
     name: str
     shape: tuple[int, ...]
-    """In the checkpoint."""
-    run: int
-    """Rows of one run."""
-    first: int
-    """Where the first run begins."""
-    stride: int
-    """From the beginning of one run to that of the next."""
+    """The shape in the checkpoint."""
+    run_len: int
+    first_row: int
+    run_stride: int
 
 
-def _tensors(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], list[_Tensor]]:
-    """What is read for each weight, by its path."""
+def _source_tensors(abstract: Weights, config: ModelConfig) -> dict[tuple[Any, ...], list[_SourceTensor]]:
+    """Return the tensors that each weight is made of, by the weight's path."""
     table = ARCHITECTURES[config.architecture].tensor_names
-    found = {}
+    sources = {}
     for path, leaf in nnx.to_flat_state(abstract.state):
         metadata = leaf.get_metadata()
         num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
         if "parts" not in metadata:
-            found[path] = [_Tensor(checkpoint_name(path, table), (num_rows, *rest), num_rows, 0, num_rows)]
+            sources[path] = [_SourceTensor(checkpoint_name(path, table), (num_rows, *rest), num_rows, 0, num_rows)]
             continue
-        num_shards, first = metadata["num_shards"], 0
-        found[path] = []
+        num_shards, first_row = metadata["num_shards"], 0
+        sources[path] = []
         for part, size in metadata["parts"]:
-            name, run = checkpoint_name((*path[:-2], part, path[-1]), table), size // num_shards
-            found[path].append(_Tensor(name, (size, *rest), run, first, num_rows // num_shards))
-            first += run
-    return found
+            name, run_len = checkpoint_name((*path[:-2], part, path[-1]), table), size // num_shards
+            sources[path].append(_SourceTensor(name, (size, *rest), run_len, first_row, num_rows // num_shards))
+            first_row += run_len
+    return sources
 
 
 def checkpoint_name(path: tuple[Any, ...], names: dict[str, str]) -> str:
-    """What checkpoints call the weight at `path`, such as ("layers", 3, "mlp", "up_proj", "weight")."""
+    """Return a checkpoint's name of the weight at `path`, such as ("layers", 3, "mlp", "up_proj", "weight").
+
+    `names` maps a module's path to its name in a checkpoint; in both, {i} stands for the layer.
+    """
     *module, kind = path
     layer = next((part for part in module if isinstance(part, int)), None)
     pattern = ".".join("{i}" if isinstance(part, int) else part for part in module)
@@ -187,31 +198,34 @@ def checkpoint_name(path: tuple[Any, ...], names: dict[str, str]) -> str:
 def _check_names(wanted: set[str], checkpoint: Checkpoint, *, tied: bool) -> None:
     held = {name for name in checkpoint.names() if not IGNORED_TENSORS.search(name)}
     if tied:
-        held.discard("lm_head.weight")  # Some checkpoints store the tied matrix twice.
+        held.discard("lm_head.weight")  # Some checkpoints store a tied matrix twice.
     if missing := sorted(wanted - held):
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are); the checkpoint "
-            "is incomplete, or its config names another architecture"
+            "is incomplete, or its config names another architecture: fetch it again"
         )
     if extra := sorted(held - wanted):
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {extra[0]} has no place in the model ({len(extra)} such tensors); "
-            "the config leaves out a feature, or names another architecture"
+            "the config lacks a feature, or names another architecture: correct the config"
         )
 
 
-def _read(
+def _read_weight(
     checkpoint: Checkpoint,
-    tensors: list[_Tensor],
+    tensors: list[_SourceTensor],
     bounds: list[tuple[int, int]],
     out: np.ndarray,
     metadata: dict[str, Any],
 ) -> None:
-    """The slice `bounds` of one weight, from the tensor or the tensors that it is made of."""
+    """Fill `out` with the slice `bounds` of one weight, from the tensors that the weight is made of.
+
+    `bounds` are (start, stop) for each axis of the weight, and `metadata` is the weight's.
+    """
     (first, last), *rest = bounds
     write = partial(_write_rows, out)
     if metadata.get("in_panels"):
-        # Of one device, so there is no slicing.
+        # Weights in panels are for a single device, so the slice is the whole weight.
         num_in, num_out = metadata["matrix"]
         (first, last), rest = (0, num_out), [(0, num_in)]
         write = partial(fill_panels, empty_panels(num_in, num_out, out))
@@ -219,13 +233,13 @@ def _read(
         (first, last), *rest = bounds[::-1]
         write = partial(_write_rows, out.T)
     for tensor in tensors:
-        for index_of_run in range(tensor.shape[0] // tensor.run):
-            begin = tensor.first + index_of_run * tensor.stride
-            start, stop = max(begin, first), min(begin + tensor.run, last)
+        for run in range(tensor.shape[0] // tensor.run_len):
+            run_start = tensor.first_row + run * tensor.run_stride
+            start, stop = max(run_start, first), min(run_start + tensor.run_len, last)
             if start < stop:
-                of_tensor = index_of_run * tensor.run - begin
-                for row, chunk in _chunks(checkpoint, tensor, (start + of_tensor, stop + of_tensor), rest):
-                    write(row - of_tensor - first, chunk)
+                offset = run * tensor.run_len - run_start  # A row's number in the tensor minus that in the weight.
+                for row, chunk in _chunks(checkpoint, tensor, (start + offset, stop + offset), rest):
+                    write(row - offset - first, chunk)
 
 
 def _write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
@@ -233,9 +247,12 @@ def _write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
 
 
 def _chunks(
-    checkpoint: Checkpoint, tensor: _Tensor, rows: tuple[int, int], rest: list[tuple[int, int]]
+    checkpoint: Checkpoint, tensor: _SourceTensor, rows: tuple[int, int], rest: list[tuple[int, int]]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """`rows` of a tensor, and the columns in `rest` of each, some at once, each with the number of its first."""
+    """Yield (number of the first row, values) for the slice `rows` × `rest` of a tensor, in chunks of CHUNK_BYTES.
+
+    Raises ModelLoadError for a NaN or an infinity.
+    """
     columns = tuple(slice(*bounds) for bounds in rest)
     num_rows = max(1, CHUNK_BYTES // (4 * max(1, math.prod(tensor.shape[1:]))))
     for start in range(*rows, num_rows):
@@ -249,36 +266,40 @@ def _chunks(
         yield start, chunk
 
 
-class _Memory:
-    """Memory for weights, in large pieces of which the system may make large pages: a processor finds those sooner."""
+class _WeightMemory:
+    """Allocates host memory for weights, in blocks that are large enough for the system's large pages.
+
+    Large pages cost a processor fewer address translations. Threads may share one instance.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._piece, self._used = Lock(), np.empty(0, np.uint8), 0
+        self._lock, self._block, self._num_used = Lock(), np.empty(0, np.uint8), 0
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """An array that begins where JAX aliases it. It keeps its piece alive."""
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """Return an uninitialized array, aligned so that JAX aliases it. The array keeps its block alive."""
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._lock:
-            piece, start = self._piece, self._used
-            if start + num_bytes > len(piece):
-                # What is large by itself has a piece of its own, and the smaller ones go on where they were.
-                piece, start = _large_pages(num_bytes if num_bytes > PIECE_BYTES // 4 else PIECE_BYTES), 0
-            if piece is self._piece or len(piece) == PIECE_BYTES:
-                self._piece, self._used = piece, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        return piece[start : start + num_bytes].view(dtype).reshape(shape)
+            block, start = self._block, self._num_used
+            if start + num_bytes > len(block):
+                # A large array gets a block of its own; smaller ones go on in the current block.
+                block, start = _allocate_block(num_bytes if num_bytes > BLOCK_BYTES // 4 else BLOCK_BYTES), 0
+            if block is self._block or len(block) == BLOCK_BYTES:
+                self._block, self._num_used = block, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return block[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def _large_pages(num_bytes: int) -> np.ndarray:
+def _allocate_block(num_bytes: int) -> np.ndarray:
+    """Return `num_bytes` of anonymous memory, for which the system is asked to use large pages."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A kernel without them says so, and nothing is lost.
+        # A system without large pages raises an error; the memory is usable all the same.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
 def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
-    """Weights for one device drawn from `seed`, for tests and for timing without a checkpoint."""
+    """Return weights for one device, drawn from `seed`, for tests and for timing without a checkpoint."""
     rng = np.random.default_rng(seed)
 
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.Array:
@@ -288,4 +309,4 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
     make = WeightMaker(new, 1, jax.default_backend(), dtype)
     model = ARCHITECTURES[config.architecture]
     graph, state = nnx.split(model(config, make=make))
-    return Weights(graph, state, make.stream_dtype, model.of_logits)
+    return Weights(graph, state, make.stream_dtype, model.logits_modules)

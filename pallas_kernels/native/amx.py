@@ -17,8 +17,8 @@ from functools import cache
 
 from llvmlite import ir
 
-from .cpu_code import I8, I16, I64, Code, declared, has_long_vectors, host_has, register
-from .cpu_handler import Buffer, handler
+from .llvm import I8, I16, I64, Code, declared, has_long_vectors, host_has, register
+from .xla_call import Buffer, handler
 
 TILE = 16
 """Rows of a tile; columns of its sums; pairs of K in a row of it."""

@@ -22,9 +22,9 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .cpu_code import F32, I32, I64, Code, constant, has_long_vectors, host_has, register
-from .cpu_handler import Buffer, handler
-from .cpu_tiles import DEPTH, PANEL, WORTH_HELP, has_matrix_unit, tile_handler
+from .amx import DEPTH, PANEL, WORTH_HELP, has_matrix_unit, tile_handler
+from .llvm import F32, I32, I64, Code, constant, has_long_vectors, host_has, register
+from .xla_call import Buffer, handler
 
 VECTORS = 2
 """Of sums of a row in registers."""

@@ -14,8 +14,8 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
-from .cpu_code import F32, I64, Code, constant, declared, lanes_for, register
-from .cpu_handler import Buffer, handler
+from .llvm import F32, I64, Code, constant, declared, lanes_for, register
+from .xla_call import Buffer, handler
 
 SUMS = 4
 """Of a row at most, each in a vector: one would wait for itself."""

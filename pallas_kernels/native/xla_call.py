@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from .cpu_code import I32, I64, POINTER, Code, declared, register
+from .llvm import I32, I64, POINTER, Code, declared, register
 
 KNOWN_MAJOR = 0
 """Version of XLA's structures; with another one, fields may have changed places."""

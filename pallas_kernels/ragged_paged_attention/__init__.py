@@ -9,26 +9,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .gpu import GpuBackend
-    from .interface import NULL_PAGE, AttentionCache, AttentionMetadata, Backend, KVLayout, LayerPlace, PagedCache
+    from .gpu.backend import GpuBackend
+    from .interface import (
+        NULL_PAGE,
+        AttendOptions,
+        AttentionMetadata,
+        AttentionShape,
+        Backend,
+        KVLayout,
+        KVShape,
+        LayerPlace,
+        PlanRows,
+    )
     from .kv_scales import KVScales, quantize
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
+    from .paged_cache import AttentionCache, PagedCache
     from .plain_steps import random_tables, step_of_rows
-    from .tpu import TpuBackend
-    from .xla import XlaBackend
+    from .tpu.backend import TpuBackend
+    from .xla.backend import XlaBackend
 
 __all__ = [
     "MAX_MOVES",
     "NULL_PAGE",
+    "AttendOptions",
     "AttentionCache",
     "AttentionMetadata",
+    "AttentionShape",
     "Backend",
     "GpuBackend",
     "KVLayout",
     "KVScales",
+    "KVShape",
     "LayerPlace",
     "Page",
     "PagedCache",
+    "PlanRows",
     "TpuBackend",
     "XlaBackend",
     "copy_pages",
@@ -40,12 +55,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GpuBackend": ".gpu",
-    "TpuBackend": ".tpu",
-    "XlaBackend": ".xla",
+    "GpuBackend": ".gpu.backend",
+    "TpuBackend": ".tpu.backend",
+    "XlaBackend": ".xla.backend",
     **dict.fromkeys(("random_tables", "step_of_rows"), ".plain_steps"),
     **dict.fromkeys(("KVScales", "quantize"), ".kv_scales"),
     **dict.fromkeys(("MAX_MOVES", "Page", "copy_pages", "put_pages", "take_pages"), ".page_moves"),
+    **dict.fromkeys(("AttentionCache", "PagedCache"), ".paged_cache"),
 }
 
 

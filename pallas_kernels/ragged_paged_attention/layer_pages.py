@@ -1,4 +1,4 @@
-"""The pages of one layer: what every way to attend to them has in common."""
+"""The pages of one layer, as the loops over them are given them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Int
 
+from .interface import AttendOptions
+
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Keys and values of one layer, and what makes scores of them. A subclass says how they lie in their arrays."""
+    """Keys and values of one layer, and its options. A subclass says how they lie in their arrays."""
 
     keys: Array
-    """Of all layers."""
+    """Keys of all layers."""
     values: Array
-    first: Int[Array, ""]
-    """Where the layer's pages begin."""
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    """Values of all layers."""
+    first_page: Int[Array, ""]
+    """Number of the layer's first page in these arrays."""
+    options: AttendOptions

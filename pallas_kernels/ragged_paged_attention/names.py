@@ -1,3 +1,54 @@
-"""Names of the backends, for those who must not wait for JAX to be imported."""
+"""The table of attention backends: what has to be known of each before JAX, or the backend's own code, is imported."""
 
-BACKEND_NAMES = ("xla", "pallas-tpu", "pallas-gpu")
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """One backend of the table. Everything else that a start has to know is said by the backend's class."""
+
+    name: str
+    """Value of `attention_backend` that asks for this backend."""
+    class_path: str
+    """Module, relative to this package, and class of the backend: "xla.backend.XlaBackend"."""
+    platforms: tuple[str, ...] = ()
+    """JAX platforms that the backend runs on, and is the default of unless something below speaks against it; empty for
+    the fallback, which runs on all platforms."""
+    block_size: int = 64
+    """Tokens of a page by default: the first of the class's `block_sizes`."""
+    min_jax: tuple[int, ...] = ()
+    """First version of JAX that has what the backend needs; empty where every supported version has it."""
+    not_default: str = ""
+    """Why `auto` never chooses this backend, as a clause, where "{device}" stands for the device's kind; empty where
+    `auto` may choose it."""
+    not_deterministic: str = ""
+    """Why this backend cannot serve with `deterministic=True`, as a clause; empty where it can."""
+
+    def runs_on(self, platform: str) -> bool:
+        """Return whether the backend has code for this JAX platform."""
+        return not self.platforms or platform in self.platforms
+
+
+BACKENDS = (
+    BackendEntry("xla", "xla.backend.XlaBackend"),
+    BackendEntry(
+        "pallas-tpu",
+        "tpu.backend.TpuBackend",
+        platforms=("tpu",),
+        block_size=128,
+        not_deterministic="its kernels round a prompt as it is cut, and write a row's keys while other rows attend",
+    ),
+    BackendEntry(
+        "pallas-gpu",
+        "gpu.backend.GpuBackend",
+        platforms=("gpu",),
+        min_jax=(0, 11),
+        not_default="its kernels have not passed scripts/gpu_check.py on {device}",
+    ),
+)
+"""Every backend, one entry each. `auto` takes the first that is a default of the device's platform and can serve, else
+the fallback: see `jpaged.startup.attention_choice`."""
+
+BACKEND_NAMES = tuple(entry.name for entry in BACKENDS)

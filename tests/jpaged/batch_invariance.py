@@ -1,19 +1,20 @@
-"""The matrix of batch invariance: a request has the same tokens whoever shares its batch, and however it is scheduled.
+"""The matrix of batch invariance: a request gives the same tokens in any company and however it is scheduled.
 
-Each case is one value of every dimension. All requests of a case are held against what each gives alone, in an engine
-with room for everything, one step after another. A token may differ where the choice was a near-tie: `Comparison`.
+A case is one value of every dimension. Each request of a case is compared with what it gives alone, in an engine with
+room for everything, one step after another. Where all numbers are added up in an order that depends on the page size
+alone (`Setup.is_exact`), tokens and logprobs must have the same bits; elsewhere a token may differ where the choice was
+a near-tie.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -33,21 +34,27 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "preemption": ("none", "recompute", "swap"),
     "is_ahead": (False, True),
 }
+IS_SCORED = (False, True)
+"""A further dimension of covering arrays: whether every request asks for logprobs, which are read token by token."""
+FEW_REQUESTS = (1, 7, 32)
+"""Values of `num_requests` in the fast suite."""
+MIN_PREEMPTED = 32
+"""Number of requests from which on a pool that is too small must preempt some."""
 OF_ENGINE = "chunk", "block_size", "cache", "preemption", "is_ahead"
-"""What an engine is made with; the others belong to what it is given."""
+"""Dimensions that an engine is made with; the others describe its requests."""
 NEAR_TIE = 1e-4
-"""Of the gap between the two likeliest tokens in logprobs, or of a draw from the edge of its token in the CDF."""
+"""Greatest gap between the two likeliest tokens' logprobs, or between a draw and the edge of its token in the CDF."""
 MAX_EXCUSED = 1e-3
-"""Share of positions."""
+"""Greatest share of compared positions that may differ by near-ties."""
 MAX_TOKENS = 16
-"""With the lengths below, enough for most to begin a page while they decode: that is when pages run out."""
+"""Output tokens per request. With the prompt lengths below, most begin a page while they decode: then pages run out."""
 MAX_CACHED = 3
-"""Free pages that keep a prefix, where prefixes are evicted."""
+"""Free pages that keep a prefix where prefixes are evicted."""
 LOGPROB_TOLERANCE = 1e-5
-"""Across executables; within one, and with `deterministic`, there is none."""
+"""Greatest difference of logprobs that come from different executables."""
 SHARE_OF_NEED, SHARE_OF_FEW = 0.35, 0.12
-"""Pages that requests find which are to be preempted, of what they need together. Only a few of them run at the same
-time where one comes each step, or where steps are small."""
+"""Share of all pages needed that is there where requests are to be preempted. The second one is for cases in which only
+a few requests run at a time: one comes each step, or steps are small."""
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -62,6 +69,8 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "allowed_token_ids": tuple(range(40, 100)), "bad_words": ["A", "bc"]},
 )
 
+Case = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -72,7 +81,7 @@ class Spec:
 
 
 def specs(neighbours: str, pick: Callable[[random.Random, int], list[int]], count: int = 64) -> list[Spec]:
-    """Requests of one sort. `pick` chooses so many tokens of a prompt."""
+    """Return `count` requests of one sort; `pick` chooses the given number of prompt tokens."""
     rng = random.Random(f"{neighbours} of the matrix")
     common = pick(rng, 48)
     found = []
@@ -89,44 +98,55 @@ def specs(neighbours: str, pick: Callable[[random.Random, int], list[int]], coun
 
 
 Item = tuple[Any, ...]
-"""A token, and (token, logprob, rank) of each that was told of."""
+"""A token, then (token, logprob, rank) of each entry of its logprobs."""
 Items = tuple[tuple[Item, ...], ...]
-"""Of a request, by sample; then of its prompt, if that was scored."""
+"""Items of a request by sample; then those of its prompt, if that was scored."""
 
 
 def items_of(token_ids: Iterable[int | None], entries: Iterable[Any] | None) -> list[Item]:
-    """Tokens with what came with them."""
+    """Return the items of tokens and their logprobs."""
     if entries is None:
         return [(token,) for token in token_ids]
-    told = (
+    logprobs = (
         () if entry is None else [(other, one.logprob, one.rank) for other, one in entry.items()] for entry in entries
     )
-    return [(token, *those) for token, those in zip(token_ids, told, strict=True)]
+    return [(token, *those) for token, those in zip(token_ids, logprobs, strict=True)]
 
 
 def of_prompt(output: RequestOutput) -> Items:
-    """What a prompt's tokens were scored with."""
+    """Return the items of a prompt's logprobs."""
     if output.prompt_logprobs is None:
         return ()
     return (tuple(items_of([None] * len(output.prompt_logprobs), output.prompt_logprobs)),)
 
 
-def is_same(one: Item, other: Item, tolerance: float) -> bool:
-    """The same token, and logprobs that differ by rounding alone; of near-ties the order may differ."""
-    if one[0] != other[0] or len(one) != len(other):
+def is_same(got: Item, expected: Item, tolerance: float) -> bool:
+    """Return whether two items have the same token and logprobs.
+
+    `got` may have fewer logprobs. With a tolerance, they may differ by rounding, and near-ties in their order.
+    """
+    if got[0] != expected[0]:
         return False
-    ours, theirs = (sorted(logprob for _, logprob, _ in item[1:]) for item in (one, other))
-    # The first is that of the token itself.
-    own = abs(one[1][1] - other[1][1]) <= tolerance if len(one) > 1 else True
-    return own and all(abs(x - y) <= tolerance for x, y in zip(ours, theirs, strict=True))
+    if not tolerance:
+        return got == expected if len(got) == len(expected) else set(got[1:]) <= set(expected[1:])
+    ours, theirs = (sorted(logprob for _, logprob, _ in item[1:]) for item in (got, expected))
+    is_own_near = len(got) == 1 or abs(got[1][1] - expected[1][1]) <= tolerance  # The token itself comes first.
+    are_all_near = len(ours) != len(theirs) or all(abs(x - y) <= tolerance for x, y in zip(ours, theirs, strict=True))
+    return is_own_near and are_all_near
 
 
 class Solo:
-    """What each request gives alone, and how near each of its choices was to another one."""
+    """Computes each request alone, and how near each of its choices was to another token."""
 
-    def __init__(self, model: str | None, *, is_bitwise: bool, is_deterministic: bool, tolerance: float, **sizes: Any):
-        self.options = {**sizes, "async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False}
-        self.model, self.is_bitwise, self.tolerance = model, is_bitwise, tolerance
+    def __init__(self, model: str | None, *, block_size: int, is_deterministic: bool, **sizes: Any):
+        self.options = {
+            **sizes,
+            "block_size": block_size,
+            "async_scheduling": False,
+            "num_decode_steps": 1,
+            "enable_prefix_caching": False,
+        }
+        self.model, self.block_size = model, block_size
         self.engine = Engine(model, **self.options, deterministic=is_deterministic)
         self._known: dict[Spec, Items] = {}
 
@@ -137,15 +157,15 @@ class Solo:
         self.engine.shutdown()
 
     def items(self, spec: Spec) -> Items:
+        """Return the items of a request, with at least two logprobs per output token; computed once."""
         if spec not in self._known:
-            params = scored(spec.params) if self.is_bitwise else spec.params
-            (output,) = self.engine.generate([list(spec.prompt)], params, use_tqdm=False)
+            (output,) = self.engine.generate([list(spec.prompt)], scored(spec.params), use_tqdm=False)
             samples = tuple(tuple(items_of(one.token_ids, one.logprobs)) for one in output.outputs)
             self._known[spec] = samples + of_prompt(output)
         return self._known[spec]
 
     def margin(self, spec: Spec, sample: int, position: int) -> float:
-        """How far the choice of the output token at `position` was from another token."""
+        """Return how far the choice of the output token at `position` was from another token."""
         is_greedy = spec.params.is_greedy
         params = replace(
             spec.params,
@@ -160,7 +180,7 @@ class Solo:
         if is_greedy:
             first, second = sorted((one.logprob for one in entry.values()), reverse=True)[:2]
             return first - second
-        vocab_size = self.engine.opened.config.vocab_size
+        vocab_size = self.engine.handle.config.vocab_size
         shares = np.zeros(vocab_size)
         for token_id, one in entry.items():
             shares[token_id] = math.exp(one.logprob)
@@ -168,7 +188,7 @@ class Solo:
 
 
 def uniforms_of(seed: int, sample: int, position: int) -> np.ndarray:
-    """The numbers that a token is drawn by, as DESIGN names their key; by plain jax.random calls."""
+    """Return the random numbers that a token is drawn by, computed from its key by plain jax.random calls."""
     key = jax.random.key(seed, impl="threefry2x32")
     for part in (sample, position, 0):
         key = jax.random.fold_in(key, part)
@@ -176,7 +196,7 @@ def uniforms_of(seed: int, sample: int, position: int) -> np.ndarray:
 
 
 def margin_of_draw(shares: np.ndarray, token: int, uniforms: np.ndarray) -> float:
-    """How far the draws that led to a token, one for each level of a tree over the vocabulary, were from another one.
+    """Return how far the draws of a token, one per level of a tree over the vocabulary, were from another branch.
 
     A level of n nodes has one of n ÷ 16 above it, rounded up to m; node g there has the children g, g + m, g + 2 m …
     """
@@ -196,24 +216,25 @@ def margin_of_draw(shares: np.ndarray, token: int, uniforms: np.ndarray) -> floa
 
 @dataclass
 class Comparison:
-    """Counts positions that were compared and those excused; what differs without an excuse is listed."""
+    """Counts compared and excused positions, and lists every difference that has no excuse."""
 
     solo: Solo
     num_compared: int = 0
     num_excused: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def add(self, spec: Spec, got: Items, where: object) -> None:
+    def add(self, spec: Spec, got: Items, where: object, *, tolerance: float) -> None:
+        """Compare one request of a case with what it gives alone; without a tolerance nothing is excused."""
         expected = self.solo.items(spec)
         assert len(got) == len(expected), where
-        is_equal = operator.eq if self.solo.is_bitwise else partial(is_same, tolerance=self.solo.tolerance)
         for sample, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
             assert len(ours) == len(theirs), where
-            place = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if not is_equal(*pair)), None)
+            pairs = enumerate(zip(ours, theirs, strict=True))
+            place = next((at for at, pair in pairs if not is_same(*pair, tolerance)), None)
             self.num_compared += len(theirs) if place is None else place + 1
             if place is None:
                 continue
-            is_choice = ours[place][0] != theirs[place][0] and not self.solo.is_bitwise
+            is_choice = ours[place][0] != theirs[place][0] and tolerance > 0
             margin = self.solo.margin(spec, sample, place) if is_choice else math.inf
             if margin <= NEAR_TIE:
                 self.num_excused += 1  # Behind it the two go on from different texts.
@@ -227,37 +248,28 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """A model on which cases are run: its sizes, and the requests to make."""
+class Setup:
+    """A model on which cases are run, the sizes of its engines, and the requests to make."""
 
     model: str | None
     vocab: Sequence[int]
     sizes: Mapping[str, Any]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engines of cases, and not of the one that is alone."""
     given: Callable[[SamplingParams], SamplingParams] = lambda params: params
-    """What engines of cases are given in place of a request's parameters."""
-
-    is_bitwise: bool = False
-    """All logprobs must have the same bits as well, and nothing is excused."""
+    """Changes the parameters that engines of cases are given; those of the request alone stay."""
+    is_exact: bool = True
+    """A request has the same bits in any company, where the page size is that of the request alone."""
     is_deterministic: bool = False
-    """Engines are made so."""
+    """Engines are made with `deterministic`."""
     tolerance: float = LOGPROB_TOLERANCE
+    """Greatest difference of logprobs where the bits may differ."""
     is_text: bool = False
-    """`vocab` are tokens of a text in their order: prompts are pieces of it."""
+    """`vocab` holds the tokens of a text in their order, and prompts are pieces of it."""
 
     def solo(self, block_size: int = 16) -> Solo:
-        return Solo(
-            self.model,
-            is_bitwise=self.is_bitwise,
-            is_deterministic=self.is_deterministic,
-            tolerance=self.tolerance,
-            **self.sizes,
-            block_size=block_size,
-        )
+        return Solo(self.model, block_size=block_size, is_deterministic=self.is_deterministic, **self.sizes)
 
     def pick(self, rng: random.Random, count: int) -> list[int]:
-        """So many tokens of a prompt."""
+        """Choose `count` tokens of a prompt."""
         if not self.is_text:
             return rng.choices(self.vocab, k=count)
         start = rng.randrange(len(self.vocab) - count)
@@ -267,13 +279,13 @@ class Bench:
     def requests(self) -> dict[str, list[Spec]]:
         return {name: specs(name, self.pick) for name in DIMENSIONS["neighbours"]}
 
-    def engine(self, case: Mapping[str, Any]) -> Engine:
+    def engine(self, case: Case) -> Engine:
         block_size, cache, preemption = case["block_size"], case["cache"], case["preemption"]
         ahead = {} if case["is_ahead"] else {"async_scheduling": False, "num_decode_steps": 1}
         pages_of_one = -(-self.sizes["max_model_len"] // block_size)
         return Engine(
             self.model,
-            **{"deterministic": self.is_deterministic, **self.sizes, **ahead, **self.options},
+            **{"deterministic": self.is_deterministic, **self.sizes, **ahead},
             block_size=block_size,
             num_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one,
             long_prefill_token_threshold=case["chunk"],
@@ -284,25 +296,26 @@ class Bench:
             num_host_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one if preemption == "swap" else 0,
         )
 
-    def run(self, engine: Engine, case: Mapping[str, Any], comparison: Comparison) -> None:
+    def run(self, engine: Engine, case: Case, comparison: Comparison) -> None:
         """Give the engine the case's requests and compare; counters prove that the case was what it is called."""
         requests = self.requests[case["neighbours"]][: case["num_requests"]]
+        is_exact = self.is_exact and case["block_size"] == comparison.solo.block_size
         engine.reset_prefix_cache()
         if case["cache"] == "warm":
-            # Where few pages are left, those of whoever came last are: of whoever comes first next time.
-            self._outputs(
-                engine, requests, {**case, "order": "together" if case["order"] == "reversed" else "reversed"}
-            )
+            # Where few pages are left, those of the last requests are: of the first requests of the next run.
+            order = "together" if case["order"] == "reversed" else "reversed"
+            self._outputs(engine, requests, {**case, "order": order})
         before = engine.stats()
         share = SHARE_OF_FEW if case["order"] == "staggered" or self.is_deterministic else SHARE_OF_NEED
         with _pages_kept_away(engine, requests, share) if case["preemption"] != "none" else nullcontext():
-            for spec, tokens in zip(requests, self._outputs(engine, requests, case), strict=True):
-                comparison.add(spec, tokens, {**case, "seed": spec.params.seed})
+            for spec, items in zip(requests, self._outputs(engine, requests, case), strict=True):
+                where = {**case, "seed": spec.params.seed}
+                comparison.add(spec, items, where, tolerance=0.0 if is_exact else self.tolerance)
         after = engine.stats()
         grown = {name: after[name] - before[name] for name in after}
         assert after["recompiles"] == 0
         assert after["blocks_used"] == after["host_blocks_used"] == after["requests"] == 0
-        if case["preemption"] != "none" and case["num_requests"] == max(DIMENSIONS["num_requests"]):
+        if case["preemption"] != "none" and case["num_requests"] >= MIN_PREEMPTED:
             assert grown[f"preemptions_{case['preemption']}"] > 0, case
         if case["preemption"] == "none":
             assert grown["preemptions"] == 0, case
@@ -313,21 +326,21 @@ class Bench:
         if case["cache"] == "evicting" and case["num_requests"] > 2 and case["preemption"] == "none":
             assert len(engine.blocks.device.cached) == MAX_CACHED
 
-    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Mapping[str, Any]) -> list[Items]:
-        """What each request gives, put to the engine and taken from it as the case says."""
+    def _outputs(self, engine: Engine, requests: Sequence[Spec], case: Case) -> list[Items]:
+        """Return the results of all requests, queued and read in the way of the case."""
         kind = RequestOutputKind.DELTA if case["is_stream"] else RequestOutputKind.FINAL_ONLY
         items: dict[str, list[list[Item]]] = {}
         of_prompts: dict[str, Items] = {}
         waiting = list(enumerate(requests))
         if case["order"] == "reversed":
             waiting.reverse()
-        at_once = 1 if case["order"] == "staggered" else len(waiting)
+        num_at_once = 1 if case["order"] == "staggered" else len(waiting)
         while waiting or engine.has_unfinished_requests():
-            for index, spec in waiting[:at_once]:
+            for index, spec in waiting[:num_at_once]:
                 params = replace(self.given(spec.params), output_kind=kind)
-                engine.add_request(str(index), list(spec.prompt), scored(params) if self.is_bitwise else params)
+                engine.add_request(str(index), list(spec.prompt), scored(params) if case["is_scored"] else params)
                 items[str(index)] = [[] for _ in range(params.n)]
-            del waiting[:at_once]
+            del waiting[:num_at_once]
             for output in engine.step():
                 for completion in output.outputs:
                     items[output.request_id][completion.index] += items_of(completion.token_ids, completion.logprobs)
@@ -337,14 +350,14 @@ class Bench:
 
 
 def scored(params: SamplingParams) -> SamplingParams:
-    """The same with logprobs of each token."""
+    """Return the same parameters with logprobs of each token."""
     return replace(params, logprobs=params.logprobs or 2)
 
 
 @contextmanager
 def _pages_kept_away(engine: Engine, requests: Sequence[Spec], share: float) -> Iterator[None]:
     """Leave so few pages that requests that run together are preempted."""
-    size, pool = engine.sizes.block_size, engine.blocks.device
+    size, pool = engine.step_sizes.block_size, engine.blocks.device
     needs = [spec.params.n * -(-(len(spec.prompt) + MAX_TOKENS) // size) for spec in requests]
     ends = [(spec.prompt, end) for spec in requests for end in range(size, len(spec.prompt), size)]
     num_shared = len(ends) - len({prompt[:end] for prompt, end in ends}) if engine.config.enable_prefix_caching else 0
@@ -355,13 +368,14 @@ def _pages_kept_away(engine: Engine, requests: Sequence[Spec], share: float) -> 
     pool.withdraw(-num_away)
 
 
-def all_cases() -> Iterator[dict[str, Any]]:
-    """The whole matrix, the cases of an engine one after another."""
+def all_cases() -> Iterator[Case]:
+    """Give the whole matrix, the cases of one engine one after another."""
     names = [*OF_ENGINE, *(name for name in DIMENSIONS if name not in OF_ENGINE)]
     for values in itertools.product(*(DIMENSIONS[name] for name in names)):
-        yield dict(zip(names, values, strict=True))
+        yield {**dict(zip(names, values, strict=True)), "is_scored": False}
 
 
-def covering_cases() -> list[dict[str, Any]]:
-    """So few cases that every pair of values of two dimensions is in one of them."""
-    return [dict(zip(DIMENSIONS, values, strict=True)) for values in AllPairs([*DIMENSIONS.values()])]
+def covering_cases(**dimensions: tuple[Any, ...]) -> list[Case]:
+    """Return few cases among which every pair of values of two dimensions is; keywords replace dimensions."""
+    dimensions = {**DIMENSIONS, "is_scored": IS_SCORED, **dimensions}
+    return [dict(zip(dimensions, values, strict=True)) for values in AllPairs([*dimensions.values()])]

@@ -1,28 +1,27 @@
-"""What must hold of scheduler, queues, slots and pages between any two steps; AssertionError where it does not.
+"""Invariants of scheduler, queues, slots and pages between any two steps; AssertionError names a broken one.
 
-Run after every step of every simulation. Costs as much as there are pages: not for service.
+The simulation checks them after every step. Checking takes time in proportion to the pages: not for service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 
-from .block_manager import BlockManager
-from .page_pool import NULL_PAGE, PagePool
-from .request import RequestState, Sequence
-from .scheduler import Scheduler
+from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_pool import NULL_PAGE, PagePool
+from jpaged.request import RequestState, SampleSequence
+from jpaged.scheduling.scheduler import Scheduler
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Hold queues, slots and pages against their invariants."""
+    """Check queues, slots and pages."""
     for state, queue in (
         (RequestState.WAITING, list(scheduler.waiting)),
         (RequestState.SWAPPED, list(scheduler.swapped)),
         (RequestState.RUNNING, scheduler.running),
     ):
         for request in queue:
-            assert request.state is state, "a request in another's queue"
+            assert request.state is state, "a request in the wrong queue"
             assert request.live, "a request without a live sequence is queued"
             assert request.live[0].parent is None, "a group without a first sequence"
             for sequence in request.live:
@@ -33,32 +32,32 @@ def check_scheduler(scheduler: Scheduler) -> None:
     swapped = [sequence for request in scheduler.swapped for sequence in request.live]
     orders = [request.order for request in scheduler.running]
     assert orders == sorted(orders), "running requests out of order"
-    slots = [sequence.slot for sequence in running if sequence.slot]
-    assert sorted([*slots, *scheduler.free_slots]) == list(range(1, scheduler.max_num_seqs + 1)), (
+    slots = [sequence.seq_slot for sequence in running if sequence.seq_slot]
+    assert sorted([*slots, *scheduler.lifecycle.free_slots]) == list(range(1, scheduler.config.max_num_seqs + 1)), (
         "a slot is lost or held twice"
     )
     check_pages(scheduler.blocks, running, swapped)
 
 
-def check_pages(blocks: BlockManager, running: SequenceOf[Sequence], swapped: SequenceOf[Sequence]) -> None:
-    """Hold both pools against their invariants, given all sequences that own pages."""
+def check_pages(blocks: BlockManager, running: Sequence[SampleSequence], swapped: Sequence[SampleSequence]) -> None:
+    """Check both pools, given all sequences that own pages."""
     store = blocks.store
     _check_pool(blocks, store.device, running, store.pinned_pages.values())
     _check_pool(blocks, store.host, swapped, ())
     for sequence in running:
         first = sequence.num_computed // blocks.block_size
         for pages in sequence.pages:
-            assert sequence.granted <= len(pages) * blocks.block_size, "a sequence may write where it has no page"
-            if sequence.granted > sequence.num_computed:
+            assert sequence.decode_limit <= len(pages) * blocks.block_size, "a sequence may write where it has no page"
+            if sequence.decode_limit > sequence.num_computed:
                 page = pages[first]
                 assert store.device.ref_counts[page] == 1, "a page that will be written is shared"
                 assert page not in store.device.key_of, "a page that will be written is published"
     for key, page in store.pinned_pages.items():
         assert store.device.page_of[key] == page, "a pinned page is not published"
-        assert key[1] in store.pins, "a page is pinned by nobody"
+        assert key[1] in store.pins, "a page is pinned without a pin"
 
 
-def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[Sequence], pinned: Iterable[int]) -> None:
+def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[SampleSequence], pinned: Iterable[int]) -> None:
     counts = [0] * pool.num_pages
     for page in pinned:
         counts[page] += 1
@@ -69,21 +68,21 @@ def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[Sequence]
                 counts[page] += 1
     counts[NULL_PAGE] = 0
     assert counts == pool.ref_counts, "reference counts differ from page tables and pins"
-    fenced = [page for _, page in pool.fenced]
-    unowned = [*pool.free, *pool.cached, *fenced, *pool.withdrawn]
+    deferred = [page for _, page in pool.deferred]
+    unowned = [*pool.free, *pool.cached, *deferred, *pool.withdrawn]
     assert len(set(unowned)) == len(unowned), "a page is free twice"
     assert set(unowned) == {page for page in range(1, pool.num_pages) if counts[page] == 0}, "free ≠ unreferenced"
     assert {page: key for key, page in pool.page_of.items()} == pool.key_of, "a page under another's hash"
     assert NULL_PAGE not in pool.key_of, "the null page is published"
     assert all(page in pool.key_of for page in pool.cached), "a page without content is cached"
-    assert not any(page in pool.key_of for page in (*pool.free, *fenced, *pool.withdrawn)), "a prefix is lost"
+    assert not any(page in pool.key_of for page in (*pool.free, *deferred, *pool.withdrawn)), "a prefix is lost"
     assert pool.max_cached is None or len(pool.cached) <= pool.max_cached, "too many cached pages"
-    assert all(step > pool.retired_step for step, _ in pool.fenced), "a page is fenced for ever"
+    assert all(step > pool.retired_step for step, _ in pool.deferred), "a page is deferred for ever"
     assert len(pool.withdrawn) <= pool.num_withdrawn, "more pages were withdrawn than asked"
     assert len(pool.withdrawn) == pool.num_withdrawn or not pool.num_free, "free pages that were to be withdrawn"
 
 
-def _check_table(blocks: BlockManager, sequence: Sequence) -> None:
+def _check_table(blocks: BlockManager, sequence: SampleSequence) -> None:
     num_full = sequence.num_computed // blocks.block_size
     assert sequence.num_published <= num_full, "a page published before it was computed"
     for pages, num_passed in zip(sequence.pages, sequence.num_passed, strict=True):
@@ -94,21 +93,21 @@ def _check_table(blocks: BlockManager, sequence: Sequence) -> None:
         assert not any(pages[:num_passed]), "a page that no query sees is kept"
 
 
-def _check_sequence(scheduler: Scheduler, sequence: Sequence, state: RequestState) -> None:
+def _check_sequence(scheduler: Scheduler, sequence: SampleSequence, state: RequestState) -> None:
     assert sequence.state is state, "a sequence in another state than its request"
     assert sequence.num_computed <= sequence.num_tokens <= sequence.max_len, "tokens computed that do not exist"
     num_in_flight = sequence.num_tokens - len(sequence.token_ids)
-    most_in_flight = (scheduler.step - scheduler.retired_step) * scheduler.max_decode_steps
+    most_in_flight = (scheduler.lifecycle.step - scheduler.lifecycle.retired_step) * scheduler.config.max_decode_steps
     assert 0 <= num_in_flight <= most_in_flight, "tokens in flight without a step"
     assert sequence.parent is None or sequence.parent in sequence.request.live, "a parent that ended"
     if state is not RequestState.RUNNING:
-        assert sequence.slot == sequence.granted == 0, "a slot without running"
+        assert sequence.seq_slot == sequence.decode_limit == 0, "a slot without running"
         assert not sequence.is_last_token_on_device, "a token on the device without a slot"
     if state is RequestState.WAITING or sequence.awaits_parent:
         assert not any(sequence.pages), "pages before they are due"
-        assert sequence.num_computed == sequence.num_published == 0, "a waiting sequence that forgot nothing"
-    if sequence.granted > sequence.num_computed:
-        assert sequence.slot, "a sequence decodes without a slot"
+        assert sequence.num_computed == sequence.num_published == 0, "a waiting sequence that has kept progress"
+    if sequence.decode_limit > sequence.num_computed:
+        assert sequence.seq_slot, "a sequence decodes without a slot"
         assert sequence.is_last_token_on_device, "a sequence decodes a token that is not there"
         assert sequence.num_tokens == sequence.num_computed + 1, "a sequence decodes that has a chunk to compute"
-        assert sequence.granted < sequence.max_len, "the last token is computed"
+        assert sequence.decode_limit < sequence.max_len, "the last token is computed"

@@ -1,7 +1,7 @@
-"""One seed, one life of a host core: sizes, options, requests, events and faults all follow from the seed.
+"""Random lives of a host core: sizes, options, requests, events and faults of a life all follow from one seed.
 
-`simulate(seed)` raises on the first thing that is not as it should be; `scripts/simulate.py SEED` replays a seed
-with its event log. What has to hold is in `symbolic.Host`.
+`simulate(seed)` raises on the first broken promise; `scripts/simulate.py SEED` replays a seed with its event log. The
+promises are checked by `symbolic.Host`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jpaged.block_manager import BlockManager
 from jpaged.errors import InvalidRequestError, QueueFullError
-from jpaged.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
-from jpaged.prefix_hash import CacheKey
-from jpaged.request import RequestState
-from jpaged.request_queue import POLICIES, QueueLimits
-from jpaged.sampling_params import SamplingParams
+from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.request import CacheKey, RequestState
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
+from jpaged.scheduling.request_queue import POLICIES, QueueLimits
 
 from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host, Interrupt
 
 MAX_STEPS = 5000
-"""Of one life: more means that it makes no progress."""
+"""Steps of one life; more mean that it makes no progress."""
 STAGES = ("waiting", "prefilling", "decoding", "swapped")
 FAULTS = ("dispatch before", "dispatch after", "read")
 INTERRUPTS = ("before", "after")
@@ -30,7 +29,7 @@ INTERRUPTS = ("before", "after")
 
 @dataclass
 class Summary:
-    """What happened; a simulation that never swaps proves nothing about swapping."""
+    """Counts of what happened in a life: one that never swaps proves nothing about swapping."""
 
     seed: int
     steps: int = 0
@@ -40,7 +39,7 @@ class Summary:
 
 
 class AdapterGate:
-    """At most so many adapters run at once."""
+    """A gate that lets requests of at most `max_adapters` adapters run together."""
 
     def __init__(self, max_adapters):
         self.max_adapters = max_adapters
@@ -65,28 +64,30 @@ class AdapterGate:
 
 
 def simulate(seed, log=None):
-    """One life; returns its Summary. `log` gets each event as a line."""
+    """Live one life; return its Summary. `log` is called with each event, as a line of text."""
     life = Life(seed, log)
     try:
         return life.run()
     except Exception as error:
-        error.add_note(f"seed {seed}, step {life.host.scheduler.step}; replay: python scripts/simulate.py {seed}")
+        error.add_note(
+            f"seed {seed}, step {life.host.scheduler.lifecycle.step}; replay: python scripts/simulate.py {seed}"
+        )
         raise
 
 
 class Life:
-    """Options and events of one seed."""
+    """The options and events of one seed."""
 
     def __init__(self, seed, log=None):
         self.seed, self.log = seed, log
         self.rng = rng = random.Random(seed)
         self.user = random.Random(f"{seed} user")
-        """Apart from the rest, which came before: seeds that once found something stay what they were."""
+        """Draws for faults that were added later, apart from `rng`: older regression seeds keep their lives."""
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
         options = self._options() | self._step_options(random.Random(f"{seed} steps"))
-        self.tell("options", *(f"{name}={value}" for name, value in options.items() if not callable(value)))
+        self.log_event("options", *(f"{name}={value}" for name, value in options.items() if not callable(value)))
         self.gate = AdapterGate(rng.choice([1, 1, 2])) if rng.random() < 0.3 else None
         self.depth = rng.choice([1, 2, 2])
         late_share = rng.choice([0.0, 0.5])
@@ -97,7 +98,7 @@ class Life:
             stop_share=rng.choice([60, 300]),
             poison_share=rng.choice([0, 0, 300]),
             is_late=lambda: rng.random() < late_share,
-            tell=self.tell,
+            log_event=self.log_event,
         )
         self.documents = [self._tokens(self.max_len) for _ in range(2)]
         self.num_to_come = rng.choice([12, 16, 24])
@@ -141,7 +142,7 @@ class Life:
         sizes = dict(block_size=block_size, windows=windows, max_chunk=threshold or budget)
         self.max_samples = min(max_num_seqs, rng.choice([1, 1, 2, 4]))
         num_alike = rng.choice([1, self.max_samples])
-        largest = BlockManager(num_blocks=2, **sizes).most_pages(0, [self.max_len - 1] * num_alike)
+        largest = BlockManager(num_blocks=2, **sizes).max_pages(0, [self.max_len - 1] * num_alike)
         num_blocks = 1 + int(largest * rng.choice([1, 1.2, 1.5, 1.5, 2, 3]))
         costs = SwapCosts(
             page_bytes=1, swap_bytes_per_s=2 * rng.choice([0.5, 1, 1.5]) / block_size, prefill_s_per_token=1.0
@@ -166,7 +167,7 @@ class Life:
                 rng.choice([*PreemptionMode, PreemptionMode.SWAP, PreemptionMode.SWAP]),
                 rng.choice([costs, costs, costs, None]),
             ),
-            limits=rng.choice([None, None, QueueLimits(waiting_requests=4), QueueLimits(waiting_tokens=80)]),
+            limits=rng.choice([QueueLimits()] * 2 + [QueueLimits(waiting_requests=4), QueueLimits(waiting_tokens=80)]),
             tokens_ahead=rng.choice([1, 1, 4]),
         )
 
@@ -174,12 +175,12 @@ class Life:
     def _step_options(rng):
         return {
             "max_decode_steps": rng.choice([1, 2, 5, 16]),
-            "least_filled": rng.choice([1, 8, 64]),
+            "min_filled": rng.choice([1, 8, 64]),
             "bounds_scores": rng.choice([True, False]),
         }
 
-    def tell(self, *event):
-        """Write down an event."""
+    def log_event(self, *event):
+        """Add an event to the digest and the log."""
         line = " ".join(map(str, event))
         self.digest.update(line.encode() + b"\n")
         if self.log:
@@ -201,7 +202,7 @@ class Life:
                 self._happen(f"fault: {fault}")
                 host.restart()
             except Interrupt as interrupt:
-                self._happen(f"interrupt {interrupt} a token is judged")
+                self._happen(f"interrupt {interrupt} a token is checked")
                 host.restart()
             self._interfere()
             if rng.random() < 0.4:
@@ -214,22 +215,22 @@ class Life:
         host, in_flight = self.host, self.host.core.in_flight
         if in_flight and (len(in_flight) == self.depth or self.rng.random() < 0.3):
             samples = host.retire()
-            self.tell("retire", len(samples))
+            self.log_event("retire", len(samples))
             return
         host.now += self.rng.random()
-        before = host.scheduler.step
+        before = host.scheduler.lifecycle.step
         work = host.dispatch()
         if work.is_empty:
             for request in work.ignored:
                 self._note_ignored(request)
             if in_flight:
-                self.tell("retire", len(host.retire()))
+                self.log_event("retire", len(host.retire()))
             return
-        assert host.scheduler.step == before + 1
+        assert host.scheduler.lifecycle.step == before + 1
         self.num_steps += 1
         assert self.num_steps < MAX_STEPS, "no end"
         self.events["several tokens a step"] += bool(work.decode_lens)
-        self.tell(
+        self.log_event(
             f"step {work.step}",
             "decodes", [f"{s.request.number}.{s.index}" for s in work.decodes], *work.decode_lens,
             "chunks", [f"{c.sequence.request.number}.{c.sequence.index}@{c.start}+{c.num_tokens}" for c in work.chunks],
@@ -280,18 +281,18 @@ class Life:
                 priority=rng.randint(0, 2),
                 cache_key=rng.choice(self.keys) if rng.random() < 0.4 else self.keys[0],
                 scores=rng.random() < shares["scores"],
-                is_watched=rng.random() < 0.2,
+                needs_every_token=rng.random() < 0.2,
             )
         except (InvalidRequestError, QueueFullError) as error:
             self._happen(f"refused: {type(error).__name__}")
             return
-        self.tell("add", request.number, prompt, request.max_tokens, n, request.cache_key)
+        self.log_event("add", request.number, prompt, request.max_tokens, n, request.cache_key)
 
     def _prompt(self):
         rng = self.rng
         prompt = rng.choice(self.documents)[: rng.randint(1, rng.choice([3, 6, 12, self.max_len - 1]))]
         if rng.random() < 0.4 and self.host.requests:
-            # A second turn: what an earlier request was asked and has answered so far.
+            # The next message of a conversation: an earlier prompt and its answer so far.
             prompt = list(rng.choice(rng.choice(self.host.requests[-6:]).sequences).token_ids)
         if rng.random() < 0.6:
             prompt = [*prompt, *self._tokens(rng.randint(1, 6))]
@@ -301,9 +302,9 @@ class Life:
         return prompt
 
     def _abort(self):
-        """Any request, whatever it does; or one of its samples. A second abort does nothing."""
+        """Abort a request in any state, or one of its samples, maybe twice."""
         host, rng = self.host, self.rng
-        victim = self._anybody() if rng.random() < 0.9 else rng.choice(list(host.solos) or [None])
+        victim = self._pick_sequence() if rng.random() < 0.9 else rng.choice(list(host.solos) or [None])
         if victim is None:
             return
         if victim.state.is_finished:
@@ -318,11 +319,11 @@ class Life:
 
     def _fork(self):
         host, rng = self.host, self.rng
-        parent = self._anybody()
+        parent = self._pick_sequence()
         if parent is None or len(parent.request.sequences) >= 6:
             return
         request = parent.request
-        stage = host.scheduler._stage_of(parent)
+        stage = host.scheduler.lifecycle.stage_of(parent)
         is_in_flight = host.scheduler.is_in_flight(parent)
         try:
             host.fork(parent, rng.choice([1, 1, 2]))
@@ -332,8 +333,8 @@ class Life:
         self._happen(f"fork {stage}", f"{request.number}.{parent.index}")
         self.events["fork in flight"] += is_in_flight
 
-    def _anybody(self):
-        """A sequence that has not ended, of a queue where there is somebody."""
+    def _pick_sequence(self):
+        """Return a random sequence that has not ended, from a random queue that is not empty; None if all are."""
         scheduler = self.host.scheduler
         all_queues = (scheduler.waiting, scheduler.running, scheduler.swapped, scheduler.swapped)
         queues = [list(queue) for queue in all_queues if queue]
@@ -364,7 +365,7 @@ class Life:
         self.host.check()
 
     def _resize(self):
-        """A pool becomes smaller, or larger again."""
+        """Make a pool smaller, or larger again."""
         name = self.rng.choice(["device", "device", "host"])
         pool = getattr(self.host.blocks, name)
         withdrawn = self.num_withdrawn[name]
@@ -381,11 +382,11 @@ class Life:
         self.host.check()
 
     def _num_spare(self):
-        """Pages that nobody needs; now and then more, so that somebody is ignored."""
+        """Return pages that no request needs; now and then more, so that requests become infeasible."""
         blocks, scheduler = self.host.blocks, self.host.scheduler
         if self.rng.random() < 0.1:
             return blocks.num_available - 1
-        return blocks.num_available - max(map(scheduler.demand.most_pages, self.host.unfinished), default=1)
+        return blocks.num_available - max(map(scheduler.demand.max_pages, self.host.unfinished), default=1)
 
     def _jump(self):
         self.host.now += self.rng.choice([-3600.0, 3600.0])
@@ -393,12 +394,12 @@ class Life:
 
     def _happen(self, event, *details):
         self.events[event] += 1
-        self.tell(event, *details)
+        self.log_event(event, *details)
 
     # The end
 
     def _end(self):
-        """All is given back, and then all is free."""
+        """Check that every page is free once pins and withdrawn pages are given back."""
         host, blocks = self.host, self.host.blocks
         host.check_contents()
         host.check_end()
@@ -411,7 +412,7 @@ class Life:
         for pool in (blocks.device, blocks.host):
             assert sorted(pool.free) == list(range(1, pool.num_pages)), "pages are lost"
             assert not pool.key_of
-            assert not pool.writers
+            assert not pool.pending_writers
         assert not self.gate or not self.gate.running, "an adapter is left behind"
 
     def _summary(self):
@@ -425,9 +426,9 @@ class Life:
             "fork": scheduled["fork"],
             "eviction": stored["eviction"],
             "eviction kept on host": stored["eviction_kept"],
-            "come-back from host": stored["come_back"],
+            "host hit": stored["host_hit"],
             "host pool full": stored["host_pool_full"],
-            "fence held": scheduled["fence_held"],
+            "retirement awaited": scheduled["awaited_retirement"],
             "bypass": scheduled["bypass"],
             "NaN": sum(state is RequestState.FINISHED_ERROR for state, _ in host.ends.values()),
             "table update batch": host.runner.num_update_batches,

@@ -1,12 +1,11 @@
-"""A device without a model: every slot holds a hash of the whole token history up to it.
+"""A device without a model: each key that it writes is a hash of the whole token history up to it.
 
-`SymbolicDevice` sees what the compiled step sees: page moves, page-table changes and the packed buffer. It keeps
-its own page tables, last tokens and host pages, writes keys at the packed slots, reads them through the tables,
-and draws the next token from all that a row may see and from its sampling parameters. A page that is stale,
-shared, freed too early, copied wrongly or packed wrongly changes a token, and `Solo` says which token is right
-from the request alone.
+`SymbolicDevice` gets what the compiled step gets: page moves, page-table changes and the packed buffer. It has page
+tables, last tokens and host pages of its own, writes keys at the packed slots, reads them through the tables, and draws
+the next token from all that a row may see and from its sampling parameters. A page that is stale, shared, freed too
+early, copied wrongly or packed wrongly changes a token, and `Solo` gives the right token from the request alone.
 
-Steps run in order but late, as on a real device: what the host does to a buffer that it has handed over is seen.
+Steps run in order but late, as on a real device: a change of a buffer after its handover is seen.
 """
 
 from __future__ import annotations
@@ -18,53 +17,55 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jpaged.admission import MAX_BYPASSES
-from jpaged.block_manager import BlockManager
-from jpaged.buckets import make_buckets
-from jpaged.core import Core
-from jpaged.invariants import check_scheduler
-from jpaged.output_processor import OutputProcessor
-from jpaged.page_store import MoveKind
+from jpaged.engine_core import EngineCore
+from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
-from jpaged.prefix_hash import CacheKey
-from jpaged.request import RequestState, make_request
-from jpaged.rule_book import RuleBook
-from jpaged.sampler import SampledRows, TokenScores
-from jpaged.sampling_params import SamplingParams
-from jpaged.scheduler import Scheduler
-from jpaged.step_inputs import SAMPLE_FIELDS, STOP_FIELDS, StepInputBuilder
+from jpaged.request import CacheKey, RequestState, make_request
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
+from jpaged.sampling.sampler import SampledRows, TokenScores
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.admission import MAX_BYPASSES
+from jpaged.scheduling.scheduler import Scheduler
+from jpaged.scheduling.scheduler_config import SchedulerConfig
+from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_sizes import StepSizes
+from jpaged.text.output_processor import OutputProcessor
+
+from .invariants import check_scheduler
 
 VOCAB = 1 << 30
-"""So large that two different histories never draw the same token by chance."""
+"""It is so large that two different histories never draw the same token by chance."""
 EOS, STOP_TOKEN, POISON_TOKEN = 3, 4, 7
-"""The model makes NaN of the last one and of everything after it."""
+"""The model makes NaN of POISON_TOKEN and of every token after it."""
 UNDRAWN = 9
-"""What a device leaves where a row has drawn nothing: a token like any other."""
+"""The token that the device leaves where a row has drawn none: a token like any other."""
 NAN = 0
-"""A key that is not finite. No other key is 0."""
+"""The key that is not finite. No other key is 0."""
 ENDLESS = 1 << 40
 
 
 @dataclass(frozen=True)
 class Model:
-    """What keys and tokens follow from; a table of keys per page-table group, each with its window or None."""
+    """The rule by which keys and tokens follow from tokens; `windows` has one entry per page-table group."""
 
     windows: tuple[int | None, ...] = (None,)
     stop_share: int = 0
-    """One drawn token in so many is EOS, and one STOP_TOKEN; 0: none."""
+    """One drawn token in so many is EOS, and another one STOP_TOKEN; 0: none."""
     poison_share: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "spans", [ENDLESS if window is None else window for window in self.windows])
 
     def first_seen(self, group, position):
-        """The first position that a query sees."""
+        """Return the first position that a query sees in a group."""
         return max(0, position - self.spans[group] + 1)
 
     def append(self, histories, extra, position, token):
-        """Add the keys of one more token, which depend on all that it sees; `position` is what the step says."""
-        place = len(histories[0])
-        seen = [tuple(keys[max(0, place - span + 1) : place]) for keys, span in zip(histories, self.spans, strict=True)]
+        """Append the keys of one more token, which depend on all that it sees and on its position in the step."""
+        index = len(histories[0])
+        seen = [tuple(keys[max(0, index - span + 1) : index]) for keys, span in zip(histories, self.spans, strict=True)]
         if token == POISON_TOKEN or any(NAN in keys for keys in seen):
             for keys in histories:
                 keys.append(NAN)
@@ -74,7 +75,7 @@ class Model:
             keys.append(hash((group, before, extra, position, token)) or 1)
 
     def draw(self, histories, end, sample_row):
-        """The token after the first `end` ones; None for logits that are not finite."""
+        """Return the token after the first `end` ones; None if the logits are not finite."""
         seen = [tuple(keys[max(0, end - span) : end]) for keys, span in zip(histories, self.spans, strict=True)]
         if any(NAN in keys for keys in seen):
             return None
@@ -87,7 +88,7 @@ class Model:
 
 
 class Solo:
-    """One sequence computed alone: no page, no step, no code of the host core."""
+    """One sequence that is computed by itself, without pages, steps or code of the host core."""
 
     def __init__(self, model, *, prompt, params, seed, sample_index, max_tokens, extra=0):
         self.model, self.params, self.extra = model, params, extra
@@ -100,7 +101,7 @@ class Solo:
         self._set_row(sample_index)
 
     def fork(self, sample_index):
-        """The same history, going on with draws of its own."""
+        """Return a copy that draws its next tokens with another sample index."""
         other = object.__new__(Solo)
         other.__dict__.update(self.__dict__)
         other.tokens, other.keys = list(self.tokens), [list(keys) for keys in self.keys]
@@ -108,7 +109,7 @@ class Solo:
         return other
 
     def next_token(self):
-        """What it draws now; None if its logits are not finite."""
+        """Return the token that it draws now; None if its logits are not finite."""
         return self.model.draw(self.keys, len(self.tokens), (len(self.tokens) - self.prompt_len, *self.row))
 
     def append(self, token):
@@ -122,7 +123,7 @@ class Solo:
                 self.end = RequestState.FINISHED_LENGTH
 
     def run(self):
-        """Output tokens and the state it ends in."""
+        """Run to the end; return the output tokens and the state it ends in."""
         while self.end is None:
             token = self.next_token()
             if token is None:
@@ -134,11 +135,11 @@ class Solo:
     def _set_row(self, sample_index):
         params = self.params
         floats = [float(np.float32(value)) for value in (params.temperature, params.top_p, params.min_p)]
-        self.row = (sample_index, self.seed % 2**32, self.seed // 2**32, max(params.top_k, 0), *floats)
+        self.row = (sample_index, self.seed % 2**32, self.seed // 2**32, params.top_k, *floats)
 
 
 def _seed(own, engine_seed, number):
-    """64 bits: the request's own seed, or what the engine's seed and the request's number give."""
+    """Return 64 bits: the request's own seed, or a hash of the engine's seed and the request's number."""
     text = f"jpaged request seed {engine_seed % 2**64} {number}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") if own is None else own % 2**64
 
@@ -154,16 +155,16 @@ class SymbolicDevice:
         self.host_keys = [next(self.garbage) for _ in range(max(1, num_host_blocks) * block_size)]
         self.tables = [[[0] * max_pages for _ in range(max_num_seqs + 1)] for _ in model.windows]
         self.last_tokens = [-1] * (max_num_seqs + 1)
-        self.writers = {}
-        """Page → row, of this step's writes."""
+        self.pending_writers = {}
+        """Page → the row that writes it in this step."""
         self.scored = []
         self.counts = Counter()
-        """Moves of each kind, changes of tables and batches of them."""
+        """Page moves of each kind, and changes of the page tables."""
 
     def run(self, step, moves, extras):
-        """One step after its moves; returns the drawn tokens, None where the logits were not finite.
+        """Run one step after its moves; return the drawn tokens, None where the logits were not finite.
 
-        `extras`: state slot → what besides tokens its keys depend on, such as an adapter.
+        `extras`: state slot → what its keys depend on besides tokens, such as an adapter.
         """
         self._move(moves)
         for changes in step.table_updates:
@@ -174,22 +175,22 @@ class SymbolicDevice:
         self._change_tables(view["changes"])
         num_tokens, num_rows, num_decode_rows, num_samples, _ = view["counts"]
         self._check_padding(view, num_tokens, num_rows)
-        if step.draws:
-            num_steps = max(step.draws)
-            assert num_steps == max(view["row_steps"]), "as many steps as the host waits for"
+        if step.decode_lens:
+            num_steps = max(step.decode_lens)
+            assert num_steps == max(view["decode_lens"]), "as many steps as the host waits for"
             assert num_decode_rows == num_rows == num_samples, "several steps of rows that do not decode"
             return self._decode(view, num_rows, num_steps, extras)
-        assert not any(view["row_steps"]), "a row goes on in a step of one token"
+        assert not any(view["decode_lens"]), "a row goes on in a step of one token"
         starts = view["query_starts"]
-        self.writers = {}
-        self._claim_slots(view["slots"], starts, num_rows)
+        self.pending_writers = {}
+        self._claim_slots(view["slot_mapping"], starts, num_rows)
         row_of_token = {}
         histories = []
         for row in range(num_rows):
             start, end = starts[row], starts[row + 1]
             assert end > start, "a row without a token"
             assert (end - start == 1) == (row < num_decode_rows), "rows of one token do not come first"
-            state_slot = view["row_slots"][row]
+            state_slot = view["seq_slots"][row]
             first = view["context_lens"][row] - (end - start)
             history = self._read(row, state_slot, first)
             for token in range(start, end):
@@ -199,10 +200,10 @@ class SymbolicDevice:
                     assert -token_id - 1 == state_slot, "another sequence's last token"
                     token_id = self.last_tokens[state_slot]
                 self.model.append(history, extras[state_slot], view["positions"][token], token_id)
-                self._write(history, state_slot, [slots[token] for slots in view["slots"]])
+                self._write(history, state_slot, [slots[token] for slots in view["slot_mapping"]])
                 row_of_token[token] = (row, len(history[0]))
             histories.append(history)
-        # What a token of a prompt is scored from: where that stands, and whose keys it has seen.
+        # The position that each scored prompt token is scored from, and the position of that token.
         pieces = [piece.tolist() for piece in step.score_columns]
         assert all(len(columns[0]) == step.layout.num_samples for columns in pieces), "no sampler takes that"
         tokens, targets = (
@@ -213,28 +214,28 @@ class SymbolicDevice:
         return self._sample(view["samples"], num_samples, row_of_token, histories)
 
     def _decode(self, view, num_rows, num_steps, extras):
-        """Rows one token after another, each until it has its steps or has drawn what ends it; [steps][samples]."""
+        """Decode all rows token by token, each until it has its steps or has drawn an end; return [steps][samples]."""
         columns = dict(zip(SAMPLE_FIELDS, view["samples"], strict=True))
         stops = list(zip(*(columns[name] for name in STOP_FIELDS), strict=True))
         samples = [columns["token"].index(row) for row in range(num_rows)]
         drawn = [[UNDRAWN] * num_rows for _ in range(num_steps)]
         for index in range(num_steps):
-            self.writers = {}
+            self.pending_writers = {}
             for row, sample in enumerate(samples):
-                slot = view["row_slots"][row]
-                assert 0 < view["row_steps"][row] <= num_steps, "a row that has nothing to do, or too much"
-                is_live = index < view["row_steps"][row] and self.last_tokens[slot] not in stops[sample]
+                slot = view["seq_slots"][row]
+                assert 0 < view["decode_lens"][row] <= num_steps, "a row without a token, or with too many"
+                is_live = index < view["decode_lens"][row] and self.last_tokens[slot] not in stops[sample]
                 if not is_live and index:
                     continue
                 position = view["positions"][row] + index
                 history = self._read(row, slot, position)
                 page_index, offset = divmod(position, self.block_size)
-                places = [tables[slot][page_index] * self.block_size + offset for tables in self.tables]
-                self._claim_slots([[place] for place in places], [0, 1], 1, row)
-                assert all(place >= self.block_size for place in places), "a token writes the null page"
+                slots = [tables[slot][page_index] * self.block_size + offset for tables in self.tables]
+                self._claim_slots([[each] for each in slots], [0, 1], 1, row)
+                assert all(each >= self.block_size for each in slots), "a token writes the null page"
                 if is_live:
                     self.model.append(history, extras[slot], position, self.last_tokens[slot])
-                    self._write(history, slot, places)
+                    self._write(history, slot, slots)
                     now = [list(column) for column in view["samples"]]
                     now[SAMPLE_FIELDS.index("output_index")][sample] += index
                     one = [column[sample : sample + 1] for column in now]
@@ -268,7 +269,7 @@ class SymbolicDevice:
         return drawn
 
     def _read(self, row, state_slot, num_keys):
-        """What the first query of a row sees of the tokens before it, in their places."""
+        """Return the keys that the first query of a row sees, at their positions, per group."""
         size = self.block_size
         histories = []
         for group, tables in enumerate(self.tables):
@@ -276,7 +277,9 @@ class SymbolicDevice:
             first_page = first // size
             keys = [NAN] * (first_page * size)
             for page in table[first_page : -(-num_keys // size)]:
-                assert self.writers.get(page, row) == row, "a row reads what another one writes in the same step"
+                assert self.pending_writers.get(page, row) == row, (
+                    "a row reads what another one writes in the same step"
+                )
                 keys += self.keys[page * size : page * size + size]
             del keys[num_keys:]
             histories.append(keys)
@@ -287,11 +290,11 @@ class SymbolicDevice:
         page_index, offset = divmod(index, self.block_size)
         for group, (keys, slot) in enumerate(zip(histories, slots, strict=True)):
             page = self.tables[group][state_slot][page_index]
-            assert page * self.block_size + offset == slot, "a key is written where the page table has no place for it"
+            assert page * self.block_size + offset == slot, "a key is written to another slot than the page table says"
             self.keys[slot] = keys[-1]
 
     def _move(self, moves):
-        """One after another."""
+        """Make the copies one after another."""
         pools, size = {"device": self.keys, "host": self.host_keys}, self.block_size
         for move in moves:
             assert move.source > 0 < move.destination, "the null page is moved"
@@ -303,13 +306,13 @@ class SymbolicDevice:
             }[move.kind]
             keys = pools[source][move.source * size : move.source * size + size]
             at = move.destination * size
-            assert len(keys) == size, "a page that there is not"
-            assert at < len(pools[destination]), "a page that there is not"
+            assert len(keys) == size, "a page that does not exist"
+            assert at < len(pools[destination]), "a page that does not exist"
             pools[destination][at : at + size] = keys
 
     def _change_tables(self, changes):
-        places = [change[:3] for change in zip(*changes, strict=True) if change[3]]
-        assert len(set(places)) == len(places), "an entry changes twice in one step: a device takes either"
+        entries = [change[:3] for change in zip(*changes, strict=True) if change[3]]
+        assert len(set(entries)) == len(entries), "an entry changes twice in one step: a device takes either"
         for group, slot, index, page in zip(*changes, strict=True):
             assert min(group, slot, index, page) >= 0, "a negative index wraps"
             assert (slot == 0) == (page == 0), "the null page and the null slot belong to padding"
@@ -317,25 +320,26 @@ class SymbolicDevice:
             self.tables[group][slot][index] = page
 
     def _check_padding(self, view, num_tokens, num_rows):
-        assert all(slot > 0 for slot in view["row_slots"][:num_rows]), "a row in the null slot"
-        assert not any(view["row_slots"][num_rows:]), "a padding row has a state slot"
+        assert all(slot > 0 for slot in view["seq_slots"][:num_rows]), "a row in the null slot"
+        assert not any(view["seq_slots"][num_rows:]), "a padding row has a state slot"
         assert not any(view["context_lens"][num_rows:]), "a padding row has a context"
         assert set(view["query_starts"][num_rows:]) == {num_tokens}, "a padding row has queries"
         assert not any(view["token_ids"][num_tokens:]), "a padding token has an id"
-        assert len(set(view["row_slots"][:num_rows])) == num_rows, "two rows of one state slot"
-        for slots in view["slots"]:
+        assert len(set(view["seq_slots"][:num_rows])) == num_rows, "two rows of one state slot"
+        for slots in view["slot_mapping"]:
             assert all(slot >= self.block_size for slot in slots[:num_tokens]), "a token writes the null page"
             assert not any(slots[num_tokens:]), "padding writes a real page"
 
     def _claim_slots(self, slots_by_group, starts, num_rows, first_row=0):
-        """One writer a slot, one row a page; until it writes, the slot holds garbage. So does the null page, always."""
+        """Check that one token writes each slot and one row each page. Until then the slots hold garbage, as the null
+        page always does."""
         claimed = set()
         for slots in slots_by_group:
             for row in range(num_rows):
                 for slot in slots[starts[row] : starts[row + 1]]:
                     assert slot not in claimed, "two tokens write one slot"
                     claimed.add(slot)
-                    writer = self.writers.setdefault(slot // self.block_size, first_row + row)
+                    writer = self.pending_writers.setdefault(slot // self.block_size, first_row + row)
                     assert writer == first_row + row, "two rows write one page"
                     self.keys[slot] = next(self.garbage)
         for slot in range(self.block_size):
@@ -343,22 +347,22 @@ class SymbolicDevice:
 
 
 class DeviceError(Exception):
-    """Injected."""
+    """An injected fault of the device."""
 
 
 class Interrupt(BaseException):
-    """Injected: what a user's Ctrl-C is."""
+    """An injected interrupt, such as a user's Ctrl-C."""
 
 
 class InterruptedOutputs(OutputProcessor):
-    """Output rules amid which a user may interrupt."""
+    """Output rules in the middle of which a user may interrupt."""
 
     interrupt = None
-    """When the next token is looked at: "before" or "after" it is judged."""
+    """Interrupt "before" or "after" the next token is checked; None: not at all."""
 
-    def judge(self, sequence, sampled, row):
+    def check_stop(self, sequence, sampled, row):
         self._fail("before")
-        end = super().judge(sequence, sampled, row)
+        end = super().check_stop(sequence, sampled, row)
         self._fail("after")
         return end
 
@@ -369,26 +373,26 @@ class InterruptedOutputs(OutputProcessor):
 
 
 class SymbolicRunner:
-    """Starts steps on a symbolic device, which runs them in order when it likes, at the latest when they are read."""
+    """Starts steps on a symbolic device, which runs them in order, at the latest when their results are read."""
 
     def __init__(self, make_device, extras_of_slots, *, is_late=lambda: False):
         self.make_device = make_device
         self.extras_of_slots = extras_of_slots
         self.is_late = is_late
         self.fault = None
-        """What goes wrong next: "dispatch before", "dispatch after", "read"."""
+        """The next fault: "dispatch before", "dispatch after" or "read"; None: no fault."""
         self.num_update_batches = 0
         self.device = None
         self.reset()
 
     def reset(self):
-        """A new device, as at start."""
+        """Replace the device by a new one, as at start."""
         self.device = self.make_device()
         self.queue = deque()
 
     def dispatch(self, step):
         self._fail("dispatch before")
-        # Moves are read at once, everything else when the device comes to it.
+        # Moves are read now, everything else when the device runs the step.
         self.num_update_batches += len(step.table_updates)
         handle = _Results(self, step, list(step.moves), self.extras_of_slots())
         self.queue.append(handle)
@@ -398,7 +402,7 @@ class SymbolicRunner:
         return handle
 
     def drain(self, last=None):
-        """Let the device finish what it was given, at least up to `last`."""
+        """Let the device run the steps it was given, up to `last` if one is given."""
         while self.queue:
             handle = self.queue.popleft()
             handle.run()
@@ -431,11 +435,11 @@ class _Results:
         drawn = np.array(self.drawn, object)
         assert drawn.shape[-1] == len(self.step.samples), "as many tokens as samples"
         is_finite = drawn != None  # noqa: E711  (of each)
-        # What a NaN row yields means nothing: here, a token that ends sequences.
+        # The token of a NaN row means nothing: here it is one that ends sequences.
         return SampledRows(np.where(is_finite, drawn, EOS).astype(np.int32), is_finite)
 
     def read_scores(self):
-        """Each logprob is the position that the token was scored from."""
+        """Return as log probability of each token the position that it was scored from."""
         positions, targets = (np.array(column) for column in zip(*self.scored, strict=True))
         nothing = np.zeros((len(targets), 0))
         scores = TokenScores(positions.astype(np.float32), np.ones_like(targets), nothing.astype(int), nothing)
@@ -443,7 +447,7 @@ class _Results:
 
 
 class Host:
-    """The core that `Engine` drives, over a symbolic device, held against its promises at every step."""
+    """The core that `Engine` drives, over a symbolic device, with all promises checked at every step."""
 
     def __init__(
         self,
@@ -464,13 +468,14 @@ class Host:
         is_late=lambda: False,
         long_prefill_token_threshold=0,
         bounds_scores=False,
-        tell=lambda *event: None,
+        gate=None,
+        log_event=lambda *event: None,
         **options,
     ):
-        """`options` are those of `Scheduler`."""
+        """`options` are further fields of `SchedulerConfig`."""
         self.model = Model(windows, stop_share, poison_share)
         self.engine_seed = engine_seed
-        self.tell = tell
+        self.log_event = log_event
         self.now = 0.0
         self.blocks = BlockManager(
             num_blocks=num_blocks,
@@ -481,29 +486,18 @@ class Host:
             max_cached_blocks=max_cached_blocks,
             max_chunk=long_prefill_token_threshold or max_num_batched_tokens,
         )
-        buckets = make_buckets(
-            max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, platform=platform
-        )
-        self.scheduler = Scheduler(
-            self.blocks,
+        sizes = StepSizes("float32", "float32", block_size, max_model_len, max_num_seqs, max_num_batched_tokens)
+        buckets = sizes.buckets(platform)
+        config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            clock=lambda: self.now,
             long_prefill_token_threshold=long_prefill_token_threshold,
             token_buckets=buckets.num_tokens,
             max_scored=buckets.max_samples if bounds_scores else None,
             **options,
         )
-        max_pages = -(-max_model_len // block_size)
-        builder = StepInputBuilder(
-            buckets=buckets,
-            backend=XlaBackend(),
-            block_size=block_size,
-            num_groups=len(windows),
-            max_num_seqs=max_num_seqs,
-            max_pages=max_pages,
-            rule_book=RuleBook(0),
-        )
+        self.scheduler = Scheduler(self.blocks, config, clock=lambda: self.now, gate=gate)
+        builder = StepInputBuilder(sizes, buckets, XlaBackend(), rules_spec=LogitRulesSpec(0), num_groups=len(windows))
         first_garbage = itertools.count(1, 1 << 32)
         self.runner = SymbolicRunner(
             lambda: SymbolicDevice(
@@ -512,13 +506,13 @@ class Host:
                 num_host_blocks=num_host_blocks,
                 block_size=block_size,
                 max_num_seqs=max_num_seqs,
-                max_pages=max_pages,
+                max_pages=sizes.max_pages,
                 first_garbage=next(first_garbage),
             ),
-            lambda: {sequence.slot: self.solos[sequence].extra for sequence in self._running()},
+            lambda: {sequence.seq_slot: self.solos[sequence].extra for sequence in self._running()},
             is_late=is_late,
         )
-        self.core = Core(
+        self.core = EngineCore(
             scheduler=self.scheduler,
             builder=builder,
             runner=self.runner,
@@ -527,27 +521,28 @@ class Host:
         )
         self.requests = []
         self.solos = {}
-        """Sequence → what it would be alone, as far as it has come."""
+        """Sequence → the same sequence computed alone, as far as it has come."""
         self.unfinished = []
         self.ends = {}
-        """Sequence → how it ended, when that was first seen."""
+        """Sequence → (state, number of tokens) when its end was first seen."""
         self.extras = {}
         self.claims = {}
-        """(group, page hash) → what the page must hold, and who says so."""
+        """(group, page hash) → the keys that the page must hold, and the extras and tokens that they come from."""
         self.num_claimed = {}
         self.counts = Counter()
         self.written = deque()
-        """For each step in flight: page → request that it writes it for."""
-        """Request that wants prompt scores → prompt positions that retired steps have computed."""
+        """For each step in flight: page → the request that it writes the page for."""
         self.bypassed = Counter()
         self.first_starts = {}
-        self.num_stuck = self.num_idle = self.most_used = self.most_host_used = 0
+        self.num_stuck = self.num_idle = self.max_used = self.max_host_used = 0
         self.oldest = None
 
-    # What may happen
+    # Events
 
-    def add(self, prompt, *, max_tokens=4, params=None, scores=False, is_watched=False, cache_key=None, **options):
-        """Queue a request; its number is its place in `requests`."""
+    def add(
+        self, prompt, *, max_tokens=4, params=None, scores=False, needs_every_token=False, cache_key=None, **options
+    ):
+        """Queue a request, whose number is its index in `requests`."""
         assert max_tokens >= 1
         params = params or SamplingParams(detokenize=False)
         request = make_request(
@@ -577,13 +572,13 @@ class Host:
             extra=extra,
         )
         for sequence in request.sequences:
-            sequence.is_watched |= is_watched
+            sequence.needs_every_token |= needs_every_token
             self.solos[sequence] = first if sequence is request.sequences[0] else first.fork(sequence.index)
         self.check()
         return request
 
     def fork(self, parent, n=1):
-        """Further samples of the parent's request, with the next free indices."""
+        """Add samples to the parent's request, with the next free indices."""
         first = max(sequence.index for sequence in parent.request.sequences) + 1
         children = self.core.fork(parent, range(first, first + n))
         for index, child in enumerate(children, first):
@@ -604,7 +599,7 @@ class Host:
         self.check()
 
     def dispatch(self):
-        """Start a step; returns its work."""
+        """Start a step; return its work."""
         waiting = list(self.scheduler.waiting)
         blocks = self.blocks
         num_in_flight = len(self.core.in_flight)
@@ -620,14 +615,14 @@ class Host:
         self._check_progress(work, num_in_flight)
         if len(self.core.in_flight) > num_in_flight:
             self._check_pages(self.core.in_flight[-1].step, work)
-        self.most_used = max(self.most_used, blocks.device.num_used)
-        self.most_host_used = max(self.most_host_used, blocks.host.num_used)
-        assert self.most_used <= blocks.device.peak_used < blocks.device.num_pages, "the peak was higher"
-        assert self.most_host_used <= blocks.host.peak_used < blocks.host.num_pages, "the peak was higher"
+        self.max_used = max(self.max_used, blocks.device.num_used)
+        self.max_host_used = max(self.max_host_used, blocks.host.num_used)
+        assert self.max_used <= blocks.device.peak_used < blocks.device.num_pages, "the peak was higher"
+        assert self.max_host_used <= blocks.host.peak_used < blocks.host.num_pages, "the peak was higher"
         return work
 
     def retire(self):
-        """Take in the oldest step in flight; returns the sequences that it drew for."""
+        """Retire the oldest step in flight; return the sequences that it drew for."""
         try:
             samples = self.core.retire()
         except Interrupt:
@@ -642,18 +637,18 @@ class Host:
         return samples
 
     def restart(self):
-        """After a fault: a new device that knows nothing."""
-        for request in self.scheduler.running:  # Admitted by the failed step, maybe.
+        """Go on after a fault, with a new device that knows nothing."""
+        for request in self.scheduler.running:  # The failed step may have admitted some.
             self.bypassed.pop(request, None)
         self.runner.reset()
         self.core.restart()
         self.written.clear()
-        for request in self.unfinished:  # Those that the failed step ignored among them.
+        for request in self.unfinished:  # The failed step may have ended some.
             self._note_ends(request)
         self.check()
 
     def step(self):
-        """One step and its results."""
+        """Run one step and retire it; return its work."""
         work = self.dispatch()
         while self.core.in_flight:
             self.retire()
@@ -661,16 +656,16 @@ class Host:
         return work
 
     def run(self):
-        """Step to the end, and check that nothing is left behind."""
+        """Step until all requests have ended, and check that nothing is left behind."""
         while self.scheduler.has_unfinished:
             self.step()
         self.check_end()
         return self
 
-    # What must hold
+    # Checks
 
     def check(self):
-        """The host's own invariants, and S2: an unfinished request is in exactly one queue."""
+        """Check the host's invariants, and S2: an unfinished request is in exactly one queue."""
         check_scheduler(self.scheduler)
         self.unfinished = [request for request in self.unfinished if not request.state.is_finished]
         queued = [*self.scheduler.waiting, *self.scheduler.running, *self.scheduler.swapped]
@@ -678,10 +673,10 @@ class Host:
         assert set(queued) == set(self.unfinished), "a request in no queue"
 
     def check_contents(self):
-        """Every page that is owned, and every one that can be found, holds what it should."""
+        """Check that every page that is owned or can be found holds what it should."""
         self.runner.drain()
         if self.blocks.store.moves:
-            return  # The device has not been told yet.
+            return  # The device has still to make them.
         size, device = self.blocks.block_size, self.runner.device
         for request in self.unfinished:
             if request.state is RequestState.WAITING:
@@ -703,10 +698,10 @@ class Host:
             for key, page in pool.page_of.items():
                 keys, _ = self.claims[key]
                 assert NAN not in keys, "a page is published that is not finite"
-                assert stored[page * size : page * size + size] == keys, "a page is found by another's hash"
+                assert stored[page * size : page * size + size] == keys, "a page is found by the hash of another one"
 
     def check_end(self):
-        """Everybody ended as alone, and pools and slots are as at first."""
+        """Check that every sequence ended as it does alone, and that pools and slots are as at the start."""
         assert not self.scheduler.has_unfinished
         assert not self.core.in_flight
         assert not self.unfinished
@@ -721,27 +716,26 @@ class Host:
         assert device.num_used == len(pinned), "pages are left behind"
         assert host.num_used == 0, "host pages are left behind"
         for pool in (device, host):
-            assert not pool.fenced, "a page is fenced for ever"
+            assert not pool.deferred, "a page is deferred for ever"
             assert pool.num_free + len(pool.withdrawn) + pool.num_used == pool.num_pages - 1
-        assert len(self.scheduler.free_slots) == self.scheduler.max_num_seqs, "slots are left behind"
+        assert len(self.scheduler.lifecycle.free_slots) == self.scheduler.config.max_num_seqs, "slots are left behind"
 
     def _running(self):
         return [sequence for request in self.scheduler.running for sequence in request.live]
 
     def _claim(self, sequence):
-        """A page hash stands for these tokens and extras; nobody else may have it for others."""
+        """Check that each page hash of a sequence stands for the same tokens and extras in all sequences."""
         size, solo = self.blocks.block_size, self.solos[sequence]
         for index in range(self.num_claimed.get(sequence, 0), len(sequence.page_hashes)):
             page_hash, end = sequence.page_hashes[index], (index + 1) * size
-            # The hash of the page's last key, in all groups, is the whole history before it.
-            whose = (solo.extra, tuple(solo.tokens[:end]))
+            origin = (solo.extra, tuple(solo.tokens[:end]))
             for group, keys in enumerate(solo.keys):
-                claim = self.claims.setdefault((group, page_hash), (keys[end - size : end], whose))
-                assert claim[1] == whose, "two prefixes with one hash"
+                claim = self.claims.setdefault((group, page_hash), (keys[end - size : end], origin))
+                assert claim[1] == origin, "two prefixes with one hash"
         self.num_claimed[sequence] = len(sequence.page_hashes)
 
     def _follow(self, request):
-        """Hold new tokens against those of the solo run."""
+        """Compare new tokens with those of the solo run."""
         for sequence in request.sequences:
             solo = self.solos[sequence]
             if sequence in self.ends:
@@ -750,20 +744,20 @@ class Host:
                 assert solo.end is None, "a token after the end"
                 assert token == solo.next_token(), f"r{request.number}.{sequence.index} draws another token than alone"
                 solo.append(token)
-                self.tell("token", request.number, sequence.index, token)
+                self.log_event("token", request.number, sequence.index, token)
             self._claim(sequence)
 
     def _note_ends(self, request):
-        """A sequence ends once, as it does alone."""
+        """Check that a sequence ends once, and as it does alone."""
         for sequence in request.sequences:
             if not sequence.state.is_finished or sequence in self.ends:
                 continue
             solo = self.solos[sequence]
             self.ends[sequence] = (sequence.state, len(sequence.token_ids))
-            self.tell("end", request.number, sequence.index, sequence.state.value)
+            self.log_event("end", request.number, sequence.index, sequence.state.value)
             match sequence.state:
                 case RequestState.FINISHED_ERROR:
-                    assert not request.live, "an error of one sample that its siblings outlive"
+                    assert not request.live, "an error of one sample that its siblings survive"
                     siblings = [one for one in request.sequences if one.state is RequestState.FINISHED_ERROR]
                     assert any(self.solos[one].next_token() is None for one in siblings), "an error without a cause"
                 case RequestState.FINISHED_STOPPED | RequestState.FINISHED_LENGTH:
@@ -777,7 +771,7 @@ class Host:
             assert self.solos[sequence].end is None, "a sequence goes on after its end"
 
     def _check_scores(self, request):
-        """Each token of a prompt is scored from the one before it."""
+        """Check that each token of a prompt is scored from the one before it."""
         if not request.needs_prompt_scores:
             return
         shown = self.core.outputs.output_of(request).prompt_logprobs
@@ -788,28 +782,28 @@ class Host:
             assert {token_id: entry.logprob for token_id, entry in entries.items()} == wanted, "a token scored wrongly"
 
     def _check_work(self, work):
-        """S1, S9."""
-        scheduler = self.scheduler
+        """Check S1 and S9: budget, slots, and what is scheduled."""
+        config = self.scheduler.config
         rows = [*work.decodes, *(chunk.sequence for chunk in work.chunks)]
-        num_at_once = len(work.decodes) + sum(chunk.num_tokens for chunk in work.chunks)
-        assert num_at_once <= scheduler.max_num_batched_tokens, "more tokens than the budget"
-        assert len(rows) <= scheduler.max_num_seqs, "more rows than slots"
+        num_tokens = len(work.decodes) + sum(chunk.num_tokens for chunk in work.chunks)
+        assert num_tokens <= config.max_num_batched_tokens, "more tokens than the budget"
+        assert len(rows) <= config.max_num_seqs, "more rows than slots"
         assert len(set(rows)) == len(rows), "a sequence is scheduled twice"
         samplers = [*work.decodes, *(sampler for chunk in work.chunks for sampler in chunk.samplers)]
         assert len(set(samplers)) == len(samplers), "a sequence draws twice"
         for sequence in (*rows, *samplers):
             assert sequence.state is RequestState.RUNNING, "scheduled without running"
-            assert sequence.slot > 0, "scheduled without a slot"
+            assert sequence.seq_slot > 0, "scheduled without a slot"
         for chunk in work.chunks:
             assert chunk.num_tokens >= 1, "a row without a token"
-            assert chunk.start + chunk.num_tokens <= len(chunk.sequence.token_ids), "tokens that nobody knows yet"
-            limit = scheduler.max_chunk if scheduler.enable_chunked_prefill else scheduler.max_num_batched_tokens
+            assert chunk.start + chunk.num_tokens <= len(chunk.sequence.token_ids), "tokens that the host lacks"
+            limit = config.max_chunk if config.enable_chunked_prefill else config.max_num_batched_tokens
             assert chunk.num_tokens <= limit, "a chunk beyond its limit"
-            if not scheduler.enable_chunked_prefill:
+            if not config.enable_chunked_prefill:
                 assert not work.decodes or chunk.num_tokens == 1, "a prefill step that decodes"
 
     def _note_admissions(self, work, waiting):
-        """P9: hits counted from where the first chunk of a request begins."""
+        """Check P9: the hits are what the first chunk of each request leaves out."""
         for chunk in work.chunks:
             request = chunk.sequence.request
             if request not in self.first_starts:
@@ -824,7 +818,7 @@ class Host:
         ), "hit statistics differ"
 
     def _check_bypasses(self, waiting):
-        """S6. Whom the gate refuses any number may pass."""
+        """Check S6: a bounded number of later requests passes one that the gate does not refuse."""
         gate = self.scheduler.admission.gate
         admitted = [request for request in waiting if request.state is RequestState.RUNNING]
         if not admitted:
@@ -839,7 +833,7 @@ class Host:
                 assert self.bypassed[request] <= MAX_BYPASSES, "a request is bypassed for ever"
 
     def _check_progress(self, work, num_in_flight):
-        """S3, S5."""
+        """Check S3 and S5: there is always work, and the oldest running request advances."""
         if work.is_empty and not num_in_flight and self.scheduler.has_unfinished:
             self.num_idle += 1
             assert self.num_idle <= 2, "nothing to do with requests unfinished"
@@ -851,23 +845,23 @@ class Host:
             self.num_stuck = 0
         elif any(sequence.num_tokens < sequence.max_len for sequence in oldest.live):
             self.num_stuck += 1
-            limit = 4 if self.scheduler.enable_chunked_prefill else 4 + 2 * self.scheduler.max_num_seqs
+            limit = 4 if self.scheduler.config.enable_chunked_prefill else 4 + 2 * self.scheduler.config.max_num_seqs
             assert self.num_stuck <= limit, "the first running request does not advance"
         self.oldest = oldest
 
     def _check_pages(self, step, work):
-        """B3, B6: nobody else reads, finds, or still writes what this step writes."""
+        """Check B3 and B6: no other sequence reads, finds, or still writes the pages that this step writes."""
         size, device = self.blocks.block_size, self.blocks.device
-        owner_of_slot = {sequence.slot: sequence for sequence in self._running()}
-        # The pages of a prompt belong to all who draw from its last position.
+        owner_of_slot = {sequence.seq_slot: sequence for sequence in self._running()}
+        # The pages of a prompt belong to all sequences that draw from its last position.
         sharers = {chunk.sequence: set(chunk.samplers) | {chunk.sequence} for chunk in work.chunks}
         written = {}
         if step.layout is not None:
             view = step.layout.view(step.inputs.packed)
-            starts, row_slots = view["query_starts"].tolist(), view["row_slots"].tolist()
+            starts, seq_slots = view["query_starts"].tolist(), view["seq_slots"].tolist()
             for row in range(view["counts"][1]):
-                sequence = owner_of_slot[row_slots[row]]
-                for group, slots in enumerate(view["slots"].tolist()):
+                sequence = owner_of_slot[seq_slots[row]]
+                for group, slots in enumerate(view["slot_mapping"].tolist()):
                     for page in dict.fromkeys(slot // size for slot in slots[starts[row] : starts[row + 1]]):
                         assert page not in device.key_of, "a write to a published page"
                         num_refs = sum(page in other.pages[group] for other in sharers.get(sequence, {sequence}))

@@ -1,6 +1,6 @@
-"""What goes wrong with a request is that request's alone: its neighbours, and its pages' next readers, do not notice.
+"""A fault in one request changes no other request, and no later request that gets its pages.
 
-The model is given an embedding of NaN for one token, after it was loaded: whoever reads that token computes NaN.
+After loading, the embedding of one token is set to NaN: every sequence that reads this token computes NaN.
 """
 
 import json
@@ -10,16 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged import BeamSearchParams, Engine, SamplingParams
-from jpaged.engine import MAX_FAILED_STEPS
-from jpaged.generate import EXIT_SOME_FAILED, main
+from jpaged.commands.generate import EXIT_SOME_FAILED, main
 from jpaged.request import RequestState
-from jpaged.runner import Runner
+from jpaged.scheduling.quarantine import MAX_FAILED_STEPS
+from jpaged.step.runner import Runner
 
-from .test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
+from .sampling.test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
 from .tiny_model import CONFIG, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 POISON = 99
-"""The token. No neighbour may draw it."""
+"""The token whose embedding is NaN. Neighbours are kept from drawing it."""
 NEIGHBOURS = {
     name: {**fields, "logit_bias": {**fields.get("logit_bias", {}), POISON: -100.0}}
     for name, fields in ASKED.items()
@@ -67,7 +68,7 @@ def alone(engine):
 
 
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": False, "num_decode_steps": 1}], ids=["ahead", "in turns"])
-def test_values_that_are_not_finite_end_their_request_and_nobody_elses(tiny, alone, options):
+def test_logits_that_are_not_finite_end_their_request_alone(tiny, alone, options):
     with poisoned_engine(tiny, **options) as engine:
         prompts, params = [], []
         sick = list(SICK.values())
@@ -79,10 +80,10 @@ def test_values_that_are_not_finite_end_their_request_and_nobody_elses(tiny, alo
                 params.append(sick[index][1])
         outputs = engine.generate(prompts, params, use_tqdm=False)
         stats = engine.stats()
-    told = [output for output in outputs if output.error is not None]
+    failed = [output for output in outputs if output.error is not None]
     healthy = [output for output in outputs if output.error is None]
-    assert len(told) == len(SICK)
-    for output in told:
+    assert len(failed) == len(SICK)
+    for output in failed:
         assert "NaN or infinite" in output.error
         assert {one.finish_reason for one in output.outputs} == {"error"}
     for name, output in zip(NEIGHBOURS, healthy, strict=True):
@@ -91,31 +92,30 @@ def test_values_that_are_not_finite_end_their_request_and_nobody_elses(tiny, alo
 
 
 @pytest.mark.parametrize("name", SICK)
-def test_pages_that_hold_nan_are_nobodys_prefix(engine, alone, name):
-    """Pages before the token are good and may be shared; what stands behind it is computed again, and fails again."""
+def test_pages_that_hold_nan_are_found_as_no_prefix(engine, alone, name):
+    """Pages before the token are good and may be shared; later ones are computed again, and fail again."""
     prompt, params = SICK[name]
     first_bad = prompt.index(POISON) if POISON in prompt else len(prompt)
     for _ in range(2):
         (output,) = engine.generate([prompt], params, use_tqdm=False)
         assert output.error is not None
         assert output.num_cached_tokens <= first_bad // 8 * 8
-    # Pages that held NaN are taken by others.
+    # Other requests get the pages that held NaN.
     outputs = engine.generate([PROMPTS[0]] * 3, SamplingParams(**NEIGHBOURS["greedy"]), use_tqdm=False)
     assert [tokens_of(one) for one in outputs] == [alone["greedy"]] * 3
 
 
-def test_one_sample_that_fails_ends_all_of_its_request(engine, alone, monkeypatch):
-    """But for those that have ended before, and nobody else's."""
-    judge = engine.core.outputs.judge
+def test_one_sample_that_fails_ends_all_samples_of_its_request_that_have_not_ended(engine, alone, monkeypatch):
+    check_stop = engine.core.outputs.check_stop
 
     def faulty(sequence, *rest):
         if sequence.request.request_id != "bad":
-            return judge(sequence, *rest)
+            return check_stop(sequence, *rest)
         if sequence.index == 1 and sequence.num_output_tokens == 5:
             raise ValueError
         return RequestState.FINISHED_STOPPED if sequence.index == 2 and sequence.num_output_tokens == 3 else None
 
-    monkeypatch.setattr(engine.core.outputs, "judge", faulty)
+    monkeypatch.setattr(engine.core.outputs, "check_stop", faulty)
     engine.add_request("bad", LONG, SamplingParams(temperature=1.0, seed=5, n=4, **PLAIN))
     engine.add_request("good", PROMPTS[0], SamplingParams(**NEIGHBOURS["greedy"]))
     ended = {output.request_id: output for output in engine.run_until_done()}
@@ -126,16 +126,16 @@ def test_one_sample_that_fails_ends_all_of_its_request(engine, alone, monkeypatc
     assert engine.stats()["blocks_used"] == 0
 
 
-def test_an_exception_while_an_output_is_made_ends_its_request_and_nobody_elses(engine, alone, monkeypatch):
+def test_an_exception_in_the_output_processor_ends_its_request_alone(engine, alone, monkeypatch):
     outputs_of_core = engine.core.outputs
-    judge = outputs_of_core.judge
+    check_stop = outputs_of_core.check_stop
 
     def faulty(sequence, *rest):
         if sequence.request.request_id == "bad" and sequence.num_output_tokens == 5:
             raise ValueError("a secret of the text")
-        return judge(sequence, *rest)
+        return check_stop(sequence, *rest)
 
-    monkeypatch.setattr(outputs_of_core, "judge", faulty)
+    monkeypatch.setattr(outputs_of_core, "check_stop", faulty)
     for name, fields in NEIGHBOURS.items():
         engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
     engine.add_request("bad", LONG, SamplingParams(temperature=0.0, **PLAIN))
@@ -153,7 +153,7 @@ class InjectedError(Exception):
 
 
 class _Unreadable:
-    """Results that are lost on their way."""
+    """Results of a step that cannot be read."""
 
     def read(self):
         raise InjectedError
@@ -163,8 +163,8 @@ class _Unreadable:
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["started", "read"])
 @pytest.mark.parametrize("failing", [1, 2, 5, 9])
-def test_a_step_that_fails_costs_nobody_a_token(engine, alone, monkeypatch, failing, is_read):
-    """Rules, counts of penalties, seeds and logprobs are what they were when all is computed anew."""
+def test_a_step_that_fails_costs_no_tokens(engine, alone, monkeypatch, failing, is_read):
+    """Rules, counts of penalties, seeds and logprobs are the same when all is computed again."""
     dispatch, count = engine.runner.dispatch, 0
 
     def faulty(step):
@@ -208,7 +208,7 @@ def test_generate_goes_on_after_a_step_that_fails(engine, alone, monkeypatch):
 
 @pytest.fixture
 def failing_with_bad(engine, monkeypatch):
-    """Every step that has a row of the request "bad" fails."""
+    """Let every step fail that has a row of the request "bad"."""
     dispatch = engine.runner.dispatch
 
     def faulty(step):
@@ -220,13 +220,15 @@ def failing_with_bad(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [0, 3, len(NEIGHBOURS)])
-def test_a_request_whose_steps_always_fail_ends_alone(engine, alone, failing_with_bad, place):
-    """Whether it came first, in the middle or last, and whoever still waits."""
+def test_a_request_whose_steps_always_fail_ends_with_an_error_and_the_others_go_on(
+    engine, alone, failing_with_bad, place
+):
+    """It comes first, in the middle or last, and some requests still wait."""
     names = list(NEIGHBOURS)
     names.insert(place, "bad")
     for name in names:
         engine.add_request(name, PROMPTS[0], SamplingParams(**NEIGHBOURS.get(name, PLAIN)))
-    assert len(names) > engine.sizes.max_num_seqs
+    assert len(names) > engine.step_sizes.max_num_seqs
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in engine.step() if output.finished}
@@ -235,10 +237,10 @@ def test_a_request_whose_steps_always_fail_ends_alone(engine, alone, failing_wit
     for name in NEIGHBOURS:
         assert (ended[name].error, tokens_of(ended[name])) == (None, alone[name]), name
     assert engine.stats()["blocks_used"] == 0
-    assert engine.scheduler.admission.alone is None
+    assert engine.scheduler.isolated_request is None
 
 
-def test_a_suspect_may_be_aborted(engine, alone, failing_with_bad):
+def test_a_quarantined_request_may_be_aborted(engine, alone, failing_with_bad):
     engine.add_request("bad", PROMPTS[0], SamplingParams(**PLAIN))
     engine.add_request("greedy", PROMPTS[0], SamplingParams(**NEIGHBOURS["greedy"]))
     for _ in range(MAX_FAILED_STEPS):
@@ -250,8 +252,8 @@ def test_a_suspect_may_be_aborted(engine, alone, failing_with_bad):
     assert tokens_of(outputs[-1]) == alone["greedy"]
 
 
-def test_steps_that_fail_in_company_bring_everybody_a_token_at_a_time(engine, alone, monkeypatch):
-    """As where memory is short: whoever is tried alone goes on."""
+def test_where_only_steps_of_several_requests_fail_all_end_one_by_one(engine, alone, monkeypatch):
+    """Each request gets tokens while it is computed alone, as where memory is short."""
     dispatch = engine.runner.dispatch
 
     def faulty(step):
@@ -271,7 +273,7 @@ def _step_until_it_raises(engine, outputs):
         outputs += engine.step()
 
 
-def test_steps_that_always_fail_end_what_is_live_and_nothing_later(engine, alone, monkeypatch):
+def test_steps_that_always_fail_end_all_unfinished_requests_and_no_later_ones(engine, alone, monkeypatch):
     def broken(step):
         raise InjectedError("again")
 
@@ -294,12 +296,12 @@ def test_steps_that_always_fail_end_what_is_live_and_nothing_later(engine, alone
     assert tokens_of(output) == alone["greedy"]
 
 
-@pytest.mark.parametrize("who", [{"2"}, {"1", "2", "3", "4", "5"}], ids=["one line", "all of them"])
-def test_each_line_of_a_file_has_its_result_or_its_error(tiny, tmp_path, monkeypatch, who):
+@pytest.mark.parametrize("failing", [{"2"}, {"1", "2", "3", "4", "5"}], ids=["one line", "all of them"])
+def test_each_line_of_a_file_has_its_result_or_its_error(tiny, tmp_path, monkeypatch, failing):
     dispatch = Runner.dispatch
 
     def faulty(self, step):
-        if any(sequence.request.request_id in who for sequence in step.samples):
+        if any(sequence.request.request_id in failing for sequence in step.samples):
             raise InjectedError
         return dispatch(self, step)
 
@@ -309,11 +311,11 @@ def test_each_line_of_a_file_has_its_result_or_its_error(tiny, tmp_path, monkeyp
     flags = ["-m", tiny, "--max-model-len", "64", "--no-chat", "--prompt-file", str(prompts), "-o", str(results)]
     assert main(flags) == EXIT_SOME_FAILED
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert {str(number) for number, line in enumerate(lines, 1) if "error" in line} == who
+    assert {str(number) for number, line in enumerate(lines, 1) if "error" in line} == failing
     assert len(lines) == 5
 
 
-def test_an_output_that_cannot_be_shown_ends_its_request_and_nobody_elses(engine, alone, monkeypatch):
+def test_an_output_that_cannot_be_made_ends_its_request_alone(engine, alone, monkeypatch):
     outputs_of_core = engine.core.outputs
     output_of = outputs_of_core.output_of
 

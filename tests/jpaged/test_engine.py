@@ -1,4 +1,4 @@
-"""`Engine` and `LLM` as Python callers use them, on a tiny random model."""
+"""`Engine` as Python callers use it, on a tiny random model."""
 
 import gc
 import time
@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged import LLM, ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
 
 from .tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 256}
 PROMPTS = ["one", "two and three", [20, 30, 40], {"prompt": "four"}, {"prompt_token_ids": [9, 8, 7]}]
@@ -45,7 +46,7 @@ def test_every_form_of_prompt_is_taken_and_outputs_keep_the_order(engine: Engine
 
 
 def step_to_the_end(engine: Engine) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Two requests, the second after the first step: how long each was at every step, and their last outputs."""
+    """Run two requests, the second one queued after the first step; return their lengths by step and last outputs."""
     engine.add_request("a", "one", GREEDY)
     (first,) = engine.step()
     engine.add_request("b", "two and three", GREEDY)
@@ -79,7 +80,7 @@ def test_an_aborted_request_gives_its_pages_back_in_any_state(engine: Engine) ->
     for index in range(6):  # Four run, two wait.
         engine.add_request(str(index), "x" * 40, GREEDY)
     engine.step()
-    engine.abort_request(["0", "5", "nobody"])
+    engine.abort_request(["0", "5", "unknown"])
     engine.abort_request("0")
     assert engine.get_num_unfinished_requests() == 4
     while engine.has_unfinished_requests():
@@ -87,7 +88,7 @@ def test_an_aborted_request_gives_its_pages_back_in_any_state(engine: Engine) ->
     assert engine.stats()["blocks_used"] == 0
 
 
-def test_generate_leaves_the_requests_of_others_alone(engine: Engine) -> None:
+def test_generate_is_refused_while_requests_of_add_request_are_unfinished(engine: Engine) -> None:
     engine.add_request("mine", "one", GREEDY)
     with pytest.raises(ConfigError, match="1 unfinished"):
         engine.generate("two", GREEDY)
@@ -95,12 +96,12 @@ def test_generate_leaves_the_requests_of_others_alone(engine: Engine) -> None:
     engine.abort_request("mine")
 
 
-def test_a_step_that_lost_the_device_state_costs_no_request_its_tokens(engine: Engine) -> None:
+def test_a_step_that_lost_the_device_state_costs_no_tokens(engine: Engine) -> None:
     wanted = tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False))
     engine.add_request("a", "one", GREEDY)
     engine.add_request("b", "two and three", GREEDY)
     engine.step()
-    engine.runner.state.cache.pages[0].delete()  # As a failed step does that was given the cache to keep.
+    engine.runner.state.cache.pages[0].delete()  # A failed step that was given the cache leaves it so.
     assert engine.step() == []
     final = {}
     while engine.has_unfinished_requests():
@@ -110,7 +111,7 @@ def test_a_step_that_lost_the_device_state_costs_no_request_its_tokens(engine: E
     assert tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False)) == wanted
 
 
-def test_a_seed_fixes_the_draws_and_requests_without_one_draw_by_their_number(tiny: Path) -> None:
+def test_a_seed_fixes_the_draws_and_requests_without_a_seed_draw_by_their_number(tiny: Path) -> None:
     free = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True)
     seeded = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, seed=-3)
     options = {"max_num_seqs": 4, "max_model_len": 256}
@@ -125,7 +126,7 @@ def test_a_seed_fixes_the_draws_and_requests_without_one_draw_by_their_number(ti
         assert theirs[0] != ours[0]
 
 
-def test_a_call_that_is_refused_leaves_later_draws_as_they_were(tiny: Path) -> None:
+def test_a_refused_call_changes_no_later_draws(tiny: Path) -> None:
     free = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
     drawn = []
     for is_refused in (False, True):
@@ -152,7 +153,7 @@ def test_times_of_a_request_are_in_order(engine: Engine) -> None:
     assert outputs[-1].metrics.finished_time is not None
 
 
-def test_stop_rules_end_the_text_where_they_say(engine: Engine) -> None:
+def test_each_stop_rule_ends_the_text_at_its_place(engine: Engine) -> None:
     whole = engine.generate("one", GREEDY, use_tqdm=False)[0].outputs[0]
     stop = whole.text[5:8]
     end = whole.text.index(stop)
@@ -253,18 +254,8 @@ def test_shutdown_gives_pages_and_weights_back_and_is_final(tiny: Path) -> None:
         engine.generate("one", GREEDY, use_tqdm=False)
 
 
-def test_compilations_of_others_are_not_counted_as_ours(engine: Engine, tiny: Path) -> None:
+def test_compilations_outside_the_engine_are_not_counted_as_recompiles(engine: Engine, tiny: Path) -> None:
     with Engine(str(tiny), max_num_seqs=2, max_model_len=128) as other:
         other.generate("one", GREEDY, use_tqdm=False)
         jax.jit(lambda x: x * 3 + 1)(np.arange(7))
     assert engine.stats()["recompiles"] == 0
-
-
-def test_llm_has_the_names_that_scripts_for_vllm_use(tiny: Path) -> None:
-    with LLM(str(tiny), max_num_seqs=2, max_model_len=128) as llm:
-        completed = llm.generate(["one"], GREEDY, use_tqdm=False)
-        assert len(completed[0].outputs[0].token_ids) == 20
-        answered = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
-        assert answered[0].prompt.startswith("<|start|>user: hi")
-        assert llm.get_default_sampling_params().max_tokens is None
-        assert llm.get_tokenizer().encode("one")

@@ -1,16 +1,18 @@
-"""What `Engine`'s scheduling options promise its callers, on a tiny random model."""
+"""Scheduling options, priorities, limits, forks, pins and interrupts of `Engine`, on a tiny random model."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from jpaged import Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
+from jpaged import BeamSearchParams, Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
 from jpaged.request import Request
 
 from .tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True, seed=5)
 PROMPTS = [[10 + 3 * index + i % 40 for i in range(10 + 7 * index)] for index in range(6)]
@@ -67,7 +69,7 @@ def test_a_full_queue_takes_no_more_and_loses_nothing(tiny: str, limits: dict[st
         assert samples(whole) == samples([outputs[str(index)] for index in range(3)])
 
 
-def test_lower_priorities_come_first_and_equal_ones_as_they_arrived(tiny: str) -> None:
+def test_lower_priorities_run_first_and_equal_ones_in_order_of_arrival(tiny: str) -> None:
     with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy="priority") as engine:
         for name, priority in [("a", 3), ("b", None), ("c", -2), ("d", 3), ("e", 0)]:
             engine.add_request(name, PROMPTS[0], GREEDY, priority=priority)
@@ -80,7 +82,7 @@ def test_lower_priorities_come_first_and_equal_ones_as_they_arrived(tiny: str) -
             engine.generate(PROMPTS[:3], GREEDY, priority=[1, 2], use_tqdm=False)
 
 
-def test_a_callers_own_policy_is_a_key_of_the_request(tiny: str) -> None:
+def test_a_policy_may_be_a_key_function_of_the_caller(tiny: str) -> None:
     with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy=lambda request: -request.prompt_len) as engine:
         for index in (1, 0, 2):
             engine.add_request(str(index), PROMPTS[index], GREEDY)
@@ -97,7 +99,7 @@ BAD_KEYS: dict[str, tuple[Callable[[Request], Any], str]] = {
 
 
 @pytest.mark.parametrize(("key", "message"), BAD_KEYS.values(), ids=BAD_KEYS.keys())
-def test_a_key_that_cannot_be_sorted_is_refused_and_the_queue_stays_sound(
+def test_a_policy_key_that_cannot_be_sorted_is_refused_and_the_queue_goes_on(
     tiny: str, key: Callable[[Request], Any], message: str
 ) -> None:
     with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy=key) as engine:
@@ -110,7 +112,7 @@ def test_a_key_that_cannot_be_sorted_is_refused_and_the_queue_stays_sound(
         assert finished_in_order(engine) == ["a", "b"]
 
 
-def test_prefill_first_draws_what_chunked_prefill_draws(tiny: str) -> None:
+def test_prefill_without_chunks_draws_the_tokens_of_chunked_prefill(tiny: str) -> None:
     with Engine(tiny, **SIZES) as chunked:
         wanted = samples(chunked.generate(PROMPTS, replace(SAMPLED, n=2), use_tqdm=False))
         assert chunked.stats()["prefill_chunks"] > 0
@@ -120,7 +122,7 @@ def test_prefill_first_draws_what_chunked_prefill_draws(tiny: str) -> None:
         assert engine.stats()["prefill_chunks"] == 0
 
 
-def test_requests_of_another_salt_share_no_page(tiny: str) -> None:
+def test_requests_with_different_cache_salts_share_no_page(tiny: str) -> None:
     with Engine(tiny, **SIZES) as engine:
 
         def cached(salt: str | None) -> int:
@@ -177,7 +179,7 @@ def test_an_abort_gives_back_what_is_swapped_out(tiny: str) -> None:
         assert engine.stats()["blocks_used"] == 0
 
 
-def test_a_pinned_prefix_costs_the_requests_that_begin_with_it_nothing(tiny: str) -> None:
+def test_a_request_that_begins_with_a_pinned_prefix_needs_only_the_other_pages(tiny: str) -> None:
     """16 pages in all: 8 are pinned, and a request of 15 pages has its first 8 among them."""
     with Engine(tiny, **SIZES, num_blocks=17) as engine:
         prefix = list(range(30, 94))
@@ -192,7 +194,7 @@ def test_a_pinned_prefix_costs_the_requests_that_begin_with_it_nothing(tiny: str
         assert engine.generate([[7, *prefix]], long, use_tqdm=False)[0].outputs[0].finish_reason == "length"
 
 
-def test_an_end_that_an_interrupt_kept_from_its_caller_is_told_by_the_next_step(
+def test_an_end_whose_output_an_interrupt_prevented_comes_with_the_next_step(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine(tiny, **ONE_BY_ONE) as engine:
@@ -221,28 +223,28 @@ def test_an_end_that_an_interrupt_kept_from_its_caller_is_told_by_the_next_step(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("max_tokens", [8, 30])
-def test_an_interrupt_amid_a_token_costs_no_token_and_doubles_none(
+def test_an_interrupt_amid_a_token_loses_no_token_and_repeats_none(
     tiny: str, monkeypatch: pytest.MonkeyPatch, when: str, max_tokens: int
 ) -> None:
-    """Amid the eighth one: the last, or one among others. Text and logprobs are what they would have been."""
+    """The interrupt comes amid the eighth token: the last one, or one of 30. Text and logprobs are unchanged too."""
     params = SamplingParams(temperature=1.5, max_tokens=max_tokens, ignore_eos=True, seed=5, logprobs=2)
     with Engine(tiny, **ONE_BY_ONE) as engine:
         (wanted,) = engine.generate([PROMPTS[0]], params, use_tqdm=False)
         engine.add_request("a", PROMPTS[0], params)
-        judge = engine.core.outputs.judge
+        check_stop = engine.core.outputs.check_stop
 
         def interrupted(sequence: Any, *args: Any) -> Any:
             is_eighth = len(sequence.token_ids) - len(PROMPTS[0]) == 8
             if is_eighth and when == "before":
                 monkeypatch.undo()
                 raise KeyboardInterrupt
-            end = judge(sequence, *args)
+            end = check_stop(sequence, *args)
             if is_eighth:
                 monkeypatch.undo()
                 raise KeyboardInterrupt
             return end
 
-        monkeypatch.setattr(engine.core.outputs, "judge", interrupted)
+        monkeypatch.setattr(engine.core.outputs, "check_stop", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(iter(engine.step, None))
         (output,) = list(engine.run_until_done())
@@ -253,7 +255,7 @@ def test_an_interrupt_amid_a_token_costs_no_token_and_doubles_none(
         assert engine.stats()["blocks_used"] == 0
 
 
-def test_a_request_whose_end_an_interrupt_lost_can_be_aborted(tiny: str) -> None:
+def test_an_ended_request_whose_output_was_lost_can_be_aborted(tiny: str) -> None:
     with Engine(tiny, **SIZES) as engine:
         for name in ("a", "b"):
             engine.add_request(name, PROMPTS[0], replace(GREEDY, max_tokens=1 if name == "a" else 20))
@@ -264,7 +266,7 @@ def test_a_request_whose_end_an_interrupt_lost_can_be_aborted(tiny: str) -> None
         assert engine.get_num_unfinished_requests() == engine.stats()["blocks_used"] == 0
 
 
-def test_an_id_may_be_used_again_as_soon_as_its_request_was_aborted(tiny: str) -> None:
+def test_an_id_may_be_used_again_once_its_request_is_aborted(tiny: str) -> None:
     with Engine(tiny, **SIZES) as engine:
         wanted = samples(engine.generate([PROMPTS[1]], GREEDY, use_tqdm=False))
         engine.add_request("a", PROMPTS[0], GREEDY)
@@ -278,7 +280,7 @@ def test_an_id_may_be_used_again_as_soon_as_its_request_was_aborted(tiny: str) -
         assert engine.stats()["blocks_used"] == 0
 
 
-def test_a_key_that_fails_for_a_prompt_of_a_list_is_told_before_any_work(tiny: str) -> None:
+def test_a_policy_key_that_fails_for_one_prompt_of_a_list_is_refused_before_any_step(tiny: str) -> None:
     key, limits = BAD_KEYS["an error"][0], {"waiting_requests": 1}
     with Engine(tiny, **SIZES, scheduling_policy=key, limits=limits) as engine:
         with pytest.raises(InvalidRequestError, match=r"prompt 2: scheduling_policy: .*ZeroDivisionError"):
@@ -288,7 +290,7 @@ def test_a_key_that_fails_for_a_prompt_of_a_list_is_told_before_any_work(tiny: s
         assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 2 + ["error"] * 2
 
 
-def test_who_is_held_back_until_the_queue_has_room_is_held_back_in_the_order_of_the_policy(tiny: str) -> None:
+def test_prompts_that_a_full_queue_holds_back_follow_in_the_order_of_the_policy(tiny: str) -> None:
     options: dict[str, Any] = {"scheduling_policy": "priority", "limits": {"waiting_requests": 1}}
     with Engine(tiny, **SIZES | {"max_num_seqs": 1}, **options) as engine:
         outputs = engine.generate(PROMPTS[:4], GREEDY, priority=[5, 5, 4, 0], use_tqdm=False)
@@ -321,8 +323,12 @@ def test_a_fork_takes_the_slot_of_a_later_request(tiny: str) -> None:
         assert outputs["forked"].metrics.finished_time < outputs["later"].metrics.finished_time
 
 
-@pytest.mark.parametrize("when", [float("nan"), float("inf"), True, "now", 10**400, 10.0**12], ids=repr)
-def test_an_arrival_that_is_no_past_time_is_refused(tiny: str, when: Any) -> None:
+@pytest.mark.parametrize(
+    "when",
+    [float("nan"), float("inf"), True, "now", 10**400, 10.0**12],
+    ids=["nan", "inf", "True", "now", "10 ** 400", "10.0 ** 12"],
+)
+def test_an_arrival_time_that_is_not_in_the_past_is_refused(tiny: str, when: Any) -> None:
     with Engine(tiny, **SIZES) as engine:
         with pytest.raises(InvalidRequestError, match=r"arrival_time: .*time\.monotonic\(\)"):
             engine.add_request("a", PROMPTS[0], GREEDY, arrival_time=when)
@@ -352,7 +358,7 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
         assert engine.get_num_unfinished_requests() == 2
 
 
-def test_statistics_tell_what_there_is_and_count_no_dropped_token(tiny: str) -> None:
+def test_stats_count_requests_by_state_and_no_dropped_token(tiny: str) -> None:
     with Engine(tiny, **SIZES | {"max_num_seqs": 2}, enable_prefix_caching=False) as engine:
         for index in range(3):
             engine.add_request(str(index), PROMPTS[index], GREEDY)
@@ -362,3 +368,46 @@ def test_statistics_tell_what_there_is_and_count_no_dropped_token(tiny: str) -> 
         list(engine.run_until_done())
         assert engine.stats()["generation_tokens"] == 60
         assert engine.stats()["prefix_cache_queries"] == 0
+
+
+def test_generate_chat_and_beam_search_take_priorities_and_return_errors(tiny: str) -> None:
+    search = BeamSearchParams(beam_width=2, max_tokens=3)
+    chats = [[{"role": "user", "content": text}] for text in "abc"]
+    options: dict[str, Any] = {"use_tqdm": False, "priority": [np.int64(5), -5, 0], "on_error": "return"}
+    with Engine(tiny, **SIZES | {"max_num_seqs": 2}, scheduling_policy="priority") as engine:
+        for outputs in (
+            engine.generate(["a", "b", ""], GREEDY, **options),
+            engine.chat([chats[0], chats[1], []], GREEDY, **options),
+            engine.beam_search(["a", "b", ""], search, **options),
+        ):
+            assert [output.error is None for output in outputs] == [True, True, False]
+            assert outputs[1].metrics.first_scheduled_time <= outputs[0].metrics.first_scheduled_time
+        assert len(engine.generate(["a", "b"], GREEDY, use_tqdm=False, priority=np.int64(3))) == 2
+        with pytest.raises(InvalidRequestError, match="prompt 2"):
+            engine.chat([*chats[:2], []], GREEDY, use_tqdm=False)
+
+
+def test_a_priority_under_fcfs_is_refused_with_the_index_of_its_prompt(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        with pytest.raises(InvalidRequestError, match="prompt 1: priority: got 3 ") as caught:
+            engine.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[0, 3])
+        assert caught.value.param == "priority"
+        with pytest.raises(InvalidRequestError, match=r"prompt 0: priority: got 7 .*fcfs"):
+            engine.generate({"prompt": "a", "priority": 7}, GREEDY, use_tqdm=False)
+        assert len(engine.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[0, 0])) == 2
+
+
+def test_no_more_pages_are_held_than_tokens_need(tiny: str) -> None:
+    """Where no prompt is cut or waits for a prefix of another one, and no step runs ahead."""
+    options = {"enable_prefix_caching": False, "async_scheduling": False, "num_decode_steps": 1, "num_blocks": 41}
+    each_params = [replace(GREEDY, max_tokens=5 + 9 * index) for index in range(4)]
+
+    def num_held(index: int, step: int) -> int:
+        """Pages for the prompt and all outputs but the last."""
+        is_alive = step < (each_params[index].max_tokens or 0)
+        return -(-(len(PROMPTS[index]) + step) // 8) if is_alive else 0
+
+    with Engine(tiny, **SIZES | {"max_num_batched_tokens": 128}, **options) as engine:
+        engine.generate(PROMPTS[:4], each_params, use_tqdm=False)
+        peak = max(sum(num_held(index, step) for index in range(4)) for step in range(40))
+        assert engine.stats()["peak_blocks_used"] == peak

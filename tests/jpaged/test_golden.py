@@ -1,6 +1,7 @@
 """The default model against transformers with torch in float32 (golden file): same tokens, same logprobs.
 
-Every variant runs the same prompts another way, and proves by a counter that it really went that way.
+Each test runs the same prompts in another way, and proves by a counter that it did. The other ways hold for a tiny
+model in tests/jpaged/test_batch_invariance.py as well, where every combination is compared with one request alone.
 """
 
 import json
@@ -14,40 +15,44 @@ import pytest
 from jpaged import Engine, RequestOutput, SamplingParams
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
-ITEMS = GOLDEN["items"]
-# Torch sums in another order: a smaller gap than this between the two likeliest tokens may fall either way.
-DECIDED_MARGIN = 1e-3
+ITEMS: list[dict[str, Any]] = GOLDEN["items"]
+SHORT = [item for item in ITEMS if len(item["output_ids"]) <= 32]
+SOME_AND_ALL = [pytest.param(SHORT, id="short outputs"), pytest.param(ITEMS, id="all", marks=pytest.mark.slow)]
+MIN_MARGIN = 1e-3
+"""Torch adds up in another order: where the two likeliest tokens are nearer than this, either may come."""
 LOGPROB_TOLERANCE = 1e-3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=GOLDEN["max_new_tokens"], logprobs=0)
-SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257}
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257, "block_size": 32
+}  # fmt: skip
 
 
-def run(engine: Engine, items: list[dict[str, Any]]) -> list[RequestOutput]:
-    outputs = engine.generate([item["prompt_ids"] for item in items], PARAMS, use_tqdm=False)
+def run(engine: Engine, items: list[dict[str, Any]], params: SamplingParams = PARAMS) -> list[RequestOutput]:
+    outputs = engine.generate([item["prompt_ids"] for item in items], params, use_tqdm=False)
     assert engine.stats()["blocks_used"] == 0, "every page came back"
     assert engine.stats()["recompiles"] == 0
+    check_tokens(outputs, items)
     return outputs
 
 
-def check(outputs: list[RequestOutput], items: list[dict[str, Any]]) -> None:
+def check_tokens(outputs: list[RequestOutput], items: list[dict[str, Any]]) -> None:
     for output, item in zip(outputs, items, strict=True):
         completion = output.outputs[0]
-        assert all(margin > DECIDED_MARGIN for margin in item["top1_margin"]), "no position here is excused"
+        assert all(margin > MIN_MARGIN for margin in item["top1_margin"]), "no position here is excused"
         assert list(completion.token_ids) == item["output_ids"]
         assert completion.finish_reason == item["finish"]
-        assert completion.logprobs is not None
-        ours = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-        assert ours == pytest.approx(item["logprobs"], abs=LOGPROB_TOLERANCE)
+        if completion.logprobs is not None:
+            pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+            ours = [entry[token].logprob for entry, token in pairs]
+            assert ours == pytest.approx(item["logprobs"], abs=LOGPROB_TOLERANCE)
+        if item["kind"] == "chat":
+            assert completion.text == item["output_text"].removesuffix("<|im_end|>")
 
 
-def expected_peak_pages(items: list[dict[str, Any]], block_size: int) -> int:
-    """If all prompts start in one step; a request holds pages for its prompt and all outputs but the last."""
-
-    def held(item: dict[str, Any], step: int) -> int:
-        is_alive = step < len(item["output_ids"])
-        return -(-(len(item["prompt_ids"]) + step) // block_size) if is_alive else 0
-
-    return max(sum(held(item, step) for item in items) for step in range(GOLDEN["max_new_tokens"]))
+def check_cached(outputs: list[RequestOutput], block_size: int) -> None:
+    """All full pages of each prompt came from the prefix cache, but never its last token, which gives the logits."""
+    for output in outputs:
+        assert output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // block_size * block_size
 
 
 @pytest.fixture(scope="module")
@@ -56,80 +61,71 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-def test_all_at_once(engine: Engine) -> None:
-    check(run(engine, ITEMS), ITEMS)
+def test_prompts_together_give_the_tokens_logprobs_and_text_of_transformers(engine: Engine) -> None:
+    run(engine, ITEMS)
     num_steps = max(len(item["output_ids"]) for item in ITEMS)
     assert engine.stats()["steps"] <= num_steps + 1, "they shared every step; one more was under way at the end"
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_one_at_a_time(engine: Engine, every: int) -> None:
+@pytest.mark.parametrize("items", SOME_AND_ALL)
+def test_a_warm_prefix_cache_and_several_tokens_a_dispatch_change_no_token(
+    engine: Engine, items: list[dict[str, Any]]
+) -> None:
+    """Logprobs are read token by token, so that only requests without them decode several tokens in a dispatch."""
+    before = engine.stats()
+    outputs = run(engine, items, replace(PARAMS, logprobs=None))
+    check_cached(outputs, SIZES["block_size"])
+    after = engine.stats()
+    num_hits = after["prefix_cache_hits"] - before["prefix_cache_hits"]
+    assert num_hits == sum(output.num_cached_tokens for output in outputs) > 0
+    num_tokens = max(len(item["output_ids"]) for item in items)
+    assert 3 * (after["steps"] - before["steps"]) < num_tokens
+
+
+@pytest.mark.parametrize("items", [pytest.param(ITEMS[:1], id="one"), SOME_AND_ALL[1]])
+def test_prompts_one_by_one_give_the_same_tokens(engine: Engine, items: list[dict[str, Any]]) -> None:
     before = engine.stats()["steps"]
-    items = ITEMS[::every]
     for item in items:
-        check(run(engine, [item]), [item])
+        run(engine, [item])
     num_steps = sum(len(item["output_ids"]) for item in items)
-    # Where an end was drawn, the step after it was already under way.
+    # Where an end was sampled, the step after it was already under way.
     assert num_steps <= engine.stats()["steps"] - before <= num_steps + len(items)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_several_tokens_a_dispatch(async_scheduling: bool) -> None:
-    """Where nobody wants logprobs: they are read token by token."""
-    params = replace(PARAMS, logprobs=None)
-    with Engine(**SIZES, async_scheduling=async_scheduling) as engine:
-        outputs = engine.generate([item["prompt_ids"] for item in ITEMS], params, use_tqdm=False)
-        for output, item in zip(outputs, ITEMS, strict=True):
-            assert list(output.outputs[0].token_ids) == item["output_ids"]
-            assert output.outputs[0].finish_reason == item["finish"]
-        # Of 64 tokens; the prompts take three steps.
-        assert engine.stats()["steps"] < 20
-
-
-def test_text_is_that_of_transformers(engine: Engine) -> None:
+def test_conversations_are_written_out_as_transformers_does(engine: Engine) -> None:
     chats = [item for item in ITEMS if item["kind"] == "chat"]
-    outputs = engine.chat([item["messages"] for item in chats], PARAMS, use_tqdm=False)
-    for output, item in zip(outputs, chats, strict=True):
-        assert list(output.prompt_token_ids) == item["prompt_ids"]
-        assert output.outputs[0].text == item["output_text"].removesuffix("<|im_end|>")
+    outputs = engine.chat([item["messages"] for item in chats], replace(PARAMS, max_tokens=1), use_tqdm=False)
+    assert [list(output.prompt_token_ids) for output in outputs] == [item["prompt_ids"] for item in chats]
+    assert [output.outputs[0].token_ids[0] for output in outputs] == [item["output_ids"][0] for item in chats]
 
 
-def test_in_chunks_of_16() -> None:
+@pytest.mark.slow
+def test_several_tokens_a_dispatch_without_a_step_ahead() -> None:
+    with Engine(**SIZES, async_scheduling=False) as engine:
+        run(engine, ITEMS, replace(PARAMS, logprobs=None))
+        assert engine.stats()["steps"] < 20, "of 64 tokens; the prompts take three steps"
+
+
+@pytest.mark.slow
+def test_prompts_in_chunks_of_16_tokens() -> None:
     with Engine(**SIZES | {"max_num_batched_tokens": 16, "enable_prefix_caching": False}) as engine:
-        check(run(engine, ITEMS), ITEMS)
-        num_prompt_tokens = sum(len(item["prompt_ids"]) for item in ITEMS)
+        run(engine, ITEMS)
         assert engine.stats()["prefill_chunks"] > len(ITEMS)
-        assert engine.stats()["steps"] >= num_prompt_tokens / 16
+        assert engine.stats()["steps"] >= sum(len(item["prompt_ids"]) for item in ITEMS) / 16
 
 
-@pytest.mark.parametrize("block_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (8, 16)), 32])
-def test_page_sizes_and_a_warm_prefix_cache(block_size: int) -> None:
-    with Engine(**SIZES, block_size=block_size) as engine:
-        check(run(engine, ITEMS), ITEMS)
-        cold_hits = engine.stats()["prefix_cache_hits"]
-        warm = run(engine, ITEMS)
-        check(warm, ITEMS)
-        for output, item in zip(warm, ITEMS, strict=True):
-            # Never the whole prompt: its last token has to be computed for the logits.
-            assert output.num_cached_tokens == (len(item["prompt_ids"]) - 1) // block_size * block_size
-        num_hits = engine.stats()["prefix_cache_hits"] - cold_hits
-        assert num_hits == sum(output.num_cached_tokens for output in warm) > 0
+@pytest.mark.slow
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_pages_of_other_sizes_and_a_warm_prefix_cache(block_size: int) -> None:
+    with Engine(**SIZES | {"block_size": block_size}) as engine:
+        run(engine, ITEMS)
+        check_cached(run(engine, ITEMS), block_size)
 
 
-@pytest.mark.parametrize("block_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (8, 16)), 32])
-def test_no_more_pages_are_held_than_tokens_need(block_size: int) -> None:
-    """Where no prompt is cut or waits for a prefix of another one, and no step runs ahead."""
-    items = [item for item in ITEMS if len(item["prompt_ids"]) < 60]
-    assert 128 < sum(len(item["prompt_ids"]) for item in items) <= 256, "all prompts in one step, which they fill"
-    with Engine(**SIZES, block_size=block_size, enable_prefix_caching=False, async_scheduling=False) as engine:
-        check(run(engine, items), items)
-        assert engine.stats()["peak_blocks_used"] == expected_peak_pages(items, block_size)
-
-
+@pytest.mark.slow
 def test_a_pool_so_small_that_requests_are_preempted() -> None:
-    with Engine(**SIZES | {"num_blocks": 33, "max_model_len": 128}, block_size=8) as engine:
+    with Engine(**SIZES | {"num_blocks": 33, "max_model_len": 128, "block_size": 8}) as engine:
         outputs = run(engine, ITEMS)
-        check(outputs, ITEMS)
         assert engine.stats()["preemptions"] > 0
         assert sum(output.metrics.num_preemptions for output in outputs) == engine.stats()["preemptions"]
         assert engine.stats()["peak_blocks_used"] <= 32

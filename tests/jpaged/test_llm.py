@@ -1,53 +1,30 @@
-"""`LLM` says to the engine what it was told, under vLLM's names."""
+"""`LLM` is an `Engine` with the names that scripts for vLLM use."""
 
-import numpy as np
+from pathlib import Path
+
 import pytest
 
-from jpaged import LLM, BeamSearchParams, InvalidRequestError, SamplingParams
+from jpaged import LLM, BeamSearchParams, Engine, SamplingParams
 
 from .tiny_model import write_tiny_model
 
-PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-def test_priorities_decide_who_goes_first_and_outputs_keep_the_order_of_the_prompts(model):
-    with LLM(model, scheduling_policy="priority", max_num_seqs=1) as llm:
-        outputs = llm.generate(["a", "b", "c"], PARAMS, use_tqdm=False, priority=[5, 0, -5])
-    assert [output.prompt for output in outputs] == ["a", "b", "c"]
-    first, second, third = (output.metrics.first_scheduled_time for output in outputs)
-    assert third < second < first
-
-
-def test_every_way_to_ask_takes_priorities_and_gives_errors_back(model):
-    search = BeamSearchParams(beam_width=2, max_tokens=3)
-    chats = [[{"role": "user", "content": text}] for text in "abc"]
-    with LLM(model, scheduling_policy="priority", max_num_seqs=2) as llm:
-        options = {"use_tqdm": False, "priority": [np.int64(5), -5, 0], "on_error": "return"}
-        for target in (llm, llm.engine):
-            for outputs in (
-                target.generate(["a", "b", ""], PARAMS, **options),
-                target.chat([chats[0], chats[1], []], PARAMS, **options),
-                target.beam_search(["a", "b", ""], search, **options),
-            ):
-                assert [output.error is None for output in outputs] == [True, True, False]
-                assert outputs[1].metrics.first_scheduled_time <= outputs[0].metrics.first_scheduled_time
-        assert len(llm.generate(["a", "b"], PARAMS, use_tqdm=False, priority=np.int64(3))) == 2
-        with pytest.raises(InvalidRequestError, match="prompt 2"):
-            llm.chat([*chats[:2], []], PARAMS, use_tqdm=False)
-
-
-def test_a_priority_under_fcfs_is_refused_with_the_index_of_its_prompt(model):
-    with LLM(model) as llm:
-        with pytest.raises(
-            InvalidRequestError, match="prompt 1: priority: got 3 under scheduling_policy fcfs"
-        ) as caught:
-            llm.generate(["a", "b"], PARAMS, use_tqdm=False, priority=[0, 3])
-        assert caught.value.param == "priority"
-        with pytest.raises(InvalidRequestError, match="prompt 0: priority: got 7 under scheduling_policy fcfs"):
-            llm.generate({"prompt": "a", "priority": 7}, PARAMS, use_tqdm=False)
-        assert len(llm.generate(["a", "b"], PARAMS, use_tqdm=False, priority=[0, 0])) == 2
+def test_llm_has_the_names_that_scripts_for_vllm_use(tmp_path: Path) -> None:
+    with LLM(str(write_tiny_model(tmp_path)), max_num_seqs=2, max_model_len=128) as llm:
+        assert isinstance(llm, Engine)
+        assert llm.engine is llm
+        completed = llm.generate(["one"], PARAMS, use_tqdm=False)
+        assert len(completed[0].outputs[0].token_ids) == 20
+        answered = llm.chat([{"role": "user", "content": "hi"}], PARAMS, use_tqdm=False)
+        assert answered[0].prompt.startswith("<|start|>user: hi")
+        (search,) = llm.beam_search(["one"], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)
+        assert len(search.outputs) == 2
+        assert llm.get_default_sampling_params().max_tokens is None
+        assert llm.get_tokenizer().encode("one")
+        llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate(["one"], PARAMS, use_tqdm=False)
+    with pytest.raises(TypeError, match="model"):
+        LLM()  # type: ignore[call-arg]

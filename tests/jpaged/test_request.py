@@ -1,9 +1,19 @@
-"""Seeds and states of requests."""
+"""Seeds and states of requests, and the one writer of each field."""
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
 
 from jpaged.request import RequestState, derived_seed, make_request
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import SamplingParams
+
+PACKAGE = Path(__file__).parents[2] / "jpaged"
+CREATION = "request"
+MUTATORS = {"append", "clear", "extend", "insert", "pop", "remove", "update"}
+OTHER_OBJECTS = {"self", "output"}
+"""Variables that stand for no request and no sequence, in every module."""
 
 
 def request_of(seed, *, number=0, engine_seed=0, n=1, **options):
@@ -73,3 +83,40 @@ def test_each_state_knows_whether_and_how_it_ends():
     going_on = [state for state in RequestState if not state.is_finished]
     assert going_on == [RequestState.WAITING, RequestState.RUNNING, RequestState.SWAPPED]
     assert len(RequestState) == 8
+
+
+def declared_writers():
+    """Field of Request or SampleSequence → the modules that its comments in request.py name as writer."""
+    writers, writer = {}, None
+    for line in (PACKAGE / "request.py").read_text().splitlines():
+        if found := re.fullmatch(r"    # (?:Written by ([\w/]+)|Fixed at creation)\.", line):
+            writer = found[1] or CREATION
+        elif line.startswith("class "):
+            writer = None
+        elif writer and (found := re.match(r"    (\w+): ", line)):
+            writers.setdefault(found[1], set()).add(writer)
+    return writers
+
+
+def written_attributes(tree):
+    """Names of attributes that a module assigns to or mutates, except those of other objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            target = node
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            target = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            target = node.func.value
+        else:
+            continue
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) not in OTHER_OBJECTS:
+            yield target.attr
+
+
+def test_each_field_of_requests_and_sequences_has_one_writer():
+    writers = declared_writers()
+    assert {"token_ids", "pages", "live", "order"} <= writers.keys()
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        for name in written_attributes(ast.parse(path.read_text())):
+            assert module in writers.get(name, {module}) | {CREATION}, f"{module} writes the field {name}"

@@ -1,13 +1,16 @@
-"""The default model with several samples a prompt, forks, swapping and preemption: each sample as if it were alone.
+"""Several samples per prompt, forks, swapping and preemption: every sample draws what it would draw alone.
 
-Alone means: one sequence with that sample index, in an engine with room for everything, replaying its own tokens
-up to the fork without sharing a page. Sampled, not greedy: an index, a seed or a position that got lost shows.
+Alone means: one sequence with that sample index, in an engine with room for everything, which computes its own tokens
+up to the fork and shares no page. Tokens are sampled, not greedy, so that a lost index, seed or position shows.
 """
 
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,17 @@ import pytest
 from jpaged import Engine, InvalidRequestError, RequestOutput, SamplingParams
 from jpaged.request import make_request
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
-PROMPTS: list[list[int]] = [item["prompt_ids"][:40] for item in GOLDEN["items"]][:6]
+from .tiny_model import CONFIG, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
 Z = 8
+"""Tokens per page."""
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": Z, "num_blocks": 257
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, ignore_eos=True, seed=11)
-
-
+POOL = {"num_blocks": 25}
+"""24 usable pages, where six prompts with 32 output tokens need about 50."""
 ONE_BY_ONE: dict[str, Any] = {"async_scheduling": False, "num_decode_steps": 1}
 MODES: dict[str, dict[str, Any]] = {
     "one step after another": ONE_BY_ONE,
@@ -32,48 +37,80 @@ MODES: dict[str, dict[str, Any]] = {
     "several tokens a step": {"async_scheduling": False, "num_decode_steps": 5},
     "both": {},
 }
-SLOW_MODES = "one step ahead", "several tokens a step"
+Solo = Callable[..., tuple[int, ...]]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_MODES)) for name in MODES]
-)
-def sizes(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return SIZES | MODES[request.param]
+def in_worlds(*fast_modes: str) -> pytest.MarkDecorator:
+    """Run a test with both models in every mode; only the tiny model in `fast_modes` is part of the fast suite."""
+    worlds = [
+        pytest.param(
+            (model, mode), id=f"{model}, {mode}", marks=[pytest.mark.slow] * (model != "tiny" or mode not in fast_modes)
+        )
+        for model in ("tiny", "default")
+        for mode in MODES
+    ]
+    return pytest.mark.parametrize("world", worlds, indirect=True)
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, six prompts of 36 to 40 tokens for it, and the sizes of its engines."""
+
+    model: str | None
+    prompts: list[list[int]]
+    sizes: dict[str, Any]
+
+    def engine(self, **options: Any) -> Engine:
+        return Engine(self.model, **self.sizes | options)
 
 
 @pytest.fixture(scope="module")
-def roomy(sizes: dict[str, Any]) -> Iterator[Engine]:
-    with Engine(**sizes) as engine:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def world(request: pytest.FixtureRequest, tiny: str) -> World:
+    model, mode = request.param
+    if model == "default":
+        golden = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
+        return World(None, [item["prompt_ids"][:40] for item in golden["items"]][:6], SIZES | MODES[mode])
+    rng = random.Random(0)
+    prompts = [rng.choices(range(2, CONFIG["vocab_size"]), k=rng.randint(36, 40)) for _ in range(6)]
+    return World(tiny, prompts, SIZES | MODES[mode])
+
+
+@pytest.fixture(scope="module")
+def roomy(world: World) -> Iterator[Engine]:
+    with world.engine() as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def solo() -> Iterator[Engine]:
-    with Engine(**SIZES, **ONE_BY_ONE) as engine:
+def tight(world: World) -> Iterator[Engine]:
+    """An engine with fewer pages than the prompts need together, and a host pool that has room for all."""
+    with world.engine(**POOL, num_host_blocks=101, preemption_mode="swap") as engine:
         yield engine
 
 
-def is_one_by_one(engine: Engine) -> bool:
-    """Counts of steps and copies are told of this mode; the others have as many tokens, in other steps."""
-    return not engine.config.async_scheduling and engine.config.num_decode_steps == 1
+class SoloEngines(dict[str | None, Solo]):
+    """By model, a function that gives the output tokens of one sample alone; each sample is computed once."""
 
+    def __init__(self, stack: ExitStack):
+        self.stack = stack
 
-@pytest.fixture(scope="module")
-def alone(solo: Engine) -> Any:
-    """Output tokens of one sample by itself, from the output tokens `before` on; computed once each."""
-    known: dict[Any, tuple[int, ...]] = {}
+    def __missing__(self, model: str | None) -> Solo:
+        engine = self.stack.enter_context(Engine(model, **SIZES, **ONE_BY_ONE))
 
-    def run(prompt: list[int], index: int = 0, before: tuple[int, ...] = (), params: SamplingParams = PARAMS) -> Any:
-        key = (tuple(prompt), index, before, params.seed)
-        if key not in known:
+        @cache
+        def tokens_of(prompt: tuple[int, ...], index: int, before: tuple[int, ...]) -> tuple[int, ...]:
             request = make_request(
-                request_id="alone",
+                request_id="solo",
                 number=0,
                 prompt_token_ids=prompt,
-                params=replace(params, n=1),
+                params=PARAMS,
                 arrival_time=0.0,
-                max_tokens=params.max_tokens or 0,
+                max_tokens=PARAMS.max_tokens or 0,
                 engine_seed=0,
                 num_groups=1,
                 sample_indices=[index],
@@ -81,57 +118,79 @@ def alone(solo: Engine) -> Any:
             sequence = request.sequences[0]
             sequence.token_ids.extend(before)
             sequence.num_tokens = len(sequence.token_ids)
-            solo.reset_prefix_cache()
-            (output,) = solo.run_until_done([request])
+            engine.reset_prefix_cache()
+            (output,) = engine.run_until_done([request])
             assert output.metrics.num_cached_tokens == 0
-            known[key] = output.outputs[0].token_ids
-        return known[key]
+            return output.outputs[0].token_ids
 
-    return run
+        self[model] = lambda prompt, index=0, before=(): tokens_of(tuple(prompt), index, before)
+        return self[model]
+
+
+@pytest.fixture(scope="module")
+def solo_engines() -> Iterator[SoloEngines]:
+    with ExitStack() as stack:
+        yield SoloEngines(stack)
+
+
+@pytest.fixture
+def solo(world: World, solo_engines: SoloEngines) -> Solo:
+    """Return the output tokens of sample `index` of a prompt alone, which goes on behind the output `before`."""
+    return solo_engines[world.model]
+
+
+def is_one_by_one(engine: Engine) -> bool:
+    """Counts of steps and copies hold for this mode alone; the others have as many tokens, in other steps."""
+    return not engine.config.async_scheduling and engine.config.num_decode_steps == 1
+
+
+def samples(output: RequestOutput) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in output.outputs]
 
 
 def check_everything_came_back(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats["blocks_used"], stats["host_blocks_used"], stats["requests"], stats["recompiles"]) == (0, 0, 0, 0)
-    assert len(engine.scheduler.free_slots) == engine.sizes.max_num_seqs
+    assert len(engine.scheduler.lifecycle.free_slots) == engine.step_sizes.max_num_seqs
     pools = engine.blocks.device, engine.blocks.host
     assert all(pool.num_free == pool.num_usable and not any(pool.ref_counts) for pool in pools)
 
 
-@pytest.mark.parametrize(
-    "num_prompt_tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2 * Z - 1, 2 * Z)), 2 * Z + 1]
-)
-def test_four_samples_share_a_prompt_and_draw_as_each_alone(roomy: Engine, alone: Any, num_prompt_tokens: int) -> None:
-    prompt = PROMPTS[0][:num_prompt_tokens]
+@in_worlds("both")
+@pytest.mark.parametrize("num_prompt_tokens", [2 * Z - 1, 2 * Z, 2 * Z + 1])
+def test_four_samples_share_a_prompt_and_draw_as_each_does_alone(
+    world: World, roomy: Engine, solo: Solo, num_prompt_tokens: int
+) -> None:
+    prompt = world.prompts[0][:num_prompt_tokens]
     before = roomy.stats()
     roomy.reset_prefix_cache()
     (output,) = roomy.generate([prompt], replace(PARAMS, n=4), use_tqdm=False)
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
-    assert [completion.token_ids for completion in output.outputs] == [alone(prompt, index) for index in range(4)]
-    assert len({completion.token_ids for completion in output.outputs}) == 4
+    assert samples(output) == [solo(prompt, index) for index in range(4)]
+    assert len(set(samples(output))) == 4
     after = roomy.stats()
-    # The prompt is computed once; a half-filled last page is copied by all but the last who writes it.
+    # The prompt is computed once; a half-filled last page is copied by all writers but the last.
     assert after["step_tokens"] - before["step_tokens"] >= num_prompt_tokens + 4 * 31
     assert after["copies"] - before["copies"] == (3 if num_prompt_tokens % Z else 0)
     check_everything_came_back(roomy)
 
 
-def test_shared_prompt_pages_are_taken_once(sizes: dict[str, Any]) -> None:
-    with Engine(**sizes, enable_prefix_caching=False) as engine:
-        engine.generate([PROMPTS[0][: 2 * Z + 1]], replace(PARAMS, n=4), use_tqdm=False)
-        # 17 prompt tokens and 31 computed outputs: 6 pages each, the first 2 of which are shared.
+@in_worlds("both", "one step after another")
+def test_pages_of_a_shared_prompt_are_taken_once(world: World) -> None:
+    with world.engine(enable_prefix_caching=False) as engine:
+        engine.generate([world.prompts[0][: 2 * Z + 1]], replace(PARAMS, n=4), use_tqdm=False)
+        # 17 prompt tokens and 31 computed output tokens take 6 pages per sample, of which the first 2 are shared.
         assert engine.stats()["peak_blocks_used"] == 2 + 4 * 4
         if is_one_by_one(engine):
             assert engine.stats()["steps"] == 32
         check_everything_came_back(engine)
 
 
-@pytest.mark.parametrize(
-    "num_tokens", [2 * Z, 2 * Z + 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2 * Z - 1, 2 * Z + 2))]
-)
-def test_a_fork_draws_as_it_would_alone(roomy: Engine, alone: Any, num_tokens: int) -> None:
-    """Forked when prompt and output count so many tokens, the last of which is not yet computed."""
-    prompt = PROMPTS[1][:10]
+@in_worlds("both", "one step after another")
+@pytest.mark.parametrize("num_tokens", [2 * Z - 1, 2 * Z, 2 * Z + 1, 2 * Z + 2])
+def test_a_fork_draws_as_it_would_alone(world: World, roomy: Engine, solo: Solo, num_tokens: int) -> None:
+    """The fork comes when prompt and output have `num_tokens` tokens, the last of which is not yet computed."""
+    prompt = world.prompts[1][:10]
     before = roomy.stats()["copies"]
     roomy.add_request("a", prompt, PARAMS)
     seen: list[RequestOutput] = []
@@ -142,24 +201,26 @@ def test_a_fork_draws_as_it_would_alone(roomy: Engine, alone: Any, num_tokens: i
     assert roomy.fork("a", sample=1, sample_indices=[7]) == [7]
     (output,) = roomy.run_until_done()
     drawn = {completion.index: completion.token_ids for completion in output.outputs}
-    assert drawn == {0: alone(prompt)} | {index: alone(prompt, index, so_far) for index in (1, 2, 7)}
+    assert drawn == {0: solo(prompt)} | {index: solo(prompt, index, so_far) for index in (1, 2, 7)}
     assert len(set(drawn.values())) == 4
-    # Four write the page that the last computed token half fills: three copies, or none where it is full.
+    # Four samples write the page that the last computed token half fills: three copies, or none where it is full.
     if is_one_by_one(roomy):
         assert roomy.stats()["copies"] - before == (0 if (num_tokens - 1) % Z == 0 else 3)
     check_everything_came_back(roomy)
 
 
-def test_a_fork_of_a_request_that_waits_starts_with_it(roomy: Engine, alone: Any) -> None:
-    roomy.add_request("a", PROMPTS[2], PARAMS)
+@in_worlds("both")
+def test_a_fork_of_a_waiting_request_starts_with_it(world: World, roomy: Engine, solo: Solo) -> None:
+    roomy.add_request("a", world.prompts[2], PARAMS)
     assert roomy.fork("a") == [1]
     (output,) = roomy.run_until_done()
-    assert [one.token_ids for one in output.outputs] == [alone(PROMPTS[2], index) for index in (0, 1)]
+    assert samples(output) == [solo(world.prompts[2], index) for index in (0, 1)]
     check_everything_came_back(roomy)
 
 
-def test_a_fork_that_cannot_be_is_refused_and_the_request_goes_on(roomy: Engine, alone: Any) -> None:
-    roomy.add_request("a", PROMPTS[1], PARAMS)
+@in_worlds("both")
+def test_an_impossible_fork_is_refused_and_the_request_goes_on(world: World, roomy: Engine, solo: Solo) -> None:
+    roomy.add_request("a", world.prompts[1], PARAMS)
     roomy.step()
     for wrong, param in [
         (lambda: roomy.fork("b"), "request_id"),
@@ -175,11 +236,9 @@ def test_a_fork_that_cannot_be_is_refused_and_the_request_goes_on(roomy: Engine,
         assert caught.value.param == param
         assert "allowed" in str(caught.value) or "fork fewer" in str(caught.value)
     (output,) = roomy.run_until_done()
-    assert [one.token_ids for one in output.outputs] == [alone(PROMPTS[1])]
+    assert samples(output) == [solo(world.prompts[1])]
 
 
-# Six prompts with 32 tokens of output need 50 pages; there are 24.
-POOL = {"num_blocks": 25}
 SWAP_CASES = {
     "no host pool": ({"num_host_blocks": 0}, {"recompute"}),
     "a host pool of one page": ({"num_host_blocks": 2, "preemption_mode": "swap"}, {"recompute"}),
@@ -187,26 +246,22 @@ SWAP_CASES = {
     "a host pool with plenty": ({"num_host_blocks": 201, "preemption_mode": "swap"}, {"swap"}),
     "recompute beside a host pool": ({"num_host_blocks": 201, "preemption_mode": "recompute"}, {"recompute"}),
 }
+FAST_CASE = "a host pool of half of what is needed"
 
 
-SLOW_CASES = "no host pool", "a host pool with plenty", "a host pool of one page", "recompute beside a host pool"
-
-
+@in_worlds("both")
 @pytest.mark.parametrize(
     ("options", "modes"),
-    [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW_CASES))
-        for name, case in SWAP_CASES.items()
-    ],
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != FAST_CASE)) for name, case in SWAP_CASES.items()],
 )
-def test_whoever_is_preempted_draws_as_alone(
-    sizes: dict[str, Any], alone: Any, options: dict[str, Any], modes: set[str]
+def test_a_preempted_request_draws_as_it_would_alone(
+    world: World, solo: Solo, options: dict[str, Any], modes: set[str]
 ) -> None:
-    with Engine(**sizes | POOL | options, enable_prefix_caching=False) as engine:
+    with world.engine(**POOL | options, enable_prefix_caching=False) as engine:
         for n in (1, 2):
-            outputs = engine.generate(PROMPTS, replace(PARAMS, n=n), use_tqdm=False)
-            for prompt, output in zip(PROMPTS, outputs, strict=True):
-                assert [one.token_ids for one in output.outputs] == [alone(prompt, index) for index in range(n)]
+            outputs = engine.generate(world.prompts, replace(PARAMS, n=n), use_tqdm=False)
+            for prompt, output in zip(world.prompts, outputs, strict=True):
+                assert samples(output) == [solo(prompt, index) for index in range(n)]
             check_everything_came_back(engine)
         stats = engine.stats()
         assert {mode for mode in ("recompute", "swap") if stats[f"preemptions_{mode}"]} == modes
@@ -221,17 +276,18 @@ def test_whoever_is_preempted_draws_as_alone(
             assert engine.blocks.store.counts["host_pool_full"] > 0
 
 
-def test_auto_chooses_by_what_was_measured_and_says_why(
-    sizes: dict[str, Any], alone: Any, caplog: pytest.LogCaptureFixture
+@in_worlds("both")
+def test_auto_preemption_chooses_by_measured_costs_and_logs_why(
+    world: World, solo: Solo, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="jpaged")
-    with Engine(**sizes | POOL, num_host_blocks=201, preemption_mode="auto") as engine:
-        costs = engine.scheduler.preemption.costs
+    with world.engine(**POOL, num_host_blocks=201, preemption_mode="auto") as engine:
+        costs = engine.scheduler.config.preemption.costs
         assert costs is not None
         assert costs.swap_bytes_per_s > 1e6
         assert 1e-6 < costs.prefill_s_per_token < 1.0
-        outputs = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == [alone(prompt) for prompt in PROMPTS]
+        outputs = engine.generate(world.prompts, PARAMS, use_tqdm=False)
+        assert [samples(output) for output in outputs] == [[solo(prompt)] for prompt in world.prompts]
         assert engine.stats()["preemptions"] > 0
         reasons = [record.message for record in caplog.records if "is preempted by" in record.message]
         assert len(reasons) == engine.stats()["preemptions"]
@@ -239,42 +295,47 @@ def test_auto_chooses_by_what_was_measured_and_says_why(
         check_everything_came_back(engine)
 
 
-def test_evicted_prefixes_come_back_from_the_host_pool(sizes: dict[str, Any], alone: Any) -> None:
-    with Engine(**sizes | POOL, num_host_blocks=101) as engine:
-        first = engine.generate([PROMPTS[0]], PARAMS, use_tqdm=False)[0]
-        engine.generate(PROMPTS[1:], PARAMS, use_tqdm=False)
-        before = engine.stats()["swap_bytes"]
-        again = engine.generate([PROMPTS[0]], PARAMS, use_tqdm=False)[0]
-        assert engine.blocks.store.counts["come_back"] > 0
-        assert engine.stats()["swap_bytes"] > before
-        assert again.num_cached_tokens == (len(PROMPTS[0]) - 1) // Z * Z
-        assert first.outputs[0].token_ids == again.outputs[0].token_ids == alone(PROMPTS[0])
-        check_everything_came_back(engine)
+@in_worlds("both")
+def test_evicted_prefixes_come_back_from_the_host_pool(world: World, tight: Engine, solo: Solo) -> None:
+    prompts = world.prompts
+    (first,) = tight.generate([prompts[0]], PARAMS, use_tqdm=False)
+    tight.generate(prompts[1:], PARAMS, use_tqdm=False)
+    before = tight.stats()["swap_bytes"]
+    (again,) = tight.generate([prompts[0]], PARAMS, use_tqdm=False)
+    assert tight.blocks.store.counts["host_hit"] > 0
+    assert tight.stats()["swap_bytes"] > before
+    assert again.num_cached_tokens == (len(prompts[0]) - 1) // Z * Z
+    assert samples(first) == samples(again) == [solo(prompts[0])]
+    check_everything_came_back(tight)
 
 
-def test_a_pinned_prefix_outlives_others_and_a_reset(sizes: dict[str, Any], alone: Any) -> None:
-    with Engine(**sizes | POOL) as engine:
-        prompt = PROMPTS[0][:24]
-        assert engine.pin_prefix(prompt) == 0
-        engine.generate([prompt], replace(PARAMS, max_tokens=1), use_tqdm=False)
-        engine.generate([[*prompt, 5]], replace(PARAMS, max_tokens=1), use_tqdm=False)
-        assert engine.blocks.device.num_used == 3
-        engine.generate(PROMPTS[1:], PARAMS, use_tqdm=False)
-        longer = [*prompt, *PROMPTS[3][:8]]
-        output = engine.generate([longer], PARAMS, use_tqdm=False)[0]
-        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (24, alone(longer))
-        engine.reset_prefix_cache()
-        assert engine.blocks.device.num_used == 0
-        engine.generate([[*prompt, 5]], replace(PARAMS, max_tokens=1), use_tqdm=False)
-        assert engine.blocks.device.num_used == 3
-        engine.unpin_prefix(prompt)
-        check_everything_came_back(engine)
-        with pytest.raises(InvalidRequestError, match="not pinned"):
-            engine.unpin_prefix(prompt)
-        # A request that may still need 16 pages of the 24 leaves 8 for pins.
-        engine.add_request("a", [7] * 90, replace(PARAMS, max_tokens=38))
-        assert engine.pin_prefix([9] * 8 * Z) == 0
-        with pytest.raises(InvalidRequestError, match="must be left for requests"):
-            engine.pin_prefix([8] * Z)
-        with pytest.raises(InvalidRequestError, match="a full page"):
-            engine.pin_prefix([8] * (Z - 1))
+@in_worlds("both")
+def test_a_pinned_prefix_survives_other_requests_and_a_reset(world: World, tight: Engine, solo: Solo) -> None:
+    one_token, pages = replace(PARAMS, max_tokens=1), tight.blocks.device
+    tight.reset_prefix_cache()
+    prompt = world.prompts[0][:24]
+    assert tight.pin_prefix(prompt) == 0
+    tight.generate([prompt], one_token, use_tqdm=False)
+    tight.generate([[*prompt, 5]], one_token, use_tqdm=False)
+    assert pages.num_used == 3
+    tight.generate(world.prompts[1:], PARAMS, use_tqdm=False)
+    longer = [*prompt, *world.prompts[3][:8]]
+    (output,) = tight.generate([longer], PARAMS, use_tqdm=False)
+    assert (output.num_cached_tokens, samples(output)) == (24, [solo(longer)])
+    tight.reset_prefix_cache()
+    assert pages.num_used == 0
+    tight.generate([[*prompt, 5]], one_token, use_tqdm=False)
+    assert pages.num_used == 3
+    tight.unpin_prefix(prompt)
+    check_everything_came_back(tight)
+    with pytest.raises(InvalidRequestError, match="not pinned"):
+        tight.unpin_prefix(prompt)
+    # A request that may still need 16 pages of the 24 leaves 8 for pins.
+    tight.add_request("a", [7] * 90, replace(PARAMS, max_tokens=38))
+    assert tight.pin_prefix([9] * 8 * Z) == 0
+    with pytest.raises(InvalidRequestError, match="must be left for requests"):
+        tight.pin_prefix([8] * Z)
+    with pytest.raises(InvalidRequestError, match="a full page"):
+        tight.pin_prefix([8] * (Z - 1))
+    tight.abort_request("a")
+    tight.unpin_prefix([9] * 8 * Z)

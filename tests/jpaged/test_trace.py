@@ -1,6 +1,6 @@
-"""A random life of an engine: lengths, sampling modes, seeds, stops, aborts and forks, on a two-layer random model.
+"""Random requests to one engine: lengths, sampling modes, seeds, stops, aborts and forks, on a two-layer random model.
 
-Nothing of it may compile anything that was not planned at the start, and the plan is small.
+None of them may compile what was not planned at the start, and the plan is small.
 """
 
 import random
@@ -15,7 +15,7 @@ from jpaged.errors import InvalidRequestError
 
 from .tiny_model import write_tiny_model
 
-MOST_EXECUTABLES = 36
+MAX_EXECUTABLES = 36
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def live(engine: Engine, num_requests: int, seed: int) -> int:
-    """That many requests, some of which are aborted or forked on their way; returns how many were heard to end."""
+def run_random_requests(engine: Engine, num_requests: int, seed: int) -> int:
+    """Run that many requests, some of which are aborted or forked; return how many ended by an output or an abort."""
     rng = random.Random(seed)
     num_added = num_ended = num_aborted = 0
     while num_added < num_requests or engine.has_unfinished_requests():
@@ -82,18 +82,18 @@ def live(engine: Engine, num_requests: int, seed: int) -> int:
 )
 def test_nothing_is_compiled_outside_the_plan(tiny: Path, num_requests: int, options: dict[str, Any]) -> None:
     with Engine(str(tiny), max_model_len=128, block_size=16, **options) as engine:
-        assert (engine.sizes.max_num_seqs, engine.sizes.max_num_batched_tokens) == (64, 1024)
-        assert live(engine, num_requests, seed=num_requests) >= num_requests
+        assert (engine.step_sizes.max_num_seqs, engine.step_sizes.max_num_batched_tokens) == (64, 1024)
+        assert run_random_requests(engine, num_requests, seed=num_requests) >= num_requests
         stats = engine.stats()
         assert stats["recompiles"] == 0
-        assert stats["executables"] <= stats["planned_executables"] <= MOST_EXECUTABLES
+        assert stats["executables"] <= stats["planned_executables"] <= MAX_EXECUTABLES
         assert stats["blocks_used"] == stats["requests"] == 0
         if options:
             assert stats["preemptions_swap"] > 0
 
 
-def test_a_compilation_in_a_step_would_be_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a step that compiles something of its own."""
+def test_a_compilation_within_a_step_is_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a step that compiles a function of its own."""
     import jax
 
     with Engine(str(tiny), max_model_len=128) as engine:

@@ -8,8 +8,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
-from jpaged.pallas_kernels.ragged_paged_attention.xla import XlaLayout
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaLayout
 
 SPECIALS = ["<|end|>", "<|start|>"]
 CHAT_TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}\n{% endfor %}<|start|>assistant: "
@@ -64,13 +64,9 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
 
 def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
     """Layout of this model's cache on the XLA path, in float32."""
+    head_size = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
     return XlaBackend().layout(
-        num_layers=CONFIG["num_hidden_layers"],
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=CONFIG["num_key_value_heads"],
-        head_size=CONFIG["hidden_size"] // CONFIG["num_attention_heads"],
-        dtype="float32",
+        KVShape(CONFIG["num_hidden_layers"], num_pages, page_size, CONFIG["num_key_value_heads"], head_size, "float32")
     )
 
 

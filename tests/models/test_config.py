@@ -1,9 +1,8 @@
-"""Model configs: config.json means what it means to transformers, GGUF says the same, nonsense is refused."""
+"""config.json is read as transformers reads it, a GGUF file gives the same config, and bad values are refused."""
 
 import json
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -11,7 +10,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from jpaged.models.config import ModelConfig, RopeConfig, config_from_gguf, config_from_hf
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.gguf import read_gguf
+from jpaged.models.io.gguf import read_gguf
+
+from ..gguf_file import write_gguf
 
 PATH = Path("somewhere/config.json")
 CLASSES = {"LlamaForCausalLM": LlamaConfig, "MistralForCausalLM": MistralConfig, "Qwen2ForCausalLM": Qwen2Config}
@@ -36,16 +37,16 @@ VALID = {
     "llama, kv heads and head size null": LLAMA | {"num_key_value_heads": None, "head_dim": None},
     "llama, head size of its own": LLAMA | {"head_dim": 32},
     "llama, biases everywhere": LLAMA | {"attention_bias": True, "mlp_bias": True},
-    "llama, tied, many ends": LLAMA | {"tie_word_embeddings": True, "eos_token_id": [3, 4, 5], "bos_token_id": None},
-    "llama, no end": LLAMA | {"eos_token_id": None},
+    "llama, tied, stop ids": LLAMA | {"tie_word_embeddings": True, "eos_token_id": [3, 4, 5], "bos_token_id": None},
+    "llama, no stop id": LLAMA | {"eos_token_id": None},
     "llama, window that llama does not have": LLAMA | {"sliding_window": 8},
     "llama, old rope keys": LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "llama, new rope keys": LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
     "llama, rope null": LLAMA | {"rope_scaling": None, "rope_theta": 123},
     "llama, linear by the oldest key": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}},
-    "llama, llama3 without its first length": LLAMA
+    "llama, llama3 without its original length": LLAMA
     | {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 1, "high_freq_factor": 4}},
-    "llama, llama3 with another first length beside it": LLAMA
+    "llama, llama3 with another original length beside it": LLAMA
     | {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "original_max_position_embeddings": 4096},
     "mistral, window absent": MISTRAL,
     "mistral, window null": MISTRAL | {"sliding_window": None, "max_position_embeddings": 512, "rms_norm_eps": 1e-5},
@@ -79,7 +80,7 @@ VALID = {
 
 
 def windows_of(config):
-    """What transformers' attention layers of each class take from their config."""
+    """Return the window of each layer, as transformers' attention layers take it from their config."""
     if isinstance(config, LlamaConfig):
         return (None,) * config.num_hidden_layers
     if isinstance(config, MistralConfig):
@@ -92,15 +93,14 @@ def stop_ids_of(config):
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
 
-def copied(data):
-    """transformers writes into the nested objects that it is given."""
-    return json.loads(json.dumps(data))
+def reference_config(data):
+    """Return transformers' config of a copy of `data`, whose nested objects it would change."""
+    return CLASSES[data["architectures"][0]](**json.loads(json.dumps(data)))
 
 
 @pytest.mark.parametrize("data", VALID.values(), ids=VALID.keys())
-def test_means_what_it_means_to_transformers(data):
-    config = config_from_hf(data, PATH)
-    theirs = CLASSES[data["architectures"][0]](**copied(data))
+def test_config_json_is_read_as_transformers_reads_it(data):
+    config, theirs = config_from_hf(data, PATH), reference_config(data)
     assert config.architecture == data["architectures"][0]
     assert (config.vocab_size, config.hidden_size) == (theirs.vocab_size, theirs.hidden_size)
     assert (config.intermediate_size, config.num_layers) == (theirs.intermediate_size, theirs.num_hidden_layers)
@@ -128,14 +128,14 @@ def test_means_what_it_means_to_transformers(data):
 
 
 @pytest.mark.parametrize("data", VALID.values(), ids=VALID.keys())
-def test_what_transformers_writes_back_reads_the_same(data, tmp_path):
-    """Its version 5 moves every key about: rope_parameters, dtype, layer_types."""
-    CLASSES[data["architectures"][0]](**copied(data)).save_pretrained(tmp_path)
+def test_a_config_saved_by_transformers_reads_the_same(data, tmp_path):
+    """Version 5 of transformers saves other keys than it reads: rope_parameters, dtype, layer_types."""
+    reference_config(data).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert config_from_hf(written, PATH) == config_from_hf(data, PATH)
 
 
-def test_the_architecture_may_be_told_by_model_type_alone():
+def test_model_type_alone_names_the_architecture():
     data = {"model_type": "qwen2", **SIZES}
     assert config_from_hf(data, PATH) == config_from_hf(QWEN2, PATH)
 
@@ -165,7 +165,7 @@ INVALID = {
     "factor is NaN": (scaled(rope_type="linear", factor=float("nan")), "factor is nan"),
     "factor is infinite": (scaled(rope_type="linear", factor=float("inf")), "factor is inf"),
     "factor no float can hold": (scaled(rope_type="linear", factor=10**400), "factor"),
-    "llama3 without its parts": (scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
+    "llama3 without its parameters": (scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
     "llama3 with crossed bounds": (scaled(rope_type="llama3", **(LLAMA3 | {"high_freq_factor": 1.0})), "high_freq"),
     "yarn with crossed bounds": (scaled(rope_type="yarn", beta_fast=1.0, beta_slow=2.0, **YARN), "beta_fast"),
     "partial rotary": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -185,9 +185,9 @@ INVALID = {
     "odd head size": (LLAMA | {"head_dim": 15}, "head_dim.* is 15"),
     "epsilon negative": (LLAMA | {"rms_norm_eps": -1e-5}, "rms_norm_eps"),
     "tied is text": (LLAMA | {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', wanted true or false"),
-    "end beyond the vocabulary": (LLAMA | {"eos_token_id": [2, 100]}, r"eos_token_id is \[2, 100\].*0 to 99"),
-    "end is text": (LLAMA | {"eos_token_id": "2"}, "eos_token_id is '2'"),
-    "start negative": (LLAMA | {"bos_token_id": -1}, "bos_token_id is -1"),
+    "stop id beyond the vocabulary": (LLAMA | {"eos_token_id": [2, 100]}, r"eos_token_id is \[2, 100\].*0 to 99"),
+    "stop id is text": (LLAMA | {"eos_token_id": "2"}, "eos_token_id is '2'"),
+    "bos id negative": (LLAMA | {"bos_token_id": -1}, "bos_token_id is -1"),
     "window 0": (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
     "too few layer types": (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types"),
     "unknown layer type": (QWEN2 | {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
@@ -197,7 +197,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize(("data", "message"), INVALID.values(), ids=INVALID.keys())
-def test_nonsense_is_refused_in_one_line_that_names_it(data, message):
+def test_a_bad_value_is_refused_in_one_line_that_names_its_key(data, message):
     with pytest.raises(ModelLoadError, match=message) as caught:
         config_from_hf(data, PATH)
     assert str(caught.value).startswith(str(PATH))
@@ -206,7 +206,7 @@ def test_nonsense_is_refused_in_one_line_that_names_it(data, message):
 
 
 def test_a_yarn_factor_of_null_is_the_ratio_of_the_two_lengths():
-    """As in transformers' formula, which is written for DeepSeek."""
+    """transformers computes it so, for DeepSeek's configs."""
     rope = {"type": "yarn", "factor": None, "original_max_position_embeddings": 1024}
     assert config_from_hf(QWEN2 | {"max_position_embeddings": 4096, "rope_scaling": rope}, PATH).rope.factor == 4.0
 
@@ -222,44 +222,30 @@ def test_linear_and_yarn_stretch_the_context():
     assert config_from_hf(llama3, PATH).max_context_len == 65536
 
 
-def write_gguf(path, metadata=(), tensors=(), *, architecture="llama"):
-    """A file with the sizes of SIZES: `metadata` and `tensors` are added or replaced, None takes one away."""
-    values = {
-        "block_count": 4,
-        "context_length": 512,
-        "embedding_length": 64,
-        "feed_forward_length": 96,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 5e5,
-    }
-    values = {f"{architecture}.{key}": value for key, value in values.items()}
-    values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, **dict(metadata)}
-    arrays = {
-        "token_embd.weight": np.zeros((100, 64), np.float32),
-        "output.weight": np.zeros((100, 64), np.float32),
-        "output_norm.weight": np.zeros(64, np.float32),
-        **dict(tensors),
-    }
-    writer = gguf.GGUFWriter(path, architecture)
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-    for key, value in values.items():
-        if value is not None:
-            add[type(value)](key, value)
-    for name, array in arrays.items():
-        if array is not None:
-            # bfloat16 comes as bytes.
-            writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType.BF16 if array.dtype == np.uint8 else None)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_gguf(path)
+GGUF_METADATA = {
+    "block_count": 4,
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 5e5,
+}
+GGUF_TENSORS = {
+    "token_embd.weight": np.zeros((100, 64), np.float32),
+    "output.weight": np.zeros((100, 64), np.float32),
+    "output_norm.weight": np.zeros(64, np.float32),
+}
 
 
-def gguf_config(tmp_path, metadata=(), tensors=(), **options) -> ModelConfig:
-    return config_from_gguf(write_gguf(tmp_path / "m.gguf", metadata, tensors, **options))
+def gguf_config(tmp_path, metadata=(), tensors=(), *, tokenizer=(), architecture="llama") -> ModelConfig:
+    """Return the config of a file with the sizes of SIZES; `metadata` and `tensors` are added, and None removes one."""
+    values = {f"{architecture}.{key}": value for key, value in (GGUF_METADATA | dict(metadata)).items()}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, **dict(tokenizer)}
+    values |= {f"tokenizer.ggml.{key}": value for key, value in ids.items()}
+    path = write_gguf(tmp_path / "m.gguf", values, GGUF_TENSORS | dict(tensors), architecture=architecture)
+    return config_from_gguf(read_gguf(path))
 
 
 def hf_config(data, **more) -> ModelConfig:
@@ -267,7 +253,7 @@ def hf_config(data, **more) -> ModelConfig:
 
 
 def approximately(config):
-    """GGUF stores epsilon in float32."""
+    """Return the fields of `config` to compare with; GGUF stores epsilon in float32."""
     return {**vars(config), "rms_norm_eps": pytest.approx(config.rms_norm_eps, rel=1e-6)}
 
 
@@ -276,118 +262,89 @@ def vector(length):
 
 
 QWEN2_BIASES = {f"blk.0.attn_{name}.bias": vector(size) for name, size in (("q", 64), ("k", 32), ("v", 32))}
+LLAMA_BIASES = {name: vector(64) for name in ("blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_gate.bias")}
+QWEN2_GGUF = {"architecture": "qwen2", "tensors": QWEN2_BIASES}
+QWEN2_HF = QWEN2 | {"bos_token_id": 1, "eos_token_id": 2}
+GGUF_YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 1024}
+LINEAR = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}
+TIED = LLAMA | {"tie_word_embeddings": True}
+
+
+def rope(values):
+    return {f"rope.{key}": value for key, value in values.items()}
+
+
+def embedding_only(values):
+    return {"tensors": {"token_embd.weight": values, "output.weight": None}}
+
+
+BF16_EMBEDDING = (np.zeros((100, 128), np.uint8), GGMLQuantizationType.BF16)
 GGUF_EQUALS_HF = {
-    "llama": ({}, {}, {}, LLAMA),
-    "tied": ({}, {"output.weight": None}, {}, LLAMA | {"tie_word_embeddings": True}),
-    "llama with biases": (
-        {},
-        {name: vector(64) for name in ("blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_gate.bias")},
-        {},
-        LLAMA | {"attention_bias": True, "mlp_bias": True},
-    ),
-    "qwen2": ({}, QWEN2_BIASES, {"architecture": "qwen2"}, QWEN2 | {"bos_token_id": 1, "eos_token_id": 2}),
-    "bfloat16": (
-        {},
-        {"token_embd.weight": np.zeros((100, 128), np.uint8), "output.weight": None},
-        {},
-        LLAMA | {"tie_word_embeddings": True, "dtype": "bfloat16"},
-    ),
-    "float16": (
-        {},
-        {"token_embd.weight": np.zeros((100, 64), np.float16), "output.weight": None},
-        {},
-        LLAMA | {"tie_word_embeddings": True, "dtype": "float16"},
-    ),
-    "linear": (
-        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-        {},
-        {},
-        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    ),
-    "linear by the oldest key": (
-        {"llama.rope.scale_linear": 4.0},
-        {},
-        {},
-        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
-    ),
-    "yarn": (
-        {
-            "qwen2.rope.scaling.type": "yarn",
-            "qwen2.rope.scaling.factor": 4.0,
-            "qwen2.rope.scaling.original_context_length": 1024,
-        },
-        QWEN2_BIASES,
-        {"architecture": "qwen2"},
-        QWEN2 | {"bos_token_id": 1, "eos_token_id": 2, "rope_scaling": {"type": "yarn", **YARN}},
-    ),
+    "llama": ({}, LLAMA),
+    "tied": ({"tensors": {"output.weight": None}}, TIED),
+    "llama with biases": ({"tensors": LLAMA_BIASES}, LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": (QWEN2_GGUF, QWEN2_HF),
+    "bfloat16": (embedding_only(BF16_EMBEDDING), TIED | {"dtype": "bfloat16"}),
+    "float16": (embedding_only(np.zeros((100, 64), np.float16)), TIED | {"dtype": "float16"}),
+    "linear": ({"metadata": rope({"scaling.type": "linear", "scaling.factor": 4.0})}, LINEAR),
+    "linear by the oldest key": ({"metadata": rope({"scale_linear": 4.0})}, LINEAR),
+    "yarn": (QWEN2_GGUF | {"metadata": rope(GGUF_YARN)}, QWEN2_HF | {"rope_scaling": {"type": "yarn", **YARN}}),
     "stop ids of turn and message": (
-        {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2},
-        {},
-        {},
+        {"tokenizer": {"eot_token_id": 7, "eom_token_id": 2}},
         LLAMA | {"eos_token_id": [2, 7]},
     ),
     "head size of its own": (
-        {"llama.attention.key_length": 32, "llama.attention.value_length": 32, "llama.rope.dimension_count": 32},
-        {},
-        {},
+        {"metadata": {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32}},
         LLAMA | {"head_dim": 32},
     ),
-    "kv heads absent": ({"llama.attention.head_count_kv": None}, {}, {}, WITHOUT_KV_HEADS),
+    "kv heads absent": ({"metadata": {"attention.head_count_kv": None}}, WITHOUT_KV_HEADS),
 }
 
 
-@pytest.mark.parametrize(("metadata", "tensors", "options", "data"), GGUF_EQUALS_HF.values(), ids=GGUF_EQUALS_HF.keys())
-def test_a_gguf_file_says_what_config_json_says(tmp_path, metadata, tensors, options, data):
-    config = gguf_config(tmp_path, metadata, tensors, **options)
-    assert vars(config) == approximately(hf_config(data))
+@pytest.mark.parametrize(("gguf_file", "data"), GGUF_EQUALS_HF.values(), ids=GGUF_EQUALS_HF.keys())
+def test_a_gguf_file_gives_the_config_that_config_json_gives(tmp_path, gguf_file, data):
+    assert vars(gguf_config(tmp_path, **gguf_file)) == approximately(hf_config(data))
 
 
-def test_per_frequency_factors_of_a_gguf_file_are_kept(tmp_path):
+def test_frequency_factors_of_a_gguf_file_are_kept(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
-    rope = gguf_config(tmp_path, tensors={"rope_freqs.weight": factors}).rope
-    assert (rope.kind, rope.theta, rope.freq_factors) == ("llama3", 5e5, tuple(factors.tolist()))
+    found = gguf_config(tmp_path, tensors={"rope_freqs.weight": factors}).rope
+    assert (found.kind, found.theta, found.freq_factors) == ("llama3", 5e5, tuple(factors.tolist()))
 
 
-def test_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):
+def test_the_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):
     scaling = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 2.0}
-    rope = gguf_config(tmp_path, {f"llama.rope.{key}": value for key, value in scaling.items()}).rope
-    assert rope.attention_factor == pytest.approx(2 * (0.1 * np.log(4) + 1))
-    assert rope.original_max_position == 512
+    found = gguf_config(tmp_path, rope(scaling)).rope
+    assert found.attention_factor == pytest.approx(2 * (0.1 * np.log(4) + 1))
+    assert found.original_max_position == 512
 
 
 def test_a_mistral_gguf_file_has_its_window_on_all_layers(tmp_path):
-    assert gguf_config(tmp_path, {"llama.attention.sliding_window": 16}).windows == (16,) * 4
+    assert gguf_config(tmp_path, {"attention.sliding_window": 16}).windows == (16,) * 4
 
 
 INVALID_GGUF = {
-    "another architecture": ({}, {}, {"architecture": "gemma3"}, "gemma3.*wanted one of llama, qwen2"),
-    "vocabulary only": ({}, {"token_embd.weight": None}, {}, "no matrix token_embd.weight"),
-    "mixture of experts": ({"llama.expert_count": 8}, {}, {}, "expert_count is 8"),
-    "sizes missing": ({"llama.embedding_length": None}, {}, {}, "llama.embedding_length is missing"),
-    "kv heads per layer": ({"llama.attention.head_count_kv": [2, 2, 1, 2]}, {}, {}, "head_count_kv is .2, 2, 1, 2."),
+    "another architecture": ({"architecture": "gemma3"}, "gemma3.*wanted one of llama, qwen2"),
+    "vocabulary only": ({"tensors": {"token_embd.weight": None}}, "no matrix token_embd.weight"),
+    "mixture of experts": ({"metadata": {"expert_count": 8}}, "expert_count is 8"),
+    "sizes missing": ({"metadata": {"embedding_length": None}}, "llama.embedding_length is missing"),
+    "kv heads per layer": ({"metadata": {"attention.head_count_kv": [2, 2, 1, 2]}}, "head_count_kv is .2, 2, 1, 2."),
     "values of another size": (
-        {"llama.attention.value_length": 8},
-        {},
-        {},
+        {"metadata": {"attention.value_length": 8}},
         "value_length is 8, wanted the head size, 16",
     ),
-    "partial rotary": ({"llama.rope.dimension_count": 8}, {}, {}, "dimension_count is 8"),
-    "unknown rope type": ({"llama.rope.scaling.type": "longrope"}, {}, {}, "longrope.*none, linear, yarn"),
-    "too few frequency factors": ({}, {"rope_freqs.weight": np.ones(4, np.float32)}, {}, "4 values, wanted 8"),
-    "frequency factor 0": ({}, {"rope_freqs.weight": vector(8)}, {}, "positive and finite"),
-    "window of unknown layers": (
-        {"qwen2.attention.sliding_window": 8},
-        {},
-        {"architecture": "qwen2"},
-        "sliding_window",
-    ),
-    "end beyond the vocabulary": ({"tokenizer.ggml.eos_token_id": 100}, {}, {}, "eos_token_id is 100"),
+    "partial rotary": ({"metadata": rope({"dimension_count": 8})}, "dimension_count is 8"),
+    "unknown rope type": ({"metadata": rope({"scaling.type": "longrope"})}, "longrope.*none, linear, yarn"),
+    "too few frequency factors": ({"tensors": {"rope_freqs.weight": vector(4) + 1}}, "4 values, wanted 8"),
+    "frequency factor 0": ({"tensors": {"rope_freqs.weight": vector(8)}}, "positive and finite"),
+    "window of unknown layers": (QWEN2_GGUF | {"metadata": {"attention.sliding_window": 8}}, "sliding_window"),
+    "stop id beyond the vocabulary": ({"tokenizer": {"eos_token_id": 100}}, "eos_token_id is 100"),
 }
 
 
-@pytest.mark.parametrize(("metadata", "tensors", "options", "message"), INVALID_GGUF.values(), ids=INVALID_GGUF.keys())
-def test_a_gguf_file_that_is_not_understood_is_refused(tmp_path, metadata, tensors, options, message):
+@pytest.mark.parametrize(("gguf_file", "message"), INVALID_GGUF.values(), ids=INVALID_GGUF.keys())
+def test_a_bad_value_in_a_gguf_file_is_refused_in_one_line_that_names_it(tmp_path, gguf_file, message):
     with pytest.raises(ModelLoadError, match=message) as caught:
-        gguf_config(tmp_path, metadata, tensors, **options)
+        gguf_config(tmp_path, **gguf_file)
     assert str(caught.value).startswith(str(tmp_path / "m.gguf"))
     assert "\n" not in str(caught.value)

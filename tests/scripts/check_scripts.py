@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,8 +19,9 @@ def blind(backend: type[Backend]) -> type[Backend]:
     """Of kernels, those that know nothing of windows."""
 
     class Blind(backend):
-        def attend(self, *args: Any, **options: Any) -> Any:
-            return super().attend(*args, **{**options, "window": None})
+        def attend(self, *args: Any, **arrays: Any) -> Any:
+            *arguments, options = args
+            return super().attend(*arguments, replace(options, window=None), **arrays)
 
     return Blind
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend, KVShape
 
 from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
 
@@ -38,7 +38,7 @@ def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
     assert {case.dtype for case in cases} == {"bfloat16", "int8", "float8_e4m3fn"}
     assert {case.page_size for case in cases} == {16, 32, 64}
     assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
-    assert {"windows", "is_cut", "least_share"} <= {name for case in cases for name in case.backend}
+    assert {"windows", "split_kv", "min_share"} <= {name for case in cases for name in case.backend}
     assert {case.rows.num_tokens * case.num_heads // case.num_kv_heads <= 16 for case in cases} == {True, False}
     assert any(case.layer for case in cases)
     assert any(case.is_freed and case.window for case in cases)
@@ -58,8 +58,8 @@ def test_every_case_is_taken_and_groups_fill_tiles_of_every_size(script: Script)
     for case in cases:
         backend = gpu.backend_of({})(case)
         heads = {"num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "dtype": case.dtype}
-        backend.layout(num_layers=1, num_pages=1, page_size=case.page_size, **heads)
-        sizes.add((backend.planner.small_rows, case.num_heads // case.num_kv_heads > 64))
+        backend.layout(KVShape(num_layers=1, num_pages=1, page_size=case.page_size, **heads))
+        sizes.add((backend.planner.small_tile_rows, case.num_heads // case.num_kv_heads > 64))
     assert sizes == {(16, False), (32, False), (64, False), (64, True)}
 
 
@@ -69,10 +69,10 @@ def pieces_of(backend: GpuBackend, case: Any) -> list[np.ndarray]:
     room = {"num_tokens": rows.num_tokens, "num_rows": rows.num_rows}
     plan = np.zeros(planner.plan_len(**room), np.int32)
     planner.plan(np.array(rows.query_lens), np.array(rows.context_lens), **room, out=plan)
-    for orders in planner.orders(**room):
+    for sections in planner.sections(**room):
         windows = planner.planned_windows
-        order = orders[windows.index(case.window) if case.window in windows else 0]
-        counts.append(np.diff(plan[order.list_starts : order.num_merges]))
+        section = sections[windows.index(case.window) if case.window in windows else 0]
+        counts.append(np.diff(plan[section.lists_at : section.num_merges_at]))
     return counts
 
 

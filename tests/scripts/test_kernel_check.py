@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, XlaBackend, quantize
+from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, XlaBackend, quantize
 
 from .check_scripts import Script, blind
 
@@ -22,8 +22,8 @@ from .check_scripts import Script, blind
 class Forgetful(XlaBackend):
     """A kernel that writes nothing that lasts."""
 
-    def attend(self, cache: Any, *args: Any, **options: Any) -> Any:
-        return super().attend(cache, *args, **options)[0], cache.pages
+    def attend(self, pages: Any, *args: Any, **arrays: Any) -> Any:
+        return super().attend(pages, *args, **arrays)[0], pages
 
 
 def run(
@@ -112,16 +112,17 @@ def test_the_oracle_stores_what_the_kernels_are_told_to_store(script: Script, dt
 class FirstLayer(XlaBackend):
     """A kernel that reads and writes the first layer, whichever it is told."""
 
-    def attend(self, cache: Any, place: Any, *args: Any, **options: Any) -> Any:
-        return super().attend(cache, LayerPlace(0, 0), *args, **options)
+    def attend(self, pages: Any, layout: Any, place: Any, *args: Any, **arrays: Any) -> Any:
+        return super().attend(pages, layout, LayerPlace(0, 0), *args, **arrays)
 
 
 class Unclamped(XlaBackend):
     """A kernel that reads what lies behind the window too: whole pages of each row, which weigh nothing."""
 
-    def attend(self, cache: Any, place: Any, q: Any, k: Any, v: Any, step: Any, **options: Any) -> Any:
-        out, pages = super().attend(cache, place, q, k, v, step, **options)
-        (tables,), size = step.page_tables, cache.layout.page_size
+    def attend(self, pages: Any, layout: Any, place: Any, *args: Any, **arrays: Any) -> Any:
+        out, pages = super().attend(pages, layout, place, *args, **arrays)
+        step = next(argument for argument in args if isinstance(argument, AttentionMetadata))
+        (tables,), size = step.page_tables, layout.page_size
         is_whole = (jnp.arange(tables.shape[1])[None] + 1) * size <= step.context_lens[:, None]
         of_pages = pages[0][tables].sum(axis=(2, 3, 4))
         return out + 0 * jnp.where(is_whole, of_pages, 0).sum(), pages

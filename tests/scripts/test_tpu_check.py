@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, sizes_of
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
 from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
 
@@ -51,7 +51,7 @@ def test_every_case_is_taken_and_has_full_tiles_and_tails(script: Script, chip: 
         backend = backend_of(case)
         assert backend.chip == chip
         heads = {"num_kv_heads": case.num_kv_heads, "head_size": case.head_size, "dtype": case.dtype}
-        backend.layout(num_layers=1, num_pages=1, page_size=case.page_size, **heads)
+        backend.layout(KVShape(num_layers=1, num_pages=1, page_size=case.page_size, **heads))
         shape = TpuShape(case.num_heads, case.num_kv_heads, case.head_size, case.dtype, case.page_size)
         sizes = sizes_of(chip, shape)
         assert max(case.rows.context_lens) > sizes.decode.tile, case

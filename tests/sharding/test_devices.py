@@ -1,4 +1,4 @@
-"""Devices are chosen, never guessed: no silent fall-back to the CPU beside an accelerator."""
+"""Devices are selected by kind; a CPU is never the silent fallback on a machine with an accelerator."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ import pytest
 from jpaged.sharding import devices, select_devices
 
 if jax.default_backend() != "cpu":
-    pytest.skip("these are about a JAX that has a CPU only", allow_module_level=True)
+    pytest.skip("needs a JAX that has a CPU only", allow_module_level=True)
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without accelerator: its device files are looked for in a folder."""
+    """A machine without accelerator, whose device files are looked for in this folder."""
     monkeypatch.setattr(
         devices, "ACCELERATOR_FILES", {"gpu": f"{tmp_path}/nvidia[0-9]*", "tpu": f"{tmp_path}/accel[0-9]*"}
     )
@@ -28,15 +28,15 @@ def test_a_machine_without_accelerator_runs_on_its_cpu(kind: str, machine: Path)
 
 
 @pytest.mark.parametrize(("file", "name"), [("nvidia0", "GPU"), ("accel0", "TPU")])
-def test_auto_does_not_pass_over_an_accelerator_that_jax_cannot_use(file: str, name: str, machine: Path) -> None:
+def test_auto_refuses_the_cpu_beside_an_accelerator_that_jax_cannot_use(file: str, name: str, machine: Path) -> None:
     (machine / file).touch()
     with pytest.raises(RuntimeError, match=rf"auto found a {name} .*install jpaged\[.*--device cpu"):
         select_devices("auto")
-    assert select_devices("cpu") == jax.devices("cpu"), "asked for, it is given"
+    assert select_devices("cpu") == jax.devices("cpu"), "a CPU may be asked for by name"
 
 
 @pytest.mark.parametrize(("vendor", "is_tpu"), [("0x1ae0", True), ("0x8086", False)])
-def test_a_vfio_device_is_a_tpu_if_its_vendor_is(vendor: str, is_tpu: bool, machine: Path) -> None:
+def test_a_vfio_device_counts_as_a_tpu_if_its_vendor_is_google(vendor: str, is_tpu: bool, machine: Path) -> None:
     (machine / "vfio").mkdir()
     (machine / "vfio" / "0").touch()
     (machine / "pci" / "0000:00:04.0").mkdir(parents=True)
@@ -45,6 +45,6 @@ def test_a_vfio_device_is_a_tpu_if_its_vendor_is(vendor: str, is_tpu: bool, mach
 
 
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
-def test_a_kind_that_jax_lacks_is_an_error_with_the_way_out(kind: str) -> None:
+def test_a_kind_that_jax_lacks_is_refused_with_the_extra_to_install(kind: str) -> None:
     with pytest.raises(RuntimeError, match=rf"device: got {kind}, which JAX .* does not have .*; install jpaged\["):
         select_devices(kind)

@@ -1,4 +1,4 @@
-"""Logical axes become mesh axes; nothing is spread that was not declared."""
+"""Logical axes map to mesh axes; only declared axes are split."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from jpaged.sharding import TENSOR_AXIS, device_mesh, replicated, sharding_of
 
 
 @pytest.mark.parametrize("axis", ["vocab", "heads", "kv_heads", "mlp"])
-def test_wide_axes_are_spread_over_the_tensor_axis(axis: str) -> None:
+def test_wide_axes_are_split_over_the_tensor_axis(axis: str) -> None:
     mesh = device_mesh(jax.devices())
     assert sharding_of(mesh, ("embed", axis)).spec == PartitionSpec(None, TENSOR_AXIS)
     assert sharding_of(mesh, (axis, None)).spec == PartitionSpec(TENSOR_AXIS, None)
@@ -20,12 +20,12 @@ def test_the_hidden_axis_and_unnamed_ones_stay_whole() -> None:
     assert replicated(mesh).is_fully_replicated
 
 
-def test_an_axis_that_nobody_declared_is_an_error() -> None:
+def test_an_undeclared_axis_is_an_error() -> None:
     with pytest.raises(KeyError, match="expert"):
         sharding_of(device_mesh(jax.devices()), ("expert", "embed"))
 
 
-def test_the_mesh_holds_the_devices_given_and_no_other() -> None:
+def test_the_mesh_holds_exactly_the_given_devices() -> None:
     devices = jax.devices()[:1]
     mesh = device_mesh(devices)
     assert mesh.axis_names == (TENSOR_AXIS,)

@@ -1,23 +1,19 @@
-"""What `jpaged bench latency` and `throughput` time in turns: an engine, what bounds it, and what one has without it.
+"""What `jpaged bench latency` and `throughput` time: the engine, what bounds it, and what one has without it.
 
-    engine   requests in, tokens out, as a user has it
-    replay   the very programs that the engine has just run, on the same inputs, back to back, and no host
-    bare     the same steps with the same weights, products and logits, and no attention, no cache, no host
-    dense    static batches in order of arrival, padded to the longest, over a dense cache, with the same layers
-    peer     a command that serves the same token ids, over lines of JSON
+    RecordedEngine   requests in, tokens out, as a user has it; records the steps that it runs
+    ReplayBaseline   the programs of the engine's last run, on the same inputs, back to back: no host work
+    BareBaseline     steps of the same shapes with the same weights and logits, but without attention and cache
+    DenseBaseline    static batches in order of arrival, padded to the longest prompt, over a dense cache
+    PeerBaseline     another engine behind a command (peer.py)
 
-Each computes a whole workload and says how long it took.
+Each computes a whole workload and returns how many seconds that took.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from itertools import cycle
 from typing import Any, Protocol
@@ -28,42 +24,25 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from .engine import Engine
-from .errors import ConfigError
-from .models.loading import Weights
-from .pallas_kernels.ragged_paged_attention import AttentionMetadata
-from .sampler import SamplingRows, sample
-from .sampling_params import SampleMode, SamplingParams
-from .step_inputs import COUNT_FIELDS, BuiltStep
+from ...engine import Engine
+from ...models.config import ModelConfig
+from ...models.io.loading import Weights
+from ...outputs import RequestMetrics
+from ...pallas_kernels.ragged_paged_attention import AttentionMetadata
+from ...sampling.sampler import SamplingRows, sample
+from ...sampling.sampling_params import SampleMode, SamplingParams
+from ...step.step_inputs import BuiltStep
+from ...step.step_layout import COUNT_FIELDS
 from .workloads import Workload
 
 DENSE_ROWS = 16
-"""Of a static batch."""
-
-
-class Contender(Protocol):
-    """Something that computes workloads."""
-
-    def run(self, workload: Workload) -> float:
-        """Compute it once; returns seconds."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """A step as the device sees it."""
-
-    num_tokens: int
-    """Padded."""
-    num_samples: int
-    """Padded rows that get logits."""
-
+"""Prompts of a static batch."""
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
-DRAWN: dict[str, Any] = {"temperature": 0.8}
+RANDOM: dict[str, Any] = {"temperature": 0.8}
 MIXED: tuple[dict[str, Any], ...] = (
     GREEDY,
-    DRAWN,
+    RANDOM,
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 40, "min_p": 0.02},
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},
@@ -71,117 +50,144 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "allowed_token_ids": list(range(10, 250)), "min_tokens": 4},
     {"temperature": 0.0, "logprobs": 5},
 )
-"""What requests of a mixed batch ask for, by turns: every rule, and a few that ask for none."""
+"""Sampling parameters of a mixed batch, assigned to its requests in rotation: every logit rule, and some without."""
+
+
+class Baseline(Protocol):
+    """Something that computes workloads and is timed."""
+
+    def run(self, workload: Workload) -> float:
+        """Compute the workload once; return the seconds it took."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The padded size of a step, which decides how long the device takes for it without attention."""
+
+    num_tokens: int
+    num_samples: int
+    """Rows that get logits."""
 
 
 @dataclass
-class EngineContender:
-    """An engine whose steps are written down. `kinds`: what its requests ask for, by turns."""
+class RecordedEngine:
+    """An engine that records the steps of its last run."""
 
     engine: Engine
-    kinds: tuple[dict[str, Any], ...] = (GREEDY,)
-    steps: list[StepShape] = field(default_factory=list)
-    """Of the last run."""
-    built: list[BuiltStep] = field(default_factory=list)
-    """What those were dispatched with."""
+    sampling: tuple[dict[str, Any], ...] = (GREEDY,)
+    """SamplingParams fields that its requests get in rotation."""
+    shapes: list[StepShape] = field(default_factory=list)
+    """Shape of each step; a step that decodes K tokens counts K times."""
+    steps: list[BuiltStep] = field(default_factory=list)
+    """The steps as they were dispatched."""
     true_tokens: Counter[str] = field(default_factory=Counter)
-    """Of the last run, by kind of step: decode alone, or with prompts."""
+    """Tokens by kind of step: "decode" for steps that only decode, else "prompts"."""
     padded_tokens: Counter[str] = field(default_factory=Counter)
+    """The same with padding."""
+    metrics: list[RequestMetrics] = field(default_factory=list)
+    """Times of each request."""
 
     def __post_init__(self) -> None:
-        self.dispatch = self.engine.runner.dispatch
+        self.runner = self.engine.runner
+        self.dispatch = self.runner.dispatch
 
-        def noted(step: BuiltStep) -> Any:
+        def record_and_dispatch(step: BuiltStep) -> Any:
             if step.layout is not None:
-                self._note(step)
+                self._record(step)
             return self.dispatch(step)
 
-        self.engine.runner.dispatch = noted  # type: ignore[method-assign]
+        self.runner.dispatch = record_and_dispatch  # type: ignore[method-assign]
 
     def run(self, workload: Workload) -> float:
-        """From all requests at once to the last token; no prefix is cached from the run before."""
+        """Queue all requests at once; return the seconds to the last token. No prefix is cached from the run before."""
         engine = self.engine
         engine.reset_prefix_cache()
-        for kept in (self.steps, self.built, self.true_tokens, self.padded_tokens):
-            kept.clear()
+        for record in (self.shapes, self.steps, self.true_tokens, self.padded_tokens):
+            record.clear()
         params = [
-            SamplingParams(**kind, max_tokens=n, ignore_eos=True, detokenize=False, seed=index)
-            for index, (n, kind) in enumerate(zip(workload.outs, cycle(self.kinds), strict=False))
+            SamplingParams(**sampling, max_tokens=n, ignore_eos=True, detokenize=False, seed=index)
+            for index, (n, sampling) in enumerate(zip(workload.output_lens, cycle(self.sampling), strict=False))
         ]
         prompts = [list(prompt) for prompt in workload.prompts]
         start = time.perf_counter()
         outputs = engine.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        assert [len(output.outputs[0].token_ids) for output in outputs] == list(workload.outs)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == list(workload.output_lens)
         self.metrics = [output.metrics for output in outputs]
         return seconds
 
-    def _note(self, step: BuiltStep) -> None:
+    def _record(self, step: BuiltStep) -> None:
+        """Record a step that is about to be dispatched."""
         assert step.layout is not None
         assert step.inputs is not None
         counts = dict(zip(COUNT_FIELDS, step.inputs.view(step.layout)["counts"].tolist(), strict=True))
         num_tokens = counts["num_tokens"]
-        self.built.append(step)
+        self.steps.append(step)
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
-        num_steps = max(step.draws, default=1)
-        samples = self.engine.runner.buckets.samples_for(len(step.samples), SampleMode.GREEDY) if step.samples else 0
-        self.steps += [StepShape(step.layout.num_tokens, samples)] * num_steps
-        self.true_tokens[kind] += sum(step.draws) if step.draws else num_tokens
-        self.padded_tokens[kind] += step.layout.num_tokens * num_steps
+        num_iterations = max(step.decode_lens, default=1)
+        buckets = self.runner.buckets
+        samples = buckets.samples_for(len(step.samples), SampleMode.GREEDY) if step.samples else 0
+        self.shapes += [StepShape(step.layout.num_tokens, samples)] * num_iterations
+        self.true_tokens[kind] += sum(step.decode_lens) if step.decode_lens else num_tokens
+        self.padded_tokens[kind] += step.layout.num_tokens * num_iterations
 
 
-class ReplayContender:
+class ReplayBaseline:
     """The programs of an engine's last run, on the inputs they had, back to back: a device that never waits."""
 
-    def __init__(self, of: EngineContender):
-        self.of = of
+    def __init__(self, recorded: RecordedEngine):
+        self.recorded = recorded
 
     def run(self, workload: Workload) -> float:
-        """Seconds for all steps of the engine's last run. They write into its pages what that run wrote."""
-        steps = [replace(step, inputs=jax.device_put(step.inputs)) for step in self.of.built]
+        """Return the seconds for all steps of the engine's last run; they write what it wrote into its pages."""
+        steps = [replace(step, inputs=jax.device_put(step.inputs)) for step in self.recorded.steps]
         jax.block_until_ready([step.inputs for step in steps])
         start = time.perf_counter()
         for step in steps:
-            self.of.dispatch(step)
-        jax.block_until_ready(self.of.engine.runner.state.last_tokens)
+            self.recorded.dispatch(step)
+        jax.block_until_ready(self.recorded.runner.state)
         return time.perf_counter() - start
 
 
-class BareContender:
-    """The steps that an engine's last run took, with its weights, one program after another, and no attention."""
+class BareBaseline:
+    """Steps of the shapes of an engine's last run, with its weights, back to back and without attention."""
 
-    def __init__(self, of: EngineContender):
-        self.of = of
-        self.weights = of.engine.runner.weights
+    def __init__(self, recorded: RecordedEngine):
+        self.recorded = recorded
+        self.weights = recorded.runner.weights
         self._programs: dict[StepShape, Any] = {}
 
     def run(self, workload: Workload) -> float:
-        """Seconds for as many steps of each shape as the engine took."""
-        for shape in set(self.of.steps):
+        """Return the seconds for as many steps of each shape as the engine took."""
+        for shape in set(self.recorded.shapes):
             if shape not in self._programs:
-                self._programs[shape] = self._compiled(shape)
-        runs = [self._programs[shape] for shape in self.of.steps]
-        leaves, tokens = jax.tree.leaves(self.weights.state), jnp.int32(0)
+                self._programs[shape] = self._compile(shape)
+        programs = [self._programs[shape] for shape in self.recorded.shapes]
+        leaves, token = jax.tree.leaves(self.weights.state), jnp.int32(0)
         start = time.perf_counter()
-        for run in runs:
-            tokens = run(leaves, tokens)
-        jax.block_until_ready(tokens)
+        for program in programs:
+            token = program(leaves, token)
+        jax.block_until_ready(token)
         return time.perf_counter() - start
 
-    def _compiled(self, shape: StepShape) -> Any:
+    def _compile(self, shape: StepShape) -> Any:
         leaves = jax.tree.leaves(self.weights.state)
         return jax.jit(bare_step(self.weights, shape)).lower(leaves, jnp.int32(0)).compile()
 
 
 def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Array], Array]:
-    """A step without attention, of the weights' leaves and a token: returns another token."""
+    """Return a step without attention as a function of the weights' leaves and a token id.
+
+    It returns another token id, which the next step takes, so that steps run one after another.
+    """
     tree = jax.tree.structure(weights.state)
 
     def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
         model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
         positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
         ids = jnp.where(positions == 0, token, 7)
-        hidden, _ = model(ids, _NoCache(), _step_at(positions))
+        hidden, _ = model(ids, _NoAttention(), _metadata(positions))
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
         rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
@@ -191,24 +197,25 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
     return run
 
 
-def _step_at(positions: Int[Array, " T"]) -> AttentionMetadata:
-    """All that layers and a cache without pages read of a step: where its tokens stand."""
+def _metadata(positions: Int[Array, " T"]) -> AttentionMetadata:
+    """Return the metadata of a step without pages: layers and the caches here read only the positions."""
     nothing = jnp.zeros(0, jnp.int32)
-    none = {field.name: nothing for field in fields(AttentionMetadata)}
-    return AttentionMetadata(**{**none, "positions": positions})
+    empty = {one.name: nothing for one in fields(AttentionMetadata)}
+    return AttentionMetadata(**{**empty, "positions": positions})
 
 
-class _NoCache:
-    """Attention that is none: every head's output is what it asked, with a share of its key and value."""
+class _NoAttention:
+    """A cache whose `attend` costs next to nothing, yet uses queries, keys and values, so that all are computed."""
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, step: Any, **options: Any) -> tuple[Any, _NoCache]:
+    def attend(self, layer: int, q: Any, k: Any, v: Any, step: Any, **options: Any) -> tuple[Any, _NoAttention]:
+        """Return each query plus the key and value of its KV head."""
         return q + jnp.repeat(k + v, q.shape[1] // k.shape[1], axis=1), self
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _DenseCache:
-    """Keys and values [L, rows, S, K, H] of rows of which each stands at its own length."""
+    """Keys and values of a static batch: S slots for each of R rows, in all L layers."""
 
     keys: Float[Array, "L R S K H"]
     values: Float[Array, "L R S K H"]
@@ -216,7 +223,7 @@ class _DenseCache:
     def attend(
         self, layer: int, q: Any, k: Any, v: Any, step: Any, *, scale: float, window: int | None = None
     ) -> tuple[Any, _DenseCache]:
-        """Write at the step's positions, then attend to all slots up to them."""
+        """Write at the step's positions, [R × T], then attend to all slots up to them."""
         num_rows, num_slots = self.keys.shape[1:3]
         positions = step.positions.reshape(num_rows, -1)
         rows = jnp.arange(num_rows)[:, None]
@@ -234,34 +241,34 @@ class _DenseCache:
         return out.reshape(q.shape).astype(q.dtype), replace(self, keys=keys, values=values)
 
 
-class DenseContender:
+class DenseBaseline:
     """What one writes without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
 
-    def __init__(self, weights: Weights, num_layers: int, num_kv_heads: int, head_size: int):
+    def __init__(self, weights: Weights, model: ModelConfig):
         self.weights = weights
         self.leaves, self.tree = jax.tree.flatten(weights.state)
-        self.cache_shape = num_layers, num_kv_heads, head_size
-        self.dtype = weights.stream_dtype
+        self.model = model
         self._prefill = jax.jit(self._first, donate_argnums=1)
         self._decode = jax.jit(self._next, donate_argnums=1)
 
     def run(self, workload: Workload) -> float:
-        """One batch after the other; the first run of a workload compiles for its shapes."""
+        """Compute one batch after the other. The first run of a workload also compiles for its shapes."""
         start = time.perf_counter()
         for first in range(0, len(workload.prompts), DENSE_ROWS):
             batch = slice(first, first + DENSE_ROWS)
-            self._run_batch(workload.prompts[batch], workload.outs[batch])
+            self._run_batch(workload.prompts[batch], workload.output_lens[batch])
         return time.perf_counter() - start
 
     def _run_batch(self, prompts: tuple[tuple[int, ...], ...], outs: tuple[int, ...]) -> None:
+        """Prefill the padded prompts, then decode as many tokens as the longest output has."""
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
         num_slots = max(length + out for length, out in zip(lens.tolist(), outs, strict=True))
         ids = np.zeros((len(prompts), lens.max()), np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
-        num_layers, num_kv_heads, head_size = self.cache_shape
-        shape = num_layers, len(prompts), num_slots, num_kv_heads, head_size
-        cache = _DenseCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+        shape = self.model.num_layers, len(prompts), num_slots, self.model.num_kv_heads, self.model.head_size
+        dtype = self.weights.stream_dtype
+        cache = _DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
         tokens, cache = self._prefill(self.leaves, cache, ids, lens)
         drawn = [tokens]
         for index in range(1, max(outs)):
@@ -269,77 +276,20 @@ class DenseContender:
             drawn.append(tokens)
         np.asarray(jnp.stack(drawn))
 
-    def _model(self, leaves: list[Array]) -> Any:
+    def _merged(self, leaves: list[Array]) -> Any:
+        """Return the model with these weights."""
         return nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))
 
     def _first(self, leaves: Any, cache: _DenseCache, ids: Any, lens: Any) -> tuple[Any, _DenseCache]:
+        """Compute padded prompts [R, T]; return the likeliest next token of each."""
         positions = jnp.tile(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape[0])
-        model = self._model(leaves)
-        hidden, cache = model(ids.reshape(-1), cache, _step_at(positions))
+        model = self._merged(leaves)
+        hidden, cache = model(ids.reshape(-1), cache, _metadata(positions))
         last = hidden[jnp.arange(ids.shape[0]) * ids.shape[1] + lens - 1]
         return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), cache
 
     def _next(self, leaves: Any, cache: _DenseCache, tokens: Any, positions: Any) -> tuple[Any, _DenseCache]:
-        model = self._model(leaves)
-        hidden, cache = model(tokens, cache, _step_at(positions))
+        """Compute one token of each row; return the likeliest next tokens."""
+        model = self._merged(leaves)
+        hidden, cache = model(tokens, cache, _metadata(positions))
         return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache
-
-
-class PeerContender:
-    """Another engine behind a command, which lives as long as the bench does.
-
-    The command writes a line of JSON, {"ready": …}, once its model is loaded. Then for each line that it reads,
-    {"requests": [{"prompt": [ids], "out": n}], "max_num_seqs": n}, it computes these greedily, ignoring ends, with
-    no prefix kept from before, and writes {"seconds": s, "tokens": n}. What else it has to say goes to stderr.
-    """
-
-    def __init__(self, name: str, command: str, max_num_seqs: int):
-        self.name, self.max_num_seqs = name, max_num_seqs
-        try:
-            self._process = subprocess.Popen(
-                shlex.split(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--peer: {name} cannot be started: {error}") from error
-        self.ready = self._read()
-
-    def run(self, workload: Workload) -> float:
-        """Seconds as the peer measures them, from ids to ids."""
-        pairs = zip(workload.prompts, workload.outs, strict=True)
-        requests = [{"prompt": list(prompt), "out": out} for prompt, out in pairs]
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # It has ended, as reading will say.
-            self._process.stdin.write(json.dumps({"requests": requests, "max_num_seqs": self.max_num_seqs}) + "\n")
-            self._process.stdin.flush()
-        answer = self._read()
-        if answer.get("tokens") != workload.num_out:
-            raise ConfigError(
-                f"--peer: {self.name} gave {answer.get('tokens')} tokens for {workload.name}, wanted {workload.num_out}"
-            )
-        return float(answer["seconds"])
-
-    def close(self) -> None:
-        """End the command."""
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            raise ConfigError(f"--peer: {self.name} ended with status {status} and no answer; run its command alone")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise ConfigError(
-                f"--peer: {self.name} wrote {line.strip()[:100]!r}, wanted an object of JSON; what else it has to say "
-                "belongs to stderr"
-            )
-        return answer

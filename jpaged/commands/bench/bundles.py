@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .pallas_kernels.ragged_paged_attention import KVLayout, TpuBackend
-    from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
-    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, TpuSizes
+    from ...pallas_kernels.ragged_paged_attention import KVLayout, TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
+    from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 """Chip → the topology that the compiler is asked for."""
@@ -72,7 +72,7 @@ class Compiler:
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
 
-        from .sharding import device_mesh
+        from ...sharding import device_mesh
 
         self.chip, self.folder = chip, Path(folder)
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
@@ -109,7 +109,7 @@ class Compiler:
         """
         import jax.numpy as jnp
 
-        from .pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
+        from ...pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
 
         shaped = self.shaped
         page = page_layout(backend, shape)
@@ -123,7 +123,7 @@ class Compiler:
         ints: Any = functools.partial(shaped, dtype=jnp.int32)
         step = AttentionMetadata(
             positions=ints((TOKENS,)),
-            slots=ints((1, TOKENS)),
+            slot_mapping=ints((1, TOKENS)),
             query_starts=ints((ROWS + 1,)),
             context_lens=ints((ROWS,)),
             page_tables=ints((1, ROWS, TABLE_TOKENS // shape.page_size)),
@@ -143,14 +143,9 @@ class Compiler:
 
 def page_layout(backend: TpuBackend, shape: TpuShape) -> KVLayout:
     """Of one page in one layer. ValueError if the kernels do not take the shape."""
-    return backend.layout(
-        num_layers=1,
-        num_pages=1,
-        page_size=shape.page_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        dtype=shape.dtype,
-    )
+    from ...pallas_kernels.ragged_paged_attention import KVShape
+
+    return backend.layout(KVShape(1, 1, shape.page_size, shape.num_kv_heads, shape.head_size, shape.dtype))
 
 
 class DecodeLoops(NamedTuple):
@@ -174,18 +169,22 @@ class DecodeLoops(NamedTuple):
         """From the loops of a kernel that was compiled with these sizes. ValueError if they are not as known here."""
         import jax.numpy as jnp
 
-        from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK, heads_together
-        from .pallas_kernels.ragged_paged_attention.tpu_decode_kernel import at_once, products_at_once, rows_paired
+        from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS, heads_per_product
+        from ...pallas_kernels.ragged_paged_attention.tpu.decode_kernel import (
+            max_unrolled_products,
+            tail_rows_together,
+            unroll_factor,
+        )
 
         dtype = jnp.dtype(shape.dtype)
-        heads = heads_together(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.most_rows)
-        num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, rows_paired(dtype)
-        most = products_at_once(shape.num_heads // num_groups, heads, dtype)
+        heads = heads_per_product(shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, sizes.max_rows)
+        num_pieces, num_groups, pair = sizes.tile // sizes.full, shape.num_kv_heads // heads, tail_rows_together(dtype)
+        most = max_unrolled_products(shape.num_heads // num_groups, heads, dtype)
         full, tail = _with_products(loops, 2)
 
         def turns(num: int, most: int) -> list[int]:
             """Of the loop over so many, if there is one."""
-            size = at_once(num, most)
+            size = unroll_factor(num, most)
             return [num // size] if size < num else []
 
         def bundles(nest: list[Loop], turns: list[int]) -> int:
@@ -210,16 +209,16 @@ class DecodeLoops(NamedTuple):
             tail_piece=tail_piece,
             full=full,
             tail=tail,
-            num_pairs=BLOCK // pair,
+            num_pairs=BLOCK_ROWS // pair,
         )
 
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
         """Of one of many rows of this length."""
-        from .pallas_kernels.ragged_paged_attention.tpu_decode import BLOCK
+        from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS
 
         num_full = (context_len - 1) // sizes.tile
         num_pieces = -(-(context_len - num_full * sizes.tile) // sizes.tail)
-        total = self.around / BLOCK + self.num_pairs / BLOCK * num_pieces * self.tail_piece
+        total = self.around / BLOCK_ROWS + self.num_pairs / BLOCK_ROWS * num_pieces * self.tail_piece
         return total + (self.around_full + num_full * self.full_tile if num_full else 0)
 
 
@@ -229,9 +228,9 @@ def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: Tp
     One bunch of heads has no such loop: the loop over pieces counts for each of them, with all sides of its branches.
     ValueError if the loops are not as known here.
     """
-    from .pallas_kernels.ragged_paged_attention.tpu_prefill import heads_of_bunch
+    from ...pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
 
-    num_bunches = shape.num_heads // heads_of_bunch(shape.num_heads // shape.num_kv_heads, tile_q)
+    num_bunches = shape.num_heads // heads_per_chunk(shape.num_heads // shape.num_kv_heads, tile_q)
     found = _with_products(loops, 1 if num_bunches == 1 else 3)
     whole, masked, half = found if len(found) == 3 else found * 3
     key_tiles = _around(whole, loops)

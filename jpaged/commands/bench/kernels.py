@@ -30,27 +30,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .attention_choice import DEVICE_OF_KERNELS, TPU_BLOCK_SIZES, XLA_BLOCK_SIZE, kernel_backend
-from .errors import ConfigError
-from .flags import FlagParser
-from .pallas_kernels.ragged_paged_attention import (
+from ...checks import check, one_of
+from ...errors import ConfigError
+from ...pallas_kernels.ragged_paged_attention import (
     NULL_PAGE,
     AttentionMetadata,
+    AttentionShape,
     Backend,
+    KVShape,
     LayerPlace,
     PagedCache,
-    XlaBackend,
     random_tables,
     step_of_rows,
 )
-from .progress import say
+from ...pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
+from ...startup.attention_choice import backend_by_name
+from ..flags import FlagParser, check_positive
+from ..progress import say
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64
 LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
 READ_BYTES, READ_TURNS = 256 << 20, 16
 """Of the array that is read, and how often one program reads it: so often that a launch takes little of its time."""
-BLOCK_SIZES = {"xla": XLA_BLOCK_SIZE, "pallas-tpu": TPU_BLOCK_SIZES[0], "pallas-gpu": XLA_BLOCK_SIZE}
-"""Backend → tokens of a page that it serves with, unless long page tables need larger ones."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def full_gather(backend: Backend, workload: Workload, page_size: int, *, is_grou
 
     def attend(layer: int, cache: PagedCache, q: Any, k: Any, v: Any) -> tuple[Any, PagedCache]:
         first = layer * cache.layout.num_pages
-        pages, offsets = first + step.slots[0] // page_size, step.slots[0] % page_size
+        pages, offsets = first + step.slot_mapping[0] // page_size, step.slot_mapping[0] % page_size
         k_pages, v_pages = cache.pages
         k_pages, v_pages = k_pages.at[pages, :, :, offsets].set(k), v_pages.at[pages, :, offsets].set(v)
         tables = first + step.page_tables[0]
@@ -175,7 +176,7 @@ def naive_gather(backend: Backend, workload: Workload, page_size: int) -> Progra
 
     def attend(layer: int, pages: tuple[Any, Any], q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, Any]]:
         first = layer * num_pages
-        page, offset = first + step.slots[0] // page_size, step.slots[0] % page_size
+        page, offset = first + step.slot_mapping[0] // page_size, step.slot_mapping[0] % page_size
         pages = pages[0].at[page, offset].set(k), pages[1].at[page, offset].set(v)
         taken = (jnp.take(x, first + step.page_tables[0], axis=0) for x in pages)
         keys, values = (jnp.repeat(x.reshape(len(q), -1, *x.shape[3:]), group, axis=2) for x in taken)
@@ -282,21 +283,28 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
     parser = FlagParser(prog="jpaged bench kernels", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BLOCK_SIZES)}; default xla")
-    defaults = ", ".join(f"{size} with {name}" for name, size in BLOCK_SIZES.items())
+    parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BACKEND_NAMES)}; default xla")
+    defaults = ", ".join(f"{entry.block_size} with {entry.name}" for entry in BACKENDS)
     parser.add_argument(
         "--block-size", type=int, metavar="N", help=f"tokens per page; default as the backend serves: {defaults}"
     )
     parser.add_argument("--runs", type=int, default=7, help="interleaved runs of everything; medians are shown")
     parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
     args = parser.parse_args(argv)
-    for name, number in (("runs", args.runs), ("block-size", args.block_size)):
-        if number is not None and number < 1:
-            raise ConfigError(f"--{name}: got {number}, allowed: an integer ≥ 1")
+    check_positive(args, "runs", "block_size")
     device = jax.devices()[0]
-    backend, sharing = _backends(args.backend, device.platform)
-    page_size = BLOCK_SIZES[args.backend] if args.block_size is None else args.block_size
+    check("--backend", args.backend, one_of(*BACKEND_NAMES), error=ConfigError)
+    entry = BACKENDS[BACKEND_NAMES.index(args.backend)]
+    if not entry.runs_on(device.platform):
+        raise ConfigError(
+            f"--backend: got {args.backend}, which runs on a {' or '.join(entry.platforms)}, this is a "
+            f"{device.platform}; use --backend xla"
+        )
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_dtype=dtype)
+    backend = backend_by_name(args.backend, shape, [device])
+    sharing = backend.with_shared_prefixes()
+    page_size = args.block_size or backend.block_sizes[0]
     try:
         result = bench(backend, sharing, page_size=page_size, dtype=dtype, num_runs=args.runs)
     except ValueError as error:
@@ -324,36 +332,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _backends(name: str, device: str) -> tuple[Backend, Backend | None]:
-    """The backend of that name, and the same with shared prefixes, if it can share them. ConfigError if not here."""
-    if name not in BLOCK_SIZES:
-        raise ConfigError(f"--backend: got {name}, allowed: {', '.join(BLOCK_SIZES)}")
-    if name != "xla":
-        if device != DEVICE_OF_KERNELS[name]:
-            raise ConfigError(
-                f"--backend: got {name}, which runs on a {DEVICE_OF_KERNELS[name]}, this is a {device}; "
-                "use --backend xla"
-            )
-        try:
-            return kernel_backend(name, jax.devices()[0], NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), None
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    return XlaBackend(platform=device), XlaBackend(platform=device, share_prefixes=True)
-
-
 def _pages(
     backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
 ) -> tuple[PagedCache, AttentionMetadata]:
     tables = random_tables(workload.context_lens, page_size, np.random.default_rng(0))
     total, num_shared = int(tables.max()), workload.num_shared // page_size
     tables[:, :num_shared] = tables[0, :num_shared]
+    num_pages = 1 + num_copies * total
     layout = backend.layout(
-        num_layers=workload.num_layers,
-        num_pages=1 + num_copies * total,
-        page_size=page_size,
-        num_kv_heads=workload.num_kv_heads,
-        head_size=workload.head_size,
-        dtype=dtype,
+        KVShape(workload.num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype)
     )
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(workload.num_layers))

@@ -1,9 +1,9 @@
 """`jpaged bench scheduler`: what the host core costs per step and per request, beside a device that takes no time.
 
-The scheduler, block manager, step builder and output rules are those of the engine; only the model is missing. Text is
-measured apart, by the default model's tokenizer.
-Two situations: 256 sequences that decode, and the same with newcomers, while more or fewer requests wait. The
-queue is kept as long as it is: for every request that ends, another one comes.
+The scheduler, block manager, step builder and output rules are those of the engine; only the programs compute nothing
+(`instant_runner`). Two situations are measured: 256 sequences that decode, and the same with new requests, while more
+or fewer requests wait; the queue keeps its length, since each request that ends is replaced by another. Detokenizing
+and the hashing of prefixes are measured separately, the text with the default model's tokenizer.
 """
 
 from __future__ import annotations
@@ -25,58 +25,61 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .block_manager import BlockManager
-from .buckets import Buckets, make_buckets
-from .compile_plan import CompilePlan
-from .config import EngineConfig
-from .core import Core
-from .detokenizer import Detokenizer
-from .errors import ConfigError
-from .flags import FlagParser
-from .models.loading import Weights
-from .opening import open_for_engine
-from .output_processor import OutputProcessor
-from .pallas_kernels.ragged_paged_attention import PagedCache, XlaBackend
-from .prefix_hash import NO_EXTRAS, extend_hashes
-from .programs import ALLOCATE_KEY
-from .progress import say
-from .request import Request, make_request
-from .rule_book import RuleBook
-from .runner import Runner
-from .sampler import SampledRows
-from .sampling_params import SampleMode, SamplingParams
-from .scheduler import Scheduler
-from .sharding import device_mesh
-from .step import DeviceState
-from .step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
-from .tokenizer import Tokenizer
+from ...checks import refusal
+from ...config import EngineConfig
+from ...engine_core import EngineCore
+from ...errors import ConfigError
+from ...kv_cache.block_manager import BlockManager
+from ...kv_cache.prefix_hash import extend_hashes
+from ...models.io.loading import Weights
+from ...pallas_kernels.ragged_paged_attention import KVShape, PagedCache, XlaBackend
+from ...request import NO_EXTRAS, Request, make_request
+from ...sampling.logit_rules_spec import LogitRulesSpec
+from ...sampling.sample_columns import SAMPLE_FIELDS
+from ...sampling.sampler import SampledRows
+from ...sampling.sampling_params import SampleMode, SamplingParams
+from ...scheduling.scheduler import Scheduler
+from ...scheduling.scheduler_config import SchedulerConfig
+from ...sharding import device_mesh
+from ...startup.open_model import open_model
+from ...step.compile_plan import CompilePlan
+from ...step.programs import ALLOCATE_KEY
+from ...step.runner import Runner
+from ...step.step import DeviceState
+from ...step.step_inputs import StepInputBuilder
+from ...step.step_layout import StepInputs
+from ...step.step_sizes import StepSizes
+from ...text.detokenizer import Detokenizer
+from ...text.output_processor import OutputProcessor
+from ...text.tokenizer import Tokenizer
+from ..flags import FlagParser, check_positive
+from ..progress import say
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
 VOCAB_SIZE = 32_000
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, detokenize=False)
 NUM_WEIGHTS = 32 * 6 + 3
-"""Arrays of a model of 32 layers."""
-DRAWN = 10
-"""The token that every sequence draws."""
+"""Weight arrays of a model of 32 layers, which each call of a program hands over."""
+DRAWN_TOKEN = 10
+"""The token that every sequence draws; it ends none."""
 HASHED_PAGE = 16
-"""Tokens of a page in the measurement of hashing."""
+"""Tokens per page in the measurement of hashing."""
 
 
-def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, max_pages: int) -> Runner:
-    """The engine's own runner, over programs that take and give what a model's would and compute nothing.
+def instant_runner(builder: StepInputBuilder) -> Runner:
+    """Return the engine's own runner over programs with a model's arguments and results that compute nothing.
 
-    Each call hands over as many weights as 32 layers have, a state that is donated, and the step's packed input. All
-    tokens are the same, and none ends a sequence.
+    Each call hands over as many weight arrays as a model of 32 layers has, a donated state and the step's packed
+    input. Every row draws DRAWN_TOKEN.
     """
     mesh = device_mesh(jax.devices("cpu")[:1])
-    layout = builder.backend.layout(
-        num_layers=1, num_pages=2, page_size=builder.block_size, num_kv_heads=1, head_size=8, dtype=np.float32
-    )
+    page_size = builder.sizes.block_size
+    layout = builder.backend.layout(KVShape(1, 2, page_size, num_kv_heads=1, head_size=8, dtype=np.float32))
     cache = PagedCache(tuple(jnp.zeros(shape) for shape in layout.shapes), layout, (), builder.backend)
-    num_slots = num_seqs + 1
+    buckets, num_slots = builder.buckets, builder.sizes.max_num_seqs + 1
 
     def allocate() -> tuple[DeviceState, None]:
-        tables = jnp.zeros((1, num_slots, max_pages), jnp.int32)
+        tables = jnp.zeros(builder.tables.shape, jnp.int32)
         last_tokens, hidden = jnp.zeros(num_slots, jnp.int32), jnp.zeros((buckets.num_tokens[-1], 8))
         return DeviceState(jax.tree.map(jnp.copy, cache), tables, last_tokens, hidden), None
 
@@ -84,7 +87,7 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
         return state, jnp.zeros((len(SAMPLE_FIELDS), buckets.max_samples), jnp.int32)
 
     def sample(num_rows: int, leaves: Any, kept: Any, hidden: Any, columns: Any) -> Any:
-        drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
+        drawn = SampledRows(token_ids=jnp.full(num_rows, DRAWN_TOKEN, jnp.int32), is_finite=jnp.ones(num_rows, bool))
         return kept, drawn
 
     def lower(run: Any, *shapes: Any) -> Any:
@@ -92,18 +95,18 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
 
     paths = [("layers", index) for index in range(NUM_WEIGHTS - 1)] + [("head", 0)]
     state_of_model = nnx.from_flat_state({path: nnx.Param(jnp.zeros(1)) for path in paths})
-    weights = Weights(None, state_of_model, jnp.float32, of_logits=("head",))
-    leaves, of_logits = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
+    weights = Weights(None, state_of_model, jnp.float32, logits_modules=("head",))
+    leaves, logits_leaves = tuple(jax.tree.leaves(weights.state)), tuple(weights.split_logits()[0])
     state, _ = jax.eval_shape(allocate)
     _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for size in buckets.num_tokens:
         packed = StepInputs(jnp.zeros(builder.layouts[size].size, jnp.int32))
         programs["forward", size] = lower(forward, leaves, state, packed)
-    for mode in (SampleMode.GREEDY, SampleMode.DRAWN):
+    for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         for size in buckets.num_samples:
             programs["sample", size, mode] = lower(
-                partial(sample, size), tuple(of_logits), (state.last_tokens, None), state.hidden, columns
+                partial(sample, size), logits_leaves, (state.last_tokens, None), state.hidden, columns
             )
     plan = CompilePlan(programs)
     plan.start(programs)
@@ -113,11 +116,13 @@ def instant_runner(buckets: Buckets, builder: StepInputBuilder, num_seqs: int, m
 
 @dataclass
 class Stopwatch:
-    """Seconds of each call of the functions that it has wrapped, by name."""
+    """Records the seconds of each call of the functions that it wraps, by name."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its calls recorded under this name."""
+
         def timed(*args: Any) -> Any:
             start = time.perf_counter()
             result = function(*args)
@@ -127,7 +132,7 @@ class Stopwatch:
         return timed
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Microseconds, median and 99th percentile, of each and of what a step takes in all."""
+        """Return microseconds of each part and of a whole step, as median and 99th percentile."""
         columns = {name: np.array(values) for name, values in self.seconds.items()}
         columns["schedule + process"] = columns["schedule"] + columns["process"]
         columns["sum"] = columns["schedule + process"] + columns["build"] + columns["dispatch"]
@@ -138,37 +143,24 @@ class Stopwatch:
 
 
 class Host:
-    """A host core over an instant device, with a supply of requests."""
+    """A host core over an instant device, and a supply of requests."""
 
     def __init__(self, *, num_running: int, block_size: int):
         pages = -(-(PROMPT_LEN + OUTPUT_LEN) // block_size)
         num_tokens = max(8192, num_running)
         blocks = BlockManager(num_blocks=1 + 2 * num_running * pages, block_size=block_size, max_chunk=num_tokens)
-        scheduler = Scheduler(
-            blocks,
-            max_num_seqs=num_running,
-            max_num_batched_tokens=num_tokens,
-            watermark=0.01,
-            clock=time.monotonic,
-        )
-        buckets = make_buckets(max_num_batched_tokens=num_tokens, max_num_seqs=num_running, platform="gpu")
-        builder = StepInputBuilder(
-            buckets=buckets,
-            backend=XlaBackend(),
-            block_size=block_size,
-            num_groups=1,
-            max_num_seqs=num_running,
-            max_pages=pages,
-            rule_book=RuleBook(VOCAB_SIZE),
-        )
+        config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=num_tokens, watermark=0.01)
+        self.scheduler = Scheduler(blocks, config, clock=time.monotonic)
+        sizes = StepSizes("float32", "float32", block_size, PROMPT_LEN + OUTPUT_LEN, num_running, num_tokens)
+        builder = StepInputBuilder(sizes, sizes.buckets("gpu"), XlaBackend(), rules_spec=LogitRulesSpec(VOCAB_SIZE))
         rng = np.random.default_rng(0)
         self.tokens = rng.integers(10, VOCAB_SIZE, 1 << 20).tolist()
         self.random = random.Random(0)
         self.num_running = num_running
         self.num_requests = 0
-        self.runner = instant_runner(buckets, builder, num_running, pages)
-        self.core = Core(
-            scheduler=scheduler,
+        self.runner = instant_runner(builder)
+        self.core = EngineCore(
+            scheduler=self.scheduler,
             builder=builder,
             runner=self.runner,
             outputs=OutputProcessor(None, eos_token_ids=(2,)),
@@ -176,7 +168,7 @@ class Host:
         )
 
     def add(self, *, prompt_len: int = PROMPT_LEN, max_tokens: int = OUTPUT_LEN) -> Request:
-        """Queue a request whose prompt nobody else has."""
+        """Queue a request whose prompt shares no prefix with another."""
         start = self.random.randrange(len(self.tokens) - prompt_len)
         request = make_request(
             request_id=str(self.num_requests),
@@ -193,32 +185,33 @@ class Host:
         return request
 
     def step(self) -> int:
-        """One step; returns the requests that it ended."""
+        """Run one step; return how many requests it ended."""
         self.core.dispatch()
-        jax.block_until_ready(self.runner.state)  # The device's time is not the host's.
+        jax.block_until_ready(self.runner.state)  # So that `retire` measures the host and does not wait.
         self.core.retire()
-        num_ended = len(self.core.scheduler.ended)
-        self.core.scheduler.ended.clear()
+        num_ended = len(self.scheduler.ended)
+        self.scheduler.ended.clear()
         return num_ended
 
-    def watched(self) -> Stopwatch:
-        """A stopwatch on the four parts of a step."""
+    def start_watch(self) -> Stopwatch:
+        """Wrap the four parts of a step in a stopwatch and return it."""
         watch, core = Stopwatch(), self.core
         core.scheduler.schedule = watch.wrap("schedule", Scheduler.schedule.__get__(core.scheduler))  # type: ignore[method-assign]
         core.builder.build = watch.wrap("build", StepInputBuilder.build.__get__(core.builder))  # type: ignore[method-assign]
         self.runner.dispatch = watch.wrap("dispatch", self.runner.dispatch)  # type: ignore[method-assign]
-        core.retire = watch.wrap("process", Core.retire.__get__(core))  # type: ignore[method-assign]
+        core.retire = watch.wrap("process", EngineCore.retire.__get__(core))  # type: ignore[method-assign]
         return watch
 
 
 def bench_decode(*, num_running: int, block_size: int, num_steps: int) -> dict[str, Any]:
-    """All sequences decode, each at another place of its page; nobody comes or goes."""
+    """Measure steps in which all sequences decode, each at another offset of its page, and no request comes or ends."""
     host = Host(num_running=num_running, block_size=block_size)
-    for index in range(num_running):
-        host.add(prompt_len=PROMPT_LEN - index % block_size, max_tokens=OUTPUT_LEN + index % block_size)
-    while host.core.scheduler.waiting or any(s.num_output_tokens < 2 for s in host.core.scheduler.sequences):
+    lens = [index % block_size for index in range(num_running)]
+    requests = [host.add(prompt_len=PROMPT_LEN - more, max_tokens=OUTPUT_LEN + more) for more in lens]
+    sequences = [sequence for request in requests for sequence in request.live]
+    while not all(sequence.num_output_tokens >= 2 for sequence in sequences):
         host.step()
-    watch = host.watched()
+    watch = host.start_watch()
     for _ in range(min(num_steps, OUTPUT_LEN - 10)):
         host.step()
     host.runner.close()
@@ -226,27 +219,27 @@ def bench_decode(*, num_running: int, block_size: int, num_steps: int) -> dict[s
 
 
 def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_requests: int) -> dict[str, Any]:
-    """A full batch with newcomers, while `num_queued` requests wait, until `num_requests` have gone through."""
+    """Measure a full batch with new requests while `num_queued` wait, until `num_requests` requests have ended."""
     host = Host(num_running=num_running, block_size=block_size)
-    for index in range(num_running):  # As if they had come one after another.
+    for index in range(num_running):  # Outputs of all lengths, as if the requests had arrived one after another.
         host.add(max_tokens=1 + OUTPUT_LEN * (index + 1) // num_running)
     for _ in range(num_queued):
         host.add()
     num_ended = 0
     while num_ended < num_running:
-        num_ended += _replace(host)
-    watch = host.watched()
+        num_ended += _step_and_refill(host)
+    watch = host.start_watch()
     start, num_ended = time.perf_counter(), 0
     while num_ended < num_requests:
-        num_ended += _replace(host)
+        num_ended += _step_and_refill(host)
     seconds = time.perf_counter() - start
-    assert len(host.core.scheduler.waiting) >= num_queued, "the queue has kept its length"
+    assert len(host.scheduler.waiting) >= num_queued, "the queue has kept its length"
     host.runner.close()
     return {"queued": num_queued, "us_per_request": round(1e6 * seconds / num_ended, 1), "step_us": watch.summary()}
 
 
 def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
-    """Microseconds to hash a full page of 16 tokens and look it up, as a match of a long prompt does; and bare."""
+    """Measure the microseconds to hash a full page of 16 tokens and look it up, as matching a long prompt does."""
     tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
     request = make_request(
         request_id="long",
@@ -266,7 +259,7 @@ def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
         blocks.device.publish(page, (0, page_hash))
     sequence, times = request.sequences[0], []
     for _ in range(5):
-        sequence.page_hashes.clear()
+        blocks.prefixes.forget_tokens(sequence)
         start = time.perf_counter()
         match = blocks.prefixes.match(sequence, len(tokens))
         times.append(time.perf_counter() - start)
@@ -275,7 +268,7 @@ def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
 
 
 def bench_detokenizing(tokenizer: Tokenizer, *, num_tokens: int = 20_000) -> dict[str, float]:
-    """Microseconds to make text of a token and show it, one by one as a stream does; plain, and beside stop strings."""
+    """Measure the microseconds per token to detokenize a stream token by token, without and with stop strings."""
     text = Path(__file__).read_text(encoding="utf-8")
     once = tokenizer.encode(text)
     token_ids = (once * -(-num_tokens // len(once)))[:num_tokens]
@@ -306,14 +299,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=5, help="runs of everything; medians are shown")
     parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
     args = parser.parse_args(argv)
-    for name in ("running", "requests", "block_size", "runs"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    check_positive(args, "running", "requests", "block_size", "runs")
     if min(args.queued) < 0:
-        raise ConfigError(f"--queued: got {min(args.queued)}, allowed: integers ≥ 0")
+        raise refusal("--queued", min(args.queued), "integers ≥ 0", error=ConfigError)
     sizes = {"num_running": args.running, "block_size": args.block_size}
     hashing, queues = [], defaultdict(list)
-    # As in a process of its own: once 100,000 requests have come and gone, weights lie all over the memory.
+    # First, as in a new process: after 100,000 requests the weight objects are scattered over the heap.
     decode = [bench_decode(**sizes, num_steps=OUTPUT_LEN) for _ in range(args.runs)]
     for run in range(args.runs):
         say(f"run {run + 1} of {args.runs}")
@@ -331,7 +322,7 @@ def main(argv: Sequence[str]) -> int:
         "python": platform.python_version(),
         "decode_step": _medians(decode),
         "hash_and_look_up": _medians(hashing),
-        "detokenize": bench_detokenizing(open_for_engine(EngineConfig()).tokenizer),
+        "detokenize": bench_detokenizing(open_model(EngineConfig()).tokenizer),
         "us_per_request": per_request,
         "growth": {size: round(value / per_request[args.queued[0]], 3) for size, value in per_request.items()},
         "steps_with_newcomers": {size: _medians([one["step_us"] for one in runs]) for size, runs in queues.items()},
@@ -345,8 +336,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _replace(host: Host) -> int:
-    """One step, and a new request for each that it ended."""
+def _step_and_refill(host: Host) -> int:
+    """Run one step and queue a new request for each that it ended; return how many those are."""
     num_ended = host.step()
     for _ in range(num_ended):
         host.add()
@@ -354,6 +345,7 @@ def _replace(host: Host) -> int:
 
 
 def _medians(runs: list[Any]) -> Any:
+    """Return the medians over runs of each number in nested dicts of equal keys."""
     first = runs[0]
     if isinstance(first, dict):
         return {key: _medians([run[key] for run in runs]) for key in first}
@@ -361,6 +353,7 @@ def _medians(runs: list[Any]) -> Any:
 
 
 def _show(result: dict[str, Any]) -> None:
+    """Print the table."""
     say(f"decode step of {result['running']} sequences, µs:")
     for name, values in result["decode_step"].items():
         say(f"  {name:20} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}")

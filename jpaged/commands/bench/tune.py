@@ -4,7 +4,7 @@
     jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128 --source bundles --chip v6e      # anywhere: by bundles
 
 One size after another is tried with the others held, from what a start would take now. Sizes that are better by more
-than `LEAST_GAIN` become an entry of the user's table, which a start reads beside our own. Bundles (`jpaged/bundles.py`)
+than `LEAST_GAIN` become an entry of the user's table, which a start reads beside our own. Bundles (`bundles.py`)
 do not tell what waits for memory, so they leave alone how many tokens are fetched together.
 """
 
@@ -19,21 +19,22 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ...checks import check, one_of, or_none, refusal
+from ...errors import ConfigError
+from ..flags import FlagParser, check_positive
+from ..progress import say
 from .bundles import SPILLS, TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, page_layout, prepare
-from .errors import ConfigError
-from .flags import FlagParser
-from .progress import say
 
 if TYPE_CHECKING:
-    from .pallas_kernels.ragged_paged_attention import TpuBackend
-    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, TpuSizes, TunedEntry
+    from ...pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes, TunedEntry
 
 LEAST_GAIN = 0.02
 """Of a kernel's cost: less is not worth an entry."""
 DTYPES = ("bfloat16", "float32")
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 """Of a size, what is tried instead."""
-DECODE_SIZES, PREFILL_SIZES = ("most_rows", "full", "tail", "tile"), ("sub_kv", "tile_kv")
+DECODE_SIZES, PREFILL_SIZES = ("max_rows", "full", "tail", "tile"), ("sub_kv", "tile_kv")
 FETCHED = ("tile", "tile_kv")
 CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
 DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
@@ -106,7 +107,7 @@ class Measured:
 
     def workloads(self, kind: str) -> dict[str, Any]:
         """Name → what is timed."""
-        from .bench_kernels import Workload
+        from .kernels import Workload
 
         heads = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_size")}
         if kind == "decode":
@@ -125,7 +126,7 @@ class Measured:
         return num_rows, num_layers
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
-        from .bench_kernels import measure, paged
+        from .kernels import measure, paged
 
         found: list[Figures | str] = [{} for _ in candidates]
         for name, workload in self.workloads(kind).items():
@@ -191,7 +192,7 @@ def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned
 
 def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuSizes]:
     """The same sizes but for one, as far as the kernels could work with them."""
-    from .pallas_kernels.ragged_paged_attention.tpu_sizes import refuse_invalid
+    from ...pallas_kernels.ragged_paged_attention.tpu.sizes import check_sizes
 
     found = []
     for factor in FACTORS:
@@ -200,7 +201,7 @@ def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuS
             change = {"decode": sizes.decode._replace(**change)}
         other = sizes._replace(**change)
         try:
-            refuse_invalid(chip, shape, other)
+            check_sizes(chip, shape, other)
         except ValueError:
             continue
         found.append(other)
@@ -220,14 +221,14 @@ def _cost(figures: Figures, of: Figures) -> float:
 def _backend(chip: str, shape: TpuShape, sizes: TpuSizes) -> TpuBackend:
     import dataclasses
 
-    from .pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention import TpuBackend
 
     return dataclasses.replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
 
 
 def _page_bytes(chip: str, shape: TpuShape) -> int:
     """Of a page in one layer. ValueError if the kernels do not take the shape."""
-    from .pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention import TpuBackend
 
     return page_layout(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), shape).page_bytes
 
@@ -272,24 +273,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Any) -> None:
-    for name in ("num_heads", "num_kv_heads", "head_size", "block_size", "runs"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, allowed: an integer ≥ 1")
+    check_positive(args, "num_heads", "num_kv_heads", "head_size", "block_size", "runs")
     if args.num_heads % args.num_kv_heads:
-        raise ConfigError(
-            f"--num-heads: got {args.num_heads}, allowed: multiples of --num-kv-heads, {args.num_kv_heads}"
-        )
-    for name, allowed in (("dtype", DTYPES), ("source", ("measured", "bundles")), ("chip", (None, *TOPOLOGIES))):
-        if getattr(args, name) not in allowed:
-            raise ConfigError(f"--{name}: got {getattr(args, name)}, allowed: {', '.join(filter(None, allowed))}")
+        allowed = f"multiples of --num-kv-heads, {args.num_kv_heads}"
+        raise refusal("--num-heads", args.num_heads, allowed, error=ConfigError)
+    check("--dtype", args.dtype, one_of(*DTYPES), error=ConfigError)
+    check("--source", args.source, one_of("measured", "bundles"), error=ConfigError)
+    check("--chip", args.chip, or_none(one_of(*TOPOLOGIES)), error=ConfigError)
     if args.source == "bundles" and args.chip is None:
-        raise ConfigError(f"--chip: got none with --source bundles, allowed: {', '.join(TOPOLOGIES)}")
+        raise refusal("--chip", "none with --source bundles", ", ".join(TOPOLOGIES), error=ConfigError)
 
 
 def _chip_here(args: Any) -> str:
     import jax
 
-    from .attention_choice import TPU_CHIPS
+    from ...pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS
 
     device = jax.devices()[0]
     if device.platform != "tpu":
@@ -309,13 +307,14 @@ def _chip_here(args: Any) -> str:
 def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     import jax
 
-    from .attention_choice import tuned_path, user_tuned
-    from .pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, read_tuned, sizes_of
-    from .user_cache import make_private
+    from ...pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, read_tuned, sizes_of
+    from ...startup.attention_choice import tuned_path, users_tuned
+    from ...startup.user_cache import make_private
 
     shape = TpuShape(args.num_heads, args.num_kv_heads, args.head_size, args.dtype, args.block_size)
     try:
-        table: Path = args.output or tuned_path()
+        table: Path = args.output or tuned_path(TpuBackend)
     except RuntimeError as error:
         raise ConfigError(f"--output: got none, and this user has no table ({error}); name one, or set HOME") from error
     try:  # Before a search that takes minutes.
@@ -327,7 +326,7 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     except OSError as error:
         raise ConfigError(f"--output: {table} cannot be written ({error}); name another table") from error
     try:
-        tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else user_tuned()
+        tuned: tuple[TunedEntry, ...] = read_tuned(table) if table.exists() else users_tuned(TpuBackend)
         start = sizes_of(chip, shape, tuned)
         _page_bytes(chip, shape)
     except ValueError as error:

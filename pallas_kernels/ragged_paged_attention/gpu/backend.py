@@ -12,6 +12,7 @@ side. Nothing here asks which chip there is: what has to be known of it is said 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,21 +22,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from . import gpu_mma, gpu_wgmma
-from .gpu_attention import Options, ragged_attention
-from .gpu_merge import merge
-from .gpu_plan import NUM_STAGES, GpuPlanner
-from .gpu_queries import QueryRows
-from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu
-from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
-from .kv_scales import LayerScales, quantize
-from .page_writes import write_rows
+from ..interface import (
+    AttendOptions,
+    AttentionMetadata,
+    AttentionShape,
+    Backend,
+    KVLayout,
+    KVShape,
+    LayerPlace,
+    PlanRows,
+    refuse_one_of,
+)
+from ..kv_scales import LayerScales, quantize
+from ..page_writes import write_rows
+from . import mma, wgmma
+from .attention import AttentionInputs, Launch, ragged_attention, repeat_sinks
+from .memory_ops import COMPUTE_DTYPE, Chip, plgpu
+from .merge import merge
+from .plan import NUM_STAGES, GpuPlanner
+from .queries import QueryRows
 
-DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 HEAD_SIZES = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 PREFILL = ("mma", "wgmma")
-HOPPER = (9, 0)
+MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities: the first that the kernels run on, Ampere, and Hopper's."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +66,17 @@ class GpuLayout(KVLayout):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuBackend:
+class GpuBackend(Backend):
     """Attention by Pallas kernels for NVIDIA GPUs, Ampere and later.
 
     `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
     gets an order of work of its own; a layer with another window does the work of full attention's order and skips
     what it does not see. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory that one
     thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and an
-    H200's. `is_cut` False computes every row's result in the same order in any company, which costs time where rows are
-    few or of very different length; `least_share` counts 64 keys each that a thread block gets before the next one gets
-    any. `prefill` is the instruction of large tiles, mma or, on a Hopper
-    and for heads of 64 and 128, wgmma. `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`,
-    for tests.
+    H200's. `split_kv` False computes every row's result in the same order in any company, which costs time where rows
+    are few or of very different length; `min_share` counts 64 keys each that a thread block gets before the next one
+    gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper and for heads of 64 and 128, wgmma.
+    `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`, for tests.
     """
 
     num_heads: int
@@ -76,12 +86,43 @@ class GpuBackend:
     num_sms: int = 132
     block_memory: int = 232448
     capability: tuple[int, int] = HOPPER
-    is_cut: bool = True
-    least_share: int = 6
+    split_kv: bool = True
+    min_share: int = 6
     prefill: str = "mma"
     interpret: Any = None
 
     name = "pallas-gpu"
+    kv_dtypes = ("bfloat16", "int8", "float8_e4m3fn")
+
+    @classmethod
+    def for_devices(
+        cls,
+        devices: Sequence[Any],
+        shape: AttentionShape,
+        *,
+        deterministic: bool = False,
+        tuned: tuple[Any, ...] = (),
+    ) -> GpuBackend:
+        """See `Backend.for_devices`. `shape` is what lies on one of them."""
+        device: Any = devices[0]
+        major, minor = (int(number) for number in device.compute_capability.split("."))
+        if (major, minor) < MIN_CAPABILITY:
+            raise ValueError(
+                f"attention_backend: got pallas-gpu, its kernels run from Ampere (8.0) on, {device.device_kind} is of "
+                f"compute capability {device.compute_capability}; use --attention-backend xla"
+            )
+        backend = cls(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            windows=tuple(sorted({window for window in shape.windows if window is not None})),
+            num_sms=device.core_count,
+            block_memory=device.shared_memory_per_block_optin,
+            capability=(major, minor),
+            split_kv=not deterministic,
+        )
+        backend.layout(shape.kv_shape(cls.block_sizes[0]))
+        return backend
 
     def __post_init__(self) -> None:
         if not hasattr(plgpu, "mma"):
@@ -94,17 +135,17 @@ class GpuBackend:
                 f"num_heads: got {self.num_heads} with {self.num_kv_heads} KV heads, the pallas-gpu backend takes a "
                 "multiple of at least one"
             )
-        smallest = {"num_sms": self.num_sms, "block_memory": self.block_memory, "least_share": self.least_share}
+        smallest = {"num_sms": self.num_sms, "block_memory": self.block_memory, "min_share": self.min_share}
         smallest["windows"] = min((window for window in self.windows if window is not None), default=1)
         for name, got in smallest.items():
             if got < 1:
                 raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
-        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size <= gpu_wgmma.MOST_LANES
+        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size <= wgmma.MAX_HEAD_SIZE
         if self.prefill not in PREFILL or (self.prefill == "wgmma" and not has_wgmma):
             raise ValueError(
                 f"prefill: got {self.prefill} with head size {self.head_size} on a GPU of compute capability "
                 f"{'.'.join(map(str, self.capability))}, the pallas-gpu backend takes {' or '.join(PREFILL)}, wgmma on "
-                f"9.0 (Hopper) alone and up to head size {gpu_wgmma.MOST_LANES}; leave it at mma"
+                f"9.0 (Hopper) alone and up to head size {wgmma.MAX_HEAD_SIZE}; leave it at mma"
             )
 
     @property
@@ -117,83 +158,60 @@ class GpuBackend:
             "windows",
             "num_sms",
             "block_memory",
-            "is_cut",
-            "least_share",
+            "split_kv",
+            "min_share",
         )
         return GpuPlanner(**{name: getattr(self, name) for name in names})
 
-    def layout(
-        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
-    ) -> GpuLayout:
+    def layout(self, shape: KVShape) -> GpuLayout:
         """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
         # The cache's dtype is auto by default, which is the model's.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
-        for name, got, allowed, way_out in (
-            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, dtype_way_out),
-            ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
-            ("block_size", page_size, PAGE_SIZES, "leave it out or use --attention-backend xla"),
-        ):
-            if got not in allowed:
-                raise ValueError(
-                    f"{name}: got {got}, the pallas-gpu backend takes {', '.join(map(str, allowed))}; {way_out}"
-                )
-        return GpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)
+        self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
+        self.refuse_unlisted("block_size", shape.page_size, PAGE_SIZES, "leave it out or use --attention-backend xla")
+        return GpuLayout.of(shape)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """Room for all classes of tiles and all windows."""
         return self.planner.plan_len(num_tokens, num_rows)
 
-    def plan(
-        self,
-        query_lens: np.ndarray,
-        context_lens: np.ndarray,
-        num_decode_rows: int,
-        page_tables: np.ndarray,
-        table_rows: np.ndarray,
-        *,
-        page_size: int,
-        num_tokens: int,
-        num_rows: int,
-        out: np.ndarray,
-    ) -> None:
+    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""
-        self.planner.plan(query_lens, context_lens, num_tokens=num_tokens, num_rows=num_rows, out=out)
+        self.planner.plan(
+            rows.query_lens, rows.context_lens, num_tokens=rows.padded_tokens, num_rows=rows.padded_rows, out=out
+        )
 
-    def launches(
-        self, num_tokens: int, num_rows: int, *, scale: float, window: int | None, soft_cap: float | None
-    ) -> list[Options]:
-        """Of the classes of tiles that a step of that size may have."""
-        planner = self.planner
-        windows, orders = planner.planned_windows, planner.orders(num_tokens, num_rows)
+    def launches(self, num_tokens: int, num_rows: int, options: AttendOptions) -> list[Launch]:
+        """Return one launch for each tile class that a step of that size may have."""
+        planner, window = self.planner, options.window
+        windows, sections = planner.planned_windows, planner.sections(num_tokens, num_rows)
         return [
-            Options(
-                order=its_orders[windows.index(window) if window in windows else 0],
+            Launch(
+                section=by_window[windows.index(window) if window in windows else 0],
                 group=planner.group,
-                scale=scale,
-                window=window,
-                soft_cap=soft_cap,
+                options=options,
                 tile_kv=planner.tile_kv,
                 num_stages=NUM_STAGES,
-                products=gpu_wgmma if self.prefill == "wgmma" and its_orders is orders[-1] else gpu_mma,
+                products=wgmma if self.prefill == "wgmma" and by_window is sections[-1] else mma,
                 chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
             )
-            for its_orders in orders
-            if its_orders[0].tiles.max_units
+            for by_window in sections
+            if by_window[0].tiles.max_tiles
         ]
 
     def attend(
         self,
-        cache: PagedCache,
+        pages: tuple[Array, ...],
+        layout: KVLayout,
         place: LayerPlace,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"] | None,
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
+        options: AttendOptions,
         *,
         kv_scales: LayerScales | None,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
@@ -203,7 +221,7 @@ class GpuBackend:
                 f"attend: got queries of {q.dtype.name}, the pallas-gpu kernels compute in {np.dtype(COMPUTE_DTYPE)}; "
                 "use --dtype bfloat16 or --attention-backend xla"
             )
-        got = q.shape[1], cache.pages[0].shape[1], q.shape[2]
+        got = q.shape[1], pages[0].shape[1], q.shape[2]
         if got != (self.num_heads, self.num_kv_heads, self.head_size):
             raise ValueError(
                 f"attend: got {got[0]} query heads, {got[1]} KV heads and head size {got[2]}, this pallas-gpu backend "
@@ -219,24 +237,22 @@ class GpuBackend:
             )
         # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
         return _attend_layer(
-            cache.pages,
-            jnp.int32(place.index * cache.layout.num_pages),
+            pages,
+            jnp.int32(place.index * layout.num_pages),
             q,
             k,
             v,
-            step.slots[place.group],
+            step.slot_mapping[place.group],
             step.page_tables[place.group],
             step,
             kv_scales,
             sinks,
             backend=self,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
+            attend_options=options,
         )
 
 
-@partial(jax.jit, static_argnames=("backend", "scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("backend", "attend_options"))
 def _attend_layer(
     kv_pages: tuple[Array, ...],
     first_page: Int[Array, ""],
@@ -250,9 +266,7 @@ def _attend_layer(
     sinks: Float[Array, " N"] | None,
     *,
     backend: GpuBackend,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    attend_options: AttendOptions,
 ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
     """Write and attend in the layer whose pages begin at `first_page`."""
     k_pages, v_pages = kv_pages
@@ -261,32 +275,25 @@ def _attend_layer(
             k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
         k_pages, v_pages = (write_rows(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
     planner = backend.planner
-    rows = QueryRows(step, backend.num_kv_heads, planner.group, planner.large_rows)
-    results = jax.new_ref(rows.align(q))
-    for options in backend.launches(
-        q.shape[0], step.context_lens.shape[0], scale=scale, window=window, soft_cap=soft_cap
-    ):
-        tiles = options.order.tiles
-        unfinished = ragged_attention(
-            results,
+    rows = QueryRows(step, backend.num_kv_heads, planner.group, planner.large_tile_rows)
+    queries = jax.new_ref(rows.align(q))
+    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
+    for launch in backend.launches(q.shape[0], step.context_lens.shape[0], attend_options):
+        tile_rows = launch.section.tiles.tile_rows
+        inputs = AttentionInputs(
+            queries,
             k_pages,
             v_pages,
-            tables,
+            tables.reshape(-1),
             step.context_lens,
             step.query_starts,
             step.plan,
             first_page[None],
-            kv_scales,
-            None if sinks is None else _repeated(sinks, backend.num_kv_heads, tiles.tile_rows),
-            options,
+            k_scales,
+            v_scales,
+            None if sinks is None else repeat_sinks(sinks, backend.num_kv_heads, tile_rows),
         )
-        if unfinished is not None:
-            merge(results, unfinished, step.plan, options.order, options.chip)
-    return rows.take(results[...]), (k_pages, v_pages)
-
-
-def _repeated(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:
-    """The sinks of each KV head's query heads, over and over: from any of them on there are `tile_rows`."""
-    by_head = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
-    group = by_head.shape[1]
-    return jnp.tile(by_head, (1, -(-tile_rows // group) + 1))[:, : group + tile_rows]
+        partials = ragged_attention(inputs, launch)
+        if partials is not None:
+            merge(queries, partials, step.plan, launch.section, launch.chip)
+    return rows.restore(queries[...]), (k_pages, v_pages)

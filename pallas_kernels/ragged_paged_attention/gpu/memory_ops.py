@@ -1,7 +1,9 @@
-"""What the GPU kernels share: memory for tiles, copies, and numbers of one byte.
+"""Shared memory, copies and loads of the GPU kernels, and the conversion of one-byte numbers.
 
-One thread block is one warpgroup of 128 threads, four warps, that all do the same. Rows of a tile lie in shared memory
-in blocks of eight, their bytes shuffled (swizzled) so that the reads of a warp hit different banks.
+A thread block is one warpgroup: 128 threads in four warps that all run the same code. The rows of a tile lie in shared
+memory in blocks of eight whose bytes are permuted (swizzled), so that the reads of one warp hit different banks. Hopper
+and later chips copy from global to shared memory by TMA, which signals a barrier; Ampere copies by `cp.async`, whose
+copies are waited for by their number.
 """
 
 from __future__ import annotations
@@ -16,29 +18,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from .gpu_plan import ALIGN
+from .plan import ROW_ALIGN
 
 plgpu: Any = mosaic_gpu
 
-LEAST_MAX = -1e30
-"""Where running maxima start, and what masked scores are: finite, so that no difference of them is NaN."""
+MASK_VALUE = -1e30
+"""Score of a masked key, and the start of a running maximum. It is finite so that no difference of scores is NaN."""
 LOG2_E = math.log2(math.e)
 COMPUTE_DTYPE = jnp.bfloat16
-"""Of the operands of products; sums are float32."""
+"""Dtype of the operands of products; their sums are float32."""
+Ref = Any
+"""Type of a field in the kernels' records: inside a kernel a reference to memory or a barrier; while the call is built,
+the array or the scratch type that becomes that reference."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What a kernel has to know of the chip it runs on; nothing asks a device."""
+    """Facts about the GPU that a kernel is compiled for; kernels ask no device."""
 
     has_tma: bool = True
-    """Hopper and later copy by TMA, Ampere by cp.async."""
+    """Whether the chip copies by TMA (Hopper and later) or by cp.async (Ampere)."""
     interpret: Any = None
-    """`plgpu.InterpretGPUParams`, for tests."""
+    """`plgpu.InterpretGPUParams` to run the kernel step by step in tests, else None."""
 
 
-def tile_memory(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None = None) -> Any:
-    """Shared memory for tiles [rows, lanes], laid out so that products read it without bank conflicts."""
+def smem_tile(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None = None) -> Any:
+    """Return the type of a tile [rows, lanes] in shared memory that products read without bank conflicts.
+
+    `lanes` is the width of a product's operand where it is narrower than the tile.
+    """
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
     # The four warps that copy on Ampere want two blocks of lanes to share 16 rows.
     width = min(128, row_bytes if chip.has_tma or lanes else row_bytes // 2)
@@ -46,95 +54,104 @@ def tile_memory(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | Non
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 
 
-def copy_in(source: Any, target: Any, barrier: Any, chip: Chip) -> None:
-    """Start a copy from global to shared memory."""
+def start_copy(source: Ref, target: Ref, barrier: Ref | None, chip: Chip) -> None:
+    """Start a copy from global to shared memory; a TMA copy arrives at `barrier`."""
     if chip.has_tma:
         plgpu.copy_gmem_to_smem(source, target, barrier)
     else:
         plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
-def wait_for(barrier: Any, num_later: int, chip: Chip) -> None:
-    """Wait for the copies of one barrier; on Ampere, for all but the `num_later` that were started last."""
+def wait_copies(barrier: Ref | None, num_later: int, chip: Chip) -> None:
+    """Wait for the copies of one barrier; on Ampere, for all copies but the `num_later` that were started last."""
     if chip.has_tma:
         plgpu.barrier_wait(barrier)
     else:
         plgpu.wait_gmem_to_smem(num_later)
 
 
-def release(chip: Chip) -> None:
-    """What was read or written by ordinary instructions before may be overwritten by TMA after."""
+def fence_before_copy(chip: Chip) -> None:
+    """Order earlier reads and writes of shared memory by ordinary instructions before TMA copies that follow."""
     if chip.has_tma:
         plgpu.commit_smem()
 
 
-def write_out(target: Any, value: jax.Array) -> None:
-    """Registers to global memory."""
+def load_global(source: Ref, layout: Any) -> jax.Array:
+    """Load an array from global memory into registers of this layout."""
+    loaded: jax.Array = plgpu.load(source, layout=layout, optimized=False)
+    return loaded
+
+
+def store_global(target: Ref, value: jax.Array) -> None:
+    """Store registers to global memory."""
     if hasattr(plgpu, "store"):  # jax ≥ 0.12
         plgpu.store(target, value, optimized=False)
     else:
         target[...] = value
 
 
-def read_rows(source: Any, head: Any, place: Any, num_rows: Any, target: Any, barrier: Any, chip: Chip) -> None:
-    """Start copies of source[head, place:], ALIGN rows at a time, to a tile of which `num_rows` or all are meant. Those
-    behind them are the last ones once more: what follows in `source` may be another thread block's, just being written.
+def start_query_copies(
+    source: Ref, head: Any, aligned_row: Any, num_rows: Any, target: Ref, barrier: Ref | None, chip: Chip
+) -> None:
+    """Start the copies of `num_rows` query rows, source[head, aligned_row:], to the tile `target`.
 
-    Ampere cannot copy so few rows, and takes what is there: rows that are computed of it are not written.
+    Rows are copied ROW_ALIGN at a time. Those behind the last row are the last ROW_ALIGN rows once more, because what
+    follows in `source` may be another thread block's, which is just being written. Ampere cannot copy so few rows and
+    copies what is there; results computed from it are not stored.
     """
     if not chip.has_tma:
-        return copy_in(source.at[head, pl.ds(place, target.shape[0])], target, barrier, chip)
-    last = lax.div(num_rows - 1, jnp.int32(ALIGN)) * ALIGN
-    for first in range(0, target.shape[0], ALIGN):
-        begin = pl.multiple_of(place + jnp.minimum(first, last), ALIGN)
-        copy_in(source.at[head, pl.ds(begin, ALIGN)], target.at[pl.ds(first, ALIGN)], barrier, chip)
+        return start_copy(source.at[head, pl.ds(aligned_row, target.shape[0])], target, barrier, chip)
+    last = lax.div(num_rows - 1, jnp.int32(ROW_ALIGN)) * ROW_ALIGN
+    for first in range(0, target.shape[0], ROW_ALIGN):
+        begin = pl.multiple_of(aligned_row + jnp.minimum(first, last), ROW_ALIGN)
+        start_copy(source.at[head, pl.ds(begin, ROW_ALIGN)], target.at[pl.ds(first, ROW_ALIGN)], barrier, chip)
 
 
-def write_rows(target: Any, head: Any, place: Any, num_rows: Any, values: jax.Array, staging: Any, chip: Chip) -> None:
-    """The first `num_rows` of a tile to target[head, place:], by way of `staging`, ALIGN at a time and sixteen bytes
-    a thread; rows behind them in the last ALIGN are padding and may be written."""
+def store_query_rows(
+    target: Ref, head: Any, aligned_row: Any, num_rows: Any, values: jax.Array, staging: Ref, chip: Chip
+) -> None:
+    """Store the first `num_rows` rows of `values` to target[head, aligned_row:], through shared memory `staging`.
+
+    Rows go ROW_ALIGN at a time, sixteen bytes a thread. The last ROW_ALIGN may write padding rows behind `num_rows`.
+    """
     staging[...] = values.astype(staging.dtype)
-    for first in range(0, staging.shape[0], ALIGN):
+    for first in range(0, staging.shape[0], ROW_ALIGN):
 
         @pl.when(first < num_rows)
         def _(first: int = first) -> None:
-            rows = plgpu.load(staging.at[pl.ds(first, ALIGN)], layout=spread(staging.shape[1], chip))
-            write_out(target.at[head, pl.ds(pl.multiple_of(place + first, ALIGN), ALIGN)], rows)
+            rows = plgpu.load(staging.at[pl.ds(first, ROW_ALIGN)], layout=row_layout(staging.shape[1], chip))
+            store_global(target.at[head, pl.ds(pl.multiple_of(aligned_row + first, ROW_ALIGN), ROW_ALIGN)], rows)
 
 
-def spread(head_size: int, chip: Chip) -> Any:
-    """Layout of ALIGN rows at a time: neighbouring lanes side by side, two rows to a warp; four halves of a row on
-    Ampere, where a row of 64 lies in two blocks."""
+def row_layout(head_size: int, chip: Chip) -> Any:
+    """Return the register layout of ROW_ALIGN rows: neighbouring lanes in one thread, two rows to a warp.
+
+    On Ampere a row of 64 lies in two blocks of shared memory, so a warp has half rows there.
+    """
     width = min(head_size, 128)
     if width == 64 and not chip.has_tma:
-        halves = plgpu.Tiling(((ALIGN, 64), (4, 32), (4,)))
-        return plgpu.Layout.TILED(halves, warp_dims=(-5, -4), lane_dims=(-3, -2), vector_dim=-1)
-    tiling = plgpu.Tiling(((ALIGN, width), (2, width), (width // 16,)))
+        half_rows = plgpu.Tiling(((ROW_ALIGN, 64), (4, 32), (4,)))
+        return plgpu.Layout.TILED(half_rows, warp_dims=(-5, -4), lane_dims=(-3, -2), vector_dim=-1)
+    tiling = plgpu.Tiling(((ROW_ALIGN, width), (2, width), (width // 16,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def read_in(source: Any, layout: Any) -> jax.Array:
-    """Global memory to registers."""
-    loaded: jax.Array = plgpu.load(source, layout=layout, optimized=False)
-    return loaded
-
-
-def as_operand(stored: jax.Array, chip: Chip) -> jax.Array:
-    """Numbers as they lie in a page → as products take them; exact, since one byte fits into eight bits of mantissa."""
+def to_compute_dtype(stored: jax.Array, chip: Chip) -> jax.Array:
+    """Convert one-byte numbers of a page to bfloat16, exactly: they fit into its eight bits of mantissa."""
     if chip.has_tma:
         return stored.astype(jnp.float32).astype(COMPUTE_DTYPE)
     if stored.dtype == jnp.int8:
-        return _float_of_int8(stored).astype(COMPUTE_DTYPE)
-    return _float_of_e4m3(lax.bitcast_convert_type(stored, jnp.int8)).astype(COMPUTE_DTYPE)
+        return _int8_to_float32(stored).astype(COMPUTE_DTYPE)
+    return _float8_to_float32(lax.bitcast_convert_type(stored, jnp.int8)).astype(COMPUTE_DTYPE)
 
 
-def _float_of_int8(stored: jax.Array) -> jax.Array:
-    """Added to the bits of 1.5 · 2²³, whose last place counts ones: the compiler's own way needs a Hopper."""
+def _int8_to_float32(stored: jax.Array) -> jax.Array:
+    """Convert by adding to the bits of 1.5 · 2²³, whose last place counts ones; the instruction needs a Hopper."""
     return lax.bitcast_convert_type(stored.astype(jnp.int32) + 0x4B400000, jnp.float32) - 1.5 * 2.0**23
 
 
-def _float_of_e4m3(bits: jax.Array) -> jax.Array:
-    """float8_e4m3fn by its bits: seven places further left they are those of a float16, but for 8 in the exponent."""
+def _float8_to_float32(bits: jax.Array) -> jax.Array:
+    """Convert the bits of float8_e4m3fn: shifted left by 7 they are a float16 whose exponent is too small by 8."""
     bits = bits.astype(jnp.int32)
     half = lax.bitcast_convert_type((((bits << 7) & 0x3F80) | (bits & -0x8000)).astype(jnp.int16), jnp.float16)
     return jnp.where((bits & 0x7F) == 0x7F, jnp.nan, half.astype(jnp.float32) * 256.0)

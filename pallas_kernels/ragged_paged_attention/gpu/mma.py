@@ -1,9 +1,10 @@
-"""Products of the GPU kernels by `mma`: operands in registers, 16 rows to a warp, on Ampere and all that came after.
+"""Products of the GPU kernels by `mma` instructions: operands in registers, on Ampere and every later chip.
 
-    16 rows   every warp has all rows, and a quarter of the columns     decode: few queries
-    64 rows   every warp has 16 rows, and all columns                   prefill
+    tile of 16 or 32 rows   16 rows to a warp, the warps that are left share the columns     decode: few queries
+    tile of 64 rows         each of the four warps has 16 rows and all columns               prefill
 
-Tiles are read from shared memory a part at a time, so that no operand takes more registers than it must.
+Operands are loaded from shared memory a part at a time, so that they take no more registers than one product needs.
+Letters: M rows of a query tile · T keys of a KV tile · H head size.
 """
 
 from __future__ import annotations
@@ -13,45 +14,45 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu, tile_memory
+from .memory_ops import COMPUTE_DTYPE, Chip, Ref, plgpu, smem_tile
 
-WARPS = 4
-LANES = 64
-"""Of queries and keys in one product."""
+NUM_WARPS = 4
+Q_LANES = 64
+"""Lanes of queries and keys that one product takes."""
 KEYS = 16
-"""Of weights and values in one product."""
+"""Keys of weights and values that one product takes."""
 
 
-def sums(tile_rows: int) -> Any:
-    """Layout of results; `.reduce(1)` is that of one number a row."""
-    return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=_warps_on_rows(tile_rows))
+def acc_layout(tile_rows: int) -> Any:
+    """Return the register layout of results [M, …]; `.reduce(1)` of it is the layout of one number per row."""
+    return plgpu.Layout.MMA_ACC(COMPUTE_DTYPE, m_warps=_warps_with_own_rows(tile_rows))
 
 
-def weights_memory(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
-    """Shared memory for the weights of one tile."""
-    return tile_memory((tile_rows, tile_kv), COMPUTE_DTYPE, chip, lanes=KEYS)
+def weights_smem(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
+    """Return the type of the shared memory for the softmax weights [M, T] of one KV tile."""
+    return smem_tile((tile_rows, tile_kv), COMPUTE_DTYPE, chip, lanes=KEYS)
 
 
-def scores(q_tile: Any, k_tile: Any, chip: Chip) -> jax.Array:
-    """Q · Kᵀ: [M, T]."""
+def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
+    """Return Q · Kᵀ, [M, T] in float32."""
     tile_rows, head_size = q_tile.shape
-    acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), sums(tile_rows))
-    for lane in range(0, head_size, LANES):
-        q, k = q_tile.at[:, lane : lane + LANES], k_tile.at[:, lane : lane + LANES].T
-        acc = _multiply(acc, q, k, chip)
+    acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), acc_layout(tile_rows))
+    for lane in range(0, head_size, Q_LANES):
+        q, k = q_tile.at[:, lane : lane + Q_LANES], k_tile.at[:, lane : lane + Q_LANES].T
+        acc = _multiply_add(acc, q, k, chip)
     return acc
 
 
-def add_values(acc: jax.Array, weights: Any, v_tile: Any, chip: Chip) -> jax.Array:
-    """acc + P · V: [M, H]."""
+def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Array:
+    """Return acc + P · V, [M, H] in float32."""
     for key in range(0, v_tile.shape[0], KEYS):
-        acc = _multiply(acc, weights.at[:, key : key + KEYS], v_tile.at[key : key + KEYS], chip)
+        acc = _multiply_add(acc, weights.at[:, key : key + KEYS], v_tile.at[key : key + KEYS], chip)
     return acc
 
 
-def _multiply(acc: jax.Array, a_ref: Any, b_ref: Any, chip: Chip) -> jax.Array:
-    """acc + a · b. The one thing that differs when interpreted: the interpreter knows no `mma`."""
-    m_warps = _warps_on_rows(acc.shape[0])
+def _multiply_add(acc: jax.Array, a_ref: Ref, b_ref: Ref, chip: Chip) -> jax.Array:
+    """Return acc + a · b. Only this differs when interpreted, because the interpreter has no `mma`."""
+    m_warps = _warps_with_own_rows(acc.shape[0])
     a = plgpu.load(a_ref, layout=plgpu.Layout.MMA_LHS(COMPUTE_DTYPE, m_warps=m_warps))
     b = plgpu.load(b_ref, layout=plgpu.Layout.MMA_RHS(COMPUTE_DTYPE, m_warps=m_warps))
     if chip.interpret is None:
@@ -59,6 +60,6 @@ def _multiply(acc: jax.Array, a_ref: Any, b_ref: Any, chip: Chip) -> jax.Array:
     return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
-def _warps_on_rows(tile_rows: int) -> int:
-    """Of the four warps, those that have rows of their own."""
-    return min(WARPS, tile_rows // 16)
+def _warps_with_own_rows(tile_rows: int) -> int:
+    """Return how many of the four warps have rows of their own."""
+    return min(NUM_WARPS, tile_rows // 16)

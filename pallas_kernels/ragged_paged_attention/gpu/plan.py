@@ -1,278 +1,317 @@
-"""The order of work of a GPU step, made on the host: tiles of query rows, cut into pieces of equal length.
+"""The plan of a GPU step, made on the host: query tiles, their keys split into pieces, and the pieces of each block.
 
     query rows of one row and KV head: its queries × the G query heads that share the KV head, query by query
-      row 0: ├─ tile ─┤├─ tile ─┤├─ ti…        a unit is one tile; every KV head has the same units
+      row 0: ├─ tile ─┤├─ tile ─┤├─ ti…        every KV head has the same tiles
 
-    units by the length of their keys, end to end, dealt out to `num_lists` thread blocks per KV head:
-      ████████████│██████ ████│██ ███ ██│…     a cut inside a unit splits its keys into pieces, whose results
-      block 0      block 1      block 2          are merged by a second kernel; most units are one piece
+    tiles by the length of their keys, end to end, partitioned over `num_lists` thread blocks per KV head:
+      ████████████│██████ ████│██ ███ ██│…     a border inside a tile splits its keys into pieces (split-KV, as in
+      block 0      block 1      block 2          flash-decoding), whose partial results a second kernel merges;
+                                                 most tiles are one piece
 
-Queries of few rows (decode) go into small tiles, all others into large ones: two `TileClass`es, one launch each. A
-piece holds no length that a later step could change: the first piece of a unit begins at 0 and the last one has no
-end, and the kernel takes both from the lengths it finds on the device.
+Rows of few queries (decode) go into small tiles, all others into large ones: two `TileClass`es, one launch each. A
+piece holds no length that a later step could change: the first piece of a tile begins at key 0 and the last one has no
+end, and the kernel takes both from the lengths that it finds on the device. Therefore a plan that was made for longer
+contexts serves the steps before as well.
 
-Pure numpy, one order for all layers of the same window.
+The plan is one int32 array, written by numpy alone. All layers with the same window share one section of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .gpu_deal import deal
+from .partition import partition
 
-ALIGN = 8
-"""Query rows: each row's begin at a multiple of it, since tiles of shared memory have eight rows."""
-GRANULE = 64
-"""Keys: units are cut at multiples of it."""
+ROW_ALIGN = 8
+"""Each row's query rows begin at a multiple of it, because tiles of shared memory have blocks of eight rows."""
+SPLIT_GRANULE = 64
+"""Key ranges are split at multiples of so many keys."""
 NUM_STAGES = 2
-"""Tiles of keys and values in shared memory: one is computed, the others are on their way."""
+"""KV tiles in shared memory: one is computed while the others are fetched."""
 RESERVED_BYTES = 1 << 10
-"""Of shared memory, which the hardware takes for itself, per thread block."""
+"""Shared memory per thread block that the hardware takes for itself."""
 REDUCTION_BYTES = 1 << 10
-"""Of shared memory for sums over warps: two rows a thread."""
+"""Shared memory for reductions over warps: two rows per thread."""
 SCRATCH_BYTES = REDUCTION_BYTES + 128
-"""Of shared memory beside the tiles, no more: with the barriers."""
+"""Shared memory of a thread block beside its tiles at most, barriers included."""
 TEMP_BYTES = 14 << 20
-"""Of memory for the aligned queries of 256 tokens and for results of pieces, of which one class of tiles at a time has
-any."""
+"""Global memory for the aligned queries of 256 tokens and the partial results of one tile class at a time."""
 NO_END = 1 << 30
-PIECE_FIELDS = 6
-"""(row, first query row in it, the same among the aligned ones, first key, end of keys, slot if it is cut or −1)."""
-MERGE_FIELDS = 4
-"""(first aligned query row, number of them, first slot, number of slots)."""
+"""End of the keys of a tile's last piece."""
+
+
+class Piece(NamedTuple):
+    """One piece of work: a query tile over a range of its row's keys. All fields are int32 numbers of the plan."""
+
+    row: Any
+    """Row of the step."""
+    first_query_row: Any
+    """First query row of the tile, among those of its row."""
+    aligned_row: Any
+    """The same query row among the aligned query rows of the step."""
+    begin: Any
+    """First key."""
+    end: Any
+    """Last key + 1, or `NO_END`."""
+    partial: Any
+    """Index of the piece's partial result, or −1 if the piece is its whole tile."""
+
+
+class Merge(NamedTuple):
+    """One tile whose keys were split. All fields are int32 numbers of the plan."""
+
+    aligned_row: Any
+    """First of its query rows among the aligned query rows of the step."""
+    num_query_rows: Any
+    first_partial: Any
+    """Index of its first partial result; the others follow."""
+    num_partials: Any
+
+
+PIECE_FIELDS, MERGE_FIELDS = len(Piece._fields), len(Merge._fields)
 
 
 @dataclass(frozen=True)
 class TileClass:
-    """Sizes of one class of tiles, all static."""
+    """Sizes of the small or the large query tiles of a step, all static."""
 
     tile_rows: int
-    """Query rows of a tile."""
+    """M: query rows of a tile."""
     num_lists: int
-    """Thread blocks per KV head."""
-    max_cuts: int
-    """Inside of units."""
-    max_units: int
+    """Thread blocks per KV head, each with a list of pieces."""
+    max_splits: int
+    max_tiles: int
 
     @property
     def max_merges(self) -> int:
-        """Units that are cut."""
-        return min(self.max_cuts, self.max_units)
+        """Largest number of tiles that are split."""
+        return min(self.max_splits, self.max_tiles)
 
     @property
     def max_pieces(self) -> int:
-        """Every cut makes one more."""
-        return self.max_units + self.max_cuts
+        """Largest number of pieces: every split makes one more."""
+        return self.max_tiles + self.max_splits
 
     @property
-    def num_slots(self) -> int:
-        """Pieces of units that are cut."""
-        return 2 * self.max_cuts
+    def num_partials(self) -> int:
+        """Room for partial results: the pieces of tiles that are split."""
+        return 2 * self.max_splits
 
 
 @dataclass(frozen=True)
-class Order:
-    """Places, in the plan, of the order of work of one class of tiles for one window."""
+class PlanSection:
+    """Where the work of one tile class for one window lies in the plan: offsets of its four parts, in order."""
 
     tiles: TileClass
-    list_starts: int
-    """First piece of each list, and the end of the last: num_lists + 1 values."""
+    lists_at: int
+    """Offset of the first piece of each list, and the end of the last: num_lists + 1 numbers."""
 
     @property
-    def num_merges(self) -> int:
-        """One value."""
-        return self.list_starts + self.tiles.num_lists + 1
+    def num_merges_at(self) -> int:
+        """Offset of the number of merges."""
+        return self.lists_at + self.tiles.num_lists + 1
 
     @property
-    def pieces(self) -> int:
-        """PIECE_FIELDS × max_pieces."""
-        return self.num_merges + 1
+    def pieces_at(self) -> int:
+        """Offset of the pieces, field by field: PIECE_FIELDS × max_pieces numbers."""
+        return self.num_merges_at + 1
 
     @property
-    def merges(self) -> int:
-        """MERGE_FIELDS × max_merges."""
-        return self.pieces + PIECE_FIELDS * self.tiles.max_pieces
+    def merges_at(self) -> int:
+        """Offset of the merges, field by field: MERGE_FIELDS × max_merges numbers."""
+        return self.pieces_at + PIECE_FIELDS * self.tiles.max_pieces
 
     @property
     def end(self) -> int:
-        """Behind all of them."""
-        return self.merges + MERGE_FIELDS * self.tiles.max_merges
+        """Offset behind the section."""
+        return self.merges_at + MERGE_FIELDS * self.tiles.max_merges
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuPlanner:
-    """Makes the plans of a backend. `num_heads` and `num_kv_heads` are those on one chip.
-
-    `windows` are those of layers that get an order of work of their own beside that of full attention. `is_cut` False
-    leaves every unit whole, so that a row's result does not depend on its company. `least_share` counts granules of
-    keys that a thread block gets before the next one gets any. Of the chip: `num_sms` multiprocessors, and
-    `block_memory` bytes of shared memory that one thread block may have.
-    """
+    """Makes the plans of one backend on one kind of chip."""
 
     num_heads: int
+    """Query heads on one chip."""
     num_kv_heads: int
+    """KV heads on one chip."""
     head_size: int
     windows: tuple[int | None, ...]
+    """Windows of layers that get a section of the plan of their own, beside that of full attention."""
     num_sms: int
+    """Streaming multiprocessors of the chip."""
     block_memory: int
-    is_cut: bool
-    least_share: int
+    """Bytes of shared memory that one thread block may have."""
+    split_kv: bool
+    """Whether keys of a tile may be split. If not, a row's result does not depend on the other rows of its step."""
+    min_share: int
+    """Granules of `SPLIT_GRANULE` keys that a thread block gets before the next one gets any."""
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """G: query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
-    def large_rows(self) -> int:
-        """Query rows of a large tile: what fits into registers."""
+    def large_tile_rows(self) -> int:
+        """Query rows of a large tile: as many as fit into registers."""
         return 64 if self.head_size <= 128 else 32
 
     @property
-    def small_rows(self) -> int:
-        """Query rows of a small tile: as few as one query's heads need."""
-        return min(max(1 << (self.group - 1).bit_length(), 16), self.large_rows)
+    def small_tile_rows(self) -> int:
+        """Query rows of a small tile: as few as the heads of one query need."""
+        return min(max(1 << (self.group - 1).bit_length(), 16), self.large_tile_rows)
 
     @property
     def tile_kv(self) -> int:
-        """Keys of a tile."""
+        """Keys of a KV tile."""
         return 64 if self.head_size <= 128 else 32
 
     def blocks_per_sm(self, tile_rows: int) -> int:
-        """Thread blocks that a multiprocessor holds at once: what registers allow, and shared memory."""
-        kv_bytes = NUM_STAGES * 2 * self.tile_kv * self.head_size * 2  # In one byte a number: half, and a tile in two.
+        """Return the thread blocks that registers and shared memory of a multiprocessor hold at the same time."""
+        # One-byte pages take half of this and a tile in two bytes.
+        kv_bytes = NUM_STAGES * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (self.head_size + self.tile_kv) * 2
         by_memory = (self.block_memory + RESERVED_BYTES) // (kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES)
         return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
 
     @property
-    def unfinished_bytes(self) -> int:
-        """Of memory for results of pieces: what the queries leave of `TEMP_BYTES`, and not much more than is of use."""
+    def partial_bytes(self) -> int:
+        """Global memory for partial results: what the queries leave of `TEMP_BYTES`, between 4 and 11 MiB."""
         return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 11 << 20)
 
     @property
     def planned_windows(self) -> tuple[int | None, ...]:
-        """Those that have an order of work; full attention's is the first."""
+        """Windows that have a section in the plan; the first is None, full attention."""
         return (None, *sorted({window for window in self.windows if window is not None}))
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """All classes of tiles, all windows."""
-        return self.orders(num_tokens, num_rows)[-1][-1].end
+        """Return the int32 numbers of the plan of a step padded to that many tokens and rows."""
+        return self.sections(num_tokens, num_rows)[-1][-1].end
 
     def plan(
         self, query_lens: np.ndarray, context_lens: np.ndarray, *, num_tokens: int, num_rows: int, out: np.ndarray
     ) -> None:
-        """Cut the rows into tiles and these into pieces, and deal them out, in a step with room for that many."""
-        query_rows, fewest = query_lens * self.group, 1
-        for orders in self.orders(num_tokens, num_rows):
-            tile_rows = orders[0].tiles.tile_rows
-            is_its = query_rows >= fewest
-            if tile_rows < self.large_rows:
-                is_its &= query_rows <= tile_rows
-                fewest = tile_rows + 1
-            units = _units_of(np.flatnonzero(is_its), query_lens, context_lens, self.group, tile_rows)
-            for order, window in zip(orders, self.planned_windows, strict=True):
-                _write_order(order, units, window, is_cut=self.is_cut, least_share=self.least_share, out=out)
+        """Write the plan of these rows into `out`, for a step padded to `num_tokens` and `num_rows`."""
+        query_rows, min_query_rows = query_lens * self.group, 1
+        for sections in self.sections(num_tokens, num_rows):
+            tile_rows = sections[0].tiles.tile_rows
+            in_class = query_rows >= min_query_rows
+            if tile_rows < self.large_tile_rows:
+                in_class &= query_rows <= tile_rows
+                min_query_rows = tile_rows + 1
+            tiles = _cut_tiles(np.flatnonzero(in_class), query_lens, context_lens, self.group, tile_rows)
+            for section, window in zip(sections, self.planned_windows, strict=True):
+                self._write_section(section, tiles, window, out)
 
-    def max_units(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
-        """Of one class of tiles in a step of that size. A row of few queries has one small tile; every other row may
-        end in a partial one."""
-        if tile_rows < self.large_rows:
+    def max_tiles(self, tile_rows: int, num_tokens: int, num_rows: int) -> int:
+        """Return the largest number of tiles of one class in a step of that size.
+
+        A row of few queries has one small tile; every other row may end in a partial large tile.
+        """
+        if tile_rows < self.large_tile_rows:
             return min(num_tokens, num_rows)
-        fewest = 1 if self.small_rows == self.large_rows else self.small_rows // self.group + 1
-        return num_tokens * self.group // tile_rows + min(num_tokens // fewest, num_rows)
+        min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group + 1
+        return num_tokens * self.group // tile_rows + min(num_tokens // min_queries, num_rows)
 
-    def orders(self, num_tokens: int, num_rows: int) -> list[list[Order]]:
-        """Of small and of large tiles, for each window; only of large ones if one query's heads fill them."""
-        return _orders(self, num_tokens, num_rows)
+    def sections(self, num_tokens: int, num_rows: int) -> list[list[PlanSection]]:
+        """Return the sections of the small tiles and of the large ones, each by window as in `planned_windows`.
+
+        There are only large tiles if the heads of one query fill them.
+        """
+        return _sections(self, num_tokens, num_rows)
+
+    def _write_section(self, section: PlanSection, tiles: QueryTiles, window: int | None, out: np.ndarray) -> None:
+        """Partition the tiles over the section's lists, and write lists, pieces and merges into `out`."""
+        if not len(tiles.row):
+            out[section.lists_at : section.num_merges_at + 1] = 0
+            return
+        begin = np.zeros_like(tiles.end)
+        if window is not None:
+            begin = np.maximum(tiles.first_position - window + 1, 0) // SPLIT_GRANULE
+        _, split_tiles, split_granules, list_starts = partition(
+            begin,
+            -(-tiles.end // SPLIT_GRANULE),
+            num_lists=section.tiles.num_lists,
+            max_splits=section.tiles.max_splits if self.split_kv else 0,
+            min_share=self.min_share,
+        )
+        num_tiles, num_splits = len(tiles.row), len(split_tiles)
+        num_pieces = num_tiles + num_splits
+        splits_of_tile = np.bincount(split_tiles, minlength=num_tiles)
+        first_piece = np.arange(num_tiles) + splits_of_tile.cumsum() - splits_of_tile
+        tile = np.arange(num_tiles).repeat(splits_of_tile + 1)  # Of each piece.
+        after_split = split_tiles + 1 + np.arange(num_splits)  # The piece that each split begins.
+        is_split = splits_of_tile[tile] > 0
+        partial = np.where(is_split, is_split.cumsum() - 1, -1)
+        pieces = Piece(*out[section.pieces_at : section.merges_at].reshape(PIECE_FIELDS, -1)[:, :num_pieces])
+        pieces.row[:], pieces.first_query_row[:] = tiles.row[tile], tiles.first_query_row[tile]
+        pieces.aligned_row[:], pieces.partial[:] = tiles.aligned_row[tile], partial
+        pieces.begin[:], pieces.end[:] = 0, NO_END
+        pieces.begin[after_split] = pieces.end[after_split - 1] = split_granules * SPLIT_GRANULE
+        lists = out[section.lists_at : section.num_merges_at]
+        first_pieces = np.concatenate([first_piece, [num_pieces], after_split])
+        lists[0], lists[1:-1], lists[-1] = 0, first_pieces[list_starts], num_pieces
+        merged = splits_of_tile.nonzero()[0]
+        out[section.num_merges_at] = len(merged)
+        merges = Merge(*out[section.merges_at : section.end].reshape(MERGE_FIELDS, -1)[:, : len(merged)])
+        merges.aligned_row[:], merges.num_query_rows[:] = tiles.aligned_row[merged], tiles.num_query_rows[merged]
+        merges.first_partial[:], merges.num_partials[:] = partial[first_piece[merged]], splits_of_tile[merged] + 1
 
 
 @cache
-def _orders(planner: GpuPlanner, num_tokens: int, num_rows: int) -> list[list[Order]]:
-    """Once for each size of a step: it would be a third of what a plan takes."""
-    orders: list[list[Order]] = []
+def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int) -> list[list[PlanSection]]:
+    """Compute `GpuPlanner.sections` once for each size of a step; it would be a third of the time of a plan."""
+    sections: list[list[PlanSection]] = []
     end = 0
-    for tile_rows in sorted({planner.small_rows, planner.large_rows}):
+    for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows}):
         num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
-        slot_bytes = planner.num_kv_heads * tile_rows * planner.head_size * 4
-        max_cuts = min(num_lists - 1, planner.unfinished_bytes // slot_bytes // 2)
-        tiles = TileClass(tile_rows, num_lists, max_cuts, planner.max_units(tile_rows, num_tokens, num_rows))
-        orders.append([])
+        bytes_per_partial = planner.num_kv_heads * tile_rows * planner.head_size * 4
+        max_splits = min(num_lists - 1, planner.partial_bytes // bytes_per_partial // 2)
+        tiles = TileClass(tile_rows, num_lists, max_splits, planner.max_tiles(tile_rows, num_tokens, num_rows))
+        sections.append([])
         for _ in planner.planned_windows:
-            orders[-1].append(Order(tiles, end))
-            end = orders[-1][-1].end
-    return orders
+            sections[-1].append(PlanSection(tiles, end))
+            end = sections[-1][-1].end
+    return sections
 
 
-@dataclass(frozen=True)
-class Units:
-    """Tiles of query rows, in order of rows."""
+class QueryTiles(NamedTuple):
+    """Query tiles of one class in order of rows; each field has one number per tile."""
 
     row: np.ndarray
-    first: np.ndarray
-    """First query row, in its row."""
-    place: np.ndarray
-    """The same among the aligned query rows."""
+    """Row of the step."""
+    first_query_row: np.ndarray
+    """First query row of the tile, among those of its row."""
+    aligned_row: np.ndarray
+    """The same query row among the aligned query rows of the step."""
     num_query_rows: np.ndarray
     first_position: np.ndarray
+    """Position of the tile's first query."""
     end: np.ndarray
-    """Behind the last key that any of its queries sees."""
+    """Last key that any of its queries sees, + 1."""
 
 
-def _units_of(rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group: int, tile_rows: int) -> Units:
-    """Cut the queries of `rows` into tiles. Lengths are of all rows of the step."""
+def _cut_tiles(
+    rows: np.ndarray, query_lens: np.ndarray, context_lens: np.ndarray, group: int, tile_rows: int
+) -> QueryTiles:
+    """Cut the query rows of `rows` into tiles; the lengths are those of all rows of the step."""
     query_rows = query_lens * group
-    aligned = -(-query_rows // ALIGN) * ALIGN
+    aligned = -(-query_rows // ROW_ALIGN) * ROW_ALIGN
     begins = np.cumsum(aligned) - aligned
-    num_units = -(-query_rows[rows] // tile_rows)
-    row = np.repeat(rows, num_units)
-    first = (np.arange(len(row)) - np.repeat(np.cumsum(num_units) - num_units, num_units)) * tile_rows
+    num_tiles = -(-query_rows[rows] // tile_rows)
+    row = np.repeat(rows, num_tiles)
+    first = (np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_rows
     start = context_lens[row] - query_lens[row]
-    return Units(
+    return QueryTiles(
         row=row,
-        first=first,
-        place=begins[row] + first,
+        first_query_row=first,
+        aligned_row=begins[row] + first,
         num_query_rows=np.minimum(query_rows[row] - first, tile_rows),
         first_position=start + first // group,
         end=np.minimum(start + (first + tile_rows - 1) // group + 1, context_lens[row]),
     )
-
-
-def _write_order(
-    order: Order, units: Units, window: int | None, *, is_cut: bool, least_share: int, out: np.ndarray
-) -> None:
-    """Deal the units out to the lists of `order`, and write who does what into `out`."""
-    tiles = order.tiles
-    if not len(units.row):
-        out[order.list_starts : order.num_merges + 1] = 0
-        return
-    begin = np.zeros_like(units.end) if window is None else np.maximum(units.first_position - window + 1, 0) // GRANULE
-    _, cut_units, cut_granules, starts = deal(
-        begin,
-        -(-units.end // GRANULE),
-        num_lists=tiles.num_lists,
-        max_cuts=tiles.max_cuts if is_cut else 0,
-        least_share=least_share,
-    )
-    num_units, num_cuts = len(units.row), len(cut_units)
-    num_pieces = num_units + num_cuts
-    cuts_of_unit = np.bincount(cut_units, minlength=num_units)
-    first_piece = np.arange(num_units) + cuts_of_unit.cumsum() - cuts_of_unit
-    unit = np.arange(num_units).repeat(cuts_of_unit + 1)
-    cut_pieces = cut_units + 1 + np.arange(num_cuts)
-    is_split = cuts_of_unit[unit] > 0
-    slots = np.where(is_split, is_split.cumsum() - 1, -1)
-    pieces = out[order.pieces : order.merges].reshape(PIECE_FIELDS, -1)[:, :num_pieces]
-    pieces[0], pieces[1], pieces[2] = units.row[unit], units.first[unit], units.place[unit]
-    pieces[3], pieces[4], pieces[5] = 0, NO_END, slots
-    pieces[3, cut_pieces] = pieces[4, cut_pieces - 1] = cut_granules * GRANULE
-    lists = out[order.list_starts : order.num_merges]
-    lists[0], lists[1:-1], lists[-1] = 0, np.concatenate([first_piece, [num_pieces], cut_pieces])[starts], num_pieces
-    merged = cuts_of_unit.nonzero()[0]
-    out[order.num_merges] = len(merged)
-    merges = out[order.merges : order.end].reshape(MERGE_FIELDS, -1)[:, : len(merged)]
-    merges[0], merges[1] = units.place[merged], units.num_query_rows[merged]
-    merges[2], merges[3] = slots[first_piece[merged]], cuts_of_unit[merged] + 1

@@ -1,10 +1,11 @@
-"""Products of the GPU kernels by `wgmma`, a candidate for prefill on Hopper: operands in shared memory, 64 rows.
+"""Products of the GPU kernels by Hopper's `wgmma` instructions: operands in shared memory, tiles of 64 rows.
 
-    scores [64, T] = Q · Kᵀ      both as TMA has left them
-    acc [64, H] += P · V         into registers of their own, then added: as many again as the sums
+    scores [64, T] = Q · Kᵀ      both operands as TMA has left them
+    acc [64, H] += P · V         into registers of its own, then added: twice the registers of acc
 
-What ordinary instructions have written, weights, converted pages and zeroed values, has to be committed before. Only
-Hopper has the instruction. Not the default until a GPU has shown it to be faster than `mma`.
+This module is an alternative to `mma` for prefill, chosen by `GpuBackend(prefill="wgmma")`. `mma` stays the default
+until a GPU has shown `wgmma` to be faster. Shared memory that ordinary instructions have written (weights, converted
+pages, zeroed values) must be committed before a product reads it.
 """
 
 from __future__ import annotations
@@ -15,37 +16,38 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .gpu_tiles import COMPUTE_DTYPE, Chip, plgpu, tile_memory
+from .memory_ops import COMPUTE_DTYPE, Chip, Ref, plgpu, smem_tile
 
-ROWS = 64
-MOST_LANES = 128
+TILE_ROWS = 64
+MAX_HEAD_SIZE = 128
+"""Largest head size whose results fit into the registers twice."""
 
 
-def sums(tile_rows: int) -> Any:
-    """Layout of results; `.reduce(1)` is that of one number a row."""
-    assert tile_rows == ROWS
+def acc_layout(tile_rows: int) -> Any:
+    """Return the register layout of results [64, …]; `.reduce(1)` of it is the layout of one number per row."""
+    assert tile_rows == TILE_ROWS
     return plgpu.Layout.WGMMA
 
 
-def weights_memory(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
-    """Shared memory for the weights of one tile."""
-    return tile_memory((tile_rows, tile_kv), COMPUTE_DTYPE, chip)
+def weights_smem(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
+    """Return the type of the shared memory for the softmax weights [64, T] of one KV tile."""
+    return smem_tile((tile_rows, tile_kv), COMPUTE_DTYPE, chip)
 
 
-def scores(q_tile: Any, k_tile: Any, chip: Chip) -> jax.Array:
-    """Q · Kᵀ: [64, T]."""
+def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
+    """Return Q · Kᵀ, [64, T] in float32."""
     return _product(q_tile, k_tile.T)
 
 
-def add_values(acc: jax.Array, weights: Any, v_tile: Any, chip: Chip) -> jax.Array:
-    """acc + P · V: [64, H]."""
+def add_values(acc: jax.Array, weights: Ref, v_tile: Ref, chip: Chip) -> jax.Array:
+    """Return acc + P · V, [64, H] in float32."""
     return acc + _product(weights, v_tile)
 
 
-def _product(a_ref: Any, b_ref: Any) -> jax.Array:
+def _product(a_ref: Ref, b_ref: Ref) -> jax.Array:
     plgpu.commit_smem()
 
-    def product(acc_ref: Any) -> jax.Array:
+    def product(acc_ref: Ref) -> jax.Array:
         plgpu.wgmma(acc_ref, a_ref, b_ref)
         result: jax.Array = acc_ref[...]
         return result

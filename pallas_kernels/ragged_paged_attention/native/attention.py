@@ -24,12 +24,12 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ..cpu_code import F32, I64, Code, constant, has_long_vectors, host_has, register
-from ..cpu_handler import Buffer, handler
-from ..cpu_tiles import has_matrix_unit
-from .cpu_pages import CpuPages, as_words
-from .cpu_queries import Queries, Shape
-from .cpu_query_tiles import TiledQueries
+from ...native.amx import has_matrix_unit
+from ...native.llvm import F32, I64, Code, constant, has_long_vectors, host_has, register
+from ...native.xla_call import Buffer, handler
+from .pages import CpuPages, as_words
+from .queries import Queries, Shape
+from .query_tiles import TiledQueries
 
 WORTH_HELP = 1 << 17
 """Values of keys, from which on a second thread is worth waking."""
@@ -73,16 +73,16 @@ def attend_tiles(
         group=group,
         head_size=head_size,
         page_size=pages.page_size,
-        window=pages.window,
-        soft_cap=pages.soft_cap,
+        window=pages.options.window,
+        soft_cap=pages.options.soft_cap,
         has_sinks=sinks is not None,
         most_tokens=most_tokens,
         has_long=has_long_vectors(),
         at_once=host_has("avx512bf16"),
         has_unit=has_matrix_unit(),
     )
-    queries = as_words(q.astype(jnp.float32) * pages.scale, are_pairs=pages.are_pairs)
-    arrays = [queries, pages.keys, pages.values, tables, positions, pages.first[None]]
+    queries = as_words(q.astype(jnp.float32) * pages.options.scale, are_pairs=pages.are_pairs)
+    arrays = [queries, pages.keys, pages.values, tables, positions, pages.first_page[None]]
     plan = [tiles.counts, tiles.prefill, tiles.shared, tiles.members, tiles.num_seen]
     no_sinks = jnp.zeros((0,), jnp.float32)
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)

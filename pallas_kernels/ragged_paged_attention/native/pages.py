@@ -20,9 +20,9 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ..cpu_code import F32, I16, I32, I64, Code, register
-from ..cpu_handler import Buffer, handler
-from .layer_pages import LayerPages
+from ...native.llvm import F32, I16, I32, I64, Code, register
+from ...native.xla_call import Buffer, handler
+from ..layer_pages import LayerPages
 
 PAIRS = jnp.uint32
 """Of bfloat16 numbers."""
@@ -92,7 +92,7 @@ def write_pages(
         shapes,
         input_output_aliases={0: 0, 1: 1},
     )
-    keys, values = call(pages.keys, pages.values, k.astype(stored), v.astype(stored), slots, pages.first[None])
+    keys, values = call(pages.keys, pages.values, k.astype(stored), v.astype(stored), slots, pages.first_page[None])
     return keys, values
 
 

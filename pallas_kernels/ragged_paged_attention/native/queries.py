@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from ..cpu_code import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
-from .cpu_pages import words_of
-from .xla_softmax import LEAST_MAX
+from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
+from ..xla.softmax import LEAST_MAX
+from .pages import words_of
 
 
 @dataclass(frozen=True)

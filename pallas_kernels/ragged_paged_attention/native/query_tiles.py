@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from ..cpu_code import I32, I64, Code
-from ..cpu_tiles import PANEL, TILE, Matrix, MatrixUnit
-from .cpu_queries import Queries, Shape
+from ...native.amx import PANEL, TILE, Matrix, MatrixUnit
+from ...native.llvm import I32, I64, Code
+from .queries import Queries, Shape
 
 BLOCK = 2 * TILE
 """Slots whose values are summed at once: a tile's row of pairs."""

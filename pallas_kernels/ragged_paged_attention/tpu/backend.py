@@ -11,24 +11,57 @@ take the place of the queries. Nothing here asks which chip there is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
-from .kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
-from .tpu_decode import decode_attention, decode_vmem
-from .tpu_heads import TOKENS
-from .tpu_prefill import QueryTiles, prefill_attention
-from .tpu_sizes import CHIPS, VMEM_BYTES, TpuShape, TpuSizes, TunedEntry, ruled_sizes, sizes_of, tile_q_of, write_height
-from .tpu_tiles import LANES, HeadLanes
-from .tpu_write import write_prefill
+from ..interface import (
+    AttendOptions,
+    AttentionMetadata,
+    AttentionShape,
+    Backend,
+    KVLayout,
+    KVShape,
+    LayerPlace,
+    PageTableLimit,
+    PlanRows,
+    refuse_one_of,
+)
+from ..kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
+from .decode import decode_attention, decode_vmem_bytes
+from .heads import TOKEN_UNROLL
+from .lanes import LANES, HeadLanes
+from .prefill import prefill_attention
+from .query_tiles import QueryTiles
+from .sizes import (
+    CHIPS,
+    VMEM_BYTES,
+    TpuShape,
+    TpuSizes,
+    TunedEntry,
+    read_tuned,
+    sizes_by_rule,
+    sizes_of,
+    tile_q_of,
+    write_slots_of,
+)
+from .write import write_prefill
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
-DTYPES = ("bfloat16", "float32", *QUANTIZED_DTYPES)
+TPU_CHIPS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "TPU v7x": "v7x",
+}
+"""Kind that a device says it is of → the chip that the kernels have sizes for."""
 LEAST_PAGE = 16
 PLAN_HEADER = 1
 
@@ -52,7 +85,7 @@ class TpuLayout(KVLayout):
 def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
     """ValueError if decode's tiles, of a page or of 128 tokens at least, would not fit into the chip's VMEM."""
     token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
-    needed = decode_vmem(max(layout.page_size, LANES) * token_bytes)
+    needed = decode_vmem_bytes(max(layout.page_size, LANES) * token_bytes)
     if needed > VMEM_BYTES[chip]:
         raise ValueError(
             f"block_size: got {layout.page_size}; with {layout.num_kv_heads} KV heads of {layout.head_size} in "
@@ -64,7 +97,7 @@ def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
 
 
 @dataclass(frozen=True)
-class TpuBackend:
+class TpuBackend(Backend):
     """Attention by Pallas kernels for TPU.
 
     `chip` is what sizes are looked up for, in `tuned` before our own table; `sizes` are taken instead if given.
@@ -80,41 +113,71 @@ class TpuBackend:
     tuned: tuple[TunedEntry, ...] = ()
 
     name = "pallas-tpu"
+    block_sizes = (128, 256, 512, 1024)
+    kv_dtypes = ("bfloat16", "float32", *QUANTIZED_DTYPES)
+    # Page tables lie in a core's scalar memory of 1 MiB; beside its page numbers a row takes its lengths, and its share
+    # of the plan of prefill's tiles.
+    page_table_limit = PageTableLimit(max_entries=255_000, row_entries=8)
+    tuned_table = "tpu.json"
 
     def __post_init__(self) -> None:
-        if self.tile_q < TOKENS or self.tile_q & (self.tile_q - 1):
-            raise ValueError(f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKENS} on")
+        if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):
+            raise ValueError(
+                f"tile_q: got {self.tile_q}, the pallas-tpu backend takes powers of two from {TOKEN_UNROLL} on"
+            )
         if self.chip not in CHIPS:
             raise ValueError(
                 f"chip: got {self.chip}, the pallas-tpu backend knows {', '.join(CHIPS)}; use --attention-backend xla"
             )
 
     @classmethod
+    def read_tuned(cls, path: Path) -> tuple[TunedEntry, ...]:
+        """See `Backend.read_tuned`."""
+        return read_tuned(path)
+
+    @classmethod
+    def for_devices(
+        cls,
+        devices: Sequence[Any],
+        shape: AttentionShape,
+        *,
+        deterministic: bool = False,
+        tuned: tuple[TunedEntry, ...] = (),
+    ) -> TpuBackend:
+        """See `Backend.for_devices`. `shape` is what lies on one of them."""
+        kind = devices[0].device_kind
+        if kind not in TPU_CHIPS:
+            raise ValueError(
+                f"attention_backend: got pallas-tpu, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
+                f"{kind}; use --attention-backend xla"
+            )
+        backend = cls.for_heads(TPU_CHIPS[kind], shape.num_heads, shape.head_size, tuned)
+        backend.layout(shape.kv_shape(cls.block_sizes[0]))
+        return backend
+
+    def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
+        """See `Backend.check_context_len`: one token more than two full tiles of decode."""
+        return 2 * self.sizes_for(num_heads, layout, dtype).decode.tile + 1
+
+    @classmethod
     def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
         """With tiles of queries that fit into the chip's VMEM."""
         return cls(chip, tile_q=tile_q_of(num_heads, head_size), tuned=tuned)
 
-    def layout(
-        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
-    ) -> TpuLayout:
+    def layout(self, shape: KVShape) -> TpuLayout:
         """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
-        if num_kv_heads < 1:
-            raise ValueError(f"num_kv_heads: got {num_kv_heads}, allowed: an integer ≥ 1")
-        for name, got, allowed, way_out in (
-            ("kv_cache_dtype", np.dtype(dtype).name, DTYPES, "use kv_cache_dtype=auto"),
-            ("head_size", head_size, HEAD_SIZES, "use --attention-backend xla"),
-        ):
-            if got not in allowed:
-                raise ValueError(
-                    f"{name}: got {got}, the pallas-tpu backend takes {', '.join(map(str, allowed))}; {way_out}"
-                )
-        least = max(LEAST_PAGE, write_height(self.chip, dtype))
+        page_size = shape.page_size
+        if shape.num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, allowed: an integer ≥ 1")
+        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
+        self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
+        least = max(LEAST_PAGE, write_slots_of(self.chip, shape.dtype))
         if page_size < least or page_size & (page_size - 1):
             raise ValueError(
                 f"block_size: got {page_size}, the pallas-tpu backend takes powers of two from {least} on in pages "
-                f"of {np.dtype(dtype).name}; leave it out or use --attention-backend xla"
+                f"of {shape.dtype.name}; leave it out or use --attention-backend xla"
             )
-        layout = TpuLayout(num_layers, num_pages, page_size, num_kv_heads, head_size, np.dtype(dtype))
+        layout = TpuLayout.of(shape)
         refuse_large_pages(self.chip, layout)
         return layout
 
@@ -125,59 +188,46 @@ class TpuBackend:
         shape = TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size)
         # Sizes are tuned for queries in the pages' dtype, or in bfloat16 over pages of one byte a number.
         if np.dtype(dtype) == np.float32 and layout.dtype != np.float32:
-            return ruled_sizes(self.chip, shape, in_float32=True)
+            return sizes_by_rule(self.chip, shape, in_float32=True)
         return sizes_of(self.chip, shape, self.tuned)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and four values per tile of queries; each prefill row may begin and end with a short one."""
         return PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
-    def plan(
-        self,
-        query_lens: np.ndarray,
-        context_lens: np.ndarray,
-        num_decode_rows: int,
-        page_tables: np.ndarray,
-        table_rows: np.ndarray,
-        *,
-        page_size: int,
-        num_tokens: int,
-        num_rows: int,
-        out: np.ndarray,
-    ) -> None:
+    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.
 
         These are positions and not tokens: the mask's diagonal then lies alike in all tiles but a row's first and last.
         """
-        rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
-        num_tiles, token = 0, num_decode_rows
-        for row in range(num_decode_rows, len(query_lens)):
-            position, end = int(context_lens[row] - query_lens[row]), int(context_lens[row])
+        tile_rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
+        num_tiles, token = 0, rows.num_decode_rows
+        for row in range(rows.num_decode_rows, len(rows.query_lens)):
+            position, end = int(rows.context_lens[row] - rows.query_lens[row]), int(rows.context_lens[row])
             while position < end:
                 length = min(self.tile_q - position % self.tile_q, end - position)
-                rows[num_tiles], tokens[num_tiles] = row, token
+                tile_rows[num_tiles], tokens[num_tiles] = row, token
                 positions[num_tiles], lens[num_tiles] = position, length
                 num_tiles, token, position = num_tiles + 1, token + length, position + length
         out[0] = num_tiles
 
     def attend(
         self,
-        cache: PagedCache,
+        pages: tuple[Array, ...],
+        layout: KVLayout,
         place: LayerPlace,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"] | None,
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
+        options: AttendOptions,
         *,
         kv_scales: LayerScales | None,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`."""
         refuse_one_of(k, v)
-        layout, (pages,) = cache.layout, cache.pages
+        (kv_pages,) = pages
         num_tokens, num_heads, _ = q.shape
         sizes = self.sizes_for(num_heads, layout, q.dtype)
         first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
@@ -186,39 +236,40 @@ class TpuBackend:
         tiles = QueryTiles(rows, tokens, positions, tile_lens, step.plan[0])
         if k is not None and v is not None:
             if kv_scales is None:
-                k, v = k.astype(pages.dtype), v.astype(pages.dtype)
+                k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
             else:  # In q's dtype, which holds them exactly: kernels sort heads of two or four bytes a number.
-                k, v = (quantize(x, s, pages.dtype).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+                k, v = (quantize(x, s, kv_pages.dtype).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
             if num_tokens > 1:  # A step of one token has no prefill row.
-                pages = write_prefill(k, v, pages, tables, tiles, first_page, tile_q=self.tile_q, **how)
-        options: dict[str, Any] = dict(scale=scale, window=window, soft_cap=soft_cap, **how)
+                kv_pages = write_prefill(k, v, kv_pages, tables, tiles, first_page, tile_q=self.tile_q, **how)
         lens = step.context_lens[:num_tokens]
-        out, pages = decode_attention(
+        out, kv_pages = decode_attention(
             q,
             k,
             v,
-            pages,
+            kv_pages,
             tables,
             lens,
             step.num_decode_rows,
             first_page,
             sinks,
             kv_scales,
+            options=options,
             sizes=sizes.decode,
-            **options,
+            **how,
         )
         if num_tokens > 1:
             out = prefill_attention(
                 out,
-                pages,
+                kv_pages,
                 tables,
                 tiles,
                 first_page,
                 sinks,
                 kv_scales,
+                options=options,
                 tile_q=self.tile_q,
-                tile=sizes.tile_kv,
-                sub=sizes.sub_kv,
-                **options,
+                tile_kv=sizes.tile_kv,
+                sub_kv=sizes.sub_kv,
+                **how,
             )
-        return out, (pages,)
+        return out, (kv_pages,)

@@ -1,6 +1,8 @@
-"""The body of the decode kernel: one block of rows. What it computes, and the picture of it, stand in `tpu_decode`.
+"""The body of the decode kernel: one grid step, a block of rows. `decode` draws what it computes and where it lies.
 
-DecodeKernel.run:  next block's tails ◀─ DMA    begin_rows    full_tiles    put_new ─ DMA ▶    tails    end_rows
+`DecodeKernel.run` in order: start fetching the next block's tails; prepare this block's queries and softmax state;
+compute its full tiles; wait for its tails, put the new tokens into them and start writing these to their pages; compute
+the tails; write the outputs; wait for the writes.
 """
 
 from __future__ import annotations
@@ -16,413 +18,402 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from .tpu_pages import PageCopies
-from .tpu_tiles import (
+from .decode_refs import DecodeInputs, DecodeOutputs, DecodeScalars, DecodeScratch, DecodeStatics
+from .lanes import (
     LANES,
-    LEAST_MAX,
-    HeadLanes,
+    MASK_VALUE,
+    Ref,
     base2_scores,
+    broadcast_lanes,
+    concat_lanes,
     divide,
     dot_nn,
     dot_nt,
     iota,
-    keep,
-    row_bits,
-    side_by_side,
-    wide,
+    row_mask_bits,
+    zero_rows,
 )
+from .pages import PageCopies
 
-MOST_PRODUCTS, MOST_PRODUCT_ROWS, MOST_PRODUCT_HEADS = 8, 160, 32
-MOST_MASKED = 256
-"""Keys of a full tile computed together in a layer with a window: of more, its masks make the compiler spill."""
-
-
-class DecodeSizes(NamedTuple):
-    """Tuned numbers, in tokens but for the last two. `tile` is a multiple of the page size and of the other sizes."""
-
-    tile: int
-    """Fetched together."""
-    full: int
-    """Computed together, of full tiles; `MOST_MASKED` at most in a layer with a window."""
-    tail: int
-    """Computed together, of a row's last tile."""
-    most_rows: int
-    """Rows of scores in one product, at most."""
-    height: int
-    """Slots of a page that the hardware can address apart from others."""
-
-
-class DecodeRefs(NamedTuple):
-    """Memory that the kernel works on, in the order of `pallas_call`; what is not used is None."""
-
-    tables: Any
-    lens: Any
-    next_long: Any
-    scalars: Any
-    q: Any
-    k: Any
-    v: Any
-    sinks: Any
-    scales: Any
-    pages_in: Any
-    out: Any
-    pages: Any
-    tiles: Any
-    tails: Any
-    wide_q: Any
-    tops: Any
-    totals: Any
-    acc: Any
-    fetched: Any
-    tail_fetched: Any
-    written: Any
-    next_slot: Any
+MAX_UNROLLED_PRODUCTS, MAX_UNROLLED_ROWS, MAX_UNROLLED_HEADS = 8, 160, 32
+"""Products, rows of scores and KV heads in one stretch of instructions without a loop; with more, registers spill."""
+MAX_MASKED_KEYS = 256
+"""Keys of a full tile in one product of a layer with a window; with more, the masks make the compiler spill."""
 
 
 class Row(NamedTuple):
-    """A row of a block: what is computed of it with scalars, once."""
-
-    number: Any
-    length: Any
-    """0: not decoded."""
-    first: Any
-    """Number of the first tile that it sees something of."""
-    last: Any
-    """Number of the tile that it ends in: its tail. Those between are full."""
-
-
-class Work(NamedTuple):
-    """Tokens of one row that are attended together: those from position `begin` on, which lie in `tile`."""
+    """Scalars of one row of the block."""
 
     index: Any
-    """Of the row in its block."""
-    tile: Any
+    """Index of the row in the step."""
+    context_len: Any
+    """Tokens of the row; 0 if it is not decoded."""
+    first_tile: Any
+    """Number of the first KV tile that holds a key the row sees."""
+    last_tile: Any
+    """Number of the KV tile that the row ends in, its tail. The tiles between the two are full."""
+
+
+class SubTile(NamedTuple):
+    """Consecutive tokens of one row that are attended together."""
+
+    row_in_block: Any
+    kv: Ref
+    """[K, S, tokens, 128] in VMEM: their keys and values."""
     begin: Any
-    length: Any
-    """Of the row."""
+    """Position of the first of them."""
+    context_len: Any
+    """Tokens of the row."""
 
 
 class DecodeKernel:
-    """One grid step: `block` rows. Scores of `heads` KV heads, `rows` rows, are one product; there are `num_groups`."""
+    """One grid step over `block_rows` rows, whose scores come from `num_products` products per sub-tile."""
 
     def __init__(
         self,
-        ref: DecodeRefs,
-        *,
-        lanes: HeadLanes,
-        heads: int,
-        sizes: DecodeSizes,
-        page_size: int,
-        table_len: int,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
+        scalars: DecodeScalars,
+        inputs: DecodeInputs,
+        outputs: DecodeOutputs,
+        scratch: DecodeScratch,
+        statics: DecodeStatics,
     ):
-        self.ref, self.lanes, self.heads, self.sizes = ref, lanes, heads, sizes
-        self.scale, self.window, self.soft_cap = scale, window, soft_cap
-        _, self.block, self.num_kv_heads, _, self.tile, _ = ref.tails.shape
-        _, self.num_groups, self.rows, _ = ref.wide_q.shape
-        self.copies = PageCopies(ref.pages, ref.tables, table_len, ref.scalars[0], page_size, self.tile)
-        self.full = sizes.full if window is None else math.gcd(sizes.full, MOST_MASKED)
-        self.this, self.num_rows = pl.program_id(0), ref.scalars[1]
-        self.tail_slot = lax.rem(self.this, 2)
-        dtype = ref.wide_q.dtype if ref.wide_q.dtype == jnp.float32 else ref.tails.dtype
-        self.pair = min(rows_paired(dtype), self.block)
-        self.most_products = products_at_once(self.rows, heads, dtype)
+        self.scalars, self.inputs, self.outputs, self.scratch = scalars, inputs, outputs, scratch
+        self.lanes, self.heads, self.sizes, page_size, table_len, options = statics
+        self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
+        _, self.block_rows, self.num_kv_heads, _, self.tile, _ = scratch.tail_tiles.shape
+        _, self.num_products, self.product_rows, _ = scratch.diagonal_q.shape
+        first_page = scalars.first_page_and_count[0]
+        self.copies = PageCopies(outputs.pages, scalars.page_tables, table_len, first_page, page_size, self.tile)
+        self.full = self.sizes.full if self.window is None else math.gcd(self.sizes.full, MAX_MASKED_KEYS)
+        self.block, self.num_rows = pl.program_id(0), scalars.first_page_and_count[1]
+        self.tail_buffer = lax.rem(self.block, 2)
+        compute_dtype = scratch.diagonal_q.dtype
+        dtype = compute_dtype if compute_dtype == jnp.float32 else scratch.tail_tiles.dtype
+        self.tail_rows = min(tail_rows_together(dtype), self.block_rows)
+        self.max_products = max_unrolled_products(self.product_rows, self.heads, dtype)
 
     def run(self) -> None:
-        """All of the block."""
-        pl.when(self.this == 0)(self._begin)
+        """Compute the block."""
+        pl.when(self.block == 0)(self._begin_call)
 
-        @pl.loop(jnp.where(self.this == 0, 0, 1), 2)
+        @pl.loop(jnp.where(self.block == 0, 0, 1), 2)
         def _(ahead: Any) -> None:
-            self._fetch_tails(self.this + ahead)
+            self._fetch_tails(self.block + ahead)
 
-        for index in range(self.block):
+        for index in range(self.block_rows):
             self._begin_row(index)
-        pl.when(self.ref.next_long[self.this * self.block] < (self.this + 1) * self.block)(self._full_tiles)
-        rows = [self._row(self.this * self.block + index) for index in range(self.block)]
+        next_long = self.scalars.next_long
+        pl.when(next_long[self.block * self.block_rows] < (self.block + 1) * self.block_rows)(self._attend_full_tiles)
+        rows = [self._row(self.block * self.block_rows + index) for index in range(self.block_rows)]
         self._wait_tails(rows)
-        if self.ref.k is not None:
-            copies = [self._put_new(index, row) for index, row in enumerate(rows)]
+        if self.inputs.k is not None:
+            copies = [self._put_new_token(index, row) for index, row in enumerate(rows)]
             for row, copy in zip(rows, copies, strict=True):
-                pl.when(row.length > 0)(copy.start)
-        pl.loop(0, self.block // self.pair)(self._tails_of_pair)
-        for index in range(self.block):
+                pl.when(row.context_len > 0)(copy.start)
+        pl.loop(0, self.block_rows // self.tail_rows)(self._attend_tails)
+        for index in range(self.block_rows):
             self._end_row(index)
-        least = functools.reduce(jnp.minimum, (row.length for row in rows))
-        pl.when(least == 0)(functools.partial(self._keep_queries, rows))
-        if self.ref.k is not None:
-            num_written = sum(jnp.minimum(row.length, 1) for row in rows)
-            some = self.ref.tails.at[self.tail_slot, pl.ds(0, num_written), :, :, pl.ds(0, self.sizes.height)]
-            pl.when(num_written > 0)(pltpu.make_async_copy(some, some, self.ref.written).wait)
+        min_len = functools.reduce(jnp.minimum, (row.context_len for row in rows))
+        pl.when(min_len == 0)(functools.partial(self._keep_queries, rows))
+        if self.inputs.k is not None:
+            num_written = sum(jnp.minimum(row.context_len, 1) for row in rows)
+            slots = pl.ds(0, self.sizes.write_slots)
+            written = self.scratch.tail_tiles.at[self.tail_buffer, pl.ds(0, num_written), :, :, slots]
+            pl.when(num_written > 0)(pltpu.make_async_copy(written, written, self.scratch.write_sem).wait)
         if self.window is None:
-            is_last = (self.this + 1) * self.block >= self.num_rows
-            pl.when(is_last & (self.ref.next_long[0] < self.num_rows))(
-                lambda: self._wait_for_all_of(self.ref.next_slot[0])
+            is_last = (self.block + 1) * self.block_rows >= self.num_rows
+            pl.when(is_last & (next_long[0] < self.num_rows))(
+                lambda: self._wait_whole_tile(self.scratch.next_buffer[0])
             )
 
     # Rows
 
-    def _row(self, number: Any) -> Row:
-        length = self.ref.lens[number]
-        first, last = self._first_seen(length), jnp.maximum(length - 1, 0)
-        return Row(number, length, divide(first, self.tile), divide(last, self.tile))
+    def _row(self, index: Any) -> Row:
+        context_len = self.scalars.context_lens[index]
+        first, last = self._first_seen(context_len), jnp.maximum(context_len - 1, 0)
+        return Row(index, context_len, divide(first, self.tile), divide(last, self.tile))
 
-    def _first_seen(self, length: Any) -> Any:
-        return jnp.int32(0) if self.window is None else jnp.maximum(length - self.window, 0)
+    def _first_seen(self, context_len: Any) -> Any:
+        """Return the first position that the query of a row of this length sees."""
+        return jnp.int32(0) if self.window is None else jnp.maximum(context_len - self.window, 0)
 
-    def _span(self, row: Row, number: Any) -> tuple[Any, Any]:
-        """Pages of a tile that the row sees something of."""
-        return self.copies.span(number, self._first_seen(row.length), row.length)
+    def _span(self, row: Row, tile_index: Any) -> tuple[Any, Any]:
+        """Return the pages of a tile that hold any key the row sees: the first, and the last + 1."""
+        return self.copies.span(tile_index, self._first_seen(row.context_len), row.context_len)
 
-    def _begin(self) -> None:
-        """Before the first block: zeros between the blocks of the block-diagonal queries, and the first full tile."""
-        ref = self.ref
-        ref.next_slot[0] = 0
-        ref.wide_q[...] = jnp.zeros(ref.wide_q.shape, ref.wide_q.dtype)
+    def _begin_call(self) -> None:
+        """Before the first block: zero the off-diagonal blocks of `diagonal_q`, and fetch the first full tile."""
+        scratch, next_long = self.scratch, self.scalars.next_long
+        scratch.next_buffer[0] = 0
+        scratch.diagonal_q[...] = jnp.zeros(scratch.diagonal_q.shape, scratch.diagonal_q.dtype)
 
-        @pl.when(ref.next_long[0] < self.num_rows)
+        @pl.when(next_long[0] < self.num_rows)
         def _() -> None:
-            row = self._row(ref.next_long[0])
-            self._fetch_full(row, row.first, 0)
+            row = self._row(next_long[0])
+            self._fetch_full(row, row.first_tile, 0)
 
     def _begin_row(self, index: int) -> None:
-        """Block-diagonal queries, and the state before the first token."""
-        ref, group, width = self.ref, self.rows // self.heads, self.lanes.width
-        for number in range(self.num_groups):
-            its_rows = pl.ds(number * self.rows, self.rows)
+        """Put a row's queries on the diagonal, and set its softmax state to that before the first key.
+
+        A sink counts as a key that carries no value: weight 1 and its logit as the maximum.
+        """
+        scratch, group, width = self.scratch, self.product_rows // self.heads, self.lanes.width
+        for product in range(self.num_products):
+            query_heads = pl.ds(product * self.product_rows, self.product_rows)
             for head in range(self.heads):
-                queries = self.lanes.padded(ref.q[index, pl.ds(number * self.rows + head * group, group)])
+                q = self.inputs.q[index, pl.ds(product * self.product_rows + head * group, group)]
                 block = pl.ds(head * group, group), pl.ds(head * width, width)
-                ref.wide_q[index, number, *block] = queries.astype(ref.wide_q.dtype)
-            ref.acc[index, number] = jnp.zeros((self.rows, width), jnp.float32)
-            if ref.sinks is None:
-                ref.tops[index, number] = jnp.full((self.rows, LANES), LEAST_MAX, jnp.float32)
-                ref.totals[index, number] = jnp.zeros((self.rows, LANES), jnp.float32)
+                scratch.diagonal_q[index, product, *block] = self.lanes.padded(q).astype(scratch.diagonal_q.dtype)
+            scratch.acc[index, product] = jnp.zeros((self.product_rows, width), jnp.float32)
+            state = self.product_rows, LANES
+            if self.inputs.sinks is None:
+                scratch.running_max[index, product] = jnp.full(state, MASK_VALUE, jnp.float32)
+                scratch.running_sum[index, product] = jnp.zeros(state, jnp.float32)
             else:
-                ref.tops[index, number] = ref.sinks[its_rows]
-                ref.totals[index, number] = jnp.ones((self.rows, LANES), jnp.float32)
+                scratch.running_max[index, product] = self.inputs.sinks[query_heads]
+                scratch.running_sum[index, product] = jnp.ones(state, jnp.float32)
 
     def _end_row(self, index: int) -> None:
-        ref, lanes = self.ref, self.lanes
-        for number in range(self.num_groups):
-            its_rows = pl.ds(number * self.rows, self.rows)
-            out = ref.acc[index, number] / wide(ref.totals[index, number], lanes.width)
-            if ref.scales is not None:
-                out = out * wide(ref.scales[1, its_rows], lanes.width)
+        """Write a row's outputs: acc ÷ running_sum, without the padding lanes."""
+        scratch, lanes = self.scratch, self.lanes
+        for product in range(self.num_products):
+            query_heads = pl.ds(product * self.product_rows, self.product_rows)
+            out = scratch.acc[index, product] / broadcast_lanes(scratch.running_sum[index, product], lanes.width)
+            if self.inputs.scales is not None:
+                out = out * broadcast_lanes(self.inputs.scales[1, query_heads], lanes.width)
             out = out[:, lanes.value_lane : lanes.value_lane + lanes.head_size]
-            ref.out[index, its_rows] = out.astype(ref.out.dtype)
+            self.outputs.out[index, query_heads] = out.astype(self.outputs.out.dtype)
 
     def _keep_queries(self, rows: list[Row]) -> None:
-        """Of those tokens of the block that are not decoded here: they are prefill's, or nobody's."""
+        """Give tokens of the block that are not decoded their queries back: they are prefill's, or padding."""
         for index, row in enumerate(rows):
 
-            @pl.when(row.length == 0)
+            @pl.when(row.context_len == 0)
             def _(index: int = index) -> None:
-                self.ref.out[index] = self.ref.q[index]
+                self.outputs.out[index] = self.inputs.q[index]
 
     # Full tiles
 
-    def _fetch_full(self, row: Row, number: Any, slot: Any) -> None:
-        target, semaphore = self.ref.tiles.at[slot], self.ref.fetched.at[slot]
+    def _fetch_full(self, row: Row, tile_index: Any, buffer: Any) -> None:
+        target, semaphore = self.scratch.full_tiles.at[buffer], self.scratch.full_sems.at[buffer]
         if self.window is None:
-            self.copies.fetch_full(row.number, number, target, semaphore)
+            self.copies.fetch_full(row.index, tile_index, target, semaphore)
         else:
-            self.copies.fetch(row.number, number, self._span(row, number), target, semaphore)
+            self.copies.fetch(row.index, tile_index, self._span(row, tile_index), target, semaphore)
 
-    def _wait_full(self, row: Row, number: Any, slot: Any) -> None:
+    def _wait_full(self, row: Row, tile_index: Any, buffer: Any) -> None:
         if self.window is None:
-            self._wait_for_all_of(slot)
+            self._wait_whole_tile(buffer)
         else:
-            begin, end = self._span(row, number)
-            self.copies.wait(end - begin, self.ref.fetched.at[slot])
+            begin, end = self._span(row, tile_index)
+            self.copies.wait(end - begin, self.scratch.full_sems.at[buffer])
 
-    def _wait_for_all_of(self, slot: Any) -> None:
-        """Of a full tile, whichever it is."""
-        tile = self.ref.tiles.at[slot]
-        pltpu.make_async_copy(tile, tile, self.ref.fetched.at[slot]).wait()
+    def _wait_whole_tile(self, buffer: Any) -> None:
+        """Wait for the bytes of one full tile, of whichever row."""
+        tile = self.scratch.full_tiles.at[buffer]
+        pltpu.make_async_copy(tile, tile, self.scratch.full_sems.at[buffer]).wait()
 
-    def _fetch_next(self, row: Row, number: Any, slot: Any) -> None:
-        """The next full tile, of this row or of another, while tile `number` of this row is computed."""
-        following = self.ref.next_long[row.number + 1]
-        is_same, is_last = number + 1 < row.last, following >= self.num_rows
+    def _fetch_next(self, row: Row, tile_index: Any, buffer: Any) -> None:
+        """Fetch the full tile that follows tile `tile_index` of `row`, of this row or of the next long one."""
+        next_long = self.scalars.next_long[row.index + 1]
+        is_same, is_last = tile_index + 1 < row.last_tile, next_long >= self.num_rows
         if self.window is not None:
-            other = self._row(jnp.minimum(following, self.num_rows - 1))
-            pl.when(is_same)(lambda: self._fetch_full(row, number + 1, slot))
-            pl.when(~is_same & ~is_last)(lambda: self._fetch_full(other, other.first, slot))
+            other = self._row(jnp.minimum(next_long, self.num_rows - 1))
+            pl.when(is_same)(lambda: self._fetch_full(row, tile_index + 1, buffer))
+            pl.when(~is_same & ~is_last)(lambda: self._fetch_full(other, other.first_tile, buffer))
             return
-        # No branch, so that all is one block of instructions: the very last tile is fetched once more.
-        next_row = jnp.where(is_same | is_last, row.number, following)
-        next_number = jnp.where(is_same, number + 1, jnp.where(is_last, number, 0))
-        self._fetch_full(row._replace(number=next_row), next_number, slot)
+        # There is no branch, so that all is one block of instructions: the very last tile is fetched once more.
+        next_row = jnp.where(is_same | is_last, row.index, next_long)
+        next_tile = jnp.where(is_same, tile_index + 1, jnp.where(is_last, tile_index, 0))
+        self._fetch_full(row._replace(index=next_row), next_tile, buffer)
 
-    def _full_tiles(self) -> None:
-        ref, full = self.ref, self.full
+    def _attend_full_tiles(self) -> None:
+        """Attend every row of the block to its full tiles, each in sub-tiles of `full` tokens."""
+        scratch, full = self.scratch, self.full
 
-        @pl.loop(0, self.block)
+        @pl.loop(0, self.block_rows)
         def _(index: Any) -> None:
-            row = self._row(self.this * self.block + index)
+            row = self._row(self.block * self.block_rows + index)
 
-            @pl.loop(row.first, row.last)
-            def _(number: Any) -> None:
-                slot = ref.next_slot[0]
-                ref.next_slot[0] = 1 - slot
-                self._fetch_next(row, number, 1 - slot)
-                self._wait_full(row, number, slot)
+            @pl.loop(row.first_tile, row.last_tile)
+            def _(tile_index: Any) -> None:
+                buffer = scratch.next_buffer[0]
+                scratch.next_buffer[0] = 1 - buffer
+                self._fetch_next(row, tile_index, 1 - buffer)
+                self._wait_full(row, tile_index, buffer)
 
-                def attend(piece: Any) -> None:
-                    at = pl.multiple_of(piece * full, full)
-                    work = Work(index, ref.tiles.at[slot, :, :, pl.ds(at, full)], number * self.tile + at, row.length)
-                    self._attend([work], is_masked=self.window is not None)
+                def attend(number: Any) -> None:
+                    at = pl.multiple_of(number * full, full)
+                    kv = scratch.full_tiles.at[buffer, :, :, pl.ds(at, full)]
+                    sub_tile = SubTile(index, kv, tile_index * self.tile + at, row.context_len)
+                    self._attend([sub_tile], is_masked=self.window is not None)
 
                 if self.window is None:
-                    in_turns(self.tile // full, self.most_products // self.num_groups, attend)
-                else:  # The first pieces may lie before the window.
-                    unseen = jnp.maximum(self._first_seen(row.length) - number * self.tile, 0)
-                    pl.loop(divide(unseen, full), self.tile // full)(attend)
+                    unrolled_loop(self.tile // full, self.max_products // self.num_products, attend)
+                else:  # The first sub-tiles may lie before the window.
+                    num_unseen = jnp.maximum(self._first_seen(row.context_len) - tile_index * self.tile, 0)
+                    pl.loop(divide(num_unseen, full), self.tile // full)(attend)
 
     # Tails
 
     def _fetch_tails(self, block: Any) -> None:
-        slot = lax.rem(block, 2)
-        for index in range(self.block):
-            row = self._row(block * self.block + index)
-            target, semaphore = self.ref.tails.at[slot, index], self.ref.tail_fetched.at[slot]
-            self.copies.fetch(row.number, row.last, self._span(row, row.last), target, semaphore)
+        buffer = lax.rem(block, 2)
+        for index in range(self.block_rows):
+            row = self._row(block * self.block_rows + index)
+            target, semaphore = self.scratch.tail_tiles.at[buffer, index], self.scratch.tail_sems.at[buffer]
+            self.copies.fetch(row.index, row.last_tile, self._span(row, row.last_tile), target, semaphore)
 
     def _wait_tails(self, rows: list[Row]) -> None:
         for row in rows:
-            begin, end = self._span(row, row.last)
-            self.copies.wait(jnp.maximum(end - begin, 0), self.ref.tail_fetched.at[self.tail_slot])
+            begin, end = self._span(row, row.last_tile)
+            self.copies.wait(jnp.maximum(end - begin, 0), self.scratch.tail_sems.at[self.tail_buffer])
 
-    def _tails_of_pair(self, number: Any) -> None:
-        sub = self.sizes.tail
-        indices = [number * self.pair + index for index in range(self.pair)]
-        rows = [self._row(self.this * self.block + index) for index in indices]
-        begins = [row.last * self.tile for row in rows]
-        ends = [row.length - begin for row, begin in zip(rows, begins, strict=True)]
-        unseen = [jnp.maximum(self._first_seen(row.length) - begin, 0) for row, begin in zip(rows, begins, strict=True)]
+    def _attend_tails(self, number: Any) -> None:
+        """Attend `tail_rows` rows of the block together to their tails, in sub-tiles of `sizes.tail` tokens."""
+        size = self.sizes.tail
+        indices = [number * self.tail_rows + index for index in range(self.tail_rows)]
+        rows = [self._row(self.block * self.block_rows + index) for index in indices]
+        begins = [row.last_tile * self.tile for row in rows]
+        ends = [row.context_len - begin for row, begin in zip(rows, begins, strict=True)]
+        unseen = [
+            jnp.maximum(self._first_seen(row.context_len) - begin, 0) for row, begin in zip(rows, begins, strict=True)
+        ]
         first, last = functools.reduce(jnp.minimum, unseen), functools.reduce(jnp.maximum, ends)
 
-        @pl.loop(divide(first, sub), divide(last + sub - 1, sub))
-        def _(piece: Any) -> None:
-            at = pl.multiple_of(piece * sub, sub)
-            tails = [self.ref.tails.at[self.tail_slot, index, :, :, pl.ds(at, sub)] for index in indices]
-            works = [
-                Work(index, tail, begin + at, row.length)
+        @pl.loop(divide(first, size), divide(last + size - 1, size))
+        def _(number: Any) -> None:
+            at = pl.multiple_of(number * size, size)
+            tails = [self.scratch.tail_tiles.at[self.tail_buffer, index, :, :, pl.ds(at, size)] for index in indices]
+            sub_tiles = [
+                SubTile(index, tail, begin + at, row.context_len)
                 for index, tail, begin, row in zip(indices, tails, begins, rows, strict=True)
             ]
-            self._attend(works, is_masked=True)
+            self._attend(sub_tiles, is_masked=True)
 
-    def _put_new(self, index: int, row: Row) -> Any:
-        """Put the new token into the tail; returns the copy that takes its block of slots back to the page."""
-        ref, height, page_size = self.ref, self.sizes.height, self.copies.page_size
-        position = jnp.maximum(row.length - 1, 0)
-        place = position - row.last * self.tile
-        at = pl.multiple_of(divide(place, height) * height, height)
-        tail = ref.tails.at[self.tail_slot, index]
-        is_new = iota((height, LANES), 0) == place - at
+    def _put_new_token(self, index: int, row: Row) -> Any:
+        """Put a row's new key and value into its tail.
+
+        Return the copy, not yet started, that takes the tail's aligned block of `write_slots` slots to the page.
+        """
+        k, v = self.inputs.k, self.inputs.v
+        assert k is not None
+        assert v is not None
+        size, page_size = self.sizes.write_slots, self.copies.page_size
+        position = jnp.maximum(row.context_len - 1, 0)
+        offset = position - row.last_tile * self.tile
+        at = pl.multiple_of(divide(offset, size) * size, size)
+        tail = self.scratch.tail_tiles.at[self.tail_buffer, index]
+        is_new = iota((size, LANES), 0) == offset - at
         for head in range(self.num_kv_heads):
-            new_rows = self.lanes.rows(ref.k[index, pl.ds(head, 1)], ref.v[index, pl.ds(head, 1)])
+            new_rows = self.lanes.rows(k[index, pl.ds(head, 1)], v[index, pl.ds(head, 1)])
             for lane_row, new in enumerate(new_rows):
-                old = tail[head, lane_row, pl.ds(at, height)]
+                old = tail[head, lane_row, pl.ds(at, size)]
                 new = jnp.broadcast_to(new.astype(old.dtype), old.shape)
-                tail[head, lane_row, pl.ds(at, height)] = jnp.where(is_new, new, old)
-        number = divide(position, page_size)
-        page = self.copies.page(jnp.minimum(row.number, self.num_rows - 1), number)
-        offset = pl.multiple_of(row.last * self.tile + at - number * page_size, height)
-        target = ref.pages.at[page, :, :, pl.ds(offset, height)]
-        return pltpu.make_async_copy(tail.at[:, :, pl.ds(at, height)], target, ref.written)
+                tail[head, lane_row, pl.ds(at, size)] = jnp.where(is_new, new, old)
+        page_index = divide(position, page_size)
+        page = self.copies.page(jnp.minimum(row.index, self.num_rows - 1), page_index)
+        page_offset = pl.multiple_of(row.last_tile * self.tile + at - page_index * page_size, size)
+        target = self.outputs.pages.at[page, :, :, pl.ds(page_offset, size)]
+        return pltpu.make_async_copy(tail.at[:, :, pl.ds(at, size)], target, self.scratch.write_sem)
 
     # Attention
 
-    def _attend(self, works: list[Work], *, is_masked: bool) -> None:
-        """Add tokens to each row's state: stage by stage, so that the rows' products and maxima overlap."""
-        attend_group = functools.partial(self._attend_group, works, is_masked)
-        in_turns(self.num_groups, self.most_products // len(works), attend_group)
+    def _attend(self, sub_tiles: list[SubTile], *, is_masked: bool) -> None:
+        """Add one sub-tile of each of some rows to these rows' states, product after product."""
+        attend_product = functools.partial(self._attend_product, sub_tiles, is_masked)
+        unrolled_loop(self.num_products, self.max_products // len(sub_tiles), attend_product)
 
-    def _attend_group(self, works: list[Work], is_masked: bool, group: Any) -> None:
-        scores = [self._scores(work, group, is_masked=is_masked) for work in works]
-        before = [self.ref.tops[work.index, group] for work in works]
-        tops = [
-            jnp.maximum(top, jnp.max(score, axis=1, keepdims=True)) for top, score in zip(before, scores, strict=True)
+    def _attend_product(self, sub_tiles: list[SubTile], is_masked: bool, product: Any) -> None:
+        """Do one step of the online softmax for h KV heads: stage by stage over the rows, so that these overlap."""
+        scores = [self._scores(sub_tile, product, is_masked=is_masked) for sub_tile in sub_tiles]
+        old_maxima = [self.scratch.running_max[sub_tile.row_in_block, product] for sub_tile in sub_tiles]
+        maxima = [
+            jnp.maximum(old, jnp.max(score, axis=1, keepdims=True))
+            for old, score in zip(old_maxima, scores, strict=True)
         ]
-        weights = [jnp.exp2(score - wide(top, score.shape[1])) for score, top in zip(scores, tops, strict=True)]
-        products = [
-            self._product(work, group, weight, is_masked=is_masked) for work, weight in zip(works, weights, strict=True)
+        weights = [
+            jnp.exp2(score - broadcast_lanes(new, score.shape[1])) for score, new in zip(scores, maxima, strict=True)
         ]
-        for work, old, top, weight, product in zip(works, before, tops, weights, products, strict=True):
-            self._add(work.index, group, jnp.exp2(old - top), top, weight, product)
+        weighted = [
+            self._weighted_values(sub_tile, product, weight, is_masked=is_masked)
+            for sub_tile, weight in zip(sub_tiles, weights, strict=True)
+        ]
+        for sub_tile, old, new, weight, values in zip(sub_tiles, old_maxima, maxima, weights, weighted, strict=True):
+            self._add(sub_tile.row_in_block, product, jnp.exp2(old - new), new, weight, values)
 
-    def _heads_of(self, group: Any) -> list[Any]:
-        return [group * self.heads + index for index in range(self.heads)]
+    def _heads_of(self, product: Any) -> list[Any]:
+        """Return the h KV heads of a product."""
+        return [product * self.heads + index for index in range(self.heads)]
 
-    def _scores(self, work: Work, group: Any, *, is_masked: bool) -> Array:
-        """[rows, T], times log₂ e."""
-        ref, lanes = self.ref, self.lanes
-        keys = side_by_side([lanes.keys(work.tile, head) for head in self._heads_of(group)])
-        products = dot_nt(ref.wide_q[work.index, group], keys.astype(ref.wide_q.dtype))
+    def _scores(self, sub_tile: SubTile, product: Any, *, is_masked: bool) -> Array:
+        """Return the scores [h·G, T] of a sub-tile, times log₂ e."""
+        scratch, lanes = self.scratch, self.lanes
+        keys = concat_lanes([lanes.keys(sub_tile.kv, head) for head in self._heads_of(product)])
+        products = dot_nt(scratch.diagonal_q[sub_tile.row_in_block, product], keys.astype(scratch.diagonal_q.dtype))
         factor: Any = self.scale
-        if ref.scales is not None:
-            factor = wide(ref.scales[0, pl.ds(group * self.rows, self.rows)], products.shape[1]) * self.scale
+        if self.inputs.scales is not None:
+            k_scales = self.inputs.scales[0, pl.ds(product * self.product_rows, self.product_rows)]
+            factor = broadcast_lanes(k_scales, products.shape[1]) * self.scale
         scores = base2_scores(products, factor, self.soft_cap)
-        return jnp.where(self._is_seen(work, iota(scores.shape, 1)), scores, LEAST_MAX) if is_masked else scores
+        return jnp.where(self._is_seen(sub_tile, iota(scores.shape, 1)), scores, MASK_VALUE) if is_masked else scores
 
-    def _product(self, work: Work, group: Any, weights: Array, *, is_masked: bool) -> Array:
-        """Weighted values of all heads of the group for each of its rows, [rows, heads·W]."""
-        dtype = self.ref.wide_q.dtype
-        values = [self.lanes.values(work.tile, head) for head in self._heads_of(group)]
+    def _weighted_values(self, sub_tile: SubTile, product: Any, weights: Array, *, is_masked: bool) -> Array:
+        """Return `weights` [h·G, T] times the values of all h KV heads: [h·G, h·W]."""
+        dtype = self.scratch.diagonal_q.dtype
+        values = [self.lanes.values(sub_tile.kv, head) for head in self._heads_of(product)]
         if is_masked:
-            alive = row_bits(functools.partial(self._is_seen, work), values[0])
-            values = [keep(value, alive) for value in values]
-        return dot_nn(weights.astype(dtype), side_by_side(values).astype(dtype))
+            mask_bits = row_mask_bits(functools.partial(self._is_seen, sub_tile), values[0])
+            values = [zero_rows(value, mask_bits) for value in values]
+        return dot_nn(weights.astype(dtype), concat_lanes(values).astype(dtype))
 
-    def _add(self, index: Any, group: Any, decay: Array, top: Array, weights: Array, product: Array) -> None:
-        """A row's state with these tokens; of the products, the blocks on the diagonal."""
-        ref, width, height = self.ref, self.lanes.width, self.rows // self.heads
-        own = product[:, :width]
+    def _add(self, index: Any, product: Any, decay: Array, new_max: Array, weights: Array, weighted: Array) -> None:
+        """Add a sub-tile to the state of row `index`: of `weighted` [h·G, h·W], the blocks on the diagonal."""
+        scratch, width, group = self.scratch, self.lanes.width, self.product_rows // self.heads
+        own = weighted[:, :width]
         row = iota(own.shape, 0)
         for head in range(1, self.heads):
-            is_own = (row >= head * height) & (row < (head + 1) * height)
-            own = jnp.where(is_own, product[:, head * width : (head + 1) * width], own)
-        ref.tops[index, group] = top
-        ref.totals[index, group] = ref.totals[index, group] * decay + jnp.sum(weights, axis=1, keepdims=True)
-        ref.acc[index, group] = ref.acc[index, group] * wide(decay, width) + own
+            is_own = (row >= head * group) & (row < (head + 1) * group)
+            own = jnp.where(is_own, weighted[:, head * width : (head + 1) * width], own)
+        scratch.running_max[index, product] = new_max
+        new_sum = scratch.running_sum[index, product] * decay + jnp.sum(weights, axis=1, keepdims=True)
+        scratch.running_sum[index, product] = new_sum
+        scratch.acc[index, product] = scratch.acc[index, product] * broadcast_lanes(decay, width) + own
 
-    def _is_seen(self, work: Work, token: Array) -> Array:
-        """Whether the row sees tokens of its piece."""
-        is_seen = token < work.length - work.begin
-        return is_seen if self.window is None else is_seen & (token >= work.length - work.begin - self.window)
+    def _is_seen(self, sub_tile: SubTile, token: Array) -> Array:
+        """Say for tokens of a sub-tile, counted from its begin, whether the row's query sees them."""
+        is_seen = token < sub_tile.context_len - sub_tile.begin
+        if self.window is None:
+            return is_seen
+        return is_seen & (token >= sub_tile.context_len - sub_tile.begin - self.window)
 
 
-def rows_paired(dtype: Any) -> int:
-    """Rows of a block whose tails are computed together: more of them do not fit into registers.
+def tail_rows_together(dtype: Any) -> int:
+    """Return the rows of a block whose tails are computed together; more of them do not fit into registers.
 
-    `dtype` is that of the pages, or float32 if products are computed in it.
+    `dtype` is that of the pages, or float32 if products are computed in float32.
     """
     return 1 if dtype == jnp.float32 else 2
 
 
-def products_at_once(rows: int, heads: int, dtype: Any) -> int:
-    """Products in one stretch of instructions, each of so many rows of scores and of so many KV heads.
+def max_unrolled_products(rows: int, heads: int, dtype: Any) -> int:
+    """Return how many products of `rows` rows and `heads` KV heads may stand in one stretch of instructions.
 
-    Of more the compiler spills registers. `dtype` as in `rows_paired`. Those in float32 take six passes, of three parts
-    of each number; float8 is widened in many steps.
+    With more, the compiler spills registers. `dtype` is as in `tail_rows_together`. A product in float32 takes six
+    passes, of three parts of each number; float8 numbers are widened in many steps.
     """
-    most = {"float32": 1, "float8_e4m3fn": MOST_PRODUCTS // 2}.get(dtype.name, MOST_PRODUCTS)
-    most_heads = MOST_PRODUCT_HEADS // 2 if dtype.name == "int8" else MOST_PRODUCT_HEADS
-    return max(min(most, MOST_PRODUCT_ROWS // rows, most_heads // heads), 1)
+    limit = {"float32": 1, "float8_e4m3fn": MAX_UNROLLED_PRODUCTS // 2}.get(dtype.name, MAX_UNROLLED_PRODUCTS)
+    max_heads = MAX_UNROLLED_HEADS // 2 if dtype.name == "int8" else MAX_UNROLLED_HEADS
+    return max(min(limit, MAX_UNROLLED_ROWS // rows, max_heads // heads), 1)
 
 
-def at_once(num: int, most: int) -> int:
-    """How many of `num` are in one stretch: a divisor, all of them if so many may be."""
-    return num if num <= most else math.gcd(num, max(most, 1))
+def unroll_factor(num: int, max_unroll: int) -> int:
+    """Return how many of `num` turns are unrolled: all of them if `max_unroll` allows it, else a divisor of `num`."""
+    return num if num <= max_unroll else math.gcd(num, max(max_unroll, 1))
 
 
-def in_turns(num: int, most: int, do: Callable[[Any], None]) -> None:
-    """`do` 0 … `num` − 1: a loop over stretches of at most `most`, or no loop if one stretch does."""
-    size = at_once(num, most)
+def unrolled_loop(num: int, max_unroll: int, do: Callable[[Any], None]) -> None:
+    """Call `do(0)` … `do(num − 1)` in a loop of stretches of `unroll_factor` calls, or unrolled if one suffices."""
+    size = unroll_factor(num, max_unroll)
 
     def stretch(number: Any) -> None:
         for index in range(size):

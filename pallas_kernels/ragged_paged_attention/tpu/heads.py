@@ -1,12 +1,14 @@
-"""Tokens of many heads, laid out by head, and back: what pages and prefill need and a model does not give.
+"""Transposes [T, N, H], tokens of all heads, to [N, T, 128] and back, inside VMEM.
 
     by token  [T, N, H]                          by head  [N, T, 128]
       token 0:  h0 h1 h2 h3 …                      head 0:  t0 t1 t2 t3 …
       token 1:  h0 h1 h2 h3 …         ⇄            head 1:  t0 t1 t2 t3 …
 
-Both ways go through rows of 32 bits in VMEM, [T · pitch, 128]: those of one head are then a strided load apart. The
-pitch is odd, so that the rows of one load lie in different banks: with an even one they are loaded one by one. Of
-two-byte numbers two heads share a row, and their halves are sorted with the next token's.
+A model gives and takes arrays by token; pages and prefill's products need them by head. Both directions go through a
+scratch array `rows`, int32 [T · pitch, 128] in VMEM, one group of 128 lanes at a time: row `token · pitch + head` holds
+one head of one token, so that all tokens of one head are one strided load or store. The pitch is odd because rows at an
+even distance lie in the same memory bank and would be loaded one by one. Two-byte numbers share an int32 row, two heads
+to a row: the low half holds the even head, the high half the odd one, and they are sorted with the next token's row.
 """
 
 from __future__ import annotations
@@ -19,51 +21,57 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .tpu_tiles import LANES, from_int32, to_int32
+from .lanes import LANES, Ref, from_int32, to_int32
 
-LOW = 0xFFFF
-HIGH = -0x10000
-TOKENS = 16
-"""Taken and given together: their number is a multiple of it."""
+LOW_HALF = 0xFFFF
+HIGH_HALF = -0x10000
+TOKEN_UNROLL = 16
+"""Tokens copied by one turn of an unrolled loop; the number of tokens must be a multiple of it."""
 
 
 def rows_shape(num_tokens: int, num_heads: int, dtype: Any) -> tuple[int, int]:
-    """Shape of the rows of 32 bits that both ways go through, one tile of lanes at a time."""
+    """Return the shape of the int32 scratch array `rows` for one group of 128 lanes."""
     return -(-num_tokens * _pitch(num_heads, dtype) // 8) * 8, LANES
 
 
-def take_tokens(tokens: Any, lane: int, rows: Any) -> None:
-    """One tile of lanes of `tokens` [T, N, H], of two or four bytes a number, into rows; zeros behind H."""
+def tokens_to_rows(tokens: Ref, lane: int, rows: Ref) -> None:
+    """Copy the 128 lanes from `lane` on of `tokens` [T, N, H], two or four bytes a number, into the scratch `rows`.
+
+    Lanes from H on are filled with zeros.
+    """
     _, num_heads, head_size = tokens.shape
     width = min(LANES, head_size - lane)
     odd_head = num_heads % 2 if tokens.dtype.itemsize == 2 else 0
 
-    def take(its_tokens: Any, its_rows: Any, token: int) -> None:
-        heads = jnp.pad(its_tokens[token, :, pl.ds(lane, width)], ((0, odd_head), (0, LANES - width)))
-        its_rows[_rows_of(token, num_heads, tokens.dtype)] = to_int32(heads)
+    def copy(block_tokens: Ref, block_rows: Ref, token: int) -> None:
+        heads = jnp.pad(block_tokens[token, :, pl.ds(lane, width)], ((0, odd_head), (0, LANES - width)))
+        block_rows[_rows_of_token(token, num_heads, tokens.dtype)] = to_int32(heads)
 
-    _each_token(tokens, rows, take)
+    _for_each_token(tokens, rows, copy)
 
 
-def heads_of(rows: Any, first: Any, num_tokens: int, num_heads: int, dtype: Any) -> Iterator[jax.Array]:
-    """Of each head [num_tokens, 128], from token `first` on."""
+def heads_from_rows(rows: Ref, first: Any, num_tokens: int, num_heads: int, dtype: Any) -> Iterator[jax.Array]:
+    """Load each head in turn, [num_tokens, 128] from token `first` on, out of the scratch `rows`."""
     pitch = _pitch(num_heads, dtype)
-    for row in range(_num_rows(num_heads, dtype)):
-        place = first * pitch + row
+    for row in range(_rows_per_token(num_heads, dtype)):
+        start = first * pitch + row
         if jnp.dtype(dtype).itemsize == 4:
-            yield from_int32(rows[pl.ds(place, num_tokens, stride=pitch)], dtype)
+            yield from_int32(rows[pl.ds(start, num_tokens, stride=pitch)], dtype)
             continue
-        even = rows[pl.ds(place, num_tokens // 2, stride=2 * pitch)]
-        odd = rows[pl.ds(place + pitch, num_tokens // 2, stride=2 * pitch)]
+        even = rows[pl.ds(start, num_tokens // 2, stride=2 * pitch)]
+        odd = rows[pl.ds(start + pitch, num_tokens // 2, stride=2 * pitch)]
         for head, bits in enumerate(_swap_halves(even, odd)):
             if 2 * row + head < num_heads:
                 yield from_int32(bits, dtype)
 
 
-def give_tokens(head: Callable[[int], jax.Array], lane: int, rows: Any, tokens: Any) -> None:
-    """`head(n)` [T, 128] for each head, one tile of lanes → `tokens` [T, N, H]."""
+def heads_to_tokens(head: Callable[[int], jax.Array], lane: int, rows: Ref, tokens: Ref) -> None:
+    """Write `head(n)`, [T, 128] of each head n, to the 128 lanes from `lane` on of `tokens` [T, N, H].
+
+    The data goes through the scratch `rows`; lanes from H on are dropped.
+    """
     num_tokens, num_heads, head_size = tokens.shape
-    pitch, num_rows = _pitch(num_heads, tokens.dtype), _num_rows(num_heads, tokens.dtype)
+    pitch, num_rows = _pitch(num_heads, tokens.dtype), _rows_per_token(num_heads, tokens.dtype)
     width = min(LANES, head_size - lane)
     for row in range(num_rows):
         if tokens.dtype.itemsize == 4:
@@ -75,38 +83,46 @@ def give_tokens(head: Callable[[int], jax.Array], lane: int, rows: Any, tokens: 
         rows[pl.ds(row, num_tokens // 2, stride=2 * pitch)] = even
         rows[pl.ds(pitch + row, num_tokens // 2, stride=2 * pitch)] = odd
 
-    def give(its_tokens: Any, its_rows: Any, token: int) -> None:
-        heads = from_int32(its_rows[_rows_of(token, num_heads, tokens.dtype)], tokens.dtype)
-        its_tokens[token, :, pl.ds(lane, width)] = heads[:num_heads, :width]
+    def copy(block_tokens: Ref, block_rows: Ref, token: int) -> None:
+        heads = from_int32(block_rows[_rows_of_token(token, num_heads, tokens.dtype)], tokens.dtype)
+        block_tokens[token, :, pl.ds(lane, width)] = heads[:num_heads, :width]
 
-    _each_token(tokens, rows, give)
+    _for_each_token(tokens, rows, copy)
 
 
-def _each_token(tokens: Any, rows: Any, do: Callable[[Any, Any, int], None]) -> None:
-    """Some tokens at a time, since what is unrolled takes long to compile: their rows begin at a multiple of eight."""
+def _for_each_token(tokens: Ref, rows: Ref, do: Callable[[Ref, Ref, int], None]) -> None:
+    """Call `do(tokens, rows, token)` for blocks of `TOKEN_UNROLL` tokens and their rows, and each token in the block.
+
+    Only the tokens of a block are unrolled, to keep compile times short. The rows of a block begin at a multiple of 8.
+    """
     num_tokens, num_heads = tokens.shape[:2]
 
-    @pl.loop(0, num_tokens // TOKENS)
+    @pl.loop(0, num_tokens // TOKEN_UNROLL)
     def _(index: Any) -> None:
-        length = TOKENS * _pitch(num_heads, tokens.dtype)
-        its_tokens = tokens.at[pl.ds(index * TOKENS, TOKENS)]
-        its_rows = rows.at[pl.ds(pl.multiple_of(index * length, TOKENS), length)]
-        for token in range(TOKENS):
-            do(its_tokens, its_rows, token)
+        length = TOKEN_UNROLL * _pitch(num_heads, tokens.dtype)
+        block_tokens = tokens.at[pl.ds(index * TOKEN_UNROLL, TOKEN_UNROLL)]
+        block_rows = rows.at[pl.ds(pl.multiple_of(index * length, TOKEN_UNROLL), length)]
+        for token in range(TOKEN_UNROLL):
+            do(block_tokens, block_rows, token)
 
 
-def _rows_of(token: int, num_heads: int, dtype: Any) -> Any:
-    return pl.ds(token * _pitch(num_heads, dtype), _num_rows(num_heads, dtype))
+def _rows_of_token(token: int, num_heads: int, dtype: Any) -> Any:
+    return pl.ds(token * _pitch(num_heads, dtype), _rows_per_token(num_heads, dtype))
 
 
 def _swap_halves(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of low and high halves → a row of both low halves, a's first, and one of both high halves."""
-    return (a & LOW) | (b << 16), lax.shift_right_logical(a, 16) | (b & HIGH)
+    """Return (low half of a, low half of b) and (high half of a, high half of b), each packed into int32 rows.
+
+    The swap is its own inverse: it sorts two heads of a token into two tokens of a head, and back.
+    """
+    return (a & LOW_HALF) | (b << 16), lax.shift_right_logical(a, 16) | (b & HIGH_HALF)
 
 
-def _num_rows(num_heads: int, dtype: Any) -> int:
+def _rows_per_token(num_heads: int, dtype: Any) -> int:
+    """Return the int32 rows that hold all heads of one token."""
     return -(-num_heads * jnp.dtype(dtype).itemsize // 4)
 
 
 def _pitch(num_heads: int, dtype: Any) -> int:
-    return _num_rows(num_heads, dtype) | 1
+    """Return the distance in rows from one token to the next: odd, and at least the rows of a token."""
+    return _rows_per_token(num_heads, dtype) | 1

@@ -1,4 +1,8 @@
-"""Pages of one layer, copied into tiles [K, S, T, 128] in VMEM: what both kernels do with a row's page table."""
+"""Copies of a sequence's pages from HBM into a tile [K, S, tile, 128] in VMEM, by its page table.
+
+A tile holds `tile` consecutive positions of one sequence, a whole number of pages; tile n of a row begins at position
+n × tile. Each page is one DMA. Copies are started by `fetch` or `fetch_full` and waited for by their bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,24 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .tpu_tiles import divide
+from .lanes import Ref, divide
 
 
 class PageCopies(NamedTuple):
-    """`pages` in HBM, and the page tables, row after row, in scalar memory."""
+    """The pages of one layer and the page tables of a step, as both attention kernels read them."""
 
-    pages: Any
-    tables: Any
+    pages: Ref
+    """[C, K, S, Z, 128] in HBM, of the cache's dtype: the pages of all layers."""
+    page_tables: Ref
+    """int32 [R × P] in SMEM: the page tables of all rows, row after row."""
     table_len: int
+    """P: entries of one row's page table."""
     first_page: Any
+    """int32 scalar: index in `pages` of this layer's page 0."""
     page_size: int
+    """Z: tokens per page."""
     tile: int
+    """Tokens per tile, a multiple of `page_size`."""
 
     @property
     def pages_per_tile(self) -> int:
@@ -27,33 +37,36 @@ class PageCopies(NamedTuple):
         return self.tile // self.page_size
 
     def page(self, row: Any, index: Any) -> Any:
-        """Number of a row's page."""
-        return self.first_page + self.tables[row * self.table_len + index]
+        """Return where in `pages` the page with this index in the row's page table lies."""
+        return self.first_page + self.page_tables[row * self.table_len + index]
 
-    def span(self, number: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-        """First page and last + 1 of tile `number` that hold something of the positions `begin` … `end` − 1."""
-        first = number * self.pages_per_tile
+    def span(self, tile_index: Any, begin: Any, end: Any) -> tuple[Any, Any]:
+        """Return the first page index and the last + 1 of a tile that hold any of the positions `begin` … `end` − 1."""
+        first = tile_index * self.pages_per_tile
         past = divide(end + self.page_size - 1, self.page_size)
         return jnp.maximum(first, divide(begin, self.page_size)), jnp.minimum(first + self.pages_per_tile, past)
 
-    def fetch(self, row: Any, number: Any, span: tuple[Any, Any], target: Any, semaphore: Any) -> None:
-        """Start the copies of some pages of a tile."""
+    def fetch(self, row: Any, tile_index: Any, span: tuple[Any, Any], target: Ref, semaphore: Ref) -> None:
+        """Start the copies of the pages of `span` into their places in the tile `target`."""
 
         @pl.loop(*span)
         def _(index: Any) -> None:
-            place = pl.multiple_of((index - number * self.pages_per_tile) * self.page_size, self.page_size)
-            self._start(row, index, target, place, semaphore)
+            offset = pl.multiple_of((index - tile_index * self.pages_per_tile) * self.page_size, self.page_size)
+            self._start(row, index, target, offset, semaphore)
 
-    def fetch_full(self, row: Any, number: Any, target: Any, semaphore: Any) -> None:
-        """Start the copies of all pages of a tile: without a loop, so that they are issued beside other work."""
+    def fetch_full(self, row: Any, tile_index: Any, target: Ref, semaphore: Ref) -> None:
+        """Start the copies of all pages of a tile, without a loop so that they are issued beside other work."""
         for index in range(self.pages_per_tile):
-            self._start(row, number * self.pages_per_tile + index, target, index * self.page_size, semaphore)
+            self._start(row, tile_index * self.pages_per_tile + index, target, index * self.page_size, semaphore)
 
-    def wait(self, num_pages: Any, semaphore: Any) -> None:
-        """For as many bytes as so many pages have, in whichever order they come; no more than there are."""
-        some = self.pages.at[pl.ds(0, num_pages)]
-        pltpu.make_async_copy(some, some, semaphore).wait()
+    def wait(self, num_pages: Any, semaphore: Ref) -> None:
+        """Wait until the bytes of `num_pages` pages have arrived, in whichever order.
 
-    def _start(self, row: Any, index: Any, target: Any, place: Any, semaphore: Any) -> None:
+        `num_pages` must not exceed the pages of the cache.
+        """
+        pages = self.pages.at[pl.ds(0, num_pages)]
+        pltpu.make_async_copy(pages, pages, semaphore).wait()
+
+    def _start(self, row: Any, index: Any, target: Ref, offset: Any, semaphore: Ref) -> None:
         source = self.pages.at[self.page(row, index)]
-        pltpu.make_async_copy(source, target.at[:, :, pl.ds(place, self.page_size)], semaphore).start()
+        pltpu.make_async_copy(source, target.at[:, :, pl.ds(offset, self.page_size)], semaphore).start()

@@ -1,19 +1,26 @@
-"""Prefill on TPU: tiles of queries of one row, over tiles of that row's keys.
+"""Attention of prefill rows: flash attention over pages, one tile of queries of one row per grid step.
 
-    queries [T, N, H], as the model made them
-      ├─ row 0 ──────────────┤├─ row 1 ──┤             a tile has at most tile_q queries of one row
+    queries [T, N, H], in the model's layout
+      ├─ row 0 ──────────────┤├─ row 1 ──┤             a query tile has at most tile_q queries of one row
       [tile  ][tile  ][tile  ][tile  ][ti]
 
-    grid: one tile of queries after another            VMEM: two slots of one tile of keys [K, S, T, 128]
-      keys:  tile │ tile │ … │ tile on the diagonal      slot a ◀─ DMA ── the next tile, or the next grid
-      in pieces:  whole     masked    masked, half       slot b ── compute     step's first one
-      for each bunch of b query heads of one KV head:
-        Q [b·tile_q, W] · Kᵀ → scores [b·tile_q, T],  P · V → added to acc [N/b, b·tile_q, W] in VMEM
+    one grid step = one query tile                     VMEM: two buffers for one KV tile [K, S, tile_kv, 128]
+      keys:  KV tile │ KV tile │ … │ KV tile at the      buffer a ◀─ DMA ── the next KV tile, or the first one of
+                                     diagonal                               the next grid step
+      in sub-tiles of sub_kv keys:                       buffer b ── compute
+        unmasked  │  masked  │  masked, half as long
+      for each chunk of b query heads of one KV head:
+        Q [b·tile_q, W] · Kᵀ → scores [b·tile_q, sub_kv];  P · V → added to acc [N/b, b·tile_q, W] in VMEM
 
-All keys and values are in the pages already. A tile's queries come by DMA, the next tile's under the compute, and are
-laid out by query head; its outputs go back by DMA under the next tile's compute, to the place of its queries.
+The softmax is computed online: each query keeps the maximum of its scores so far, the sum of its weights relative to
+that maximum, and the weighted sum of values; all three are rescaled when the maximum grows. All keys and values already
+lie in the pages. A tile's queries come by DMA while the tile before is computed and are transposed to [head, query]
+order; its outputs return by DMA while the next tile is computed, to where its queries were.
 
-Source: Dao 2023, arXiv:2307.08691 (tiles of queries outside, of keys inside).
+Letters: M tiles of queries · S rows of 128 lanes per token and KV head · W lanes of a query, H rounded up to 128 ·
+b = heads_per_chunk.
+
+Source: Dao 2023, arXiv:2307.08691 (the outer loop runs over tiles of queries, the inner one over keys).
 """
 
 from __future__ import annotations
@@ -29,356 +36,381 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from .kv_scales import LayerScales
-from .tpu_heads import give_tokens, heads_of, rows_shape, take_tokens
-from .tpu_pages import PageCopies
-from .tpu_tiles import (
+from ..interface import AttendOptions
+from ..kv_scales import LayerScales
+from .heads import heads_from_rows, heads_to_tokens, rows_shape, tokens_to_rows
+from .lanes import (
     LANES,
-    LEAST_MAX,
     LOG2_E,
+    MASK_VALUE,
     HeadLanes,
+    Ref,
     base2_scores,
+    broadcast_lanes,
     compute_dtype,
     divide,
     dot_nn,
     dot_nt,
     iota,
-    keep,
-    row_bits,
-    wide,
+    row_mask_bits,
+    zero_rows,
 )
+from .pages import PageCopies
+from .query_tiles import QueryTiles, QueryTileScalars
 
-MOST_ROWS = 1024
-"""Of the scores that are computed together: query heads of a bunch × queries of a tile."""
-SPARE_VMEM = 12 << 20
-"""Beside tiles and accumulators: what the compiler spills."""
-
-
-NUM_SCALARS = 6
-"""Arguments that lie in scalar memory: the first of `_Refs`."""
+MAX_SCORE_ROWS = 1024
+"""Rows of one product's scores at most: query heads of a chunk × queries of a tile."""
+SPARE_VMEM_BYTES = 12 << 20
+"""VMEM beside the scratch buffers and the scores, for what the compiler spills."""
 
 
-class QueryTiles(NamedTuple):
-    """Tiles of queries, in order; `num_tiles` of them are real."""
+class PrefillInputs(NamedTuple):
+    """Arrays that the kernel reads; a field is None where the layer has no such thing."""
 
-    rows: Int[Array, " M"]
-    tokens: Int[Array, " M"]
-    """Where among the step's tokens each begins."""
-    positions: Int[Array, " M"]
-    """Of its first query, in its sequence."""
-    lens: Int[Array, " M"]
-    num_tiles: Int[Array, ""]
+    sinks: Ref | None
+    """float32 [N] in SMEM: sink logits times log₂ e."""
+    scales: Ref | None
+    """float32 [2, K] in SMEM: scales of the keys and of the values of one-byte pages."""
+    q: Ref
+    """[T, N, H] in HBM: queries, whose memory the output takes."""
+    pages: Ref
+    """[C, K, S, Z, 128] in HBM: the pages of all layers."""
 
 
-class _Options(NamedTuple):
-    """What is known when the kernel is traced."""
+class PrefillScratch(NamedTuple):
+    """Scratch memory. A leading 2 counts the two buffers of what is fetched ahead."""
+
+    q_tiles: Ref
+    """[2, tile_q, N, H] in VMEM, of q's dtype: the queries of this tile and of the next."""
+    out_tile: Ref
+    """[tile_q, N, H] in VMEM, of q's dtype: outputs on their way to HBM."""
+    queries: Ref
+    """[N/b, b·tile_q, W] in VMEM, of the compute dtype: this tile's queries by chunk of heads."""
+    kv_tiles: Ref
+    """[2, K, S, tile_kv, 128] in VMEM, of the pages' dtype: keys and values of this KV tile and of the next."""
+    running_max: Ref
+    """float32 [N/b, b·tile_q, 128] in VMEM, equal in all lanes: the largest score of each query so far."""
+    running_sum: Ref
+    """float32 [N/b, b·tile_q, 128] in VMEM, equal in all lanes: the sum of each query's weights so far."""
+    acc: Ref
+    """float32 [N/b, b·tile_q, W] in VMEM: the weighted sum of values of each query so far."""
+    head_rows: Ref
+    """int32 [rows_shape] in VMEM: queries and outputs between [token, head] and [head, token] order."""
+    q_sems: Ref
+    """DMA semaphores [2]: the copies into the two q_tiles."""
+    out_sem: Ref
+    """DMA semaphore: the copy of out_tile to HBM."""
+    kv_sems: Ref
+    """DMA semaphores [2]: the copies into the two kv_tiles."""
+    next_buffer: Ref
+    """int32 [1] in SMEM: which of the kv_tiles the next KV tile to be computed lies in."""
+
+
+class PrefillStatics(NamedTuple):
+    """Numbers that are fixed when the kernel is traced."""
 
     lanes: HeadLanes
-    sub: int
+    sub_kv: int
+    """Keys of one product."""
     page_size: int
     table_len: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    """P: entries of one row's page table."""
+    options: AttendOptions
 
 
-class _Refs(NamedTuple):
-    """Memory that the kernel works on, in the order of `pallas_call`; what is not used is None."""
-
-    tables: Any
-    tile_rows: Any
-    tile_tokens: Any
-    tile_positions: Any
-    tile_lens: Any
-    scalars: Any
-    sinks: Any
-    scales: Any
-    q: Any
-    pages: Any
-    out: Any
-    q_tiles: Any
-    """Two slots: the next tile's queries come while this one's are used."""
-    out_tile: Any
-    queries: Any
-    """By bunch of heads."""
-    kv_tiles: Any
-    """Two slots."""
-    tops: Any
-    totals: Any
-    acc: Any
-    heads_rows: Any
-    """Of `tpu_heads`."""
-    q_came: Any
-    out_went: Any
-    fetched: Any
-    next_slot: Any
+def heads_per_chunk(group: int, tile_q: int) -> int:
+    """Return the query heads whose scores one product computes: a divisor of the G = `group` heads of a KV head."""
+    return max(
+        size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MAX_SCORE_ROWS)
+    )
 
 
-def heads_of_bunch(group: int, tile_q: int) -> int:
-    """Query heads whose scores are computed together: a divisor of those of one KV head."""
-    return max(size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MOST_ROWS))
+Buffers = dict[str, tuple[tuple[int, ...], Any]]
+"""Field of `PrefillScratch` → shape and dtype, for those in VMEM."""
 
 
-Tiles = dict[str, tuple[tuple[int, ...], Any]]
-"""Shape and dtype of each buffer in VMEM."""
-
-
-def prefill_tiles(
-    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile: int, dtype: Any, kv_dtype: Any
-) -> Tiles:
-    """The buffers for tiles of `tile_q` queries of `dtype` and `tile` keys of `kv_dtype`."""
-    lanes, bunch = HeadLanes(head_size), heads_of_bunch(num_heads // num_kv_heads, tile_q)
-    num_bunches, rows = num_heads // bunch, bunch * tile_q
+def prefill_buffers(
+    tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile_kv: int, dtype: Any, kv_dtype: Any
+) -> Buffers:
+    """Return the VMEM buffers for tiles of `tile_q` queries of `dtype` and `tile_kv` keys of `kv_dtype`."""
+    lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
+    num_chunks, rows = num_heads // chunk, chunk * tile_q
     return {
         "q_tiles": ((2, tile_q, num_heads, head_size), dtype),
         "out_tile": ((tile_q, num_heads, head_size), dtype),
-        "queries": ((num_bunches, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
-        "kv_tiles": ((2, num_kv_heads, lanes.num_rows, tile, LANES), kv_dtype),
-        "tops": ((num_bunches, rows, LANES), jnp.float32),
-        "totals": ((num_bunches, rows, LANES), jnp.float32),
-        "acc": ((num_bunches, rows, lanes.width), jnp.float32),
-        "heads_rows": (rows_shape(tile_q, num_heads, dtype), jnp.int32),
+        "queries": ((num_chunks, rows, lanes.width), compute_dtype(dtype, kv_dtype)),
+        "kv_tiles": ((2, num_kv_heads, lanes.num_rows, tile_kv, LANES), kv_dtype),
+        "running_max": ((num_chunks, rows, LANES), jnp.float32),
+        "running_sum": ((num_chunks, rows, LANES), jnp.float32),
+        "acc": ((num_chunks, rows, lanes.width), jnp.float32),
+        "head_rows": (rows_shape(tile_q, num_heads, dtype), jnp.int32),
     }
 
 
-def prefill_vmem(tiles: Tiles, sub: int) -> int:
-    """Bytes of VMEM that prefill may need: its buffers, three arrays of scores, and the rest."""
-    rows = tiles["queries"][0][1]
-    return SPARE_VMEM + sum(padded_bytes(shape, dtype) for shape, dtype in tiles.values()) + 3 * 4 * rows * sub
+def prefill_vmem_bytes(buffers: Buffers, sub_kv: int) -> int:
+    """Return the VMEM that prefill may need: its buffers, three arrays of scores in float32, and the spare bytes."""
+    rows = buffers["queries"][0][1]
+    buffer_bytes = sum(padded_bytes(shape, dtype) for shape, dtype in buffers.values())
+    return SPARE_VMEM_BYTES + buffer_bytes + 3 * 4 * rows * sub_kv
 
 
 def prefill_attention(
     q: Float[Array, "T N H"],
     pages: Float[Array, "C K S Z L"],
-    tables: Int[Array, "R P"],
+    page_tables: Int[Array, "R P"],
     query_tiles: QueryTiles,
     first_page: Int[Array, ""],
     sinks: Float[Array, " N"] | None,
     kv_scales: LayerScales | None,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    tile: int,
-    sub: int,
+    options: AttendOptions,
+    tile_kv: int,
+    sub_kv: int,
     tile_q: int,
     interpret: Any = False,
     check_bounds: bool = False,
 ) -> Float[Array, "T N H"]:
-    """Attend the queries of `query_tiles` to the first tokens of their rows, causally; all others stay as they are.
+    """Attend the queries of `query_tiles` causally to their rows' pages, and return `q` with outputs in their place.
 
-    `tile` counts keys, a multiple of the page size and of `sub`; `tile_q` is the most queries of a tile. Outputs take
-    the place of their queries in `q`, which is given up.
+    All other tokens keep what `q` holds, which is donated. `tile_kv` counts keys, a multiple of the page size and of
+    `sub_kv`; `tile_q` is the largest number of queries of a tile; `first_page` is added to page numbers; L is 128.
     """
     _, num_heads, head_size = q.shape
     _, num_kv_heads, _, page_size, _ = pages.shape
-    lanes = HeadLanes(head_size)
-    in_hbm, in_scalar_memory = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
-    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {}
-    if sinks is not None:
-        inputs["sinks"] = sinks.astype(jnp.float32) * LOG2_E, in_scalar_memory
-    if kv_scales is not None:
-        inputs["scales"] = jnp.stack(kv_scales).astype(jnp.float32), in_scalar_memory
-    inputs |= {"q": (q, in_hbm), "pages": (pages, in_hbm)}
-    tiles = prefill_tiles(tile_q, num_heads, num_kv_heads, head_size, tile, q.dtype, pages.dtype)
-    scratch = {name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in tiles.items()} | {
-        "q_came": pltpu.SemaphoreType.DMA((2,)),
-        "out_went": pltpu.SemaphoreType.DMA(()),
-        "fetched": pltpu.SemaphoreType.DMA((2,)),
-        "next_slot": pltpu.SMEM((1,), jnp.int32),
-    }
-    names = [*_Refs._fields[:NUM_SCALARS], *inputs, "out", *scratch]
-    options = _Options(lanes, sub, page_size, tables.shape[1], scale, window, soft_cap)
+    in_hbm, in_smem = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
+    inputs = PrefillInputs(
+        sinks=None if sinks is None else sinks.astype(jnp.float32) * LOG2_E,
+        scales=None if kv_scales is None else jnp.stack(kv_scales).astype(jnp.float32),
+        q=q,
+        pages=pages,
+    )
+    in_specs = PrefillInputs(
+        sinks=None if sinks is None else in_smem,
+        scales=None if kv_scales is None else in_smem,
+        q=in_hbm,
+        pages=in_hbm,
+    )
+    scalars = QueryTileScalars.of(query_tiles, page_tables, first_page)
+    buffers = prefill_buffers(tile_q, num_heads, num_kv_heads, head_size, tile_kv, q.dtype, pages.dtype)
+    scratch = PrefillScratch(
+        **{name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in buffers.items()},
+        q_sems=pltpu.SemaphoreType.DMA((2,)),
+        out_sem=pltpu.SemaphoreType.DMA(()),
+        kv_sems=pltpu.SemaphoreType.DMA((2,)),
+        next_buffer=pltpu.SMEM((1,), jnp.int32),
+    )
+    statics = PrefillStatics(HeadLanes(head_size), sub_kv, page_size, page_tables.shape[1], options)
+    num_optional = (sinks is not None) + (kv_scales is not None)
 
-    def kernel(*refs: Any) -> None:
-        given = dict(zip(names, refs, strict=True))
-        _kernel(_Refs(**{name: given.get(name) for name in _Refs._fields}), options)
+    def kernel(scalars: QueryTileScalars, inputs: PrefillInputs, out: Ref, scratch: PrefillScratch) -> None:
+        _attend_query_tile(scalars, inputs, out, scratch, statics)
 
-    scalars = jnp.stack([first_page, query_tiles.num_tiles])
-    out: Array = pl.pallas_call(
+    attended: Array = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=NUM_SCALARS,
+            num_scalar_prefetch=1,
             grid=(query_tiles.num_tiles,),
-            in_specs=[spec for _, spec in inputs.values()],
+            in_specs=[in_specs],
             out_specs=in_hbm,
-            scratch_shapes=list(scratch.values()),
+            scratch_shapes=[scratch],
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases={names.index("q"): 0},
+        input_output_aliases={len(scalars) + num_optional: 0},  # q
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=prefill_vmem(tiles, sub),
+            vmem_limit_bytes=prefill_vmem_bytes(buffers, sub_kv),
         ),
         interpret=interpret,
         name="ragged_paged_prefill",
-    )(tables.reshape(-1), *query_tiles[:4], scalars, *(array for array, _ in inputs.values()))
-    return out
+    )(scalars, inputs)
+    return attended
 
 
-def _kernel(ref: _Refs, options: _Options) -> None:
-    """One tile of queries."""
-    lanes, sub, page_size, table_len, scale, window, soft_cap = options
-    tile_positions, tile_lens, next_slot = ref.tile_positions, ref.tile_lens, ref.next_slot
-    tile_q, num_heads = ref.out_tile.shape[:2]
-    num_kv_heads, tile = ref.kv_tiles.shape[1], ref.kv_tiles.shape[3]
-    num_bunches, bunch = ref.queries.shape[0], num_heads // ref.queries.shape[0]
-    is_half_whole = sub // 2 % (LANES if sub > LANES else 32 // ref.kv_tiles.dtype.itemsize) == 0
-    half = sub // 2 if is_half_whole else sub
-    this, first_page, count = pl.program_id(0), ref.scalars[0], ref.scalars[1]
-    position, end = tile_positions[this], tile_positions[this] + tile_lens[this]
-    q_slot = lax.rem(this, 2)
-    copies = PageCopies(ref.pages, ref.tables, table_len, first_page, page_size, tile)
+def _attend_query_tile(
+    scalars: QueryTileScalars, inputs: PrefillInputs, out: Ref, scratch: PrefillScratch, statics: PrefillStatics
+) -> None:
+    """Compute one tile of queries: fetch, prepare the softmax state, attend to each KV tile, write the outputs."""
+    lanes, sub_kv, page_size, table_len, options = statics
+    window = options.window
+    next_buffer = scratch.next_buffer
+    tile_q, num_heads = scratch.out_tile.shape[:2]
+    num_kv_heads, tile_kv = scratch.kv_tiles.shape[1], scratch.kv_tiles.shape[3]
+    num_chunks, chunk = scratch.queries.shape[0], num_heads // scratch.queries.shape[0]
+    can_halve = sub_kv // 2 % (LANES if sub_kv > LANES else 32 // scratch.kv_tiles.dtype.itemsize) == 0
+    half = sub_kv // 2 if can_halve else sub_kv
+    q_tile, first_page, num_q_tiles = (
+        pl.program_id(0),
+        scalars.first_page_and_count[0],
+        scalars.first_page_and_count[1],
+    )
+    position, end = scalars.first_positions[q_tile], scalars.end_position(q_tile)
+    q_buffer = lax.rem(q_tile, 2)
+    copies = PageCopies(inputs.pages, scalars.page_tables, table_len, first_page, page_size, tile_kv)
 
-    def first_seen(index: Any) -> Any:
-        return jnp.int32(0) if window is None else jnp.maximum(tile_positions[index] - window + 1, 0)
+    def first_seen(q_tile: Any) -> Any:
+        """Return the first position that any query of a tile sees."""
+        return jnp.int32(0) if window is None else jnp.maximum(scalars.first_positions[q_tile] - window + 1, 0)
 
     def rows_of(head: int) -> Any:
-        """Those of a query head among its bunch's."""
-        return pl.ds(head % bunch * tile_q, tile_q)
+        """Return the rows of a query head among those of its chunk."""
+        return pl.ds(head % chunk * tile_q, tile_q)
 
     # Copies
 
-    def q_copy(index: Any, slot: Any) -> Any:
-        some = pl.ds(0, tile_lens[index])
-        its_tokens = pl.ds(ref.tile_tokens[index], tile_lens[index])
-        return pltpu.make_async_copy(ref.q.at[its_tokens], ref.q_tiles.at[slot, some], ref.q_came.at[slot])
+    def q_copy(q_tile: Any, buffer: Any) -> Any:
+        target = pl.ds(0, scalars.lens[q_tile])
+        source = pl.ds(scalars.first_tokens[q_tile], scalars.lens[q_tile])
+        return pltpu.make_async_copy(inputs.q.at[source], scratch.q_tiles.at[buffer, target], scratch.q_sems.at[buffer])
 
-    def out_copy(index: Any) -> Any:
-        some = pl.ds(0, tile_lens[index])
-        its_tokens = pl.ds(ref.tile_tokens[index], tile_lens[index])
-        return pltpu.make_async_copy(ref.out_tile.at[some], ref.out.at[its_tokens], ref.out_went)
+    def out_copy(q_tile: Any) -> Any:
+        source = pl.ds(0, scalars.lens[q_tile])
+        target = pl.ds(scalars.first_tokens[q_tile], scalars.lens[q_tile])
+        return pltpu.make_async_copy(scratch.out_tile.at[source], out.at[target], scratch.out_sem)
 
-    def span(index: Any, number: Any) -> tuple[Any, Any]:
-        """Pages of a tile of keys that some query of a tile of queries sees."""
-        return copies.span(number, first_seen(index), tile_positions[index] + tile_lens[index])
+    def span(q_tile: Any, kv_tile: Any) -> tuple[Any, Any]:
+        """Return the pages of a KV tile that some query of a query tile sees."""
+        return copies.span(kv_tile, first_seen(q_tile), scalars.end_position(q_tile))
 
-    def fetch(index: Any, number: Any, slot: Any) -> None:
-        copies.fetch(ref.tile_rows[index], number, span(index, number), ref.kv_tiles.at[slot], ref.fetched.at[slot])
+    def fetch(q_tile: Any, kv_tile: Any, buffer: Any) -> None:
+        target, semaphore = scratch.kv_tiles.at[buffer], scratch.kv_sems.at[buffer]
+        copies.fetch(scalars.rows[q_tile], kv_tile, span(q_tile, kv_tile), target, semaphore)
 
-    def wait(number: Any, slot: Any) -> None:
-        begin, past = span(this, number)
-        copies.wait(past - begin, ref.fetched.at[slot])
+    def wait(kv_tile: Any, buffer: Any) -> None:
+        begin, past = span(q_tile, kv_tile)
+        copies.wait(past - begin, scratch.kv_sems.at[buffer])
 
     # Compute
 
-    def attend(begin: Any, some: Any, *, is_masked: bool) -> None:
-        """Add the tokens from `begin` on, which lie in `some` [K, S, n, 128], to every bunch of heads."""
+    def attend(begin: Any, kv: Ref, *, is_masked: bool) -> None:
+        """Add the keys and values in `kv` [K, S, keys, 128], from position `begin` on, to the state of all heads."""
 
-        def attend_bunch(number: Any, _: Any) -> Any:
-            dtype, head = ref.queries.dtype, divide(number, num_bunches // num_kv_heads)
-            keys, values = lanes.keys(some, head), lanes.values(some, head)
-            factor = scale if ref.scales is None else scale * ref.scales[0, head]
-            scores = base2_scores(dot_nt(ref.queries[number], keys.astype(dtype)), factor, soft_cap)
+        def attend_chunk(index: Any, _: Any) -> Any:
+            dtype, head = scratch.queries.dtype, divide(index, num_chunks // num_kv_heads)
+            keys, values = lanes.keys(kv, head), lanes.values(kv, head)
+            factor = options.scale if inputs.scales is None else options.scale * inputs.scales[0, head]
+            scores = base2_scores(dot_nt(scratch.queries[index], keys.astype(dtype)), factor, options.soft_cap)
             if is_masked:
-                at = begin + iota(scores.shape, 1)
-                own = position + iota((bunch, tile_q, scores.shape[1]), 1).reshape(scores.shape)
-                is_seen = at <= jnp.minimum(own, end - 1)
+                key_position = begin + iota(scores.shape, 1)
+                q_position = position + iota((chunk, tile_q, scores.shape[1]), 1).reshape(scores.shape)
+                is_seen = key_position <= jnp.minimum(q_position, end - 1)
                 if window is not None:
-                    is_seen &= at > own - window
-                scores = jnp.where(is_seen, scores, LEAST_MAX)
-                values = keep(values, row_bits(is_alive, values))
-            top = ref.tops[number]
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1, keepdims=True))
-            weights, decay = jnp.exp2(scores - wide(new_top, scores.shape[1])), jnp.exp2(top - new_top)
-            ref.tops[number] = new_top
-            ref.totals[number] = ref.totals[number] * decay + jnp.sum(weights, axis=1, keepdims=True)
+                    is_seen &= key_position > q_position - window
+                scores = jnp.where(is_seen, scores, MASK_VALUE)
+                values = zero_rows(values, row_mask_bits(is_seen_by_any, values))
+            old_max = scratch.running_max[index]
+            new_max = jnp.maximum(old_max, jnp.max(scores, axis=1, keepdims=True))
+            weights, decay = (
+                jnp.exp2(scores - broadcast_lanes(new_max, scores.shape[1])),
+                jnp.exp2(old_max - new_max),
+            )
+            scratch.running_max[index] = new_max
+            scratch.running_sum[index] = scratch.running_sum[index] * decay + jnp.sum(weights, axis=1, keepdims=True)
             product = dot_nn(weights.astype(dtype), values.astype(dtype))
-            ref.acc[number] = ref.acc[number] * wide(decay, lanes.width) + product
+            scratch.acc[index] = scratch.acc[index] * broadcast_lanes(decay, lanes.width) + product
             return 0
 
-        def is_alive(token: Array) -> Array:
-            """Seen by some query: slots behind the row's end may hold NaN, as may pages that the window has left."""
-            alive = token < end - begin
-            return alive if window is None else alive & (token >= first_seen(this) - begin)
+        def is_seen_by_any(key: Array) -> Array:
+            """Say whether any query sees key `begin` + `key`: others may be NaN, which a weight of 0 does not hide."""
+            is_seen = key < end - begin
+            return is_seen if window is None else is_seen & (key >= first_seen(q_tile) - begin)
 
-        lax.fori_loop(0, num_bunches, attend_bunch, 0)
+        lax.fori_loop(0, num_chunks, attend_chunk, 0)
 
-    # The tile of queries
+    # Fetch this tile's queries and first keys, unless the grid step before has done so, and the next tile's queries.
 
-    @pl.when(this == 0)
+    @pl.when(q_tile == 0)
     def _() -> None:
-        next_slot[0] = 0
+        next_buffer[0] = 0
         q_copy(0, 0).start()
-        fetch(0, divide(first_seen(0), tile), 0)
+        fetch(0, divide(first_seen(0), tile_kv), 0)
 
-    @pl.when(this + 1 < count)
+    @pl.when(q_tile + 1 < num_q_tiles)
     def _() -> None:
-        q_copy(this + 1, 1 - q_slot).start()
+        q_copy(q_tile + 1, 1 - q_buffer).start()
 
-    ref.acc[...] = jnp.zeros(ref.acc.shape, jnp.float32)
-    if ref.sinks is None:
-        ref.tops[...] = jnp.full(ref.tops.shape, LEAST_MAX, jnp.float32)
-        ref.totals[...] = jnp.zeros(ref.totals.shape, jnp.float32)
+    # The state of the softmax before the first key: a sink counts as a key of weight 1 and no value.
+
+    scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
+    if inputs.sinks is None:
+        scratch.running_max[...] = jnp.full(scratch.running_max.shape, MASK_VALUE, jnp.float32)
+        scratch.running_sum[...] = jnp.zeros(scratch.running_sum.shape, jnp.float32)
     else:
         for head in range(num_heads):
-            sink = jnp.full((tile_q, LANES), ref.sinks[head], jnp.float32)
-            ref.tops[head // bunch, rows_of(head)] = sink
-        ref.totals[...] = jnp.ones(ref.totals.shape, jnp.float32)
-    q_copy(this, q_slot).wait()
+            sink = jnp.full((tile_q, LANES), inputs.sinks[head], jnp.float32)
+            scratch.running_max[head // chunk, rows_of(head)] = sink
+        scratch.running_sum[...] = jnp.ones(scratch.running_sum.shape, jnp.float32)
+    q_copy(q_tile, q_buffer).wait()
+
+    # Queries from [query, head] to [head, query] order.
 
     for lane in range(0, lanes.width, LANES):
-        take_tokens(ref.q_tiles.at[q_slot], lane, ref.heads_rows)
-        for head, some in enumerate(heads_of(ref.heads_rows, 0, tile_q, num_heads, ref.q_tiles.dtype)):
-            ref.queries[head // bunch, rows_of(head), pl.ds(lane, LANES)] = some.astype(ref.queries.dtype)
-    num_tiles = divide(end + tile - 1, tile)
+        tokens_to_rows(scratch.q_tiles.at[q_buffer], lane, scratch.head_rows)
+        by_head = heads_from_rows(scratch.head_rows, 0, tile_q, num_heads, scratch.q_tiles.dtype)
+        for head, queries in enumerate(by_head):
+            scratch.queries[head // chunk, rows_of(head), pl.ds(lane, LANES)] = queries.astype(scratch.queries.dtype)
+    num_kv_tiles = divide(end + tile_kv - 1, tile_kv)
 
-    @pl.loop(divide(first_seen(this), tile), num_tiles)
-    def _(number: Any) -> None:
-        slot = next_slot[0]
-        next_slot[0] = 1 - slot
+    # KV tile after KV tile; the next one, or the next grid step's first one, is fetched meanwhile.
 
-        @pl.when(number + 1 < num_tiles)
+    @pl.loop(divide(first_seen(q_tile), tile_kv), num_kv_tiles)
+    def _(kv_tile: Any) -> None:
+        buffer = next_buffer[0]
+        next_buffer[0] = 1 - buffer
+
+        @pl.when(kv_tile + 1 < num_kv_tiles)
         def _() -> None:
-            fetch(this, number + 1, 1 - slot)
+            fetch(q_tile, kv_tile + 1, 1 - buffer)
 
-        @pl.when((number + 1 == num_tiles) & (this + 1 < count))
+        @pl.when((kv_tile + 1 == num_kv_tiles) & (q_tile + 1 < num_q_tiles))
         def _() -> None:
-            fetch(this + 1, divide(first_seen(this + 1), tile), 1 - slot)
+            fetch(q_tile + 1, divide(first_seen(q_tile + 1), tile_kv), 1 - buffer)
 
-        wait(number, slot)
-        begin = number * tile
-        visible = jnp.minimum(end - begin, tile)
-        first = divide(jnp.maximum(first_seen(this) - begin, 0), sub)
+        wait(kv_tile, buffer)
+        begin = kv_tile * tile_kv
+        num_seen = jnp.minimum(end - begin, tile_kv)
+        first = divide(jnp.maximum(first_seen(q_tile) - begin, 0), sub_kv)
 
-        @pl.loop(first, divide(visible + sub - 1, sub))
-        def _(piece: Any) -> None:
-            at = pl.multiple_of(piece * sub, sub)
-            some = partial(attend, begin + at)
-            is_whole = begin + at + sub - 1 <= position  # Every query sees every key.
+        @pl.loop(first, divide(num_seen + sub_kv - 1, sub_kv))
+        def _(index: Any) -> None:
+            at = pl.multiple_of(index * sub_kv, sub_kv)
+            attend_from = partial(attend, begin + at)
+            is_unmasked = begin + at + sub_kv - 1 <= position  # Every query sees every key.
             if window is not None:
-                is_whole &= begin + at > end - 1 - window
-            is_long = visible - at > half
-            keys_of = lambda length: ref.kv_tiles.at[slot, :, :, pl.ds(at, length)]  # noqa: E731
-            pl.when(is_whole)(lambda: some(keys_of(sub), is_masked=False))
-            pl.when(~is_whole & is_long)(lambda: some(keys_of(sub), is_masked=True))
-            pl.when(~is_whole & ~is_long)(lambda: some(keys_of(half), is_masked=True))
+                is_unmasked &= begin + at > end - 1 - window
+            needs_all = num_seen - at > half
+            kv = lambda length: scratch.kv_tiles.at[buffer, :, :, pl.ds(at, length)]  # noqa: E731
+            pl.when(is_unmasked)(lambda: attend_from(kv(sub_kv), is_masked=False))
+            pl.when(~is_unmasked & needs_all)(lambda: attend_from(kv(sub_kv), is_masked=True))
+            pl.when(~is_unmasked & ~needs_all)(lambda: attend_from(kv(half), is_masked=True))
 
-    @pl.when(this > 0)
+    # Outputs: acc ÷ running_sum, back to [query, head] order and to HBM, once the tile before has left out_tile.
+
+    @pl.when(q_tile > 0)
     def _() -> None:
-        out_copy(this - 1).wait()
+        out_copy(q_tile - 1).wait()
 
     def output(head: int, lane: int) -> Array:
-        number, its_rows = head // bunch, rows_of(head)
-        out = ref.acc[number, its_rows, pl.ds(lane, LANES)] / ref.totals[number, its_rows]
-        if ref.scales is not None:
-            out = out * ref.scales[1, head // (num_heads // num_kv_heads)]
+        """Return 128 lanes of the outputs of one query head, [tile_q, 128], with value lane 0 in lane 0."""
+        index, rows = head // chunk, rows_of(head)
+        result = scratch.acc[index, rows, pl.ds(lane, LANES)] / scratch.running_sum[index, rows]
+        if inputs.scales is not None:
+            result = result * inputs.scales[1, head // (num_heads // num_kv_heads)]
         if lanes.is_packed:
-            out = pltpu.roll(out, LANES - lanes.value_lane, 1)
-        return out.astype(ref.out_tile.dtype)
+            result = pltpu.roll(result, LANES - lanes.value_lane, 1)
+        return result.astype(scratch.out_tile.dtype)
 
     for lane in range(0, lanes.width, LANES):
-        give_tokens(partial(output, lane=lane), lane, ref.heads_rows, ref.out_tile)
-    out_copy(this).start()
+        heads_to_tokens(partial(output, lane=lane), lane, scratch.head_rows, scratch.out_tile)
+    out_copy(q_tile).start()
 
-    @pl.when(this + 1 == count)
+    @pl.when(q_tile + 1 == num_q_tiles)
     def _() -> None:
-        out_copy(this).wait()
+        out_copy(q_tile).wait()
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """What an array takes in VMEM, whose tiles are 128 lanes wide and, of bytes, 32 rows high."""
+    """Return the bytes of an array in VMEM, whose tiles are 128 lanes wide and 32 bytes of numbers high."""
     itemsize = jnp.dtype(dtype).itemsize
     rows = 32 // itemsize
     return itemsize * math.prod((*shape[:-2], -(-shape[-2] // rows) * rows, -(-shape[-1] // LANES) * LANES))

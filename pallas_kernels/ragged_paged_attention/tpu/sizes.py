@@ -1,9 +1,9 @@
-"""How the TPU kernels cut their work: tuned numbers where a shape has been tuned, a rule where it has not.
+"""Tile sizes of the TPU kernels for a shape: from a table where the shape has been tuned, else by a rule.
 
-Tuned numbers are data, `tuned_tpu.json` and, beside it, what a user has tuned: each entry names the chip and the shape
-that it is for, where the numbers come from (`measured` on the chip, or `bundles` of the compiler's schedule) and when.
-So are the numbers of a chip that the rule needs, `ruled_tpu.json`, tuned at a few shapes. An entry whose numbers the
-kernels could not work with is refused when its table is read.
+The tables are JSON data: our own `tuned.json`, and the table that `jpaged tune` writes for a user. Each entry names the
+chip and the shape that it is for, the source of its numbers (`measured` in time on the chip, or `bundles`, counted in
+the compiler's schedule) and the date. The numbers that the rule needs for each chip are data too, `rules.json`, tuned
+at a few shapes. An entry with sizes that the kernels cannot work with is refused when its table is read.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .tpu_decode import decode_vmem
-from .tpu_decode_kernel import DecodeSizes
-from .tpu_tiles import LANES, HeadLanes
+from .decode import decode_vmem_bytes
+from .decode_refs import DecodeSizes
+from .lanes import LANES, HeadLanes
 
 CHIPS = ("v5e", "v6e", "v7x")
 VMEM_BYTES = {"v5e": 128 << 20, "v6e": 128 << 20, "v7x": 64 << 20}
-"""Of a core."""
+"""VMEM of one core of each chip, in bytes."""
 TILE_BYTES = 2 << 20
-"""Of keys and values of all heads in one tile: enough to hide the latency of a copy; ten of them fit into VMEM."""
-MOST_SCORES = 16 << 10
-"""Of one piece of a full tile: in float32 a quarter of the registers."""
+"""Keys and values of all heads in one KV tile by the rule: enough to hide a copy's latency; ten of them fit in VMEM."""
+MAX_SCORES = 16 << 10
+"""Scores of one decode product over a full tile, at most: in float32 they take a quarter of the registers."""
 QUERY_BYTES = 40 << 20
-MOST_PREFILL_KEYS = 512
-"""Of the scores that prefill computes together."""
+"""VMEM for the queries and accumulators of one query tile of prefill."""
+MAX_PREFILL_KEYS = 512
+"""Keys of one prefill product at most, by the rule."""
 
 
 class TpuSizes(NamedTuple):
-    """Sizes of both kernels' tiles of keys, in tokens."""
+    """Sizes of the KV tiles of both kernels, in tokens."""
 
     decode: DecodeSizes
     tile_kv: int
-    """Keys that prefill fetches together."""
+    """Tokens of a KV tile of prefill, which is fetched as a whole."""
     sub_kv: int
-    """Of these, computed together."""
+    """Tokens of it that one product computes."""
 
 
 class TpuShape(NamedTuple):
-    """What sizes are tuned for."""
+    """The shape that sizes are tuned for: heads on one chip, and the pages' dtype and tokens."""
 
     num_heads: int
     num_kv_heads: int
@@ -68,13 +69,13 @@ ENTRY_KEYS = {"chip", "shape", "sizes", "source", "date", "jax", "figures"}
 
 
 def sizes_of(chip: str, shape: TpuShape, tuned: tuple[TunedEntry, ...] = ()) -> TpuSizes:
-    """Those of this very shape in `tuned`, or in our own table, or what the rule gives."""
-    known = {entry[:2]: entry.sizes for entry in (*_shipped(), *tuned)}
-    return known.get((chip, shape)) or ruled_sizes(chip, shape)
+    """Return the sizes of exactly this shape in `tuned`, else those in our own table, else those by the rule."""
+    known = {entry[:2]: entry.sizes for entry in (*_shipped_entries(), *tuned)}
+    return known.get((chip, shape)) or sizes_by_rule(chip, shape)
 
 
 def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
-    """The entries of a table. ValueError names the file and the entry that cannot be used."""
+    """Read the entries of a table. ValueError names the file and the first entry that cannot be used."""
     try:
         entries = json.loads(table.read_text())
         if not isinstance(entries, list):
@@ -91,6 +92,7 @@ def read_tuned(table: Path | Traversable) -> tuple[TunedEntry, ...]:
 
 
 def _entry(entry: dict[str, Any]) -> TunedEntry:
+    """Check one JSON entry and return it; ValueError, TypeError or KeyError says what is wrong with it."""
     if not isinstance(entry, dict) or set(entry) != ENTRY_KEYS:
         raise ValueError(f"got {entry!r}, allowed: an object of {', '.join(sorted(ENTRY_KEYS))}")
     for name, allowed in (("chip", CHIPS), ("source", SOURCES)):
@@ -99,12 +101,12 @@ def _entry(entry: dict[str, Any]) -> TunedEntry:
     date.fromisoformat(entry["date"])
     shape, sizes = TpuShape(**entry["shape"]), entry["sizes"]
     found = TunedEntry(entry["chip"], shape, TpuSizes(**{**sizes, "decode": DecodeSizes(**sizes["decode"])}))
-    refuse_invalid(*found)
+    check_sizes(*found)
     return found
 
 
-def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
-    """ValueError for sizes that the kernels cannot work with."""
+def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
+    """Raise ValueError for sizes that the kernels cannot work with at this shape."""
     for name in ("num_heads", "num_kv_heads", "head_size", "page_size"):
         number = getattr(shape, name)
         if type(number) is not int or number < 1:
@@ -114,7 +116,7 @@ def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
             raise ValueError(f"{name}: got {number!r}, allowed: an integer ≥ 1")
-    height = write_height(chip, shape.dtype)
+    slots = write_slots_of(chip, shape.dtype)
     for name, number, is_right, allowed in (
         ("full", decode.full, decode.full % LANES == 0, f"multiples of {LANES}"),
         ("tail", decode.tail, decode.tail % LANES == 0, f"multiples of {LANES}"),
@@ -124,12 +126,12 @@ def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
         ("full", decode.full, decode.tile % decode.full == 0, f"divisors of tile, {decode.tile}"),
         ("tail", decode.tail, decode.tile % decode.tail == 0, f"divisors of tile, {decode.tile}"),
         ("sub_kv", sizes.sub_kv, sizes.tile_kv % sizes.sub_kv == 0, f"divisors of tile_kv, {sizes.tile_kv}"),
-        ("height", decode.height, decode.height == height, f"{height} on {chip} for {shape.dtype}"),
+        ("write_slots", decode.write_slots, decode.write_slots == slots, f"{slots} on {chip} for {shape.dtype}"),
     ):
         if not is_right:
             raise ValueError(f"{name}: got {number}, allowed: {allowed}")
     for name, number in (("tile", decode.tile), ("tile_kv", sizes.tile_kv)):
-        needed = decode_vmem(number * _token_bytes(shape))
+        needed = decode_vmem_bytes(number * _token_bytes(shape))
         if needed > VMEM_BYTES[chip]:
             raise ValueError(
                 f"{name}: got {number}, tiles that need {needed >> 20} MiB, allowed: those that fit into the "
@@ -137,43 +139,47 @@ def refuse_invalid(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
             )
 
 
-def ruled_sizes(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
-    """Tiles of about `TILE_BYTES`, cut into pieces whose scores fit into registers; `in_float32`: all products are."""
+def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
+    """Return KV tiles of about `TILE_BYTES`, and products whose scores fit into registers.
+
+    `in_float32` says that products are computed in float32 although the pages hold narrower numbers.
+    """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
     token_bytes = _token_bytes(shape)
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
-    most_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _rule(chip, itemsize)
-    # Queries of one KV head may be more rows than that.
-    full = min(full, MOST_SCORES // max(shape.num_heads // shape.num_kv_heads, most_rows))
-    # Shorter pieces of one-byte numbers spill a register on v5e.
-    least = full if itemsize == 1 and full * token_bytes <= 2 * TILE_BYTES else LANES
-    fitting = min(max(TILE_BYTES // token_bytes, least), 2048)
-    full = tail * _power_of_two(min(full, fitting) // tail)
+    max_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _chip_rule(chip, itemsize)
+    # The queries of one KV head may be more rows than that.
+    full = min(full, MAX_SCORES // max(shape.num_heads // shape.num_kv_heads, max_rows))
+    # Shorter products of one-byte numbers spill a register on v5e.
+    min_tile = full if itemsize == 1 and full * token_bytes <= 2 * TILE_BYTES else LANES
+    max_tile = min(max(TILE_BYTES // token_bytes, min_tile), 2048)
+    full = tail * _power_of_two_up_to(min(full, max_tile) // tail)
     unit = math.lcm(page_size, full)
-    tile = unit * _power_of_two(fitting // unit)
-    decode = DecodeSizes(tile, full, tail, most_rows, write_height(chip, shape.dtype))
-    pieces = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MOST_PREFILL_KEYS]
-    return TpuSizes(decode, tile, max(pieces, default=tail))
+    tile = unit * _power_of_two_up_to(max_tile // unit)
+    decode = DecodeSizes(tile, full, tail, max_rows, write_slots_of(chip, shape.dtype))
+    sub_sizes = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MAX_PREFILL_KEYS]
+    return TpuSizes(decode, tile, max(sub_sizes, default=tail))
 
 
 def _token_bytes(shape: TpuShape) -> int:
-    """Of the keys and values of a token."""
+    """Return the bytes of one token's keys and values in a page, padding lanes included."""
     return shape.num_kv_heads * HeadLanes(shape.head_size).num_rows * LANES * jnp.dtype(shape.dtype).itemsize
 
 
-def _power_of_two(most: int) -> int:
-    return 1 << max(most, 1).bit_length() - 1
+def _power_of_two_up_to(limit: int) -> int:
+    """Return the largest power of two that is at most `limit`, or 1."""
+    return 1 << max(limit, 1).bit_length() - 1
 
 
 def tile_q_of(num_heads: int, head_size: int) -> int:
-    """Queries of a tile: as many as let the accumulators and the queries of all heads take `QUERY_BYTES`."""
-    # Three accumulators in float32, two slots of queries, one of outputs, and queries by head, at most in float32.
-    bytes_of_query = num_heads * (HeadLanes(head_size).width + LANES) * 4 * 4
-    return max(min(1 << (QUERY_BYTES // bytes_of_query).bit_length() - 1, 256), 32)
+    """Return prefill's queries per tile, 32 … 256: as many as `QUERY_BYTES` hold with their accumulators."""
+    # Three accumulators in float32, two buffers of queries, one of outputs, and queries by head, at most in float32.
+    bytes_per_query = num_heads * (HeadLanes(head_size).width + LANES) * 4 * 4
+    return max(min(1 << (QUERY_BYTES // bytes_per_query).bit_length() - 1, 256), 32)
 
 
-def write_height(chip: str, dtype: Any) -> int:
-    """Slots of a page that one write can address: rows of a tile of this chip's memory."""
+def write_slots_of(chip: str, dtype: Any) -> int:
+    """Return the consecutive slots of a page that one DMA can address: the rows of a tile of this chip's memory."""
     itemsize = jnp.dtype(dtype).itemsize
     if chip == "v7x" or itemsize == 1:
         return 32 // itemsize
@@ -181,13 +187,16 @@ def write_height(chip: str, dtype: Any) -> int:
 
 
 @functools.cache
-def _rule(chip: str, itemsize: int) -> tuple[int, int]:
-    """Rows of scores in one product and keys of one piece, by the bytes of a number in a page: of those that spill no
-    register at the table's shapes, the ones whose schedule of a full tile is shortest, within one percent."""
-    rule = json.loads(resources.files(__package__).joinpath("ruled_tpu.json").read_text())["chips"][chip]
-    return rule["most_rows"], rule["full"][str(itemsize)]
+def _chip_rule(chip: str, itemsize: int) -> tuple[int, int]:
+    """Return decode's `max_rows` and `full` for pages of `itemsize` bytes a number.
+
+    Of the values that spill no register at the shapes in the file, they are those whose schedule of a full tile is
+    shortest, within one percent.
+    """
+    rule = json.loads(resources.files(__package__).joinpath("rules.json").read_text())["chips"][chip]
+    return rule["max_rows"], rule["full"][str(itemsize)]
 
 
 @functools.cache
-def _shipped() -> tuple[TunedEntry, ...]:
-    return read_tuned(resources.files(__package__).joinpath("tuned_tpu.json"))
+def _shipped_entries() -> tuple[TunedEntry, ...]:
+    return read_tuned(resources.files(__package__).joinpath("tuned.json"))

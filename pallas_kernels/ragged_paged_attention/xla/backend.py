@@ -14,6 +14,7 @@ is native code, `cpu_attention`, by the same plan, over pages as `cpu_pages` lay
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,16 +25,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .cpu_attention import TilePlan, attend_tiles
-from .cpu_pages import PAIRS, CpuPages, pages_shapes, write_pages
-from .interface import AttentionMetadata, KVLayout, LayerPlace, PagedCache, refuse_one_of
-from .kv_scales import LayerScales
-from .page_writes import write_rows
-from .xla_decode import DecodeStrands
-from .xla_pages import XlaPages
-from .xla_prefill import PrefillTiles, prefill
-from .xla_shared import SharedPlan, see_shared
-from .xla_softmax import Softmax
+from ..interface import (
+    AttendOptions,
+    AttentionMetadata,
+    AttentionShape,
+    Backend,
+    KVLayout,
+    KVShape,
+    LayerPlace,
+    PlanRows,
+    refuse_one_of,
+)
+from ..kv_scales import LayerScales
+from ..native.attention import TilePlan, attend_tiles
+from ..native.pages import PAIRS, CpuPages, pages_shapes, write_pages
+from ..page_writes import write_rows
+from .decode import DecodeStrands
+from .pages import XlaPages
+from .prefill import PrefillTiles, prefill
+from .shared import SharedPlan, see_shared
+from .softmax import Softmax
 
 PLAN_HEADER = 1
 
@@ -102,7 +113,7 @@ class XlaLayout(KVLayout):
 
 
 @dataclass(frozen=True)
-class XlaBackend:
+class XlaBackend(Backend):
     """Attention by loops over pages.
 
     `tiles`: None for those of the platform. `share_prefixes`: rows with one query that begin with the same pages
@@ -116,102 +127,97 @@ class XlaBackend:
     min_saved_tokens: int = 2048
 
     name = "xla"
+    kv_dtypes = ("float32", "bfloat16")
+    needs_check = False
 
     @property
     def sizes(self) -> Tiles:
         """The tiles in use."""
         return self.tiles or (CPU_TILES if self.platform == "cpu" else DEVICE_TILES)
 
-    @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        """KV cache dtypes taken."""
-        return "float32", "bfloat16"
+    @classmethod
+    def for_devices(
+        cls,
+        devices: Sequence[Any],
+        shape: AttentionShape,
+        *,
+        deterministic: bool = False,
+        tuned: tuple[Any, ...] = (),
+    ) -> XlaBackend:
+        """See `Backend.for_devices`: plain XLA takes every model, and some dtypes of pages."""
+        platform = devices[0].platform
+        # On a CPU a row has the same bits whether it shares or not.
+        backend = cls(platform=platform, share_prefixes=platform == "cpu")
+        backend.layout(shape.kv_shape(cls.block_sizes[0]))
+        return backend
 
-    def layout(
-        self, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_size: int, dtype: Any
-    ) -> XlaLayout:
+    def with_shared_prefixes(self) -> XlaBackend:
+        """See `Backend.with_shared_prefixes`."""
+        return replace(self, share_prefixes=True)
+
+    def layout(self, shape: KVShape) -> XlaLayout:
         """Layout of a cache of that many pages; ValueError names a dtype that is not taken."""
-        if np.dtype(dtype).name not in self.kv_dtypes:
-            raise ValueError(
-                f"kv_cache_dtype: got {np.dtype(dtype).name}, the xla backend takes {' or '.join(self.kv_dtypes)}; use "
-                "kv_cache_dtype=auto"
-            )
-        sizes = num_layers, num_pages, page_size, num_kv_heads, head_size
-        return XlaLayout(*sizes, np.dtype(dtype), of_cpu=self.platform == "cpu")
+        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
+        return XlaLayout.of(shape, of_cpu=self.platform == "cpu")
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """One count and three values per query tile; each prefill row may end in a partial tile. Then shared pages."""
         return self._num_prefill(num_tokens, num_rows) + (self._shared(num_rows).size if self.share_prefixes else 0)
 
-    def plan(
-        self,
-        query_lens: np.ndarray,
-        context_lens: np.ndarray,
-        num_decode_rows: int,
-        page_tables: np.ndarray,
-        table_rows: np.ndarray,
-        *,
-        page_size: int,
-        num_tokens: int,
-        num_rows: int,
-        out: np.ndarray,
-    ) -> None:
+    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the prefill rows into query tiles, in token order: (row, first token, number of queries)."""
-        num_prefill = self._num_prefill(num_tokens, num_rows)
-        rows, starts, lens = out[PLAN_HEADER:num_prefill].reshape(3, -1)
+        num_prefill = self._num_prefill(rows.padded_tokens, rows.padded_rows)
+        tile_rows, starts, lens = out[PLAN_HEADER:num_prefill].reshape(3, -1)
         tile_q = self.sizes.queries
-        num_tiles, start = 0, num_decode_rows
-        for row in range(num_decode_rows, len(query_lens)):
-            end = start + int(query_lens[row])
+        num_tiles, start = 0, rows.num_decode_rows
+        for row in range(rows.num_decode_rows, len(rows.query_lens)):
+            end = start + int(rows.query_lens[row])
             for tile in range(start, end, tile_q):
-                rows[num_tiles], starts[num_tiles], lens[num_tiles] = row, tile, min(tile_q, end - tile)
+                tile_rows[num_tiles], starts[num_tiles], lens[num_tiles] = row, tile, min(tile_q, end - tile)
                 num_tiles += 1
             start = end
         out[0] = num_tiles
         if self.share_prefixes:
-            self._shared(num_rows).fill(
+            self._shared(rows.padded_rows).fill(
                 out[num_prefill:],
-                context_lens[:num_decode_rows],
-                page_tables,
-                table_rows[:num_decode_rows],
-                page_size=page_size,
+                rows.context_lens[: rows.num_decode_rows],
+                rows.page_tables,
+                rows.table_rows[: rows.num_decode_rows],
+                page_size=rows.page_size,
                 min_saved_tokens=self.min_saved_tokens,
             )
 
     def attend(
         self,
-        cache: PagedCache,
+        pages: tuple[Array, ...],
+        layout: KVLayout,
         place: LayerPlace,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"] | None,
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
+        options: AttendOptions,
         *,
         kv_scales: LayerScales | None,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
         sinks: Float[Array, " N"] | None,
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `PagedCache.attend`. `kv_scales` is None: `layout` refuses pages that need them."""
         refuse_one_of(k, v)
-        assert isinstance(cache.layout, XlaLayout)
+        assert isinstance(layout, XlaLayout)
         # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
         return _attend_layer(
-            cache.pages,
-            jnp.int32(place.index * cache.layout.num_pages),
+            pages,
+            jnp.int32(place.index * layout.num_pages),
             q,
             k,
             v,
-            step.slots[place.group],
+            step.slot_mapping[place.group],
             step.page_tables[place.group],
             step,
             sinks,
             backend=self,
-            layout=cache.layout,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
+            layout=layout,
+            options=options,
         )
 
     def _num_prefill(self, num_tokens: int, num_rows: int) -> int:
@@ -221,7 +227,7 @@ class XlaBackend:
         return SharedPlan(num_rows, min(self.sizes.shared_rows, num_rows))
 
 
-@partial(jax.jit, static_argnames=("backend", "layout", "scale", "window", "soft_cap"))
+@partial(jax.jit, static_argnames=("backend", "layout", "options"))
 def _attend_layer(
     kv_pages: tuple[Array, ...],
     first_page: Int[Array, ""],
@@ -235,9 +241,7 @@ def _attend_layer(
     *,
     backend: XlaBackend,
     layout: XlaLayout,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    options: AttendOptions,
 ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
     """Write and attend in the layer whose pages begin at `first_page`."""
     k_pages, v_pages = kv_pages
@@ -248,9 +252,9 @@ def _attend_layer(
     q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
     shared, of_shared = backend._shared(num_rows), step.plan[num_prefill:]
-    is_sharing = backend.share_prefixes and window is None
+    is_sharing = backend.share_prefixes and options.window is None
     if layout.of_cpu:
-        pages = CpuPages(k_pages, v_pages, first_page, scale=scale, window=window, soft_cap=soft_cap)
+        pages = CpuPages(k_pages, v_pages, first_page, options)
         if k is not None and v is not None:
             k_pages, v_pages = write_pages(pages, k, v, slots)
             pages = replace(pages, keys=k_pages, values=v_pages)
@@ -269,7 +273,7 @@ def _attend_layer(
     if k is not None and v is not None:
         k_pages = write_rows(k_pages, k, first_page, slots)
         v_pages = write_rows(v_pages, v, first_page, slots)
-    layer = XlaPages(k_pages, v_pages, first=first_page, scale=scale, window=window, soft_cap=soft_cap)
+    layer = XlaPages(k_pages, v_pages, first_page, options)
     prefill_tiles = PrefillTiles(layer, pages_a_turn=max(1, sizes.prefill_keys // layout.page_size))
     q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
     before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .interface import NULL_PAGE
-from .xla_pages import XlaPages
-from .xla_softmax import Softmax
+from ..interface import NULL_PAGE
+from .pages import XlaPages
+from .softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DecodeStrands:
 
         A row of length 0 sees nothing and takes no time.
         """
-        page_size, window, width = self.pages.page_size, self.pages.window, self.strands_a_turn
+        page_size, window, width = self.pages.page_size, self.pages.options.window, self.strands_a_turn
         num_rows, num_pages = len(lens), (lens + page_size - 1) // page_size
         first = num_seen if window is None else jnp.maximum(lens - window, 0) // page_size
         count = num_pages - first
@@ -59,14 +59,14 @@ class DecodeStrands:
         starts = ends - num_strands
         # Behind the last row stands one of length 0, for strands of a last turn that are nobody's.
         is_live = jnp.arange(tables.shape[1])[None] < num_pages[:, None]
-        tables = self.pages.first + jnp.pad(jnp.where(is_live, tables, NULL_PAGE), ((0, 1), (0, 0)))
+        tables = self.pages.first_page + jnp.pad(jnp.where(is_live, tables, NULL_PAGE), ((0, 1), (0, 0)))
         rows = jnp.pad(jnp.stack([lens, first - starts, num_strands, num_turns], axis=1), ((0, 1), (0, 0)))
 
         def see_strands(index: Array, strands: Softmax) -> Softmax:
             places = index * width + jnp.arange(width)
             of_row = jnp.sum(ends[None] <= places[:, None], axis=1, dtype=jnp.int32)
             row_lens, offsets, steps, turns = rows[of_row].T
-            queries, first_pages = q[jnp.minimum(of_row, num_rows - 1)] * self.pages.scale, offsets + places
+            queries, first_pages = q[jnp.minimum(of_row, num_rows - 1)] * self.pages.options.scale, offsets + places
 
             def see_pages(turn: Array, state: Softmax) -> Softmax:
                 indices = first_pages + turn * steps
@@ -101,7 +101,7 @@ class DecodeStrands:
         state: Softmax,
     ) -> Softmax:
         """See one page of each strand, the one at `indices` in its row."""
-        page_size, window = self.pages.page_size, self.pages.window
+        page_size, window = self.pages.page_size, self.pages.options.window
         slots = indices[:, None] * page_size + jnp.arange(page_size)[None]
         is_seen = slots < lens[:, None]
         if window is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .layer_pages import LayerPages
+from ..layer_pages import LayerPages
 
 
 @dataclass(frozen=True)
@@ -21,4 +21,5 @@ class XlaPages(LayerPages):
     def scores(self, q: Float[Array, "*rows K M H"], keys: Float[Array, "*rows K S H"]) -> Array:
         """Products [*rows, K, M, S] of queries and keys, one of which the caller has scaled; capped if the layer is."""
         scores = jnp.einsum("...mh,...sh->...ms", q, keys, preferred_element_type=jnp.float32)
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        soft_cap = self.options.soft_cap
+        return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)

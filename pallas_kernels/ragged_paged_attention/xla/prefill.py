@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .interface import AttentionMetadata
-from .xla_pages import XlaPages
-from .xla_softmax import Softmax
+from ..interface import AttentionMetadata
+from .pages import XlaPages
+from .softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class PrefillTiles:
         state: Softmax,
     ) -> Softmax:
         """Attend queries at `positions`, the least of which comes first, to the first `end` tokens of a row."""
-        tile_kv, window = self.pages_a_turn * self.pages.page_size, self.pages.window
-        table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.pages.first
-        q *= self.pages.scale
+        tile_kv, window = self.pages_a_turn * self.pages.page_size, self.pages.options.window
+        table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.pages.first_page
+        q *= self.pages.options.scale
         first_key = jnp.int32(0) if window is None else jnp.maximum(positions[0] - window + 1, 0)
 
         def see_tile(tile: Array, state: Softmax) -> Softmax:

@@ -23,9 +23,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .interface import NULL_PAGE
-from .xla_prefill import PrefillTiles, by_head, by_row
-from .xla_softmax import Softmax
+from ..interface import NULL_PAGE
+from .prefill import PrefillTiles, by_head, by_row
+from .softmax import Softmax
 
 MAX_GROUPS = 8
 """Groups of rows that the host looks at in a step, the largest first: each costs it time."""

@@ -3,15 +3,15 @@
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from jpaged.commands.flags import SAMPLING_FLAGS, parse_generate, sampling_flags
+from jpaged.commands.jobs import JobReader
 from jpaged.errors import ConfigError
-from jpaged.flags import SAMPLING_FLAGS, parse_generate, sampling_flags
-from jpaged.jobs import JobReader
-from jpaged.prompts import PromptEncoder
-from jpaged.rule_book import RuleBook
-from jpaged.sampling_params import SamplingParams
-from jpaged.tokenizer import Tokenizer
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.text.prompts import PromptEncoder
+from jpaged.text.tokenizer import Tokenizer
 
-from .tiny_model import CONFIG, write_tiny_model
+from ..tiny_model import CONFIG, write_tiny_model
 
 GIVEN = {
     "max_tokens": ("--max-tokens 7", 7),
@@ -40,7 +40,7 @@ PLAIN = SamplingParams(max_tokens=None)
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     directory = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    return PromptEncoder(Tokenizer(Backend.from_file(str(directory / "tokenizer.json")), {}), RuleBook(300), 100)
+    return PromptEncoder(Tokenizer(Backend.from_file(str(directory / "tokenizer.json")), {}), LogitRulesSpec(300), 100)
 
 
 def params_of(encoder, argv):
@@ -55,23 +55,44 @@ def params_of(encoder, argv):
     return reader.job(0, 0, "a prompt", {}).params
 
 
-def test_every_sampling_flag_is_among_these():
-    assert set(SAMPLING_FLAGS) < set(GIVEN)
+def test_the_examples_hold_every_sampling_flag():
+    assert set(SAMPLING_FLAGS) == set(GIVEN)
     assert CONFIG["vocab_size"] < 300
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_flag_says_what_its_parameter_says_and_nothing_else(encoder, name):
+def test_a_flag_sets_its_parameter_and_no_other(encoder, name):
     argv, value = GIVEN[name]
     assert params_of(encoder, argv) == SamplingParams(**{"max_tokens": None, name: value}) != PLAIN
 
 
-def test_all_flags_together(encoder):
+def test_all_flags_may_be_given_together(encoder):
     argv = " ".join(flag for flag, _ in GIVEN.values())
     assert params_of(encoder, argv) == SamplingParams(**{name: value for name, (_, value) in GIVEN.items()})
     assert params_of(encoder, "") == PLAIN
 
 
-def test_a_bias_that_is_given_twice_is_refused(encoder):
-    with pytest.raises(ConfigError, match=r"^--logit-bias: got a token id twice, allowed: each once; leave one"):
-        params_of(encoder, "--logit-bias 7=1 --logit-bias 9=1 --logit-bias 7=2")
+BAD = {
+    "--logit-bias 7=1 --logit-bias 9=1 --logit-bias 7=2": "--logit-bias: got a token id twice, allowed: each once;",
+    "--logit-bias 7": "--logit-bias: got '7', allowed: a token id and a number, such as 1234=-100; see",
+    "--logit-bias 7=x": "--logit-bias: got 'x', allowed: a number; see jpaged generate --help",
+    "--top-k 1.5": "--top-k: got '1.5', allowed: an integer; see jpaged generate --help",
+    "-n x": "-n/--max-tokens: got 'x', allowed: an integer; see jpaged generate --help",
+    "--limits waiting_tokens": "--limits: got 'waiting_tokens', allowed: pairs such as waiting_requests=1000,",
+    "--limits waiting_tokens=1,waiting_tokens=2": "--limits: got 'waiting_tokens=1,waiting_tokens=2', allowed: each",
+    "--num-decode-steps x": "--num-decode-steps: got 'x', allowed: an integer; see",
+    "--temprature 1": "--temprature: unknown flag; did you mean --temperature?",
+    "--max": "--max: unknown flag; did you mean --max-",
+    "--zzz": "--zzz: unknown flag; leave it out, or see jpaged generate --help",
+    "--tensor-parallel-size 4": "--tensor-parallel-size: not available in this version (got '4'); leave it out",
+    "--no-enable-lora": "--no-enable-lora: not available in this version; leave it out",
+    "--lora=x": "--lora: not available in this version (got 'x'); leave it out",
+}
+
+
+@pytest.mark.parametrize("argv", BAD)
+def test_a_wrong_flag_is_refused_in_one_line_that_begins_with_it(argv):
+    with pytest.raises(ConfigError) as caught:
+        sampling_flags(parse_generate(argv.split()))
+    assert str(caught.value).startswith(BAD[argv])
+    assert "\n" not in str(caught.value)

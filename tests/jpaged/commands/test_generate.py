@@ -1,5 +1,10 @@
-"""`python -m jpaged.generate` as a user calls it: a process, its exit status, its streams, its files."""
+"""`jpaged generate` as a user calls it: its exit status, its streams, its files.
 
+Most tests call the command's entry in this process. A process of its own runs where that is the point: offline, killed,
+with an encoding of its own, and to see what is imported.
+"""
+
+import io
 import json
 import os
 import re
@@ -9,27 +14,50 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from .tiny_model import CONFIG, tensors, write_tiny_model
+from jpaged.commands.generate import main
+from jpaged.config import EngineConfig
+from jpaged.startup.open_model import open_model
+from jpaged.step.runner import Runner
 
+from ..tiny_model import CONFIG, tensors, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
 QUESTION = "What is the capital of France?"
-ROOT = Path(__file__).parents[2]
-# Nothing may be fetched: the index does not answer and the hub is said to be away.
+ROOT = Path(__file__).parents[3]
 OFFLINE = {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+"""Environment in which nothing can be fetched: the package index does not answer and the hub is said to be away."""
 NUM_LINES = 64
 BAD_LINE = 17
 
 
-def generate(*args: Any, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "jpaged.generate", *map(str, args)]
-    env = {**os.environ, **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300, **options)
+class Run(NamedTuple):
+    """The exit status and the streams of one run."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def generate(*args: Any, stdin: str = "") -> Run:
+    """Run the command in this process."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        with redirect_stderr(io.StringIO()) as err:
+            status = main([str(arg) for arg in args])
+    return Run(status, out.getvalue(), err.getvalue())
+
+
+def command(*args: Any) -> list[str]:
+    """Return the command line of a process of its own."""
+    return [sys.executable, "-m", "jpaged.generate", *map(str, args)]
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -74,24 +102,32 @@ def unbroken(tiny: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFac
     return path
 
 
-def test_the_default_model_answers_twice_the_same_and_the_second_time_offline() -> None:
-    first = generate(QUESTION, "--temperature", 0)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == "The capital of France is Paris.\n"
-    second = generate(QUESTION, "--temperature", 0, env=OFFLINE)
-    assert (second.returncode, second.stdout) == (0, first.stdout), second.stderr
+def test_the_default_model_answers_offline_in_a_process_of_its_own() -> None:
+    open_model(EngineConfig())  # Fetches the model if this machine does not have it.
+    env = {**os.environ, **OFFLINE}
+    run = subprocess.run(
+        command(QUESTION, "--temperature", 0), capture_output=True, text=True, cwd=ROOT, env=env, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "The capital of France is Paris.\n"
     for shown in ("attention: xla", "tokens/s", "recompiles 0", "temperature 0.0 (flag)", "top_p 0.9 (model)"):
-        assert shown in second.stderr
+        assert shown in run.stderr
 
 
-def test_torch_is_never_imported(tiny: Path) -> None:
-    code = "import sys, jpaged.generate as g; g.main(sys.argv[1:]); print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code, "-m", str(tiny), "-n", "3", "hi"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert run.stdout.splitlines()[-1] == "False", run.stderr
+def test_torch_is_not_imported_and_output_goes_on_where_stdout_knows_no_unicode(tiny: Path) -> None:
+    code = (
+        "import sys, jpaged.generate as g; status = g.main(sys.argv[1:]); "
+        "print(); print(status, sys.stdout.encoding, 'torch' in sys.modules)"
+    )
+    args = ["-m", str(tiny), "-n", "30", "--ignore-eos", "hi"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, cwd=ROOT, env=env, timeout=300
+    )
+    assert run.stdout.splitlines()[-1] == "0 ascii False", run.stderr
 
 
-def test_lines_come_out_in_input_order_with_the_bad_one_as_an_error(prompt_file: Path, unbroken: Path) -> None:
+def test_results_stand_in_input_order_with_the_bad_line_as_an_error(prompt_file: Path, unbroken: Path) -> None:
     found = records(unbroken)
     wanted = [json.loads(line).get("id", number) for number, line in enumerate(prompt_file.open(), 1)]
     assert [record["id"] for record in found] == wanted
@@ -107,9 +143,8 @@ def test_lines_come_out_in_input_order_with_the_bad_one_as_an_error(prompt_file:
 
 
 def kill_half_way(args: list[Any], path: Path) -> int:
-    """Start a run and kill it when a quarter of the lines are there; leave a torn line. Returns the whole ones."""
-    command = [sys.executable, "-m", "jpaged.generate", *map(str, args), "--max-num-seqs", "4"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    """Start a process, kill it when a quarter of the lines are there, and leave a torn line; return the whole lines."""
+    process = subprocess.Popen(command(*args, "--max-num-seqs", 4), cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
     while not path.exists() or path.read_bytes().count(b"\n") < NUM_LINES // 4:
         assert process.poll() is None, "it ended before it could be killed"
@@ -124,7 +159,7 @@ def kill_half_way(args: list[Any], path: Path) -> int:
     return num_kept
 
 
-def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
+def test_a_killed_run_resumes_to_the_file_of_an_unbroken_one(
     tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -132,18 +167,18 @@ def test_killed_half_way_and_resumed_the_file_is_that_of_an_unbroken_run(
     num_kept = kill_half_way(args, path)
     resumed = generate(*args, "--resume")
     assert resumed.returncode == 3
-    # The bad line is there as an error from the start, and errors are retried.
+    # The bad line is there as an error from the start, and errors are tried again.
     assert f"resume: {num_kept - 1} of {NUM_LINES} are there already" in resumed.stderr
     assert without_metrics(path) == without_metrics(unbroken)
 
 
 @pytest.mark.slow
-def test_the_default_model_too_resumes_to_what_an_unbroken_run_gives(tmp_path: Path) -> None:
+def test_the_default_model_resumes_to_the_file_of_an_unbroken_run_too(tmp_path: Path) -> None:
     """64 prompts of many lengths, half of them sampled, one of them bad; real weights."""
     prompts = tmp_path / "prompts.jsonl"
-    requests = json.loads((ROOT / "jpaged" / "workloads.json").read_text())["B"]["requests"]
+    workloads = json.loads((ROOT / "jpaged" / "commands" / "bench" / "workloads.json").read_text())
     with prompts.open("w") as file:
-        for index, request in enumerate(requests):
+        for index, request in enumerate(workloads["B"]["requests"]):
             sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.7, "top_p": 0.9}
             line = {"prompt_token_ids": request["prompt"], "max_tokens": request["out"], **sampling}
             file.write(json.dumps({**line, "top_p": 0} if index == BAD_LINE else line) + "\n")
@@ -178,6 +213,29 @@ def test_a_result_of_another_prompt_is_not_taken_over(tiny: Path, tmp_path: Path
     assert "resume: 1 of 2" in run.stderr
     assert without_metrics(path)[0] == first[0]
     assert "three" in records(path)[1]["prompt"]
+
+
+def test_an_interrupted_run_keeps_its_finished_results_and_can_be_resumed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    prompts.write_text("one\ntwo\nthree\n")
+    args = ["-m", tiny, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--max-num-seqs", 1]
+    dispatch = Runner.dispatch
+
+    def interrupted(self: Runner, step: Any) -> Any:
+        if any(sequence.request.request_id == "2" for sequence in step.samples):
+            raise KeyboardInterrupt
+        return dispatch(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "dispatch", interrupted)
+        run = generate(*args)
+    assert (run.returncode, run.stderr.splitlines()[-1]) == (130, "interrupted")
+    assert [record["id"] for record in records(path)] == [1]
+    resumed = generate(*args, "--resume")
+    assert (resumed.returncode, [record["id"] for record in records(path)]) == (0, [1, 2, 3])
+    assert "resume: 1 of 3" in resumed.stderr
 
 
 def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: Path, tmp_path: Path) -> None:
@@ -220,13 +278,8 @@ def test_a_link_as_output_stays_a_link(tiny: Path, tmp_path: Path) -> None:
     assert len(records(target)) == 1
 
 
-def test_output_goes_on_where_stdout_knows_no_unicode(tiny: Path) -> None:
-    run = generate("-m", tiny, "-n", 30, "--ignore-eos", "hi", env={"PYTHONIOENCODING": "ascii"})
-    assert run.returncode == 0, run.stderr
-
-
 def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: Path) -> None:
-    run = generate("-m", tiny, "one", "-", "-p", "three", "-n", 3, "--json", input="two\n")
+    run = generate("-m", tiny, "one", "-", "-p", "three", "-n", 3, "--json", stdin="two\n")
     found = [json.loads(line) for line in run.stdout.splitlines()]
     assert run.returncode == 0, run.stderr
     assert [record["id"] for record in found] == [0, 1, 2]
@@ -234,34 +287,29 @@ def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: Path) ->
         assert word in record["prompt"]
 
 
-def test_a_seeded_prompt_gives_the_same_text_alone_and_in_company(tiny: Path) -> None:
-    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 30, "--ignore-eos", "--json"]
-    alone = json.loads(generate(*flags, "hello").stdout)
-    crowd = [json.loads(line) for line in generate(*flags, "x", "hello", "y" * 50).stdout.splitlines()]
-    assert crowd[1]["outputs"][0]["token_ids"] == alone["outputs"][0]["token_ids"]
-    assert crowd[0]["outputs"][0]["token_ids"] != alone["outputs"][0]["token_ids"]
-
-
-def test_samples_of_one_prompt_come_out_by_number_and_those_of_several_by_prompt_and_number(tiny: Path) -> None:
-    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos", "--num-samples", 3]
-    run = generate(*flags, "hello", "--json")
-    assert run.returncode == 0, run.stderr
-    samples = json.loads(run.stdout)["outputs"]
+def test_a_seeded_prompt_gives_the_same_samples_alone_in_company_and_as_a_stream(tiny: Path) -> None:
+    """Plain text labels samples by number, those of several prompts by prompt and number; a stream has no label."""
+    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos"]
+    three = generate(*flags, "--num-samples", 3, "hello", "--json")
+    assert three.returncode == 0, three.stderr
+    samples = json.loads(three.stdout)["outputs"]
     assert [sample["index"] for sample in samples] == [0, 1, 2]
     assert len({tuple(sample["token_ids"]) for sample in samples}) == 3
     assert {len(sample["token_ids"]) for sample in samples} == {12}
-    assert generate(*flags, "hello").stdout == "".join(f"[{i}] {sample['text']}\n" for i, sample in enumerate(samples))
-    two = [json.loads(line)["outputs"] for line in generate(*flags, "hello", "ho", "--json").stdout.splitlines()]
-    assert two[0] == samples
-    assert generate(*flags, "hello", "ho").stdout == "".join(
-        f"[{prompt}.{i}] {sample['text']}\n" for prompt, those in enumerate(two) for i, sample in enumerate(those)
+    assert generate(*flags, "hello").stdout == samples[0]["text"] + "\n"
+    text = generate(*flags, "--num-samples", 3, "hello").stdout
+    assert text == "".join(f"[{index}] {sample['text']}\n" for index, sample in enumerate(samples))
+    crowd = [json.loads(line) for line in generate(*flags, "x", "hello", "y" * 50, "--json").stdout.splitlines()]
+    assert crowd[1]["outputs"] == samples[:1]
+    assert crowd[0]["outputs"][0]["token_ids"] != samples[0]["token_ids"]
+    two = generate(*flags, "--num-samples", 2, "hello", "ho", "--json").stdout.splitlines()
+    those = [json.loads(line)["outputs"] for line in two]
+    assert those[0] == samples[:2]
+    assert generate(*flags, "--num-samples", 2, "hello", "ho").stdout == "".join(
+        f"[{prompt}.{index}] {sample['text']}\n"
+        for prompt, ones in enumerate(those)
+        for index, sample in enumerate(ones)
     )
-
-
-def test_the_first_sample_of_several_is_the_only_one_of_one(tiny: Path) -> None:
-    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos", "hello", "--json"]
-    several = json.loads(generate(*flags, "--num-samples", 2).stdout)["outputs"]
-    assert several[0] == json.loads(generate(*flags).stdout)["outputs"][0]
 
 
 def test_a_full_queue_holds_prompts_back_and_loses_none(tiny: Path, tmp_path: Path) -> None:
@@ -288,16 +336,11 @@ def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: Path, tmp_pa
     started = [record["metrics"]["first_scheduled_time"] for record in records(path)]
     assert started[2] < started[1] < started[0]
     assert [record["metrics"]["num_swaps"] for record in records(path)] == [0, 0, 0]
+    assert "preemptions 0 (0 by recompute, 0 by swap)" in run.stderr
+    assert not [word for word in ("host peak", "swapped", "copies on write") if word in run.stderr]
 
 
-def test_the_summary_tells_of_preemptions_and_of_host_pages_where_there_are_any(tiny: Path) -> None:
-    bare = generate("-m", tiny, "-n", 3, "hi").stderr
-    assert "preemptions 0 (0 by recompute, 0 by swap)" in bare
-    assert not [word for word in ("host peak", "swapped", "copies on write") if word in bare]
-    assert "host peak 0 of 7 ·" in generate("-m", tiny, "-n", 3, "--num-host-blocks", 8, "hi").stderr
-
-
-def test_what_was_preempted_by_swap_shows_in_summary_and_metrics(tiny: Path, tmp_path: Path) -> None:
+def test_preemptions_by_swap_show_in_summary_and_metrics(tiny: Path, tmp_path: Path) -> None:
     """16 pages of 8 tokens for four sequences of 60 tokens and more: they take turns."""
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("".join(f"{index}\n" for index in range(4)))
@@ -440,7 +483,9 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "a flag that is not built": (["--json-schema", "1", "hi"], ["--json-schema", "not available"]),
     "no samples": (["--num-samples", "0", "hi"], ["n: got 0", "[1, 128]"]),
     "too many samples": (["--num-samples", "129", "hi"], ["n: got 129", "[1, 128]"]),
-    "equal samples": (["--num-samples", "2", "--temperature", "0", "hi"], ["n: got 2", "greedily", "raise it"]),
+    "equal samples": (
+        ["--num-samples", "2", "--temperature", "0", "hi"], ["n: got 2", "temperature 0,", "raise temperature"],
+    ),
     "more samples than sequences": (
         ["--num-samples", "5", "--max-num-seqs", "4", "hi"], ["n: got 5", "max_num_seqs, 4", "lower n or raise"],
     ),
@@ -452,8 +497,8 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "fewer tokens than sequences": (
         ["--max-num-batched-tokens", "8", "--max-num-seqs", "16", "hi"], ["max_num_batched_tokens", "16"],
     ),
-    "empty prompt": ([""], ["prompt", "empty"]),
-    "no prompt": ([], ["prompt"]),
+    "empty prompt": ([""], ["prompt: got", "empty"]),
+    "no prompt": ([], ["prompt: got none", "--prompt-file F", "stdin", "What is the capital"]),
     "a prompt and a file": (["hi", "--prompt-file", "x.txt"], ["--prompt-file"]),
     "a file of another kind": (["--prompt-file", "x.csv"], [".jsonl"]),
     "a file that is not there": (["--prompt-file", "nowhere.jsonl"], ["nowhere.jsonl"]),
@@ -463,7 +508,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "an empty output name": (["-o", "", "hi"], ["--output"]),
     "a device as output": (["-o", "/dev/null", "hi"], ["/dev/null"]),
     "a template without a chat": (["--no-chat", "--chat-template", __file__, "hi"], ["--chat-template"]),
-    "logprobs that nobody would see": (["--logprobs", "2", "hi"], ["--logprobs", "--json"]),
+    "logprobs without a place in plain text": (["--logprobs", "2", "hi"], ["--logprobs", "--json"]),
     "a device that is not there": (["--device", "tpu", "hi"], ["tpu"]),
     "a KV dtype that there is not": (["--kv-cache-dtype", "fp8", "hi"], ["fp8", "float32", "bfloat16"]),
     "an unknown word for generation config": (["--generation-config", "maybe", "hi"], ["maybe", "auto, none"]),
@@ -472,7 +517,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-def assert_bad_start(run: subprocess.CompletedProcess[str], words: list[str], output: Path) -> None:
+def assert_bad_start(run: Run, words: list[str], output: Path) -> None:
     assert run.returncode == 1, run.stderr
     assert run.stdout == ""
     errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]

@@ -1,18 +1,24 @@
-"""What a line of a prompt file may carry, and what becomes of a line that carries something else."""
+"""Lines of prompt files, good and bad, and the prompt on stdin."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from jpaged.jobs import LINE_KEYS, BadLine, Job, JobReader
-from jpaged.prompts import PromptEncoder
-from jpaged.rule_book import RuleBook
-from jpaged.sampling_params import FIELDS
-from jpaged.tokenizer import Tokenizer
+from jpaged.commands.flags import parse_generate
+from jpaged.commands.jobs import LINE_KEYS, BadLine, Job, JobReader, read_prompts
+from jpaged.errors import ConfigError
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.sampling_params import FIELDS
+from jpaged.text.prompts import PromptEncoder
+from jpaged.text.tokenizer import Tokenizer
 
-from .tiny_model import CHAT_TEMPLATE, CONFIG, write_tiny_model
+from ..tiny_model import CHAT_TEMPLATE, CONFIG, write_tiny_model
 
 FORMS = {
     "prompt": "hi",
@@ -29,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def read(tokenizer, tmp_path):
-    """Jobs of lines, under a policy."""
+    """Return a function that reads lines of JSON as a prompt file."""
 
     def read(*lines, **options):
         return read_text("".join(json.dumps(line) + "\n" for line in lines), **options)
@@ -38,7 +44,7 @@ def read(tokenizer, tmp_path):
         path = Path(tmp_path / "lines.jsonl")
         path.write_text(text)
         reader = JobReader(
-            encoder=PromptEncoder(tokenizer, RuleBook(CONFIG["vocab_size"]), 100),
+            encoder=PromptEncoder(tokenizer, LogitRulesSpec(CONFIG["vocab_size"]), 100),
             defaults={},
             max_logprobs=20,
             max_num_seqs=max_num_seqs,
@@ -75,7 +81,7 @@ def test_a_priority_that_would_be_ignored_becomes_the_error_of_its_line(read):
         assert [job.prompt.priority for job in read(*lines, policy=policy)] == [3, 0, 0]
 
 
-def test_samples_go_by_both_names_and_are_held_against_what_the_engine_runs_together(read):
+def test_the_number_of_samples_has_two_names_and_is_checked_against_max_num_seqs(read):
     named, flagged, many = read(
         {"prompt": "a", "n": 4}, {"prompt": "a", "num_samples": 3}, {"prompt": "a", "n": 5}, max_num_seqs=4
     )
@@ -83,7 +89,7 @@ def test_samples_go_by_both_names_and_are_held_against_what_the_engine_runs_toge
     assert isinstance(many, BadLine)
     assert many.error.param == "n"
     assert "n: got 5, allowed: at most max_num_seqs, 4" in str(many.error)
-    # Nothing is given: the engine is made for as many as are asked for.
+    # Where max_num_seqs is not given, the engine is started for as many as are asked for.
     assert read({"prompt": "a", "n": 128})[0].params.n == 128
 
 
@@ -107,7 +113,7 @@ def test_a_wrong_value_is_the_error_of_its_line_and_of_no_other(read, line, para
     assert isinstance(good, Job)
 
 
-def test_what_lines_cannot_have_says_where_it_goes(read):
+def test_a_key_that_a_line_cannot_have_is_refused_with_the_way_out(read):
     for line, words in (
         ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data: not available in this version; leave it out"),
         ({"prompt": "a", "json_schema": {}}, "json_schema: not available in this version; leave it out"),
@@ -129,12 +135,64 @@ def test_what_lines_cannot_have_says_where_it_goes(read):
     ],
     ids=["a key", "a key in it", "a message", "many keys"],
 )
-def test_a_name_that_is_in_an_object_twice_is_the_error_of_its_line(read, line, name):
+def test_a_key_that_stands_twice_in_an_object_is_the_error_of_its_line(read, line, name):
     bad, good = read.text(line + '\n{"prompt": "c"}\n')
     assert bad.error.param == name
-    assert f"{name!r}: is in one object twice" in str(bad.error)
+    assert f"{name!r}: stands twice in one object" in str(bad.error)
     assert isinstance(good, Job)
 
 
-def test_a_name_means_one_thing():
+def test_no_key_of_a_line_is_also_a_sampling_parameter():
     assert not set(LINE_KEYS) & set(FIELDS)
+
+
+READ = """
+import sys
+from jpaged.commands.flags import parse_generate
+from jpaged.commands.jobs import read_prompts
+try:
+    print(read_prompts(parse_generate(sys.argv[1:])))
+except ValueError as error:
+    print(error)
+"""
+
+
+def prompts_of(*argv, **streams):
+    command = [sys.executable, "-c", READ, *argv]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    return subprocess.run(command, capture_output=True, timeout=60, env=env, **streams).stdout.decode().strip()
+
+
+USUAL = "prompt: got none, allowed: a prompt as an argument, --prompt-file F, or text on stdin; try jpaged generate"
+PIPED = {
+    "text": ((), b"two\nlines\n", r"['two\nlines']"),
+    "text and a dash": (("-",), b"piped\n", "['piped']"),
+    "text and an argument, which goes alone": (("given",), b"piped", "['given']"),
+    "text and a file of prompts": (("--prompt-file", "x.txt"), b"piped", "[]"),
+    "nothing": ((), b"", USUAL),
+    "an empty line": ((), b"\n", USUAL),
+    "no text": ((), b"\xff\xfe", "prompt: stdin is not utf-8 (invalid start byte); give text"),
+}
+
+
+@pytest.mark.parametrize(("argv", "stdin", "wanted"), PIPED.values(), ids=PIPED.keys())
+def test_stdin_is_the_prompt_where_there_is_no_other(argv, stdin, wanted):
+    assert prompts_of(*argv, input=stdin).startswith(wanted)
+
+
+def test_stdin_may_be_a_file_and_is_not_read_from_a_terminal_or_a_device(tmp_path):
+    (tmp_path / "prompt").write_text("from a file")
+    with (tmp_path / "prompt").open() as file:
+        assert prompts_of(stdin=file) == "['from a file']"
+    assert prompts_of(stdin=subprocess.DEVNULL).startswith(USUAL)
+    terminal, other_end = pty.openpty()
+    try:
+        assert prompts_of(stdin=other_end).startswith(USUAL)
+    finally:
+        os.close(terminal)
+        os.close(other_end)
+
+
+def test_prompts_beside_a_file_of_prompts_are_refused():
+    with pytest.raises(ConfigError, match=r"^prompt: got prompts and --prompt-file, allowed: one of the two; leave"):
+        read_prompts(parse_generate(["hi", "--prompt-file", "x.txt"]))

@@ -1,8 +1,7 @@
-"""Pages: who owns them, what is found in the prefix cache, which are taken first, and what moves where.
+"""Pages: which sequences own them, which are found in the prefix cache, which are taken first, which are moved.
 
-The state machine keeps its own record of what every slot of every page holds, by whole token history, carries out
-the moves that it is told of, and holds the block manager against it after each rule. Invariants by their names in
-comments: B1 … X1.
+The state machine keeps a record of its own of what every slot of every page holds, by whole token history. It carries
+out the moves that the block manager notes, and compares the two after each rule. Comments name the invariants B1 … X1.
 """
 
 import hashlib
@@ -22,16 +21,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jpaged.block_manager import BlockManager
-from jpaged.invariants import check_pages
-from jpaged.page_store import MoveKind
-from jpaged.prefix_hash import CacheKey
-from jpaged.request import RequestState, make_request
-from jpaged.sampling_params import SamplingParams
+from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_store import MoveKind
+from jpaged.request import CacheKey, RequestState, make_request
+from jpaged.sampling.sampling_params import SamplingParams
+
+from ..invariants import check_pages
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-"""Two token ids: prefixes meet all the time."""
-MOST_TOKENS = 16
+"""Two token ids, so that sequences often share a prefix."""
+MAX_TOKENS = 16
 KEY = CacheKey()
 
 
@@ -55,15 +54,38 @@ def manager(num_blocks=10, block_size=2, **options):
     return BlockManager(num_blocks=num_blocks, block_size=block_size, **options)
 
 
+# What the scheduler does around calls of the block manager: it counts what is computed, and has the slots.
+
+
+def place(blocks, sequence, slot):
+    sequence.seq_slot = slot
+    blocks.send_table(sequence)
+
+
+def adopt(blocks, sequence, match):
+    sequence.num_computed = blocks.adopt(sequence, match)
+    return sequence.num_computed
+
+
+def share(blocks, parent, child, num_tokens):
+    blocks.share(parent, child, num_tokens)
+    child.num_computed = num_tokens
+
+
+def release(blocks, sequence):
+    blocks.release(sequence)
+    sequence.num_computed = sequence.seq_slot = 0
+
+
 def found(blocks, token_ids):
-    """Pages that the whole of a sequence of these tokens would find."""
+    """Number of cached pages that hold the start of these tokens."""
     return blocks.prefixes.match(sequence_of(token_ids, blocks.num_groups), len(token_ids)).num_pages
 
 
 def start(blocks, token_ids, *, compute=True):
-    """A sequence with pages for all of its tokens, computed and published if asked."""
+    """A sequence with pages for all of its tokens, which with `compute` are computed and published."""
     sequence = sequence_of(token_ids, blocks.num_groups)
-    blocks.adopt(sequence, blocks.prefixes.match(sequence, len(token_ids) - 1))
+    adopt(blocks, sequence, blocks.prefixes.match(sequence, len(token_ids) - 1))
     assert blocks.prepare(sequence, len(token_ids))
     if compute:
         sequence.num_computed = len(token_ids)
@@ -72,7 +94,7 @@ def start(blocks, token_ids, *, compute=True):
 
 
 def page_key(group, token_ids, block_size):
-    """P3, spelled out: SHA-256 chained over pages of 32-bit token ids, from a root that the extras give."""
+    """The key of a page by P3: SHA-256 chained over pages of 32-bit token ids, from a root that the extras give."""
     digest = hashlib.sha256(b"jpaged prefix v2\0lora_version\x001\x000\0weights_version\x001\x000").digest()
     for first in range(0, len(token_ids), block_size):
         digest = hashlib.sha256(digest + array("i", token_ids[first : first + block_size]).tobytes()).digest()
@@ -80,13 +102,13 @@ def page_key(group, token_ids, block_size):
 
 
 def snapshot(blocks):
-    """Everything that a refusal may not change."""
+    """All state that a refusal may not change."""
     pools = [
         (
             list(pool.ref_counts),
             list(pool.free),
             list(pool.cached),
-            list(pool.fenced),
+            list(pool.deferred),
             dict(pool.page_of),
             dict(pool.key_of),
         )
@@ -113,14 +135,14 @@ class Pool(RuleBasedStateMachine):
     def create(self, **options):
         self.blocks = blocks = manager(**options)
         self.running, self.swapped = [], []
-        # Pool and page → the tokens up to and including each of its slots, with the group: what is really there.
+        # Pool and page → for each of its slots the group and the tokens up to and including it: what is really there.
         self.contents = {
             pool: [[None] * blocks.block_size for _ in range(pool.num_pages)] for pool in (blocks.device, blocks.host)
         }
         self.tables = {}
-        """(state slot, group, entry) → page, as the device has been told."""
+        """(state slot, group, entry) → page, as it was sent to the device."""
         self.free_slots = list(range(20, 0, -1))
-        # Free cached page → when it was given back and, of a sequence, which position goes first.
+        # Free cached page → (when it was given back, − its position): the smaller is to be evicted first.
         self.released = {}
         self.num_releases = 0
         self.step = 0
@@ -129,9 +151,9 @@ class Pool(RuleBasedStateMachine):
         self.pins = []
         self.num_withdrawn = {"device": 0, "host": 0}
 
-    # The machine's side: what the device does, and what it knows.
+    # What the device does, and what it knows.
 
-    def settle(self):
+    def flush(self):
         """Carry out the moves and the table changes, as a step would."""
         blocks = self.blocks
         pools = {
@@ -151,21 +173,22 @@ class Pool(RuleBasedStateMachine):
         for sequence in self.running:
             for group, pages in enumerate(sequence.pages):
                 for entry in range(sequence.num_passed[group], len(pages)):
-                    assert self.tables[sequence.slot, group, entry] == pages[entry]
+                    assert self.tables[sequence.seq_slot, group, entry] == pages[entry]
 
     def owners(self, sequences):
         return Counter(page for s in sequences for pages in s.pages for page in pages if page)
 
     def note_releases(self, before, positions=None):
-        """Pages that lost their last owner are the youngest of the cache now; of one sequence the tail goes first."""
+        """Note that pages that lost their last owner are the youngest of the cache; of one sequence the tail is evicted
+        first."""
         self.num_releases += 1
         for page, count in enumerate(self.blocks.device.ref_counts):
             if before[page] and not count:
                 self.released[page] = (self.num_releases, -(positions or {}).get(page, 0))
 
     def drop(self, sequence):
-        if sequence.slot:
-            self.free_slots.append(sequence.slot)
+        if sequence.seq_slot:
+            self.free_slots.append(sequence.seq_slot)
         (self.swapped if sequence.state is RequestState.SWAPPED else self.running).remove(sequence)
 
     # Rules
@@ -180,7 +203,7 @@ class Pool(RuleBasedStateMachine):
             self._release(sequence)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_tokens=st.integers(1, MOST_TOKENS))
+    @rule(data=st.data(), num_tokens=st.integers(1, MAX_TOKENS))
     def prepare(self, data, num_tokens):
         self._prepare(data.draw(st.sampled_from(self.running)), num_tokens)
 
@@ -196,7 +219,7 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data(), token_ids=TOKENS)
     def append(self, data, token_ids):
         sequence = data.draw(st.sampled_from(self.running))
-        for token_id in token_ids[: MOST_TOKENS - len(sequence.token_ids)]:
+        for token_id in token_ids[: MAX_TOKENS - len(sequence.token_ids)]:
             sequence.token_ids.append(token_id)
         sequence.num_tokens = len(sequence.token_ids)
 
@@ -215,7 +238,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def fork(self, data):
-        """B4: a reference more for each distinct page, and no copy before somebody writes."""
+        """B4: one more reference for each distinct page, and no copy before a sequence writes."""
         parent = data.draw(st.sampled_from(self.running))
         num_shared = min(parent.num_computed, len(parent.token_ids) - 1)
         size = self.blocks.block_size
@@ -225,7 +248,7 @@ class Pool(RuleBasedStateMachine):
             return
         child = sequence_of(list(parent.token_ids), self.blocks.num_groups)
         before, num_moves = list(self.blocks.device.ref_counts), len(self.blocks.store.moves)
-        self.blocks.share(parent, child, num_shared)
+        share(self.blocks, parent, child, num_shared)
         self._place(child)
         added = Counter(page for pages in child.pages for page in pages if page)
         assert [new - old for new, old in zip(self.blocks.device.ref_counts, before, strict=True)] == [
@@ -239,10 +262,10 @@ class Pool(RuleBasedStateMachine):
     def swap_out(self, data, count):
         first = data.draw(st.integers(0, len(self.running) - 1))
         group = self.running[first : first + count]
-        self.settle()
+        self.flush()
         blocks = self.blocks
         before, kept, counts = snapshot(blocks), tables_of(group), list(blocks.device.ref_counts)
-        slots = [sequence.slot for sequence in group]
+        slots = [sequence.seq_slot for sequence in group]
         if not blocks.swap_out(group):
             assert (snapshot(blocks), tables_of(group)) == (before, kept)  # B7, W2
             tables = [pages[: blocks.pages_for(s.num_computed)] for s in group for pages in s.pages]
@@ -251,7 +274,7 @@ class Pool(RuleBasedStateMachine):
             return
         self.free_slots += slots
         for sequence in group:
-            sequence.state = RequestState.SWAPPED
+            sequence.state, sequence.seq_slot = RequestState.SWAPPED, 0
             self.running.remove(sequence)
             self.swapped.append(sequence)
         self.note_releases(counts)
@@ -261,13 +284,13 @@ class Pool(RuleBasedStateMachine):
     def swap_in(self, data, count):
         first = data.draw(st.integers(0, len(self.swapped) - 1))
         group = self.swapped[first : first + count]
-        self.settle()
+        self.flush()
         blocks = self.blocks
         num_free, num_wanted = blocks.device.num_free, blocks.num_to_swap_in(group)
         if num_wanted > num_free:
             return
         blocks.swap_in(group)
-        assert num_free - blocks.device.num_free == num_wanted, "it took other than it said"
+        assert num_free - blocks.device.num_free == num_wanted, "it took as many pages as it said"
         for sequence in group:
             sequence.state = RequestState.RUNNING
             self.swapped.remove(sequence)
@@ -276,7 +299,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def pass_windows(self, data):
-        """X1: what the next query sees stays, which the invariants hold; what none sees is given back."""
+        """X1: pages that no query sees any more are given back; the invariants hold that the others stay."""
         sequence, blocks = data.draw(st.sampled_from(self.running)), self.blocks
         before = list(blocks.device.ref_counts)
         blocks.pass_windows(sequence, sequence.num_computed)
@@ -288,14 +311,14 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def release_in_flight(self, data):
-        """B6: pages that a step in flight may write are nobody's before that step has retired."""
+        """B6: no sequence gets pages that a step in flight may write before that step has retired."""
         sequence, blocks = data.draw(st.sampled_from(self.running)), self.blocks
-        self.settle()
+        self.flush()
         self.step += 1
         sequence.last_chunk_step = self.step
         first = sequence.num_computed // blocks.block_size
         mine = [page for page in chain.from_iterable(pages[first:] for pages in sequence.pages) if page]
-        blocks.fence(sequence, self.step)
+        blocks.defer_free(sequence, self.step)
         self._release(sequence)
         for page in mine:
             if not blocks.device.ref_counts[page] and page not in blocks.device.key_of:
@@ -305,7 +328,7 @@ class Pool(RuleBasedStateMachine):
     def retire(self):
         self.still_written.clear()
         self.blocks.device.retire(self.step)
-        assert not self.blocks.device.fenced
+        assert not self.blocks.device.deferred
 
     @rule()
     def reset_prefix_cache(self):
@@ -352,31 +375,31 @@ class Pool(RuleBasedStateMachine):
 
     def _place(self, sequence):
         self.running.append(sequence)
-        self.blocks.place(sequence, self.free_slots.pop())
+        place(self.blocks, sequence, self.free_slots.pop())
 
     def _start(self, token_ids):
         blocks = self.blocks
         if len(self.running) > 9:
             return None
-        self.settle()
+        self.flush()
         sequence = sequence_of(token_ids, blocks.num_groups)
         before = snapshot(blocks)
         match = blocks.prefixes.match(sequence, len(token_ids) - 1)
         assert snapshot(blocks) == before
         assert match.num_pages * blocks.block_size <= len(token_ids) - 1  # P4
-        taken, num_free = blocks.prefixes.num_taken(match), blocks.device.num_free
+        taken, num_free = blocks.prefixes.num_free_needed(match), blocks.device.num_free
         if taken > num_free:
             return None
-        blocks.adopt(sequence, match)
+        adopt(blocks, sequence, match)
         assert blocks.device.num_free == num_free - taken or self.num_withdrawn["device"]  # B8
         assert sequence.num_computed == match.num_pages * blocks.block_size
         self._place(sequence)
-        self.settle()
-        return sequence  # What its pages hold, the invariant compares.
+        self.flush()
+        return sequence  # An invariant compares what its pages hold.
 
     def _prepare(self, sequence, num_tokens):
         blocks, device = self.blocks, self.blocks.device
-        self.settle()
+        self.flush()
         num_tokens = min(num_tokens, sequence.num_tokens)
         before, kept, counts = snapshot(blocks), tables_of([sequence]), list(device.ref_counts)
         cached = {page: self.released.get(page, (0, 0)) for page in device.cached}
@@ -401,7 +424,7 @@ class Pool(RuleBasedStateMachine):
         assert len(evicted) == max(0, missing - num_blank)  # Pages without content go first.
         assert not evicted or not cached or max(evicted) <= min(cached.values())  # P5: oldest first, tail first.
         assert not any(page in device.key_of for page in taken)  # P1
-        self.settle()
+        self.flush()
         return True
 
     def _compute(self, sequence, num_tokens):
@@ -411,8 +434,8 @@ class Pool(RuleBasedStateMachine):
         for group, pages in enumerate(sequence.pages):
             for position in range(first, end):
                 page = pages[position // size]
-                assert blocks.device.ref_counts[page] == 1  # B3: nobody reads it,
-                assert page not in blocks.device.key_of  # B3: and nobody finds it.
+                assert blocks.device.ref_counts[page] == 1  # B3: no other sequence reads it,
+                assert page not in blocks.device.key_of  # B3: and none finds it.
                 assert page not in self.still_written  # B6
                 self.contents[blocks.device][page][position % size] = (group, tuple(sequence.token_ids[: position + 1]))
         sequence.num_computed = end
@@ -422,10 +445,10 @@ class Pool(RuleBasedStateMachine):
         self.drop(sequence)
         positions = {page: index for pages in sequence.pages for index, page in enumerate(pages)}
         before, is_swapped = list(self.blocks.device.ref_counts), sequence.state is RequestState.SWAPPED
-        self.blocks.release(sequence)
+        release(self.blocks, sequence)
         self.note_releases(before, {} if is_swapped else positions)
         assert not any(sequence.pages)
-        assert (sequence.num_computed, sequence.num_published, sequence.slot) == (0, 0, 0)
+        assert sequence.num_published == 0
 
     @invariant()
     def every_page_is_free_or_owned(self):
@@ -434,18 +457,18 @@ class Pool(RuleBasedStateMachine):
         owners_of = {blocks.device: self.owners(self.running) + pinned, blocks.host: self.owners(self.swapped)}
         for pool, owners in owners_of.items():
             assert pool.ref_counts == [owners[page] for page in range(pool.num_pages)]  # B2
-            fenced = [page for _, page in pool.fenced]
-            pages = [*pool.free, *pool.cached, *fenced, *pool.withdrawn, *owners]
+            deferred = [page for _, page in pool.deferred]
+            pages = [*pool.free, *pool.cached, *deferred, *pool.withdrawn, *owners]
             assert sorted(pages) == list(range(1, pool.num_pages))  # B1, B5
             assert pool.num_used == len(owners)
         assert all(pool.peak_used >= pool.num_used for pool in owners_of)
-        assert set(self.still_written) <= {page for _, page in blocks.device.fenced}  # B6
+        assert set(self.still_written) <= {page for _, page in blocks.device.deferred}  # B6
         check_pages(blocks, self.running, self.swapped)
 
     @invariant()
-    def everybody_has_what_he_computed(self):
-        """B4, W1, X1: after copies, swaps and passed windows too."""
-        self.settle()
+    def every_sequence_has_what_it_computed(self):
+        """B4, W1, X1: this holds after copies, swaps and passed windows too."""
+        self.flush()
         size = self.blocks.block_size
         for pool, sequences in ((self.blocks.device, self.running), (self.blocks.host, self.swapped)):
             for sequence in sequences:
@@ -458,7 +481,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def published_pages_hold_what_their_hash_says(self):
-        self.settle()
+        self.flush()
         for pool in (self.blocks.device, self.blocks.host):
             for key, page in pool.page_of.items():
                 slots = self.contents[pool][page]
@@ -491,49 +514,26 @@ def test_pages_under_random_use_at_length():
     run_pool(max_examples=5000)
 
 
-def test_one_page_more_than_there_are_changes_nothing():
-    """B7."""
-    blocks = manager(num_blocks=1 + 4)
-    start(blocks, [1, 2, 3])
-    other = sequence_of([9] * 6)
-    other.num_tokens = 0  # So that only what is asked for is taken.
-    before = snapshot(blocks)
-    assert not blocks.prepare(other, 5)
-    assert snapshot(blocks) == before
-    assert other.pages == [[]]
-    assert blocks.prepare(other, 4)
-
-
-@pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_pages_at_their_boundaries(num_tokens, num_pages):
-    blocks = manager(block_size=4, windows=(None, None), num_blocks=20)
-    sequence = start(blocks, list(range(num_tokens)))
-    assert [len(pages) for pages in sequence.pages] == [num_pages] * 2
-    assert blocks.pages_for(num_tokens) == num_pages
-    assert blocks.most_pages(0, [num_tokens]) == 2 * num_pages
-    assert len(blocks.device.page_of) == 2 * (num_tokens // 4)
-
-
 @pytest.mark.parametrize(
     ("fork_len", "lens", "num_pages"),
     [(0, [9], 3), (0, [9, 9], 6), (9, [9, 9], 4), (8, [9, 9], 5), (7, [9, 9], 5), (4, [9, 9, 9], 9), (9, [9], 3)],
 )
-def test_most_pages_counts_shared_ones_once_and_a_fork_s_last_token_apart(fork_len, lens, num_pages):
-    assert manager(block_size=4).most_pages(fork_len, lens) == num_pages
-    assert manager(block_size=1).most_pages(fork_len, lens) == sum(lens) - max(0, fork_len - 1) * (len(lens) - 1)
+def test_max_pages_counts_shared_pages_once_and_the_page_of_a_fork_s_last_token_apart(fork_len, lens, num_pages):
+    assert manager(block_size=4).max_pages(fork_len, lens) == num_pages
+    assert manager(block_size=1).max_pages(fork_len, lens) == sum(lens) - max(0, fork_len - 1) * (len(lens) - 1)
 
 
 def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
     blocks = manager(num_blocks=60, block_size=4, windows=(None, 5), max_chunk=8)
-    assert blocks.most_pages(0, [100]) == 25 + 4
-    assert blocks.most_pages(0, [8]) == 2 + 2
-    assert manager(block_size=4, windows=(6,), max_chunk=8).most_pages(0, [100]) == 5
-    assert manager(block_size=4, windows=(5,), max_chunk=9).most_pages(0, [100]) == 5
-    assert manager(block_size=1, windows=(3,)).most_pages(0, [100]) == 3 + 1, "one token a step, unless told otherwise"
+    assert blocks.max_pages(0, [100]) == 25 + 4
+    assert blocks.max_pages(0, [8]) == 2 + 2
+    assert manager(block_size=4, windows=(6,), max_chunk=8).max_pages(0, [100]) == 5
+    assert manager(block_size=4, windows=(5,), max_chunk=9).max_pages(0, [100]) == 5
+    assert manager(block_size=1, windows=(3,)).max_pages(0, [100]) == 3 + 1, "one token a step is the default"
 
 
-def test_a_group_that_has_pages_to_spare_lends_none_to_another():
-    """B7: what one group has too many is not there for one that has too few."""
+def test_pages_that_one_group_has_in_excess_do_not_serve_another():
+    """B7."""
     blocks = manager(num_blocks=1 + 6, block_size=4, windows=(None, 4))
     sequence = sequence_of([1, 2, 3, 4], num_groups=2)
     assert blocks.prepare(sequence, 12)
@@ -565,30 +565,22 @@ def test_a_window_gives_back_exactly_the_pages_that_no_later_query_sees(window, 
             assert needed <= seen or not blocks.can_share(sequence, num_tokens), (num_done, num_tokens)
 
 
-def test_a_child_takes_over_what_is_known_of_its_parents_pages():
+def test_a_child_inherits_hashes_and_published_pages_of_its_parent():
     blocks = manager(num_blocks=20, block_size=2)
     parent, child = start(blocks, [1, 2, 3, 4, 5, 6]), sequence_of([1, 2, 3, 4, 5, 6])
-    blocks.share(parent, child, 5)
+    share(blocks, parent, child, 5)
     assert (child.num_computed, child.num_published) == (5, 2)
     assert child.page_hashes == parent.page_hashes[:2]
     assert child.pages == [parent.pages[0][:3]]
     other, late = start(blocks, [7, 7, 7, 7], compute=False), sequence_of([7, 7, 7, 7])
     other.num_computed = 4
-    blocks.share(other, late, 3)
+    share(blocks, other, late, 3)
     assert late.num_published == 0
 
 
-def test_what_was_adopted_is_not_offered_again():
-    blocks = manager(num_blocks=20, block_size=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    sequence = sequence_of([1, 2, 3, 4, 5])
-    assert blocks.adopt(sequence, blocks.prefixes.match(sequence, 4)) == 4
-    assert (sequence.num_computed, sequence.num_published) == (4, 2)
-
-
-@pytest.mark.parametrize(("has_chunk_in_flight", "fenced"), [(True, [1, 2, 3]), (False, [2, 3])])
-def test_a_fence_covers_what_steps_in_flight_may_write_and_no_published_page(has_chunk_in_flight, fenced):
-    """B6. Decoding they write from the page of the last known token on; with a chunk, anywhere."""
+@pytest.mark.parametrize(("has_chunk_in_flight", "deferred"), [(True, [1, 2, 3]), (False, [2, 3])])
+def test_pages_that_steps_in_flight_may_write_are_deferred_and_published_ones_are_not(has_chunk_in_flight, deferred):
+    """B6. Steps that decode write from the page of the last known token on; a chunk, anywhere."""
     blocks = manager(num_blocks=20, block_size=2)
     sequence = start(blocks, [1, 2, 3, 4, 5], compute=False)
     assert blocks.prepare(sequence, 8)
@@ -596,13 +588,13 @@ def test_a_fence_covers_what_steps_in_flight_may_write_and_no_published_page(has
     sequence.num_computed = 2
     blocks.prefixes.publish(sequence, 2)
     sequence.last_chunk_step = 7 if has_chunk_in_flight else 6
-    blocks.fence(sequence, 7)
-    assert blocks.device.writers == {sequence.pages[0][index]: 7 for index in fenced}
+    blocks.defer_free(sequence, 7)
+    assert blocks.device.pending_writers == {sequence.pages[0][index]: 7 for index in deferred}
 
 
 @pytest.mark.parametrize(("num_others", "is_moved"), [(0, True), (1, False)])
-def test_copies_that_lie_free_in_the_host_pool_are_counted_as_room_that_they_take(num_others, is_moved):
-    """B8: of three host pages one holds a page of the sequence already, unreferenced; the others are wanted too."""
+def test_free_copies_in_the_host_pool_count_as_pages_that_a_swap_out_takes(num_others, is_moved):
+    """B8: of three host pages one is a free copy of a page of the sequence; the others are needed too."""
     blocks = manager(num_blocks=20, block_size=2, num_host_blocks=1 + 3)
     sequence = start(blocks, [1, 2, 3, 4, 5])
     blocks.host.drop_ref(blocks.store.swap_out(sequence.pages[0][0]))
@@ -616,66 +608,21 @@ def test_copies_that_lie_free_in_the_host_pool_are_counted_as_room_that_they_tak
         assert snapshot(blocks) == before
 
 
-def test_a_hit_never_covers_what_was_not_asked_for():
-    """P4: only a computed token yields logits, so that all but one are asked for."""
-    blocks = manager(block_size=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    sequence = sequence_of([1, 2, 3, 4])
-    assert [blocks.prefixes.match(sequence, limit).num_pages for limit in range(5)] == [0, 0, 1, 1, 2]
-
-
-def test_the_same_tokens_after_another_beginning_are_another_page():
-    """P3: a page's keys depend on all that comes before it."""
-    blocks = manager(block_size=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert found(blocks, [3, 4, 5]) == 0
-    assert found(blocks, [5, 5, 3, 4, 5]) == 0
-
-
-def test_the_least_recently_used_page_goes_first_and_of_a_sequence_its_tail():
-    """P5."""
-    blocks = manager(num_blocks=1 + 6, block_size=1)
-    old, new = [1, 2, 3], [4, 5, 6]
-    for token_ids in (old, new, old):  # The second use of `old` makes `new` the older one.
-        blocks.release(start(blocks, token_ids))
-    held = sequence_of([7])
-    lengths = []
-    for num_tokens in (1, 2, 3, 4):
-        assert blocks.prepare(held, num_tokens)
-        lengths.append([found(blocks, tokens) for tokens in (old, new)])
-    assert lengths == [[3, 2], [3, 1], [3, 0], [2, 0]]
-
-
-def test_pages_that_nobody_can_find_go_before_those_in_the_cache():
-    blocks = manager(num_blocks=1 + 5, block_size=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    blocks.release(start(blocks, [5, 6, 7, 8, 9], compute=False))
-    assert blocks.prepare(sequence_of([9] * 6), 6)
-    assert found(blocks, [1, 2, 3, 4, 5]) == 2
-
-
-def test_at_most_so_many_free_pages_are_cached():
-    blocks = manager(num_blocks=10, block_size=1, max_cached_blocks=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert len(blocks.device.cached) == 2
-    assert found(blocks, [1, 2, 3, 4]) == 2
-
-
 @pytest.mark.parametrize(("num_taken", "length"), [(1, 3), (2, 3), (3, 2)])
-def test_the_groups_of_one_position_are_evicted_together(num_taken, length):
-    """A prefix that one group has lost is of no use to the others: half of the pages leave half of the prefix."""
+def test_the_pages_of_all_groups_at_one_position_are_evicted_together(num_taken, length):
+    """A prefix that one group has lost is useless to the others: half of the pages leave half of the prefix."""
     blocks = manager(num_blocks=1 + 8, block_size=1, windows=(None, None))
-    blocks.release(start(blocks, [1, 2, 3, 4]))
+    release(blocks, start(blocks, [1, 2, 3, 4]))
     for _ in range(num_taken):
         blocks.store.take()
     assert found(blocks, [1, 2, 3, 4, 5]) == length
 
 
-def test_a_prefix_is_found_while_a_window_has_what_the_next_query_sees():
+def test_a_prefix_is_found_while_a_window_has_the_pages_that_the_next_query_sees():
     blocks = manager(num_blocks=30, block_size=2, windows=(None, 3))
     sequence = start(blocks, list(range(9)))
     blocks.pass_windows(sequence, 9)
-    blocks.release(sequence)
+    release(blocks, sequence)
     match = blocks.prefixes.match(sequence_of(list(range(10)), 2), 9)
     assert match.num_pages == 4
     assert match.device_pages[1][:3] == [0, 0, 0]
@@ -683,17 +630,17 @@ def test_a_prefix_is_found_while_a_window_has_what_the_next_query_sees():
     for page in list(blocks.device.key_of):
         if blocks.device.key_of[page][0] == 1 and page != match.device_pages[1][3]:
             blocks.device.forget(page)
-    assert blocks.prefixes.match(sequence_of(list(range(10)), 2), 9).num_pages == 4, "what the window has passed"
+    assert blocks.prefixes.match(sequence_of(list(range(10)), 2), 9).num_pages == 4, "it needs no passed page"
     for page in list(blocks.device.key_of):
         if blocks.device.key_of[page][0] == 1:
             blocks.device.forget(page)
     assert blocks.prefixes.match(sequence_of(list(range(10)), 2), 9).num_pages == 0
 
 
-def test_when_the_device_has_lost_everything_every_page_is_free_and_nothing_is_left_to_tell():
+def test_clear_leaves_every_page_free_and_no_change_for_the_device():
     blocks = manager(num_host_blocks=5)
     sequence = start(blocks, [1, 2, 3])
-    blocks.place(sequence, 1)
+    place(blocks, sequence, 1)
     blocks.store.swap_out(sequence.pages[0][0])
     assert blocks.table_changes
     blocks.clear()
@@ -703,79 +650,27 @@ def test_when_the_device_has_lost_everything_every_page_is_free_and_nothing_is_l
     assert found(blocks, [1, 2, 3]) == 0
 
 
-def test_of_two_pages_with_the_same_content_one_may_go():
-    """P5: both were computed at the same time, so neither found the other."""
-    blocks = manager(block_size=2)
-    first, second = (start(blocks, [1, 2, 3], compute=False) for _ in range(2))
-    for sequence in (first, second):
-        sequence.num_computed = 3
-        blocks.prefixes.publish(sequence, 3)
-    assert list(blocks.device.page_of.values()) == [first.pages[0][0]]
-    blocks.release(second)
-    check_pages(blocks, [first], [])
-    assert found(blocks, [1, 2, 9]) == 1
-
-
-def test_nothing_is_found_before_it_is_sound():
-    """P2: not when its page is handed out, and not while its page is partly filled."""
-    blocks = manager(block_size=4)
-    sequence = start(blocks, [1, 2, 3, 4, 5, 6], compute=False)
-    lengths = []
-    for sequence.num_computed in (3, 4, 6):
-        blocks.prefixes.publish(sequence, sequence.num_computed)
-        lengths.append(found(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    assert lengths == [0, 1, 1]
-
-
-def test_a_hit_among_the_free_pages_costs_capacity():
-    """B8: five pages are free, two of them are the hit, so three are left."""
-    blocks = manager(num_blocks=1 + 5, block_size=2)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    sequence = sequence_of([1, 2, 3, 4, 5])
-    match = blocks.prefixes.match(sequence, 4)
-    assert (blocks.device.num_free, blocks.prefixes.num_taken(match), blocks.prefixes.num_shared(match)) == (5, 2, 0)
-    blocks.adopt(sequence, match)
-    assert blocks.device.num_free == 3
-    assert (blocks.prefixes.num_taken(match), blocks.prefixes.num_shared(match)) == (0, 2)
-
-
-def test_an_evicted_page_lives_on_in_the_host_pool_and_comes_back():
-    blocks = manager(num_blocks=1 + 3, block_size=2, num_host_blocks=1 + 2)
-    blocks.release(start(blocks, [1, 2, 3, 4, 5]))
-    other = start(blocks, [9] * 6, compute=False)
-    assert blocks.store.counts["eviction_kept"] == 2
-    blocks.release(other)
-    blocks.store.moves.clear()
-    sequence = sequence_of([1, 2, 3, 4, 5])
-    match = blocks.prefixes.match(sequence, 4)
-    assert (match.num_pages, len(match.host_pages)) == (2, 2)
-    assert blocks.adopt(sequence, match) == 4
-    assert [move.kind for move in blocks.store.moves] == [MoveKind.SWAP_IN] * 2
-    assert found(blocks, [1, 2, 3, 4]) == 2
-    check_pages(blocks, [sequence], [])
-
-
 def test_a_pinned_prefix_is_never_evicted_and_is_pinned_anew_after_a_reset():
     blocks = manager(num_blocks=1 + 5, block_size=2)
     assert blocks.prefixes.pin([1, 2, 3, 4], KEY) == 0
     assert blocks.num_available == 3
-    blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+    release(blocks, start(blocks, [1, 2, 3, 4, 5]))
     for _ in range(2):
         others = sequence_of([9] * 6)
         assert blocks.prepare(others, 6)
         assert not blocks.prepare(sequence_of([8]), 1)
         assert found(blocks, [1, 2, 3, 4]) == 2
-        blocks.release(others)
+        release(blocks, others)
         blocks.prefixes.reset()
         assert found(blocks, [1, 2, 3, 4]) == 0
-        blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+        release(blocks, start(blocks, [1, 2, 3, 4, 5]))
     assert blocks.prefixes.unpin([1, 2, 3, 4], KEY)
     assert not blocks.prefixes.unpin([1, 2, 3, 4], KEY)
     assert (blocks.num_available, blocks.device.num_used) == (5, 0)
 
 
-def test_a_pin_is_undone_by_its_own_prefix_only():
-    """A shorter prefix of a pinned one is not pinned by itself."""
+def test_a_pin_is_undone_only_by_the_same_prefix():
+    """A shorter prefix of a pinned one does not count as pinned."""
     blocks = manager(num_blocks=20, block_size=2)
     blocks.prefixes.pin([1, 2, 3, 4], KEY)
     assert not blocks.prefixes.unpin([1, 2], KEY)
@@ -786,7 +681,7 @@ def test_a_pin_is_undone_by_its_own_prefix_only():
 
 def test_pins_are_counted():
     blocks = manager(block_size=2)
-    blocks.release(start(blocks, [1, 2, 3, 4, 5]))
+    release(blocks, start(blocks, [1, 2, 3, 4, 5]))
     assert [blocks.prefixes.pin(tokens, KEY) for tokens in ([1, 2, 3, 4], [1, 2, 9], [1])] == [4, 2, 0]
     assert blocks.prefixes.num_new_pins([1, 2, 3, 4, 5, 6], KEY) == 1
     assert blocks.prefixes.unpin([1, 2, 3, 4], KEY)
@@ -794,15 +689,15 @@ def test_pins_are_counted():
     assert not blocks.prefixes.unpin([1], KEY)
 
 
-def test_all_pages_of_an_unsound_sequence_are_distrusted_and_their_owners_keep_them():
-    """P8: also those that it found in the cache, for nothing tells which page is to blame."""
+def test_all_pages_of_an_unsound_sequence_are_unpublished_and_their_owners_keep_them():
+    """P8: this includes pages that it found in the cache, for nothing tells which page is to blame."""
     blocks = manager(block_size=2)
     writer = start(blocks, [1, 2, 3])
     unsound = start(blocks, [1, 2, 3, 4, 5])
     other = start(blocks, [8, 8, 8])
     assert unsound.pages[0][0] == writer.pages[0][0]
     blocks.prefixes.discard(unsound)
-    blocks.release(unsound)
+    release(blocks, unsound)
     check_pages(blocks, [writer, other], [])
     assert found(blocks, [1, 2, 3]) == 0
     assert found(blocks, [8, 8, 9]) == 1
@@ -813,23 +708,16 @@ def test_all_pages_of_an_unsound_sequence_are_distrusted_and_their_owners_keep_t
     writer.num_computed = 5
     blocks.prefixes.publish(writer, 5)
     assert found(blocks, [1, 2, 3, 4, 5]) == 0
-    # Who computes the prefix anew makes it known again.
+    # A sequence that computes the prefix anew publishes it again.
     start(blocks, [1, 2, 7])
     assert found(blocks, [1, 2, 3]) == 1
 
 
-def test_without_a_prefix_cache_nothing_is_published_or_found():
-    blocks = manager(enable_prefix_caching=False)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert found(blocks, [1, 2, 3]) == 0
-    assert not blocks.device.page_of
-
-
-def test_a_swap_copies_shared_pages_once_and_what_is_there_already_not_at_all():
+def test_a_swap_copies_shared_pages_once_and_pages_that_are_there_already_not_at_all():
     blocks = manager(num_blocks=20, num_host_blocks=20, block_size=2)
     parent = start(blocks, [1, 2, 3, 4, 5])
     child = sequence_of([1, 2, 3, 4, 5])
-    blocks.share(parent, child, 4)
+    share(blocks, parent, child, 4)
     group, num_moves = [parent, child], []
     for _ in range(2):
         assert blocks.swap_out(group)
@@ -843,7 +731,7 @@ def test_a_swap_copies_shared_pages_once_and_what_is_there_already_not_at_all():
             sequence.state = RequestState.RUNNING
         num_moves.append(len(blocks.store.moves))
         assert blocks.host.num_used == 0
-    # The full pages are in both caches; the half-filled one travels each time.
+    # The full pages are published in both pools; the partly filled one is copied each time.
     assert num_moves == [3, 4, 5, 6]
     assert parent.pages[0][:2] == child.pages[0]
 
@@ -859,21 +747,21 @@ BREAKS = {
     "the null page published": lambda pool, sequence: pool.publish(0, (0, b"")),
     "a partial page published": lambda pool, sequence: pool.key_of.update({sequence.pages[0][-1]: (0, b"")}),
     "a hash without its page": lambda pool, sequence: pool.page_of.clear(),
-    "a page fenced for ever": lambda pool, sequence: pool.fenced.append((0, pool.free.pop())),
+    "a page deferred for ever": lambda pool, sequence: pool.deferred.append((0, pool.free.pop())),
     "published before computed": lambda pool, sequence: setattr(sequence, "num_published", 2),
     "computed without a page": lambda pool, sequence: setattr(sequence, "num_computed", 5),
-    "may write where it has no page": lambda pool, sequence: setattr(sequence, "granted", 5),
+    "may write where it has no page": lambda pool, sequence: setattr(sequence, "decode_limit", 5),
     "may write a published page": lambda pool, sequence: (
-        setattr(sequence, "granted", 3),
+        setattr(sequence, "decode_limit", 3),
         setattr(sequence, "num_published", 0),
         setattr(sequence, "num_computed", 1),
     ),
 }
 
 
-@pytest.mark.skipif(not __debug__, reason="python -O leaves out what this looks for")
+@pytest.mark.skipif(not __debug__, reason="python -O leaves out the assertions")
 @pytest.mark.parametrize("break_it", BREAKS.values(), ids=BREAKS.keys())
-def test_check_sees(break_it):
+def test_the_invariants_see_each_fault(break_it):
     blocks = manager()
     sequence = start(blocks, [1, 2, 3])
     check_pages(blocks, [sequence], [])

@@ -1,13 +1,12 @@
-"""How many pages a request takes, now and at most, and what of them the prefix cache may give."""
+"""How many pages a request takes, now and at most, and how much of it the prefix cache may give."""
 
 import pytest
 
-from jpaged.block_manager import AllocStatus, BlockManager
 from jpaged.errors import InvalidRequestError
-from jpaged.page_demand import PageDemand
-from jpaged.prefix_hash import CacheKey
-from jpaged.request import make_request
-from jpaged.sampling_params import SamplingParams
+from jpaged.kv_cache.block_manager import AllocStatus, BlockManager
+from jpaged.kv_cache.page_demand import PageDemand
+from jpaged.request import CacheKey, make_request
+from jpaged.sampling.sampling_params import SamplingParams
 
 
 def blocks_of(num_pages=20, **options):
@@ -38,11 +37,11 @@ def request_of(prompt_len, max_tokens, n=1, prompt_logprobs=None, **options):
         (9, 1, 2, 2 + 2 * 1),
     ],
 )
-def test_at_most_it_takes_pages_for_all_but_the_last_token_of_each_sample(prompt_len, max_tokens, n, num_pages):
-    assert PageDemand(blocks_of()).most_pages(request_of(prompt_len, max_tokens, n)) == num_pages
+def test_max_pages_holds_all_but_the_last_token_of_each_sample(prompt_len, max_tokens, n, num_pages):
+    assert PageDemand(blocks_of()).max_pages(request_of(prompt_len, max_tokens, n)) == num_pages
 
 
-def test_now_it_takes_pages_for_the_tokens_that_it_has():
+def test_pages_now_holds_the_tokens_that_the_request_has():
     demand = PageDemand(blocks_of())
     request = request_of(8, 30)
     assert demand.pages_now(request) == 2
@@ -52,19 +51,19 @@ def test_now_it_takes_pages_for_the_tokens_that_it_has():
 
 
 @pytest.mark.parametrize(("prompt_len", "num_found"), [(12, 2), (13, 3), (14, 3)])
-def test_pinned_pages_of_its_prompt_are_there_already(prompt_len, num_found):
-    """All but the one with the prompt's last token, which it computes itself."""
+def test_pinned_pages_of_the_prompt_are_not_counted(prompt_len, num_found):
+    """The page with the prompt's last token is counted: the request computes it itself."""
     blocks = blocks_of()
     blocks.prefixes.pin(list(range(100, 200)), CacheKey())
     demand = PageDemand(blocks)
-    num_pages = PageDemand(blocks_of()).most_pages(request_of(prompt_len, 6))
+    num_pages = PageDemand(blocks_of()).max_pages(request_of(prompt_len, 6))
     for prompt_logprobs, num_pinned in ((None, num_found), (0, 0)):
         request = request_of(prompt_len, 6, prompt_logprobs=prompt_logprobs)
-        assert demand.most_pages(request) == num_pages - num_pinned
+        assert demand.max_pages(request) == num_pages - num_pinned
 
 
 @pytest.mark.parametrize(("num_pages", "fits"), [(4, True), (3, False)])
-def test_a_request_is_taken_if_it_could_run_to_its_end_alone(num_pages, fits):
+def test_a_request_is_accepted_if_it_could_run_to_its_end_alone(num_pages, fits):
     demand = PageDemand(blocks_of(num_pages))
     request = request_of(10, 7)
     assert demand.fits_alone(request) is fits
@@ -79,7 +78,7 @@ def test_a_request_is_taken_if_it_could_run_to_its_end_alone(num_pages, fits):
     assert caught.value.param == "prompt"
 
 
-def test_who_is_refused_for_pages_is_told_of_pinned_ones():
+def test_a_refusal_for_lack_of_pages_mentions_pinned_ones():
     blocks = blocks_of(6)
     blocks.prefixes.pin(list(range(500, 512)), CacheKey())
     message = "allowed: 3 pages of 4 tokens beside 3 pinned ones, which unpin_prefix gives back; shorten"
@@ -88,7 +87,7 @@ def test_who_is_refused_for_pages_is_told_of_pinned_ones():
 
 
 def test_a_fork_counts_pinned_pages_as_samples_do():
-    """Three samples share 2 pages, which are pinned, and take 2 more each, whether they came at once or one by one."""
+    """Three samples share 2 pinned pages and take 2 more each, whether they came together or one by one."""
     for num_pages, fits in ((2 + 6, True), (2 + 5, False)):
         blocks = blocks_of(num_pages)
         blocks.prefixes.pin(list(range(100, 108)), CacheKey())
@@ -102,7 +101,7 @@ def test_a_fork_counts_pinned_pages_as_samples_do():
                 demand.check_fork(parent, 2, max_num_seqs=3)
 
 
-def test_no_more_samples_than_slots():
+def test_a_request_has_at_most_as_many_samples_as_there_are_slots():
     demand = PageDemand(blocks_of())
     demand.check(request_of(4, 4, n=2), max_num_seqs=2)
     with pytest.raises(InvalidRequestError, match="n: got 3, allowed: at most max_num_seqs, 2") as caught:
@@ -110,7 +109,7 @@ def test_no_more_samples_than_slots():
     assert caught.value.param == "n"
 
 
-def test_later_is_what_fits_alone_and_not_beside_what_is_there():
+def test_later_means_that_a_request_fits_alone_and_not_beside_others():
     blocks = blocks_of(6)
     demand, request = PageDemand(blocks), request_of(10, 7)
     assert demand.status_of(request, 6) is AllocStatus.OK
@@ -134,7 +133,7 @@ def grown(blocks, request):
 
 
 @pytest.mark.parametrize("change", [shrunk, pinned, grown], ids=lambda change: change.__name__)
-def test_whether_it_can_still_run_is_asked_again_when_pool_pins_or_samples_have_changed(change):
+def test_can_never_run_is_computed_again_when_pool_pins_or_samples_have_changed(change):
     blocks = blocks_of(6)
     demand, request = PageDemand(blocks), request_of(10, 7)
     assert not demand.can_never_run(request)
@@ -143,8 +142,8 @@ def test_whether_it_can_still_run_is_asked_again_when_pool_pins_or_samples_have_
     assert demand.can_never_run(request)
 
 
-def test_the_last_token_it_knows_is_never_found():
-    """Computing one is what yields logits."""
+def test_the_last_token_of_a_sequence_is_never_taken_from_the_cache():
+    """Only a computed token yields logits."""
     demand = PageDemand(blocks_of())
     first = request_of(10, 7).live[0]
     assert demand.match_limit(first) == 9
@@ -152,7 +151,7 @@ def test_the_last_token_it_knows_is_never_found():
     assert demand.match_limit(first) == 12
 
 
-def test_where_scores_are_wanted_only_what_was_scored_may_be_found():
+def test_with_prompt_scores_only_scored_positions_may_come_from_the_cache():
     demand, request = PageDemand(blocks_of()), request_of(10, 7, prompt_logprobs=0)
     for num_scored, limit in ((0, 0), (6, 6), (9, 9), (10, 9)):
         request.num_scored = num_scored
@@ -160,8 +159,8 @@ def test_where_scores_are_wanted_only_what_was_scored_may_be_found():
 
 
 @pytest.mark.parametrize(("windows", "limit"), [((None,), 14), ((None, 6), 9)])
-def test_where_windows_pass_nothing_is_found_that_a_child_has_still_to_see(windows, limit):
-    """The child computes the last of ten common tokens itself, and sees from there back."""
+def test_with_windows_no_token_that_a_child_has_still_to_see_comes_from_the_cache(windows, limit):
+    """The child computes the last of ten common tokens itself, and sees the tokens before it."""
     demand, request = PageDemand(blocks_of(windows=windows)), request_of(10, 7, n=2)
     request.live[0].num_tokens = 15
     assert demand.match_limit(request.live[0]) == limit

@@ -1,9 +1,9 @@
-"""Two pools of pages and the moves between them, held exactly."""
+"""The two pools of pages, and the moves between them."""
 
 import pytest
 
-from jpaged.page_pool import PagePool
-from jpaged.page_store import MAX_KEPT, MoveKind, PageMove, PageStore
+from jpaged.kv_cache.page_pool import PagePool
+from jpaged.kv_cache.page_store import MAX_KEPT, MoveKind, PageMove, PageStore
 
 
 def store_of(num_blocks=6, num_host_blocks=6, *, max_cached_blocks=None, keep_evicted=True):
@@ -20,7 +20,7 @@ def key(number):
 
 
 def cached(pool, *numbers):
-    """Free pages with these prefixes, in order of use; the pages."""
+    """Make free pages with these prefixes, used in this order; return the pages."""
     pages = []
     for number in numbers:
         page, _ = pool.take()
@@ -42,7 +42,7 @@ def test_a_pool_counts_what_is_used_free_and_withdrawn():
     pool.drop_ref(pages[0])
     assert (pool.num_free, len(pool.withdrawn)) == (0, 2)
     pool.drop_ref(pages[0])
-    assert (pool.num_free, len(pool.withdrawn)) == (0, 3), "it is withdrawn as soon as it comes free"
+    assert (pool.num_free, len(pool.withdrawn)) == (0, 3), "it is withdrawn as soon as it is free"
     pool.drop_ref(pages[1])
     assert (pool.num_free, len(pool.withdrawn)) == (1, 3)
     pool.withdraw(-2)
@@ -52,7 +52,7 @@ def test_a_pool_counts_what_is_used_free_and_withdrawn():
     assert pool.peak_used == 3
 
 
-def test_pages_without_content_go_first_then_the_prefix_used_least_recently():
+def test_empty_pages_are_taken_first_then_the_prefix_used_least_recently():
     pool = PagePool(6)
     pages = cached(pool, 1, 2)
     taken = [pool.take() for _ in range(5)]
@@ -61,7 +61,7 @@ def test_pages_without_content_go_first_then_the_prefix_used_least_recently():
     assert pool.page_of == pool.key_of == {}
 
 
-def test_a_withdrawn_prefix_is_found_no_more():
+def test_the_prefix_of_a_withdrawn_page_is_found_no_more():
     pool = PagePool(4)
     cached(pool, 1, 2, 3)
     pool.withdraw(1)
@@ -78,7 +78,7 @@ def test_of_two_pages_with_one_prefix_the_first_stays_the_one_that_is_found():
     assert list(pool.free) == [3, second]
 
 
-def test_no_more_prefixes_are_kept_than_asked_for():
+def test_max_cached_caps_the_free_pages_with_a_prefix():
     pool = PagePool(6, max_cached=2)
     pages = cached(pool, 1, 2, 3)
     assert list(pool.cached) == pages[1:]
@@ -94,40 +94,40 @@ def test_a_page_that_a_step_in_flight_may_write_is_free_once_that_step_has_retir
     pool = PagePool(3)
     pool.retire(2)
     page = pool.take()[0]
-    pool.fence(page, 4)
+    pool.defer_free(page, 4)
     pool.drop_ref(page)
-    assert (pool.fenced, pool.num_free) == ([(4, page)], 1)
+    assert (pool.deferred, pool.num_free) == ([(4, page)], 1)
     assert pool.num_used == 0
     pool.retire(retired)
-    assert (pool.fenced == []) == (page in pool.free) == (retired >= 4)
+    assert (pool.deferred == []) == (page in pool.free) == (retired >= 4)
 
 
-def test_fences_end_whatever_the_order_in_which_pages_were_given_back():
+def test_deferred_pages_become_free_by_their_steps_whatever_the_order_they_were_given_back_in():
     pool = PagePool(4)
     early, late = pool.take()[0], pool.take()[0]
-    pool.fence(early, 1)
-    pool.fence(late, 2)
+    pool.defer_free(early, 1)
+    pool.defer_free(late, 2)
     pool.drop_ref(late)
     pool.drop_ref(early)
     pool.retire(1)
-    assert (pool.fenced, early in pool.free) == ([(2, late)], True)
+    assert (pool.deferred, early in pool.free) == ([(2, late)], True)
 
 
-def test_a_fence_is_over_for_pages_that_are_kept_and_for_full_ones():
+def test_no_writer_is_pending_for_pages_of_retired_steps_and_for_published_ones():
     pool = PagePool(4)
     kept, full = pool.take()[0], pool.take()[0]
-    pool.fence(kept, 1)
-    pool.fence(full, 2)
+    pool.defer_free(kept, 1)
+    pool.defer_free(full, 2)
     pool.retire(1)
-    assert pool.writers == {full: 2}
+    assert pool.pending_writers == {full: 2}
     pool.publish(full, key(1))
-    assert pool.writers == {}
+    assert pool.pending_writers == {}
     for page in (kept, full):
         pool.drop_ref(page)
     assert pool.num_free == 3
 
 
-def test_what_the_device_evicts_lives_on_in_the_host_pool():
+def test_a_prefix_that_the_device_evicts_lives_on_in_the_host_pool():
     store = store_of(num_blocks=3)
     pages = cached(store.device, 1, 2)
     assert [store.take(), store.take()] == pages
@@ -145,7 +145,7 @@ def test_what_the_device_evicts_lives_on_in_the_host_pool():
     [({"keep_evicted": False}, 0, False), ({"num_host_blocks": 0}, 0, False), ({}, 5, False), ({}, 4, True)],
     ids=str,
 )
-def test_an_eviction_is_kept_where_it_can_and_shall_be(options, num_host_taken, is_kept):
+def test_an_evicted_prefix_is_copied_to_the_host_only_if_allowed_and_if_there_is_room(options, num_host_taken, is_kept):
     store = store_of(num_blocks=2, **options)
     for _ in range(num_host_taken):
         store.host.take()
@@ -155,7 +155,7 @@ def test_an_eviction_is_kept_where_it_can_and_shall_be(options, num_host_taken, 
     assert store.counts == ({"eviction": 1, "eviction_kept": 1} if is_kept else {"eviction": 1})
 
 
-def test_what_the_host_has_already_is_not_copied_again():
+def test_a_prefix_that_the_host_has_already_is_not_copied_again():
     store = store_of(num_blocks=2)
     cached(store.device, 1)
     cached(store.host, 1)
@@ -194,7 +194,7 @@ def test_copies_within_the_device_and_to_and_from_the_host():
     assert (store.host_copy_of(own), store.device_copy_of(own)) == (None, None)
 
 
-def test_what_comes_back_from_the_host_is_found_on_the_device():
+def test_a_prefix_swapped_in_is_found_on_the_device():
     store = store_of()
     page = store.take()
     store.publish(page, key(7))
@@ -209,7 +209,7 @@ def test_what_comes_back_from_the_host_is_found_on_the_device():
     assert store.host.page_of == {key(7): out}
 
 
-def test_pins_hold_a_page_once_and_let_it_go_once():
+def test_a_page_is_pinned_once_and_unpinned_once():
     store = store_of()
     store.pin(key(1))
     store.unpin(key(1))
@@ -233,15 +233,15 @@ def test_a_pinned_prefix_is_kept_as_soon_as_it_is_published():
     assert [store.device.ref_counts[each] for each in (page, other)] == [2, 1]
 
 
-def test_after_a_loss_everything_is_free_and_nothing_is_known():
+def test_clear_leaves_every_page_free_and_nothing_published_or_pinned():
     store = store_of()
     page = store.take()
     store.publish(page, key(1))
     store.pin(key(1))
-    store.device.fence(store.take(), 5)
+    store.device.defer_free(store.take(), 5)
     store.swap_out(page)
     store.clear()
     assert store.take_moves() == []
     assert store.pinned_pages == {}
     for pool in (store.device, store.host):
-        assert (pool.num_free, pool.num_used, pool.page_of, pool.writers) == (5, 0, {}, {})
+        assert (pool.num_free, pool.num_used, pool.page_of, pool.pending_writers) == (5, 0, {}, {})

@@ -1,56 +1,57 @@
-"""What is found, pinned, counted and forgotten, held exactly."""
+"""The prefix cache: finding, pinning, counting and forgetting pages."""
 
 import hashlib
 
 import pytest
 
-from jpaged.prefix_hash import CacheKey
+from jpaged.kv_cache.prefix_hash import root_hash
+from jpaged.request import CacheKey
 
-from .test_block_manager import KEY, found, manager, sequence_of, start
+from .test_block_manager import KEY, adopt, found, manager, release, sequence_of, start
 
 
 def evicted_to_host(blocks, token_ids):
-    """Publish these tokens, and let the device need their pages for something else."""
-    blocks.release(start(blocks, token_ids))
+    """Publish these tokens, and let the device evict their pages to the host pool."""
+    release(blocks, start(blocks, token_ids))
     others = [blocks.store.take() for _ in range(blocks.device.num_free)]
     for page in others:
         blocks.device.drop_ref(page)
     blocks.store.take_moves()
 
 
-def test_a_match_takes_the_free_pages_that_it_finds_and_those_that_it_fetches_to():
+def test_a_match_needs_the_free_pages_that_it_finds_and_one_for_each_page_of_the_host():
     blocks = manager(num_blocks=1 + 6, block_size=2, num_host_blocks=10)
     evicted_to_host(blocks, [1, 2, 3, 4])
     used = start(blocks, [1, 2, 9])
     other = sequence_of([1, 2, 3, 4, 5])
     match = blocks.prefixes.match(other, 4)
     assert (match.num_pages, len(match.host_pages)) == (2, 1)
-    assert (blocks.prefixes.num_shared(match), blocks.prefixes.num_taken(match)) == (1, 1)
-    blocks.release(used)
-    assert (blocks.prefixes.num_shared(match), blocks.prefixes.num_taken(match)) == (0, 2)
+    assert (blocks.prefixes.num_shared(match), blocks.prefixes.num_free_needed(match)) == (1, 1)
+    release(blocks, used)
+    assert (blocks.prefixes.num_shared(match), blocks.prefixes.num_free_needed(match)) == (0, 2)
     num_free = blocks.device.num_free
-    assert blocks.adopt(other, match) == 4
+    assert adopt(blocks, other, match) == 4
     assert num_free - blocks.device.num_free == 2
-    assert blocks.store.counts["come_back"] == 2  # Page one came back for `used`, page two for this one.
+    assert blocks.store.counts["host_hit"] == 2  # Page one came back for `used`, page two for this one.
 
 
-def test_a_match_names_the_first_page_that_is_missing_until_it_is_there():
+def test_a_match_names_the_first_missing_page_until_it_is_cached():
     blocks = manager(num_blocks=20, block_size=2, windows=(None, None), num_host_blocks=20)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
+    release(blocks, start(blocks, [1, 2, 3, 4]))
     sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 8], num_groups=2)
     match = blocks.prefixes.match(sequence, 8)
-    assert (match.num_pages, match.next_hash) == (2, sequence.page_hashes[2])
-    assert not blocks.prefixes.has(match.next_hash)
-    blocks.release(start(blocks, [1, 2, 3, 4, 5, 6]))
-    assert blocks.prefixes.has(match.next_hash)
-    assert blocks.prefixes.match(sequence, 6).next_hash is None, "nothing more was asked for"
+    assert (match.num_pages, match.missing_hash) == (2, sequence.page_hashes[2])
+    assert not blocks.prefixes.has_page(match.missing_hash)
+    release(blocks, start(blocks, [1, 2, 3, 4, 5, 6]))
+    assert blocks.prefixes.has_page(match.missing_hash)
+    assert blocks.prefixes.match(sequence, 6).missing_hash is None, "no longer match was asked for"
     for page in [blocks.store.take() for _ in range(blocks.device.num_free)]:
         blocks.device.drop_ref(page)
     assert not blocks.device.page_of
-    assert blocks.prefixes.has(match.next_hash), "the host pool has it"
+    assert blocks.prefixes.has_page(match.missing_hash), "the host pool has it"
 
 
-def test_a_window_s_page_may_come_back_from_the_host_too():
+def test_pages_of_a_window_are_found_in_the_host_pool_too():
     blocks = manager(num_blocks=1 + 8, block_size=2, windows=(None, 3), num_host_blocks=10)
     evicted_to_host(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
     assert not blocks.device.page_of
@@ -61,7 +62,7 @@ def test_a_window_s_page_may_come_back_from_the_host_too():
 
 def test_without_prefix_caching_nothing_is_found_counted_or_published():
     blocks = manager(num_blocks=20, block_size=2, enable_prefix_caching=False)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
+    release(blocks, start(blocks, [1, 2, 3, 4]))
     blocks.prefixes.count_query(4, 0)
     assert found(blocks, [1, 2, 3, 4]) == 0
     assert not blocks.device.page_of
@@ -77,7 +78,7 @@ def test_queries_and_hits_add_up():
 
 @pytest.mark.parametrize(("num_tokens", "num_pinned"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 2)])
 @pytest.mark.parametrize(("windows", "per_page"), [((None,), 1), ((None, None), 2), ((None, 3), 1)])
-def test_pinned_pages_of_a_sequence_are_counted_in_the_groups_that_keep_them(num_tokens, num_pinned, windows, per_page):
+def test_pinned_pages_of_a_sequence_count_in_the_groups_that_keep_them(num_tokens, num_pinned, windows, per_page):
     blocks = manager(num_blocks=40, block_size=2, windows=windows)
     sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 8], num_groups=len(windows))
     assert blocks.prefixes.num_pinned(sequence, num_tokens) == 0
@@ -95,7 +96,7 @@ def test_only_pinned_pages_among_the_first_tokens_are_counted():
     assert [blocks.prefixes.num_pinned(sequence, num_tokens) for num_tokens in (1, 2, 4, 5, 7)] == [0, 1, 2, 2, 3]
 
 
-def test_whoever_depends_on_pins_sees_that_they_changed():
+def test_each_change_of_pins_is_counted():
     prefixes = manager().prefixes
     for call, num_pinnings in [
         (lambda: prefixes.pin([1, 2], KEY), 1),
@@ -105,13 +106,13 @@ def test_whoever_depends_on_pins_sees_that_they_changed():
         (lambda: prefixes.unpin([1, 2], KEY), 2),
     ]:
         call()
-        assert prefixes.store.num_pinnings == num_pinnings
+        assert prefixes.store.num_pin_changes == num_pinnings
 
 
-def test_unpinning_lets_the_pages_of_all_groups_go():
+def test_unpinning_frees_the_pages_of_all_groups():
     blocks = manager(num_blocks=20, block_size=2, windows=(None, None))
     blocks.prefixes.pin([1, 2], KEY)
-    blocks.release(start(blocks, [1, 2, 3]))
+    release(blocks, start(blocks, [1, 2, 3]))
     assert blocks.device.num_used == 2
     assert blocks.prefixes.unpin([1, 2], KEY)
     assert blocks.device.num_used == 0
@@ -127,24 +128,24 @@ def test_an_unsound_prefix_is_forgotten_in_both_pools_even_if_it_is_pinned():
     assert not blocks.store.pinned_pages
     assert not blocks.device.page_of
     assert not blocks.host.page_of
-    blocks.release(sequence)
+    release(blocks, sequence)
     assert (blocks.device.num_used, blocks.host.num_used) == (0, 0)
 
 
 def test_a_reset_forgets_everything_and_is_counted():
     blocks = manager(num_blocks=20, block_size=2, num_host_blocks=20)
     blocks.prefixes.pin([1, 2], KEY)
-    blocks.release(start(blocks, [1, 2, 3, 4]))
+    release(blocks, start(blocks, [1, 2, 3, 4]))
     for count in (1, 2):
         blocks.prefixes.reset()
         assert blocks.store.counts["reset"] == count
         assert (blocks.device.num_used, blocks.device.page_of, blocks.store.pinned_pages) == (0, {}, {})
-    blocks.release(start(blocks, [1, 2, 3, 4]))
-    assert len(blocks.store.pinned_pages) == 1, "the pin holds for what is computed anew"
+    release(blocks, start(blocks, [1, 2, 3, 4]))
+    assert len(blocks.store.pinned_pages) == 1, "the pin holds for pages computed anew"
 
 
 def test_each_extra_makes_other_prefixes():
-    """P3. A salt cannot pass for an adapter's name, nor a name for a name and a version."""
+    """P3. A salt cannot be taken for an adapter's name, nor a name for a name and a version."""
     keys = [
         CacheKey(),
         CacheKey(lora_name="a"),
@@ -156,11 +157,11 @@ def test_each_extra_makes_other_prefixes():
         CacheKey(lora_name="a1"),
         CacheKey(lora_name="a", cache_salt="a"),
     ]
-    assert len({key.root() for key in keys}) == len(keys)
+    assert len({root_hash(key) for key in keys}) == len(keys)
 
 
-def test_an_item_is_hashed_with_the_page_that_it_begins_in_and_so_is_where_it_begins():
-    """P3, spelled out: after a page's token ids, offset in 4 bytes and digest of each item, in their order."""
+def test_an_item_and_its_offset_are_hashed_with_the_page_that_it_begins_in():
+    """P3: after a page's token ids come offset, in 4 bytes, and digest of each item, in order."""
     items = ((1, b"image"), (3, b"sound"), (3, b"more"))
     key = CacheKey(items=items)
     blocks = manager(block_size=2)

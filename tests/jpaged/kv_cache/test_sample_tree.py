@@ -1,10 +1,10 @@
-"""Who shares what with whom, as samples fork and end."""
+"""Samples share their first tokens, also as samples fork and end."""
 
 import pytest
 
-from jpaged.fork_tree import children_of, common_len, leave_children, num_distinct, samplers_of
+from jpaged.kv_cache.sample_tree import children_of, common_len, num_distinct_tokens, reparent_children, samplers_of
 from jpaged.request import make_request
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3]
 
@@ -29,7 +29,7 @@ def family(*forks):
 
 def end(sequence):
     sequence.request.live.remove(sequence)
-    leave_children(sequence)
+    reparent_children(sequence)
 
 
 def tree(request):
@@ -37,12 +37,12 @@ def tree(request):
     return {one.index: (one.parent.index if one.parent else None, one.fork_len) for one in request.live}
 
 
-def test_what_all_share_is_what_the_least_sharing_pair_shares():
+def test_common_len_is_the_shortest_shared_start():
     assert common_len(family()) == 0
     assert common_len(family((0, 7), (0, 4), (1, 9))) == 4
 
 
-def test_who_inherits_children_keeps_its_own_parent_and_place():
+def test_a_sample_that_gets_new_children_keeps_its_parent_and_its_place():
     request = family((0, 5), (1, 7), (2, 9), (2, 6))
     end(request.sequences[2])
     assert tree(request) == {0: (None, 0), 1: (0, 5), 3: (1, 7), 4: (1, 6)}
@@ -50,26 +50,26 @@ def test_who_inherits_children_keeps_its_own_parent_and_place():
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 2])
-def test_whoever_was_broken_off_amid_leaving_its_children_can_leave_them_again(num_done):
+def test_reparenting_that_was_interrupted_can_be_done_again(num_done):
     request = family((0, 5), (0, 6), (0, 7))
     first, second, third, fourth = request.sequences
     for child in (second, third)[:num_done]:
         child.parent, child.fork_len = fourth, min(child.fork_len, 7)
     request.live.remove(first)
-    leave_children(first)
+    reparent_children(first)
     assert tree(request) == {3: (None, 0), 1: (3, 5), 2: (3, 6)}
-    leave_children(first)
+    reparent_children(first)
     assert tree(request) == {3: (None, 0), 1: (3, 5), 2: (3, 6)}
 
 
-def test_computed_tokens_that_are_shared_count_once():
+def test_shared_computed_tokens_count_once():
     request = family((0, 5), (0, 6), (1, 7))
     for sequence, num_computed in zip(request.sequences, (9, 8, 0, 10), strict=True):
         sequence.num_computed = num_computed  # The third one waits for what it shares.
-    assert num_distinct(request) == 9 + (8 - 5) + 0 + (10 - 7)
+    assert num_distinct_tokens(request) == 9 + (8 - 5) + 0 + (10 - 7)
 
 
-def test_children_are_the_live_ones_that_fork_from_it():
+def test_children_are_the_live_samples_with_this_parent():
     request = family((0, 5), (0, 6), (1, 7))
     first, second, third, fourth = request.sequences
     assert children_of(first) == [second, third]
@@ -88,18 +88,18 @@ def test_children_are_the_live_ones_that_fork_from_it():
         ([(0, 8), (0, 8)], 0, {1: (None, 0), 2: (1, 8)}),
     ],
 )
-def test_who_is_left_shares_with_each_other_what_they_shared_with_whom_ended(forks, ended, left):
+def test_samples_left_share_with_each_other_what_they_shared_with_the_one_that_ended(forks, ended, left):
     request = family(*forks)
     end(request.sequences[ended])
     assert tree(request) == left
     assert list(tree(request)) == list(left), "the one without a parent comes first"
 
 
-def test_a_row_is_drawn_from_by_all_that_wait_and_know_as_many_tokens():
+def test_all_samples_that_wait_and_have_as_many_tokens_draw_from_a_row():
     request = family((0, 3), (0, 3), (1, 3), (0, 2))
     first, waits, late, grandchild, other = request.sequences
     for child in (waits, late, grandchild, other):
-        child.awaits_parent, child.slot = True, 1
+        child.awaits_parent, child.seq_slot = True, 1
     late.num_tokens = 5  # It attaches later and goes on by itself.
     assert samplers_of(first, 3) == [first, waits, grandchild]
     assert samplers_of(first, 2) == []
@@ -107,5 +107,5 @@ def test_a_row_is_drawn_from_by_all_that_wait_and_know_as_many_tokens():
     assert samplers_of(first, 3) == [waits, grandchild]
     waits.awaits_parent = False
     assert samplers_of(first, 3) == []
-    waits.awaits_parent, waits.slot = True, 0
+    waits.awaits_parent, waits.seq_slot = True, 0
     assert samplers_of(first, 3) == []

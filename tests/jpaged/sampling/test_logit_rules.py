@@ -1,4 +1,4 @@
-"""Rules of logits against a plain numpy account of what each field means, and kept up token by token."""
+"""Logit rules against a numpy definition of each field, token by token."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jpaged.errors import ConfigError, InvalidRequestError
-from jpaged.logit_rules import apply_rules, new_rules, note_tokens, set_rules
-from jpaged.logits_processor import LogitsProcessor
-from jpaged.rule_book import MAX_BAD_TOKENS, RuleBook
-from jpaged.sampler import sample
-from jpaged.sampling_params import SampleMode, SamplingParams
+from jpaged.sampling.logit_rules import apply_rules, new_rules, record_tokens, set_rules
+from jpaged.sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
+from jpaged.sampling.logits_processor import LogitsProcessor
+from jpaged.sampling.sampler import sample
+from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 
 from .test_sampler import NO_RULE, exact_weights, is_drawn_from, make_rows
 
@@ -22,7 +22,7 @@ SCALE = LogitsProcessor("scale", ("factor",), lambda logits, factor: logits * fa
 LIFT = LogitsProcessor("lift", ("token", "height"), lambda logits, token, height: jnp.where(
     jnp.arange(logits.shape[0]) == token.astype(jnp.int32), logits + height, logits
 ))  # fmt: skip
-BOOK = RuleBook(VOCAB_SIZE, (SCALE, LIFT))
+SPEC = LogitRulesSpec(VOCAB_SIZE, (SCALE, LIFT))
 STOP_IDS = (3, 17)
 BAD_WORDS = ((5,), (6, 7), (6, 7, 8, 6, 7, 9), (7, 7, 7), (9,) * 12)
 ASKED = {
@@ -46,7 +46,7 @@ ASKED = {
 
 
 def expected(logits, params, prompt, output, bad_words):
-    """What each field's description says, one after another, in float64."""
+    """Apply each field as its description says, one after another, in float64."""
     logits = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
         logits[~np.isin(np.arange(len(logits)), params.allowed_token_ids)] = -np.inf
@@ -72,16 +72,16 @@ def expected(logits, params, prompt, output, bad_words):
 
 def row_of(params, prompt, output=()):
     bad_words = BAD_WORDS if params.bad_words else ()
-    return BOOK.row(params, prompt=prompt, output=list(output), stop_ids=STOP_IDS, bad_words=bad_words)
+    return SPEC.row(params, prompt=prompt, output=list(output), stop_ids=STOP_IDS, bad_words=bad_words)
 
 
 jitted_set = jax.jit(set_rules)
-jitted_note = jax.jit(note_tokens)
-jitted_apply = jax.jit(lambda *arguments: apply_rules(*arguments, BOOK.processors))
+jitted_note = jax.jit(record_tokens)
+jitted_apply = jax.jit(lambda *arguments: apply_rules(*arguments, SPEC.processors))
 
 
 def check_rows(logits, rules, slots, histories):
-    """`histories`: parameters, prompt and output of each row."""
+    """Compare apply_rules with `expected`. `histories` holds parameters, prompt and output of each row."""
     index = jnp.array([len(output) for _, _, output in histories], jnp.int32)
     got = np.asarray(jitted_apply(jnp.asarray(logits), rules, jnp.asarray(slots, jnp.int32), index))
     for row, (params, prompt, output) in enumerate(histories):
@@ -91,12 +91,12 @@ def check_rows(logits, rules, slots, histories):
         np.testing.assert_allclose(got[row][finite], wanted[finite], rtol=2e-6, atol=1e-5, err_msg=str(params))
 
 
-def test_rows_of_all_kinds_follow_their_rules_token_by_token_and_nobody_elses():
-    """Slots in any order, twenty tokens each, bad words nearly spelled out again and again."""
+def test_each_row_follows_its_own_rules_token_by_token_beside_rows_of_all_kinds():
+    """Slots in any order, forty tokens each, bad words nearly completed again and again."""
     rng = np.random.default_rng(0)
     all_params = [SamplingParams(**asked) for asked in ASKED.values()]
     slots = rng.permutation(np.arange(1, NUM_SLOTS + 1))[: len(all_params)]
-    rules = new_rules(BOOK, NUM_SLOTS + 1)
+    rules = new_rules(SPEC, NUM_SLOTS + 1)
     histories = []
     for params, slot in zip(all_params, slots, strict=True):
         prompt = rng.integers(0, VOCAB_SIZE, 9).tolist()
@@ -117,7 +117,7 @@ def test_rows_of_all_kinds_follow_their_rules_token_by_token_and_nobody_elses():
 
 
 TEMPERED = {"temperature": 0.8}
-DRAWN = {
+RANDOM = {
     "presence": {**TEMPERED, "presence_penalty": 1.5},
     "frequency": {**TEMPERED, "frequency_penalty": -0.7},
     "repetition": {**TEMPERED, "repetition_penalty": 1.8},
@@ -134,13 +134,13 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("asked", DRAWN.values(), ids=DRAWN.keys())
+@pytest.mark.parametrize("asked", RANDOM.values(), ids=RANDOM.keys())
 def test_draws_under_rules_have_the_exact_probabilities(asked):
-    """Chi-squared over 2¹⁷ draws after a prompt and an output; the rules and the truncation in float64 beside it."""
+    """Chi-squared over 2¹⁷ draws after a prompt and an output, against rules and truncation in float64."""
     rng = np.random.default_rng(5)
     params = SamplingParams(**asked)
     prompt, output = rng.integers(0, VOCAB_SIZE, 9).tolist(), rng.integers(0, VOCAB_SIZE, 15).tolist()
-    rules = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(params, prompt, output), np.int32(4))
+    rules = jitted_set(new_rules(SPEC, NUM_SLOTS + 1), row_of(params, prompt, output), np.int32(4))
     logits = rng.normal(0, 1, VOCAB_SIZE).astype(np.float32)
     num_rows = 1 << 17
     own = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -148,8 +148,8 @@ def test_draws_under_rules_have_the_exact_probabilities(asked):
     @jax.jit
     def draw(rules, rows):
         tiled = jnp.broadcast_to(jnp.asarray(logits), (num_rows, VOCAB_SIZE))
-        ruled = apply_rules(tiled, rules, rows.ruled_slot, rows.output_index, BOOK.processors)
-        return sample(tiled, rows, SampleMode.EVERYTHING, ruled_RV=ruled).token_ids
+        ruled = apply_rules(tiled, rules, rows.ruled_slot, rows.output_index, SPEC.processors)
+        return sample(tiled, rows, SampleMode.FULL, ruled_RV=ruled).token_ids
 
     rows = make_rows([own] * num_rows, seed=np.arange(num_rows), output_index=len(output))
     rows = replace(rows, ruled_slot=jnp.full(num_rows, 4, jnp.int32))
@@ -162,21 +162,21 @@ def test_draws_under_rules_have_the_exact_probabilities(asked):
     assert not is_drawn_from(plain, counts)
 
 
-def test_a_sequence_that_comes_back_has_the_rules_it_had():
-    """Set up with its tokens so far, in another slot, it is held to the same as one that drew them in its slot."""
+def test_a_resumed_sequence_has_the_rules_it_had():
+    """Packed with its tokens so far and written to another slot, its rules equal those kept up while it drew them."""
     rng = np.random.default_rng(1)
     for asked in ASKED.values():
         params = SamplingParams(**asked)
         prompt, output = rng.integers(0, VOCAB_SIZE, 12).tolist(), [*rng.choice([6, 7, 9], 30).tolist(), 6, 7]
-        stayed = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(params, prompt), np.int32(4))
+        stayed = jitted_set(new_rules(SPEC, NUM_SLOTS + 1), row_of(params, prompt), np.int32(4))
         for token in output:
             stayed = jitted_note(stayed, jnp.array([4], jnp.int32), jnp.array([token], jnp.int32))
-        back = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(params, prompt, output), np.int32(9))
+        back = jitted_set(new_rules(SPEC, NUM_SLOTS + 1), row_of(params, prompt, output), np.int32(9))
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[4], y[9]), stayed, back)
 
 
-def test_slot_0_changes_nothing_and_keeps_nothing():
-    rules = new_rules(BOOK, NUM_SLOTS + 1)
+def test_slot_0_changes_no_logits_and_records_no_tokens():
+    rules = new_rules(SPEC, NUM_SLOTS + 1)
     logits = np.random.default_rng(2).normal(0, 4, (5, VOCAB_SIZE)).astype(np.float32)
     slots, index = jnp.zeros(5, jnp.int32), jnp.arange(5, dtype=jnp.int32)
     assert np.array_equal(jitted_apply(jnp.asarray(logits), rules, slots, index), logits)
@@ -184,26 +184,26 @@ def test_slot_0_changes_nothing_and_keeps_nothing():
     jax.tree.map(np.testing.assert_array_equal, rules, after)
 
 
-def test_an_end_that_has_no_row_in_the_head_is_passed_over():
-    """Of a model whose config names one: it can never be drawn."""
+def test_an_end_token_without_a_row_in_the_head_is_ignored():
+    """A model's config may name one; it can never be drawn."""
     params = SamplingParams(min_tokens=3)
-    with_it = BOOK.row(params, prompt=[1], output=[], stop_ids=(3, VOCAB_SIZE), bad_words=())
-    assert np.array_equal(with_it, BOOK.row(params, prompt=[1], output=[], stop_ids=(3,), bad_words=()))
+    with_it = SPEC.row(params, prompt=[1], output=[], stop_ids=(3, VOCAB_SIZE), bad_words=())
+    assert np.array_equal(with_it, SPEC.row(params, prompt=[1], output=[], stop_ids=(3,), bad_words=()))
 
 
-def test_a_new_owner_inherits_nothing():
+def test_a_slots_new_sequence_has_only_its_own_rules():
     first, second = (SamplingParams(**ASKED[name]) for name in ("all", "presence"))
-    rules = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(first, [1, 2], [6, 7, 8]), np.int32(2))
+    rules = jitted_set(new_rules(SPEC, NUM_SLOTS + 1), row_of(first, [1, 2], [6, 7, 8]), np.int32(2))
     rules = jitted_set(rules, row_of(second, [9]), np.int32(2))
-    fresh = jitted_set(new_rules(BOOK, NUM_SLOTS + 1), row_of(second, [9]), np.int32(2))
+    fresh = jitted_set(new_rules(SPEC, NUM_SLOTS + 1), row_of(second, [9]), np.int32(2))
     jax.tree.map(np.testing.assert_array_equal, rules, fresh)
 
 
-def test_bad_words_of_as_many_tokens_as_there_may_be():
+def test_bad_words_may_have_max_bad_tokens_together():
     words = [*((30 + index % 7, index % 11, 12) for index in range(MAX_BAD_TOKENS // 3)), (39,)]
     assert sum(map(len, words)) == MAX_BAD_TOKENS
-    row = BOOK.row(SamplingParams(bad_words=["x"]), prompt=[1], output=[], stop_ids=(), bad_words=words)
-    rules = jitted_set(new_rules(BOOK, 2), row, np.int32(1))
+    row = SPEC.row(SamplingParams(bad_words=["x"]), prompt=[1], output=[], stop_ids=(), bad_words=words)
+    rules = jitted_set(new_rules(SPEC, 2), row, np.int32(1))
     for token in (30, 0):
         rules = jitted_note(rules, jnp.array([1], jnp.int32), jnp.array([token], jnp.int32))
     got = np.asarray(jitted_apply(jnp.zeros((1, VOCAB_SIZE)), rules, jnp.array([1]), jnp.array([2])))[0]
@@ -211,15 +211,20 @@ def test_bad_words_of_as_many_tokens_as_there_may_be():
 
 
 def test_arguments_that_no_processor_takes_are_refused_by_name():
-    with pytest.raises(InvalidRequestError, match=r"extra_args: got 'factr', this .*; did you mean factor"):
-        BOOK.check(SamplingParams(extra_args={"factr": 1}))
-    with pytest.raises(InvalidRequestError, match=r"'zzz', this engine takes one of factor, .*; leave it"):
-        BOOK.check(SamplingParams(extra_args={"zzz": 1}))
-    with pytest.raises(InvalidRequestError, match="this engine takes none"):
-        RuleBook(VOCAB_SIZE).check(SamplingParams(extra_args={"factor": 1}))
-    with pytest.raises(InvalidRequestError, match="extra_args: got no height, lift takes all of token, height"):
-        BOOK.check(SamplingParams(extra_args={"token": 1}))
-    BOOK.check(SamplingParams(extra_args={"token": 1, "height": 2.0}))
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"extra_args: got 'factr', allowed: arg.*: factor, token, height; did you mean factor",
+    ):
+        SPEC.check(SamplingParams(extra_args={"factr": 1}))
+    with pytest.raises(InvalidRequestError, match=r"got 'zzz', allowed: .*: factor, token, height; leave it"):
+        SPEC.check(SamplingParams(extra_args={"zzz": 1}))
+    with pytest.raises(InvalidRequestError, match=r"got 'factor', allowed: .*: it has none; leave it out"):
+        LogitRulesSpec(VOCAB_SIZE).check(SamplingParams(extra_args={"factor": 1}))
+    with pytest.raises(
+        InvalidRequestError, match="extra_args: got no height, allowed: all arguments of lift: token, height"
+    ):
+        SPEC.check(SamplingParams(extra_args={"token": 1}))
+    SPEC.check(SamplingParams(extra_args={"token": 1, "height": 2.0}))
 
 
 @pytest.mark.parametrize("name", ["", "  ", None, 5])

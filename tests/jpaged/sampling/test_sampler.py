@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from jpaged.sampler import (
+from jpaged.sampling.sample_columns import SCORED, UNSCORED
+from jpaged.sampling.sampler import (
     PURPOSE_SAMPLE,
     SampleSettings,
     SamplingRows,
@@ -22,7 +23,7 @@ from jpaged.sampler import (
     truncated_weights,
     uniforms,
 )
-from jpaged.sampling_params import SCORED, UNSCORED, SampleMode
+from jpaged.sampling.sampling_params import SampleMode
 
 NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
@@ -47,7 +48,7 @@ RULES = {
 }
 VOCAB_SIZES = (11, 512, 1000, 49152)
 PINNED_UNIFORMS = [1203694, 5310714, 12629330, 12899568]
-"""Of seeds 0, 1, 2⁶³, 2⁶⁴ − 1 with sample indices 0 to 3 and output indices 0, 5, 6, 7; in units of 2⁻²⁴."""
+"""Numbers of seeds 0, 1, 2⁶³, 2⁶⁴ − 1 with sample indices 0 to 3 and output indices 0, 5, 6, 7, in units of 2⁻²⁴."""
 
 
 def full_rules(rule, vocab_size):
@@ -56,7 +57,7 @@ def full_rules(rule, vocab_size):
 
 
 def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
-    """Rows of these rules; seeds and indices are one for all or an array."""
+    """Return rows with these rules. Seeds and indices are one number for all rows, or an array."""
     num_rows = len(rules)
     seeds = np.broadcast_to(np.asarray(seed, np.uint64), num_rows)
 
@@ -92,7 +93,7 @@ def jitted_truncated_weights(shifted, rows, is_greedy):
 jitted_uniforms = jax.jit(lambda rows: uniforms(rows, PURPOSE_SAMPLE, 4))
 
 
-def draw(logits, rules, mode=SampleMode.DRAWN, max_logprobs=5, **which):
+def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, **which):
     settings = SampleSettings(max_logprobs=max_logprobs)
     return jax.tree.map(np.asarray, run(jnp.asarray(logits), make_rows(rules, **which), mode, settings))
 
@@ -102,10 +103,10 @@ def make_logits(num_rows, vocab_size, *, seed=0, scale=3.0):
 
 
 def exact_weights(logits, rule):
-    """The definition, in float64: temperature, then min-p, top-k, top-p, each over what the one before left.
+    """Return the kept tokens' weights by definition, in float64, relative to the most likely token's.
 
-    Tokens that tie with the last one kept are kept. Relative to the likeliest token. Also returns how far the
-    nearest decision was from going the other way, relative to what it compared.
+    Temperature, then min-p, top-k and top-p, each over what the one before left; tokens that tie with the last one kept
+    are kept. Also returns how far the nearest comparison was from going the other way, relative to what it compared.
     """
     logits = logits.astype(np.float64)
     weights = np.exp((logits - logits.max()) / np.float64(np.float32(rule["temperature"])))
@@ -130,8 +131,8 @@ def exact_weights(logits, rule):
 def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
     """Rows of all kinds in one batch, in float32 against float64.
 
-    Where the rules are nearer to another decision than float32 sums of a vocabulary are good for (1e-6), as top-p is
-    among 49152 tokens, the sets may differ by as much probability.
+    Where a comparison is closer than float32 sums over a vocabulary are exact (1e-6), as top-p's is among 49152 tokens,
+    the sets may differ by that much probability.
     """
     rules = [full_rules(rule, vocab_size) for rule in RULES.values()]
     logits = make_logits(len(rules), vocab_size, seed=2)
@@ -140,7 +141,7 @@ def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
     num_near = 0
     for name, rule, row, weights in zip(RULES, rules, logits, kept, strict=True):
         exact, margin = exact_weights(row, rule)
-        # Below 1e-36 float32 runs out of numbers; nobody could draw such a token.
+        # Below 1e-36 float32 runs out of numbers; such a token is never drawn.
         differs = ((weights > 0) != (exact > 0)) & ((exact == 0) | (exact > 1e-36))
         num_near += margin <= 1e-6
         assert margin <= 1e-6 or not differs.any(), name
@@ -163,14 +164,14 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
     assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
 
 
-def test_a_uniform_distribution_keeps_every_token_under_every_rule_but_draws_from_all():
+def test_a_uniform_distribution_keeps_every_token_under_every_rule():
     rules = [full_rules(rule, 600) for rule in RULES.values()]
     weights, _ = truncated_weights(jnp.zeros((len(rules), 600)), make_rows(rules), jnp.zeros(len(rules), bool))
     assert (np.asarray(weights) == 1.0).all()
 
 
 def is_drawn_from(weights, counts):
-    """Chi-squared test; a right sampler would fail for one seed in a million."""
+    """Return whether the counts pass a chi-squared test, which a correct sampler fails for one seed in a million."""
     if counts[weights == 0].sum() > 0:
         return False
     expected = weights / weights.sum() * counts.sum()
@@ -188,7 +189,7 @@ DRAWN_RULES = {name: RULES[name] for name in ("none", "cold", "hot", "top-k 7", 
 @pytest.mark.parametrize("vocab_size", [11, 700])
 @pytest.mark.parametrize("rule", DRAWN_RULES.values(), ids=DRAWN_RULES.keys())
 def test_draws_have_the_exact_probabilities(rule, vocab_size):
-    """Over 2¹⁷ draws, of a seed that is fixed."""
+    """2¹⁷ draws with a fixed seed."""
     rule = full_rules(rule, vocab_size)
     logits = make_logits(1, vocab_size, seed=4, scale=1.0)
     num_rows, num_calls = 1 << 13, 1 << 4
@@ -201,7 +202,7 @@ def test_draws_have_the_exact_probabilities(rule, vocab_size):
     assert is_drawn_from(exact, counts)
 
 
-def test_greedy_rows_are_the_argmax_whatever_their_neighbours():
+def test_greedy_rows_give_the_argmax_whatever_other_rows_there_are():
     """Ties go to the lowest id."""
     logits = make_logits(32, 1000, seed=5)
     logits[3, [40, 900]] = 30.0
@@ -209,13 +210,13 @@ def test_greedy_rows_are_the_argmax_whatever_their_neighbours():
     alone = draw(logits, rules, SampleMode.GREEDY).token_ids
     assert np.array_equal(alone, logits.argmax(axis=1))
     mixed_rules = [GREEDY_ROW if row % 2 else full_rules(RULES["all"], 1000) for row in range(32)]
-    for mode in (SampleMode.DRAWN, SampleMode.EVERYTHING):
+    for mode in (SampleMode.RANDOM, SampleMode.FULL):
         mixed = draw(logits, mixed_rules, mode, output_index=np.arange(32)).token_ids
         assert np.array_equal(mixed[1::2], alone[1::2])
         assert not np.array_equal(mixed[::2], alone[::2])
 
 
-def test_what_the_host_calls_greedy_is_greedy_on_the_device_too():
+def test_a_temperature_that_is_greedy_on_the_host_is_greedy_on_the_device():
     """A temperature just below 1e-5 rounds to float32's 1e-5; among equal logits only a greedy row picks token 0."""
     rules = [{**NO_RULE, "temperature": np.nextafter(1e-5, 0)}] * 64
     assert (draw(np.zeros((64, 50), np.float32), rules, output_index=np.arange(64)).token_ids == 0).all()
@@ -235,7 +236,7 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("mode", SampleMode)
 @pytest.mark.parametrize("damage", BAD_ROWS.values(), ids=BAD_ROWS.keys())
-def test_a_row_that_is_not_finite_is_flagged_and_its_neighbours_do_not_notice(mode, damage):
+def test_a_row_that_is_not_finite_is_flagged_and_changes_no_other_row(mode, damage):
     """Bit for bit: rows share an executable and nothing else."""
     logits = make_logits(6, 1000, seed=6)
     rules = [full_rules(rule, 1000) for rule in list(RULES.values())[-6:]]
@@ -261,7 +262,7 @@ def test_minus_infinity_is_a_token_that_is_never_drawn():
 
 def test_huge_logits_overflow_nothing():
     logits = np.tile(np.array([3e38, -3e38, 0.0, 3e38, 1e38], np.float32), (256, 1))
-    result = draw(logits, [NO_RULE] * 256, SampleMode.EVERYTHING, 5, output_index=np.arange(256))
+    result = draw(logits, [NO_RULE] * 256, SampleMode.FULL, 5, output_index=np.arange(256))
     assert result.is_finite.all()
     assert set(result.token_ids.tolist()) == {0, 3}
     np.testing.assert_allclose(result.scores.logprobs, np.log(0.5), atol=1e-6)
@@ -305,7 +306,7 @@ def test_uniforms_depend_neither_on_how_many_they_are_nor_on_a_callers_configura
 
 
 def test_uniforms_are_the_same_in_every_release():
-    """Pinned: a stored seed must give the same text next year."""
+    """The numbers are pinned, because a stored seed must give the same text next year."""
     rows = make_rows([NO_RULE] * 4, seed=[0, 1, 2**63, 2**64 - 1], sample_index=[0, 1, 2, 3], output_index=[0, 5, 6, 7])
     assert (np.asarray(uniforms(rows, PURPOSE_SAMPLE, 1))[:, 0] * 2**24).astype(int).tolist() == PINNED_UNIFORMS
 
@@ -322,7 +323,7 @@ def test_a_uniform_is_bitwise_the_same_in_any_row_of_any_bucket():
 
 
 def test_a_draw_is_the_same_in_any_row_of_any_bucket():
-    """24 sequences; the tokens are equal because no draw falls within float32's rounding of an edge here."""
+    """The tokens are equal because no draw of these 24 sequences is within float32's rounding of an edge."""
     logits = make_logits(24, 3000, seed=9)
     rules = [full_rules(rule, 3000) for rule in [*RULES.values()][:12] * 2]
     seeds = np.arange(24) + 2**33
@@ -354,7 +355,7 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("which", NEIGHBOURS.values(), ids=NEIGHBOURS.keys())
 def test_neighbours_are_uniform_and_uncorrelated(which):
-    """2¹⁶ values. Bounds that a right generator passes but for one seed in about a million: 5 σ, and KS 2.7 / √n."""
+    """2¹⁶ values. A correct generator exceeds the bounds, 5 σ and KS 2.7 / √n, for about one seed in a million."""
     num = 1 << 16
     index = np.arange(num, dtype=np.uint64)
     levels = np.asarray(uniforms(make_rows([NO_RULE] * num, **which(index)), PURPOSE_SAMPLE, 4)).astype(np.float64).T
@@ -376,14 +377,14 @@ def test_purposes_sample_indices_and_output_indices_are_not_interchangeable():
     assert len({value(1, 2), value(2, 1), value(1, 2, 1), value(2, 1, 1), value(0, 0)}) == 5
 
 
-# Down the tree
+# The tree
 
 CDF_SHAPE = (16, 1300)
 EDGES = np.array([0.0, 2.0**-24, 0.25, 0.5, 1 - 2.0**-23, 1 - 2.0**-24], np.float32)
 
 
 def branches_of(weights, token):
-    """(weights of a node's branches, the branch taken) on the way to a token, from the root, in float64."""
+    """Return (weights of a node's branches, the branch taken) from the root to a token, in float64."""
     found, sums, node = [], weights.astype(np.float64), token
     while True:
         above = -(-len(sums) // 16)
@@ -412,7 +413,7 @@ def test_every_token_is_drawn_where_its_branches_lead(vocab_size):
     tail=st.sampled_from([0.0, 1e-38, 1e-9]),
 )
 def test_a_draw_takes_the_right_token_and_never_one_without_weight(seed, share, spread, tail):
-    """Against sums in float64; 1e-6 of what a node has is forgiven, which is what float32 sums lose."""
+    """Against sums in float64, with a tolerance of 1e-6 of a node's sum, which is what float32 sums lose."""
     rng = np.random.default_rng(seed)
     weights = np.exp(-spread * rng.random(CDF_SHAPE)).astype(np.float32)
     weights = np.where(rng.random(CDF_SHAPE) < share, weights, 0).astype(np.float32)
@@ -429,8 +430,8 @@ def test_a_draw_takes_the_right_token_and_never_one_without_weight(seed, share, 
             assert ends[branch] - sums[branch] <= target + slack
 
 
-def test_a_running_sum_that_rises_at_a_branch_without_weight_does_not_lead_there():
-    """Should JAX add prefixes up in a tree, a sum may grow by its last bit where nothing was added. Aim right at it."""
+def test_a_branch_without_weight_is_never_taken_even_where_the_running_sum_rises():
+    """JAX adds prefixes up in a tree, so a sum may grow by its last bit where nothing was added; draw exactly there."""
     rng = np.random.default_rng(12)
     weights = np.where(rng.random((1 << 16, 16)) < 0.5, rng.random((1 << 16, 16)), 0).astype(np.float32)
     ends = np.asarray(jax.jit(partial(jnp.cumsum, axis=-1))(weights))
@@ -445,16 +446,16 @@ def test_a_running_sum_that_rises_at_a_branch_without_weight_does_not_lead_there
     assert num_hit > 1000
 
 
-def test_a_single_token_is_drawn_by_any_numbers():
+def test_a_token_that_has_all_the_weight_is_drawn_by_any_numbers():
     for place in (0, 5, 511, 512, 1299):
         weights = jnp.zeros((len(EDGES), 1300)).at[:, place].set(1e-30)
         uniform = np.tile(EDGES[:, None], (1, num_levels(1300)))
         assert np.asarray(jitted_draw(weights, jnp.asarray(uniform))).tolist() == [place] * len(EDGES)
 
 
-def test_a_draw_seldom_turns_on_what_other_executables_round_otherwise():
-    """Logits move by 5e-6, as they do where keys are added up in another order. One running sum over the vocabulary
-    would draw 0.3 % of the tokens otherwise; down the tree it is one in 20,000 or so."""
+def test_draws_rarely_change_with_the_rounding_of_another_executable():
+    """Logits move by 5e-6, as they do where sums are added up in another order. With one running sum over the
+    vocabulary 0.3 % of the draws would change; down the tree it is about one in 20,000."""
     rng = np.random.default_rng(3)
     logits = np.sort(rng.normal(0, 2.5, (64, 49152)), axis=1)[:, ::-1][:, rng.permutation(49152)].astype(np.float32)
     weights, moved = (np.exp(logits + rng.normal(0, size, logits.shape)).astype(np.float32) for size in (0, 5e-6))
@@ -472,7 +473,7 @@ def test_a_draw_seldom_turns_on_what_other_executables_round_otherwise():
 def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
     """Within 1e-5 of float64, on the very float32 logits that the sampler saw, however large."""
     logits = make_logits(len(RULES), 1000, seed=10) + np.float32(offset)
-    result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.EVERYTHING, 20)
+    result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.FULL, 20)
     exact = logits.astype(np.float64)
     exact -= exact.max(axis=1, keepdims=True)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
@@ -491,33 +492,31 @@ def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
 def test_the_mode_changes_no_token():
     logits = make_logits(len(RULES), 1000, seed=11)
     rules = [full_rules(rule, 1000) for rule in RULES.values()]
-    with_logprobs = draw(logits, rules, SampleMode.EVERYTHING, 3)
-    without = draw(logits, rules, SampleMode.DRAWN)
+    with_logprobs = draw(logits, rules, SampleMode.FULL, 3)
+    without = draw(logits, rules, SampleMode.RANDOM)
     assert np.array_equal(with_logprobs.token_ids, without.token_ids)
     assert without.scores is None
 
 
 @pytest.mark.parametrize(("max_logprobs", "num_top"), [(0, 0), (1, 1), (11, 11), (20, 11)])
 def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
-    result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.EVERYTHING, max_logprobs)
+    result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.FULL, max_logprobs)
     assert result.scores.top_token_ids.shape == result.scores.top_logprobs.shape == (2, num_top)
 
 
-def test_only_rows_that_want_logprobs_get_some():
-    """In any number, at any place, with the tokens that they draw otherwise; of forced ones those that are given."""
+def test_only_rows_that_ask_for_logprobs_get_some():
+    """Any number of rows at any index, with the tokens that they draw otherwise; forced rows give the forced token."""
     logits = make_logits(19, 1000, seed=13)
     rules = [full_rules(RULES[name], 1000) for name in (*RULES, "none", "hot")]
     rows = make_rows(rules, output_index=np.arange(19))
     settings = SampleSettings(max_logprobs=4)
-    whole = jax.tree.map(np.asarray, run(jnp.asarray(logits), rows, SampleMode.EVERYTHING, settings))
+    whole = jax.tree.map(np.asarray, run(jnp.asarray(logits), rows, SampleMode.FULL, settings))
     for wanted in ([], [0], [18], [3, 4, 11], list(range(8)), list(range(0, 19, 2)), list(range(19))):
         forced = np.full(19, UNSCORED, np.int32)
         forced[wanted] = SCORED
         if len(wanted) > 2:
             forced[wanted[1]] = 1 + 7
-        some = run(
-            jnp.asarray(logits), replace(rows, forced_token=jnp.asarray(forced)), SampleMode.EVERYTHING, settings
-        )
+        some = run(jnp.asarray(logits), replace(rows, forced_token=jnp.asarray(forced)), SampleMode.FULL, settings)
         some = jax.tree.map(np.asarray, some)
         for row in range(19):
             is_forced = forced[row] > 0
@@ -531,7 +530,7 @@ def test_only_rows_that_want_logprobs_get_some():
 
 
 def test_padding_rows_cost_no_truncation_pass():
-    """Padding rows are zeros, top-p 0 among them; were they rows that ask, each step would bisect for nothing."""
+    """Padding rows are all zeros, top-p 0 included; if they counted as limited, each step would bisect for them."""
     rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), make_rows([NO_RULE]))
     weights = partial(truncated_weights, rows=rows, is_greedy=rows.temperature <= 1e-5)
     assert (np.asarray(weights(jnp.asarray(make_logits(2, 40)) - 20.0)[0]) > 0).all()

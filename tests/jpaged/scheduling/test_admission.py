@@ -1,24 +1,23 @@
-"""Who comes in, and when: the rules of `Admission` at the very page, slot, token and second where they take hold."""
+"""Admission of waiting and swapped requests: each rule at the page, slot, token or second where it takes effect."""
 
 import pytest
 
-from jpaged.admission import MAX_BYPASSES
 from jpaged.errors import QueueFullError
-from jpaged.preemption import PreemptionMode, PreemptionPolicy
-from jpaged.prefix_hash import CacheKey
-from jpaged.request import RequestState
-from jpaged.request_queue import POLICIES, QueueLimits
-from jpaged.sampling_params import SamplingParams
+from jpaged.request import CacheKey, RequestState
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.admission import MAX_BYPASSES
+from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
+from jpaged.scheduling.request_queue import POLICIES, QueueLimits
 
-from .simulation import AdapterGate
-from .symbolic import POISON_TOKEN, Host
+from ..simulation import AdapterGate
+from ..symbolic import POISON_TOKEN, Host
 
 RUNNING, SWAPPED, WAITING = RequestState.RUNNING, RequestState.SWAPPED, RequestState.WAITING
 SWAP = PreemptionPolicy(PreemptionMode.SWAP)
 
 
 class Door:
-    """A gate that lets everybody in, or nobody."""
+    """A gate that admits all requests, or none."""
 
     def __init__(self):
         self.is_open = True
@@ -46,7 +45,7 @@ def chunks(work):
 
 
 def leave_free(host, num_pages):
-    """Make the pool so large that this many pages are free."""
+    """Give the pool the size at which this many pages are free."""
     device = host.blocks.device
     device.withdraw(device.num_free - num_pages)
     assert device.num_free == num_pages
@@ -67,22 +66,22 @@ def test_newcomers_share_what_the_step_has_left(lengths, expected):
     host.run()
 
 
-@pytest.mark.parametrize(("length", "is_in"), [(10, True), (11, False)])
+@pytest.mark.parametrize(("length", "is_admitted"), [(10, True), (11, False)])
 @pytest.mark.parametrize("num_cached", [0, 8])
-def test_a_prompt_that_is_computed_whole_comes_in_if_what_is_not_cached_fits_the_step(num_cached, length, is_in):
+def test_a_prompt_computed_whole_is_admitted_if_its_uncached_part_fits_the_step(num_cached, length, is_admitted):
     host = Host(enable_chunked_prefill=False, max_num_batched_tokens=16)
     if num_cached:
         host.add(prompt(num_cached), max_tokens=1)
         host.run()
     other = host.add(prompt(6, 500))
     request = host.add(prompt(num_cached + length))
-    assert chunks(host.step()) == [(other, 6), (request, 10)][: 1 + is_in]
+    assert chunks(host.step()) == [(other, 6), (request, 10)][: 1 + is_admitted]
     host.abort(request)
     host.run()
 
 
 @pytest.mark.parametrize(("n", "state"), [(3, RUNNING), (4, WAITING)])
-def test_a_request_comes_in_with_slots_for_all_of_its_samples(n, state):
+def test_a_request_is_admitted_only_with_slots_for_all_of_its_samples(n, state):
     host = Host(max_num_seqs=4)
     host.add(prompt(3))
     request = host.add(prompt(3, 100), params=samples(n))
@@ -98,14 +97,14 @@ def test_a_request_comes_in_with_slots_for_all_of_its_samples(n, state):
     ("start", "length", "n", "watermark", "num_pages"),
     [
         (500, 6, 1, 0.0, 2),
-        (500, 6, 2, 0.0, 3),  # Each sample writes the half-filled second page for itself.
-        (0, 18, 1, 0.0, 2),  # Three pages of five are shared with the one that runs.
+        (500, 6, 2, 0.0, 3),  # Each sample writes the partly filled second page itself.
+        (0, 18, 1, 0.0, 2),  # Three pages of five are shared with the running request.
         (500, 6, 1, 0.25, 3),  # Of 4 + 3 pages one stays free; of 4 + 2 as well.
         (500, 10, 1, 0.25, 5),  # Of 4 + 5 pages two stay free; of 4 + 4 as well.
     ],
     ids=["one sample", "two samples", "a shared prefix", "watermark rounded down", "watermark exact"],
 )
-def test_a_newcomer_comes_in_beside_others_when_its_pages_and_the_reserve_are_free(
+def test_a_newcomer_is_admitted_beside_others_when_its_pages_and_the_reserve_are_free(
     start, length, n, watermark, num_pages
 ):
     host = Host(num_blocks=1 + 16, max_num_batched_tokens=64, watermark=watermark)
@@ -128,8 +127,8 @@ def test_the_watermark_keeps_nothing_from_a_request_that_runs_alone():
     host.check_end()
 
 
-def test_who_lacked_pages_comes_in_once_others_have_computed_its_prefix():
-    """Though no more pages are free than before."""
+def test_a_request_that_lacked_pages_is_admitted_once_others_have_computed_its_prefix():
+    """It is admitted though no more pages are free than before."""
     host = Host(num_blocks=1 + 10, long_prefill_token_threshold=8)
     host.add(prompt(24), max_tokens=4)
     request = host.add(prompt(22), max_tokens=2)
@@ -142,7 +141,7 @@ def test_who_lacked_pages_comes_in_once_others_have_computed_its_prefix():
     host.run()
 
 
-def test_who_was_passed_need_not_find_the_pages_that_it_shares_with_the_one_that_passed_it():
+def test_a_passed_request_needs_no_free_pages_for_those_shared_with_the_one_that_passed_it():
     host = Host(num_blocks=1 + 14, max_num_batched_tokens=64)
     host.add(prompt(24), max_tokens=1)
     host.run()
@@ -154,12 +153,12 @@ def test_who_was_passed_need_not_find_the_pages_that_it_shares_with_the_one_that
     assert (large.state, small.state) == (WAITING, RUNNING)
     host.abort(first)
     host.step()
-    assert large.state is RUNNING, "7 are free, and 6 of its 12 somebody uses"
+    assert large.state is RUNNING, "7 are free, and 6 of its 12 are in use"
     host.run()
 
 
 @pytest.mark.parametrize("preemption", [PreemptionPolicy(), SWAP], ids=["recompute", "swap"])
-def test_who_gave_way_comes_back_only_after_all_of_its_results(preemption):
+def test_a_preempted_request_runs_again_only_after_all_of_its_results(preemption):
     host = Host(num_blocks=1 + 14, num_host_blocks=20, max_num_batched_tokens=64, preemption=preemption)
     host.add(prompt(15), max_tokens=8)  # Asks for a fifth page in its third step.
     last = host.add(prompt(13, 100), max_tokens=8)
@@ -178,7 +177,7 @@ def test_who_gave_way_comes_back_only_after_all_of_its_results(preemption):
     host.run()
 
 
-# Those who pass and those who are passed.
+# Requests that pass, and requests that are passed.
 
 
 def beside_a_large_one(num_large, num_small):
@@ -191,7 +190,7 @@ def beside_a_large_one(num_large, num_small):
 
 
 @pytest.mark.parametrize("num_large", [1, 2])
-def test_eight_may_pass_one_that_does_not_fit_and_the_ninth_waits_with_it(num_large):
+def test_eight_requests_may_pass_one_that_does_not_fit_and_the_ninth_waits_behind_it(num_large):
     host, large, small = beside_a_large_one(num_large, 9)
     host.step()
     assert [request.state for request in small] == 8 * [RUNNING] + [WAITING]
@@ -201,10 +200,11 @@ def test_eight_may_pass_one_that_does_not_fit_and_the_ninth_waits_with_it(num_la
     host.step()
     assert small[-1].state is WAITING, "there has been room for it all the time"
     host.run()
+    assert [request.num_bypassed for request in large] == num_large * [0], "each may be passed as often again"
 
 
 @pytest.mark.parametrize(("num_large", "state"), [(3, RUNNING), (4, WAITING)])
-def test_a_step_looks_past_three_that_do_not_fit_but_not_past_four(num_large, state):
+def test_a_step_looks_past_three_requests_that_do_not_fit_but_not_past_four(num_large, state):
     host, large, [small] = beside_a_large_one(num_large, 1)
     host.step()
     assert small.state is state
@@ -214,7 +214,7 @@ def test_a_step_looks_past_three_that_do_not_fit_but_not_past_four(num_large, st
 
 
 @pytest.mark.parametrize(("num_refused", "state"), [(31, RUNNING), (32, WAITING)])
-def test_a_step_looks_past_31_that_the_gate_refuses_but_not_past_32(num_refused, state):
+def test_a_step_looks_past_31_requests_that_the_gate_refuses_but_not_past_32(num_refused, state):
     host = Host(gate=AdapterGate(1))
     host.add(prompt(3), cache_key=CacheKey(lora_name="a"))
     for index in range(num_refused):
@@ -222,14 +222,14 @@ def test_a_step_looks_past_31_that_the_gate_refuses_but_not_past_32(num_refused,
     last = host.add(prompt(3, 500), cache_key=CacheKey(lora_name="a"))
     host.step()
     assert last.state is state
-    assert host.scheduler.counts["bypass"] == 0, "only the gate keeps the others"
+    assert host.scheduler.counts["bypass"] == 0, "the others wait for the gate alone"
     host.run()
 
 
 # Time.
 
 
-def test_nobody_waits_for_company_before_a_step_with_newcomers_has_been_timed():
+def test_no_request_is_delayed_before_a_step_with_newcomers_has_been_timed():
     host = Host(delay_factor=2.0)
     host.now = 4.0
     requests = [host.add(prompt(3, 10 * index)) for index in range(2)]
@@ -239,7 +239,7 @@ def test_nobody_waits_for_company_before_a_step_with_newcomers_has_been_timed():
     host.run()
 
 
-def test_nobody_waits_for_company_beside_an_idle_engine():
+def test_no_request_is_delayed_while_none_runs():
     host = Host(delay_factor=2.0)
     host.add(prompt(3), max_tokens=2)
     for host.now in (0.0, 1.0):
@@ -260,7 +260,7 @@ def step_for(host, seconds):
 @pytest.mark.parametrize("others_s", [(), (0.25, 0.5), (8.0,)], ids=["no others", "short ones", "a long one"])
 @pytest.mark.parametrize("pause_s", [0.0, 3600.0])
 @pytest.mark.parametrize("before_s", [1.0, 3.0])
-def test_the_wait_follows_the_last_step_with_newcomers_whatever_others_and_pauses_take(before_s, pause_s, others_s):
+def test_the_delay_follows_the_last_step_with_newcomers_alone(before_s, pause_s, others_s):
     host = Host(delay_factor=2.0)
     host.now = 10.0
     host.add(prompt(3), max_tokens=40)
@@ -280,7 +280,7 @@ def test_the_wait_follows_the_last_step_with_newcomers_whatever_others_and_pause
     host.run()
 
 
-def test_the_wait_follows_the_step_with_newcomers_and_not_one_that_retires_before_it():
+def test_the_delay_follows_the_step_with_newcomers_not_one_that_retires_before_it():
     host = Host(delay_factor=2.0)
     host.add(prompt(3), max_tokens=40)
     host.step()
@@ -301,7 +301,7 @@ def test_the_wait_follows_the_step_with_newcomers_and_not_one_that_retires_befor
 
 
 @pytest.mark.parametrize(("now", "state"), [(6.0, WAITING), (6.25, RUNNING)])
-def test_the_wait_is_measured_though_each_step_has_newcomers(now, state):
+def test_the_delay_is_measured_though_each_step_has_newcomers(now, state):
     host = Host(delay_factor=2.0)
     host.add(prompt(3), max_tokens=40)
     host.dispatch()
@@ -324,7 +324,7 @@ def test_the_wait_is_measured_though_each_step_has_newcomers(now, state):
 
 
 def beside_a_swapped_one(length=15, n=1, max_tokens=4, **options):
-    """One running request with 5 pages, and one that it made give way to the host pool."""
+    """A running request with 5 pages, and one that was swapped out for it."""
     host = Host(
         num_blocks=1 + 16,
         num_host_blocks=50,
@@ -348,14 +348,12 @@ def beside_a_swapped_one(length=15, n=1, max_tokens=4, **options):
     [
         (15, 1, 0.0, 4 + 1),
         (16, 1, 0.0, 4 + 1 + 1),  # Its last token begins a page.
-        (15, 2, 0.0, 4 + 1 + 2),  # The half-filled page becomes two.
+        (15, 2, 0.0, 4 + 1 + 2),  # The partly filled page becomes two.
         (15, 1, 0.25, 4 + 1 + 3),  # A quarter of 5 + 8 stays free, and of 5 + 7.
     ],
     ids=["within a page", "at its end", "two samples", "watermark"],
 )
-def test_a_swapped_request_comes_back_with_room_for_its_tokens_and_a_page_more_for_each_sample(
-    length, n, watermark, num_pages
-):
+def test_a_swapped_request_resumes_with_room_for_its_tokens_and_a_page_more_per_sample(length, n, watermark, num_pages):
     host, _, last = beside_a_swapped_one(length, n, watermark=watermark)
     leave_free(host, num_pages - 1)
     host.step()
@@ -366,7 +364,7 @@ def test_a_swapped_request_comes_back_with_room_for_its_tokens_and_a_page_more_f
     host.run()
 
 
-def test_a_swapped_request_that_is_alone_needs_no_page_more_than_it_takes():
+def test_a_swapped_request_beside_none_needs_no_page_more_than_it_holds():
     host, first, last = beside_a_swapped_one(max_tokens=2, watermark=0.25)
     host.abort(first)
     leave_free(host, 4)
@@ -377,11 +375,11 @@ def test_a_swapped_request_that_is_alone_needs_no_page_more_than_it_takes():
 
 def test_a_swapped_request_waits_for_pages_that_a_step_in_flight_may_write():
     host, first, last = beside_a_swapped_one(max_tokens=2)
-    leave_free(host, 0)  # One page less than the running request is to give back will be missing: 4 are left.
+    leave_free(host, 0)  # The running request is to give back one page less than it has: 4 are left.
     host.blocks.device.withdraw(1)
     host.dispatch()
     host.abort(first)
-    assert (host.blocks.device.num_free, len(host.blocks.device.fenced)) == (3, 1)
+    assert (host.blocks.device.num_free, len(host.blocks.device.deferred)) == (3, 1)
     host.dispatch()
     assert last.state is SWAPPED
     while host.core.in_flight:
@@ -400,7 +398,7 @@ def test_a_swapped_request_waits_until_the_gate_admits_it():
     host.run()
 
 
-def test_a_swapped_request_waits_for_a_slot_and_goes_before_less_urgent_ones():
+def test_a_swapped_request_waits_for_a_slot_and_resumes_before_less_urgent_ones_start():
     host, _, last = beside_a_swapped_one(max_num_seqs=3, policy=POLICIES["priority"])
     less_urgent = host.add(prompt(2, 700), priority=1)
     leave_free(host, 4)  # One fewer than it needs.
@@ -419,7 +417,7 @@ def test_a_swapped_request_waits_for_a_slot_and_goes_before_less_urgent_ones():
 
 
 def two_swapped(lengths, num_usable):
-    """One that decodes, and two that gave way with 8 and 6 tokens of their prompts computed."""
+    """One request that decodes, and two that were swapped out with 8 and 6 tokens of their prompts computed."""
     host = Host(
         num_blocks=1 + 40,
         num_host_blocks=50,
@@ -442,7 +440,7 @@ def two_swapped(lengths, num_usable):
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [((10, 9), [2, 3, 2]), ((14, 14), [4, 3])],
-    ids=["something is left for newcomers", "nothing is left"],
+    ids=["tokens are left for a newcomer", "none are left"],
 )
 def test_swapped_requests_share_the_budget_in_order_and_newcomers_get_the_rest(lengths, expected):
     host, _, others = two_swapped(lengths, num_usable=4)
@@ -453,18 +451,18 @@ def test_swapped_requests_share_the_budget_in_order_and_newcomers_get_the_rest(l
     host.run()
 
 
-def test_a_swapped_request_that_can_never_run_any_more_is_ignored_and_the_next_one_comes_back():
+def test_a_swapped_request_that_can_never_run_again_ends_and_the_next_one_resumes():
     host, first, (large, small) = two_swapped((22, 9), num_usable=6)
     host.abort(first)
     leave_free(host, 5)
     work = host.step()
     assert work.ignored == [large]
     assert (large.state, small.state) == (RequestState.FINISHED_IGNORED, RUNNING)
-    assert "its 6 pages can never be had: the pool has 5 pages of 4 tokens left" in large.error
+    assert "it needs up to 6 pages, and there are 5 pages of 4 tokens" in large.error
     host.run()
 
 
-def test_nobody_comes_back_in_a_step_that_preempted_somebody_else():
+def test_no_swapped_request_resumes_in_a_step_that_preempted_another():
     host = Host(
         num_blocks=1 + 20,
         num_host_blocks=1 + 3,
@@ -492,7 +490,7 @@ def test_nobody_comes_back_in_a_step_that_preempted_somebody_else():
 
 
 def with_half_a_pinned_prefix(num_blocks):
-    """Two pages are pinned, but the first one went bad and was forgotten: nobody finds the second any more."""
+    """Two pages are pinned, but the first one went bad and was forgotten: the second cannot be found any more."""
     host = Host(num_blocks=num_blocks, max_num_batched_tokens=64)
     host.add(prompt(9), max_tokens=1)
     host.run()
@@ -507,10 +505,10 @@ def num_pinned(host):
     return len(host.blocks.store.pinned_pages)
 
 
-def test_pinned_pages_give_way_to_a_request_that_does_not_fit_beside_them_but_only_when_it_is_alone():
+def test_pinned_pages_are_given_up_for_a_request_that_needs_them_once_no_other_runs():
     host = with_half_a_pinned_prefix(1 + 6)
     other = host.add(prompt(3, 500), max_tokens=3)
-    request = host.add(prompt(21), max_tokens=3)  # 6 pages; it was taken because two of them are pinned.
+    request = host.add(prompt(21), max_tokens=3)  # 6 pages; it was accepted because two of them are pinned.
     while not other.state.is_finished:
         host.step()
         assert (request.state, num_pinned(host)) == (WAITING, 1)
@@ -519,7 +517,7 @@ def test_pinned_pages_give_way_to_a_request_that_does_not_fit_beside_them_but_on
     host.run()
 
 
-def test_pinned_pages_stay_beside_a_request_that_takes_all_others():
+def test_pinned_pages_stay_beside_a_request_that_takes_all_other_pages():
     host = with_half_a_pinned_prefix(1 + 6)
     [pinned] = host.blocks.store.pinned_pages.values()
     request = host.add(prompt(20), max_tokens=3)
@@ -530,7 +528,7 @@ def test_pinned_pages_stay_beside_a_request_that_takes_all_others():
     host.run()
 
 
-def test_pinned_pages_stay_where_a_step_in_flight_will_give_back_enough():
+def test_pinned_pages_stay_while_a_step_in_flight_will_free_enough():
     host = with_half_a_pinned_prefix(1 + 6)
     other = host.add(prompt(3, 500), max_tokens=3)
     host.dispatch()
@@ -545,7 +543,7 @@ def test_pinned_pages_stay_where_a_step_in_flight_will_give_back_enough():
     host.run()
 
 
-def test_pinned_pages_give_way_to_a_swapped_request_that_holds_copies_of_them():
+def test_pinned_pages_are_given_up_for_a_swapped_request_that_holds_copies_of_them():
     host = Host(num_blocks=1 + 8, num_host_blocks=20, max_num_batched_tokens=64, preemption=SWAP)
     host.blocks.prefixes.pin(prompt(8), CacheKey())
     first = host.add(prompt(12), max_tokens=2)  # Wants a fourth page in its second and last step.
@@ -563,7 +561,7 @@ def test_pinned_pages_give_way_to_a_swapped_request_that_holds_copies_of_them():
 # After a fault.
 
 
-def test_after_a_restart_the_queue_has_its_limits_and_counts_everybody_once():
+def test_after_a_restart_the_queue_has_its_limits_and_counts_each_request_once():
     host = Host(limits=QueueLimits(waiting_tokens=15))
     for index in range(2):
         host.add(prompt(5, 100 * index))
@@ -574,18 +572,18 @@ def test_after_a_restart_the_queue_has_its_limits_and_counts_everybody_once():
     host.run()
 
 
-def test_after_a_restart_swapped_requests_wait_like_all_others():
+def test_after_a_restart_swapped_requests_wait_like_others():
     host, first, last = beside_a_swapped_one()
     host.restart()
     assert (list(host.scheduler.waiting), list(host.scheduler.swapped)) == ([first, last], [])
     host.run()
 
 
-# Prefixes on their way. Pages of four tokens.
+# Prefixes that running requests compute. Pages have four tokens.
 
 
-def test_requests_wait_for_a_prefix_that_somebody_computes_and_compute_only_the_rest():
-    """Others pass them meanwhile. What is found was published, so it was sound."""
+def test_requests_wait_for_a_prefix_that_a_running_one_computes_and_compute_only_the_rest():
+    """Others pass them meanwhile. Pages that are found were published, so they are sound."""
     host = Host(max_num_batched_tokens=64)
     first, *others = [host.add(prompt(16) + prompt(3, 300 + 10 * i), max_tokens=2) for i in range(3)]
     stranger = host.add(prompt(6, 800), max_tokens=2)
@@ -596,8 +594,8 @@ def test_requests_wait_for_a_prefix_that_somebody_computes_and_compute_only_the_
     host.run()
 
 
-def test_who_was_passed_too_often_waits_for_no_prefix():
-    """Eight newcomers pass; then it is computed twice."""
+def test_a_request_that_was_passed_too_often_waits_for_no_prefix():
+    """Eight newcomers pass; then the prefix is computed twice."""
     host = Host(max_num_batched_tokens=128, max_num_seqs=32, long_prefill_token_threshold=12)
     host.add(prompt(40), max_tokens=2)
     request = host.add(prompt(48), max_tokens=2)
@@ -613,7 +611,7 @@ def test_who_was_passed_too_often_waits_for_no_prefix():
 @pytest.mark.parametrize(
     ("num_same", "length", "waits"),
     [(8, 16, True), (8, 17, False), (16, 40, False), (4, 5, False), (3, 6, False)],
-    ids=["half of its tokens", "less than half", "little of much", "the other has more to do", "no full page"],
+    ids=["half of its tokens", "less than half", "little of much", "the other has more to compute", "no full page"],
 )
 def test_a_request_waits_if_that_spares_it_half_and_the_other_is_not_far_from_done(num_same, length, waits):
     host = Host(max_num_batched_tokens=64)
@@ -624,7 +622,7 @@ def test_a_request_waits_if_that_spares_it_half_and_the_other_is_not_far_from_do
     host.run()
 
 
-def test_nobody_waits_for_a_prefix_without_a_cache():
+def test_no_request_waits_for_a_prefix_without_a_prefix_cache():
     host = Host(max_num_batched_tokens=64, enable_prefix_caching=False)
     requests = [host.add(prompt(16), max_tokens=2) for _ in range(2)]
     host.step()
@@ -632,8 +630,8 @@ def test_nobody_waits_for_a_prefix_without_a_cache():
     host.run()
 
 
-def test_nobody_waits_for_who_is_served_later():
-    """Its prompt may take long to be computed."""
+def test_no_request_waits_for_the_prefix_of_one_that_is_served_later():
+    """The prompt of that one may take long to be computed."""
     host = Host(max_num_batched_tokens=64, policy=POLICIES["priority"], long_prefill_token_threshold=12)
     host.add(prompt(16), max_tokens=2, priority=5)
     host.step()
@@ -644,7 +642,7 @@ def test_nobody_waits_for_who_is_served_later():
 
 
 @pytest.mark.parametrize("lora_name", [None, "a"])
-def test_nobody_waits_for_the_prefix_of_another_adapter(lora_name):
+def test_no_request_waits_for_the_prefix_of_another_adapter(lora_name):
     host = Host(max_num_batched_tokens=64)
     host.add(prompt(16), max_tokens=2)
     request = host.add(prompt(16), max_tokens=2, cache_key=CacheKey(lora_name=lora_name))
@@ -654,7 +652,7 @@ def test_nobody_waits_for_the_prefix_of_another_adapter(lora_name):
 
 
 @pytest.mark.parametrize("how", ["abort", "not finite"])
-def test_who_waits_computes_all_when_the_other_does_not(how):
+def test_a_request_that_awaits_a_prefix_computes_it_if_the_other_one_does_not(how):
     host = Host(max_num_batched_tokens=64, long_prefill_token_threshold=12)
     first = host.add([*prompt(16), POISON_TOKEN if how == "not finite" else 50], max_tokens=4)
     request = host.add(prompt(18), max_tokens=2)

@@ -1,5 +1,5 @@
-"""Beam search: the rules against a plain account of them over the model's definition, against transformers on the
-default model (golden file), and what it does with pages."""
+"""Beam search against a plain version of its rules over the tiny model, against transformers on the default model
+(golden file), and its use of pages."""
 
 import json
 from pathlib import Path
@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jpaged import BeamSearchParams, ConfigError, Engine, InvalidRequestError, SamplingParams
-from jpaged.flags import beam_flags, parse_generate
-from jpaged.sampling_params import FIELDS
+from jpaged.commands.flags import beam_flags, parse_generate
+from jpaged.sampling.sampling_params import FIELDS
 
-from .tiny_model import reference_logits, write_tiny_model
+from ..tiny_model import reference_logits, write_tiny_model
 
 EOS_IDS = (0, 26, 83, 170, 192)
-"""So many that beams end often."""
+"""They are so many that beams end often."""
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox"]
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 600, "block_size": 8, "num_blocks": 400}
-GOLDEN = Path(__file__).parents[1] / "golden" / "beams.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "beams.json"
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def engine(tiny):
         yield engine
 
 
-def account(prompt_ids, params, end_ids):
-    """The search as its rules are written down, over all continuations of all beams: (tokens, score, logprob) each."""
+def plain_search(prompt_ids, params, end_ids):
+    """Search by the rules, over all continuations of all beams; return (tokens, score, log probability) of each."""
     running, ended = [((), 0.0)], []
     width = params.beam_width
     for length in range(1, params.max_tokens + 1):
@@ -47,20 +47,20 @@ def account(prompt_ids, params, end_ids):
             row = row - row.max() - np.log(np.exp(row - row.max()).sum())
             continuations += [((*tokens, token), total + logprob) for token, logprob in enumerate(row.tolist())]
         continuations.sort(key=lambda one: -one[1])
-        looked_at = continuations[: max(2, 1 + len(end_ids)) * width]
-        is_end = [tokens[-1] in end_ids or length == params.max_tokens for tokens, _ in looked_at]
+        considered = continuations[: max(2, 1 + len(end_ids)) * width]
+        is_end = [tokens[-1] in end_ids or length == params.max_tokens for tokens, _ in considered]
         ended += [
             (tokens, total / length**params.length_penalty, total)
-            for (tokens, total), ends in zip(looked_at[:width], is_end, strict=False)
+            for (tokens, total), ends in zip(considered[:width], is_end, strict=False)
             if ends
         ]
         ended = sorted(ended, key=lambda one: -one[1])[:width]
-        running = [one for one, ends in zip(looked_at, is_end, strict=True) if not ends][:width]
+        running = [one for one, ends in zip(considered, is_end, strict=True) if not ends][:width]
         if not running:
             break
         if len(ended) == width:
-            most = params.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
-            if params.early_stopping is True or running[0][1] / most**params.length_penalty <= ended[-1][1]:
+            max_len = params.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+            if params.early_stopping is True or running[0][1] / max_len**params.length_penalty <= ended[-1][1]:
                 break
     return ended
 
@@ -82,7 +82,7 @@ SEARCHES = [
 
 def check(output, params):
     end_ids = () if params.ignore_eos else EOS_IDS
-    wanted = account(list(output.prompt_token_ids), params, end_ids)
+    wanted = plain_search(list(output.prompt_token_ids), params, end_ids)
     assert output.finished
     assert [one.index for one in output.outputs] == list(range(params.beam_width))
     for got, (tokens, score, total) in zip(output.outputs, wanted, strict=True):
@@ -94,7 +94,7 @@ def check(output, params):
 
 
 @pytest.mark.parametrize("asked", SEARCHES, ids=str)
-def test_a_search_finds_what_its_rules_say(engine, asked):
+def test_a_search_finds_the_beams_that_its_rules_give(engine, asked):
     params = BeamSearchParams(**{"max_tokens": 8, **asked})
     outputs = engine.beam_search(PROMPTS, params, use_tqdm=False)
     num_stopped = sum(check(output, params) for output in outputs)
@@ -102,7 +102,7 @@ def test_a_search_finds_what_its_rules_say(engine, asked):
     assert engine.stats()["blocks_used"] == engine.stats()["recompiles"] == 0
 
 
-def test_a_search_that_never_stops_early_finds_what_another_misses(engine):
+def test_a_search_that_never_stops_early_finds_beams_that_another_misses(engine):
     found = []
     for early_stopping in (False, "never"):
         params = BeamSearchParams(beam_width=2, max_tokens=20, early_stopping=early_stopping)
@@ -111,7 +111,7 @@ def test_a_search_that_never_stops_early_finds_what_another_misses(engine):
     assert found[0] != found[1]
 
 
-def test_text_leaves_the_end_out_and_is_that_of_the_tokens(engine):
+def test_the_text_of_a_beam_is_that_of_its_tokens_without_the_end_token(engine):
     for output in engine.beam_search(PROMPTS, BeamSearchParams(beam_width=4, max_tokens=8), use_tqdm=False):
         for one in output.outputs:
             shown = one.token_ids[:-1] if one.finish_reason == "stop" else one.token_ids
@@ -127,7 +127,7 @@ LONG_PROMPTS = [[2 + (7 * index + 3 * place * place) % 250 for place in range(60
 
 
 @pytest.fixture(scope="module")
-def alone(engine):
+def solo_beams(engine):
     return [answers(engine.beam_search([prompt], WIDE, use_tqdm=False))[0] for prompt in LONG_PROMPTS]
 
 
@@ -141,8 +141,8 @@ def alone(engine):
     ],
     ids=str,
 )  # fmt: skip
-def test_company_preemption_and_the_way_of_scheduling_change_no_beam(tiny, alone, options):
-    """Among others that draw and that are greedy."""
+def test_other_requests_preemption_and_scheduling_options_change_no_beam(tiny, solo_beams, options):
+    """The other requests are greedy ones and ones that sample."""
     with new_engine(tiny, **options) as engine:
         prompts, params = [], []
         for index, prompt in enumerate(LONG_PROMPTS):
@@ -151,12 +151,12 @@ def test_company_preemption_and_the_way_of_scheduling_change_no_beam(tiny, alone
             params += [WIDE, other]
         outputs = engine.generate(prompts, params, use_tqdm=False)
         stats = engine.stats()
-    assert answers(outputs[::2]) == alone
+    assert answers(outputs[::2]) == solo_beams
     assert (stats["preemptions"] > 0) == ("num_blocks" in options)
     assert stats["recompiles"] == stats["blocks_used"] == 0
 
 
-def test_beams_share_the_pages_of_their_prompt_and_copy_what_they_write(tiny):
+def test_beams_share_the_pages_of_their_prompt_and_copy_those_that_they_write(tiny):
     prompt = [2 + place * place % 250 for place in range(512)]
     with new_engine(tiny, max_num_seqs=4) as engine:
         engine.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=32, ignore_eos=True), use_tqdm=False)
@@ -184,8 +184,8 @@ class InjectedError(Exception):
     pass
 
 
-def test_a_step_that_fails_changes_no_beam(engine, alone):
-    """At every step in turn: what was being computed is computed anew."""
+def test_a_step_that_fails_changes_no_beam(engine, solo_beams):
+    """Several steps of a search fail, each in a run of its own, and are computed anew."""
     dispatch = engine.runner.dispatch
     for failing in (1, 2, 5, 20):
         count = 0
@@ -204,10 +204,10 @@ def test_a_step_that_fails_changes_no_beam(engine, alone):
             outputs += engine.step()
         engine.runner.dispatch = dispatch
         assert count > failing
-        assert answers(outputs) == [alone[0]]
+        assert answers(outputs) == [solo_beams[0]]
 
 
-def test_what_cannot_be_searched_is_refused_by_name(engine, tiny):
+def test_a_search_that_cannot_run_is_refused_by_the_name_of_its_parameter(engine, tiny):
     with pytest.raises(InvalidRequestError, match="beam_width: got 9, allowed: at most max_num_seqs, 8") as caught:
         engine.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=9, max_tokens=4), use_tqdm=False)
     assert caught.value.param == "beam_width"
@@ -218,7 +218,7 @@ def test_what_cannot_be_searched_is_refused_by_name(engine, tiny):
         engine.fork("beams")
     engine.abort_request("beams")
     with new_engine(tiny, max_logprobs=8) as few:
-        with pytest.raises(InvalidRequestError, match="beam_width: got 4, which takes the logprobs of 9 tokens"):
+        with pytest.raises(InvalidRequestError, match="beam_width: got 4, which needs the logprobs of 9 tokens"):
             few.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=4, max_tokens=4), use_tqdm=False)
         few.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=3, max_tokens=4), use_tqdm=False)
 
@@ -240,12 +240,12 @@ def test_a_wrong_value_is_refused_by_field_and_range(name, value):
     assert caught.value.param == name
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
+def test_an_unknown_parameter_is_refused_with_the_nearest_name():
     with pytest.raises(InvalidRequestError, match=r"^beam_widht: unknown parameter; did you mean beam_width\?"):
         BeamSearchParams(beam_widht=2, max_tokens=4)
 
 
-def test_flags_of_beam_search():
+def test_flags_of_beam_search_become_its_parameters():
     def flags(*words):
         return beam_flags(parse_generate(["hello", *words]))
 
@@ -266,22 +266,22 @@ def test_flags_of_beam_search():
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_default_model_searches_as_transformers_does(every):
-    """Sequences, and scores to 1e-4."""
+    """Sequences are equal, and scores to 1e-4."""
     golden = json.loads(GOLDEN.read_text())
     assert len(golden["items"]) == 20
     items = golden["items"][::every]
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257}
     with Engine(**sizes) as engine:
-        prompts, asked = [], []
+        prompts, searches = [], []
         for item in items:
             for search in item["searches"]:
                 prompts.append(item["prompt_ids"])
                 names = ("beam_width", "length_penalty", "early_stopping")
                 params = BeamSearchParams(max_tokens=golden["max_tokens"], **{name: search[name] for name in names})
-                asked.append((search, params))
-        assert {search["beam_width"] for search, _ in asked} >= {1, 2, 4}
+                searches.append((search, params))
+        assert {search["beam_width"] for search, _ in searches} >= {1, 2, 4}
         for output, (search, params) in zip(
-            engine.beam_search(prompts, [params for _, params in asked], use_tqdm=False), asked, strict=True
+            engine.beam_search(prompts, [params for _, params in searches], use_tqdm=False), searches, strict=True
         ):
             assert [list(one.token_ids) for one in output.outputs] == search["sequences"]
             lengths = np.array([len(one.token_ids) for one in output.outputs])
@@ -290,6 +290,6 @@ def test_the_default_model_searches_as_transformers_does(every):
             if params.length_penalty >= 1:
                 np.testing.assert_allclose(sums / lengths**params.length_penalty, theirs, atol=1e-4, rtol=0)
             else:
-                # A score is a whole sum then, or more: torch's are off by up to 1.6e-5 of themselves from float64's.
+                # The score is then the sum itself or larger: torch's differs from float64's by up to 1.6e-5 of it.
                 np.testing.assert_allclose(sums, theirs * lengths**params.length_penalty, atol=1e-4, rtol=2e-5)
         assert engine.stats()["recompiles"] == 0

@@ -1,11 +1,11 @@
-"""Every size that can occur finds its bucket, and the buckets are few."""
+"""Every size that can occur has a bucket, and the buckets are few."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.buckets import deterministic_tokens, make_buckets, one_bucket
-from jpaged.sampling_params import SampleMode
+from jpaged.sampling.sampling_params import SampleMode
+from jpaged.scheduling.buckets import deterministic_tokens, make_buckets, one_bucket
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
@@ -21,7 +21,7 @@ def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(plat
     size = buckets.tokens_for(count)
     assert size == min(each for each in buckets.num_tokens if each >= count)
     assert buckets.rows_for(size) >= min(count, num_seqs)
-    assert all(buckets.rows_for(size) == size for size in buckets.decode_sizes), "each token is a row's"
+    assert all(buckets.rows_for(size) == size for size in buckets.decode_sizes), "each token may be a row"
     count = data.draw(st.integers(1, num_seqs) | st.sampled_from([1, num_seqs]))
     for mode in SampleMode:
         assert buckets.samples_for(count, mode) == min(each for each in buckets.sample_sizes(mode) if each >= count)
@@ -45,14 +45,14 @@ def test_the_default_sizes_need_at_most_36_executables(platform):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 16, 17, 64, 256])
-def test_one_bucket_holds_every_step_and_samples_it_in_one_way(max_num_seqs):
+def test_a_deterministic_engine_has_one_bucket_and_one_way_to_sample(max_num_seqs):
     buckets = one_bucket(max_num_seqs)
     (size,) = buckets.num_tokens
     assert max_num_seqs <= size == deterministic_tokens(max_num_seqs) == buckets.rows_for(size)
-    assert buckets.tokens_for(1) == buckets.samples_for(1, SampleMode.EVERYTHING) == size
-    assert {buckets.mode_for(mode) for mode in SampleMode} == set(buckets.modes) == {SampleMode.EVERYTHING}
+    assert buckets.tokens_for(1) == buckets.samples_for(1, SampleMode.FULL) == size
+    assert {buckets.mode_for(mode) for mode in SampleMode} == set(buckets.modes) == {SampleMode.FULL}
 
 
-def test_a_lone_row_has_a_bucket_of_its_own_on_a_cpu():
+def test_a_cpu_has_buckets_of_one_row():
     buckets = make_buckets(max_num_batched_tokens=1024, max_num_seqs=64, platform="cpu")
     assert (buckets.tokens_for(1), buckets.samples_for(1, SampleMode.GREEDY)) == (1, 1)

@@ -1,8 +1,8 @@
-"""Swap or recompute: what either costs, which one is chosen, and what is said of it."""
+"""Swap or recompute: the cost of each, which one is chosen, and the reason that is given."""
 
 import pytest
 
-from jpaged.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
+from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 
 COSTS = SwapCosts(page_bytes=50, swap_bytes_per_s=1000.0, prefill_s_per_token=0.25)
 
@@ -25,10 +25,6 @@ def test_swapping_moves_each_page_out_and_in_and_recomputing_takes_each_token_on
         ("auto", COSTS, 1, 3, "recompute", "3 pages out and in take 300 ms, 1 tokens anew 250 ms"),
     ],
 )
-def test_the_cheaper_one_is_chosen_where_nothing_was_asked_for(mode, costs, num_tokens, num_pages, expected, reason):
+def test_auto_chooses_the_cheaper_mode_and_gives_the_reason(mode, costs, num_tokens, num_pages, expected, reason):
     policy = PreemptionPolicy(PreemptionMode(mode), costs)
     assert policy.choose(num_tokens=num_tokens, num_pages=num_pages) == (PreemptionMode(expected), reason)
-
-
-def test_without_a_word_it_is_recompute():
-    assert PreemptionPolicy().choose(num_tokens=5, num_pages=2)[0] is PreemptionMode.RECOMPUTE

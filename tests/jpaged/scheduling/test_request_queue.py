@@ -1,4 +1,4 @@
-"""Requests in the order of a policy, however they leave."""
+"""Queues keep the order of a policy, however requests leave them."""
 
 import random
 
@@ -6,8 +6,8 @@ import pytest
 
 from jpaged.errors import InvalidRequestError, QueueFullError
 from jpaged.request import make_request
-from jpaged.request_queue import MIN_STALE, POLICIES, Policy, QueueLimits, RequestQueue, key_shape
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.request_queue import MIN_STALE, POLICIES, Policy, QueueLimits, RequestQueue, key_shape
 
 
 def request_of(number, *, priority=0, prompt_len=3):
@@ -26,8 +26,8 @@ def request_of(number, *, priority=0, prompt_len=3):
     return request
 
 
-def test_whatever_comes_and_goes_the_first_is_the_one_of_lowest_order():
-    """Against a sorted list; requests that left come back too, as preempted ones do."""
+def test_the_first_request_is_always_that_of_the_lowest_order():
+    """Compared with a sorted list; requests that left return too, as preempted ones do."""
     rng = random.Random(3)
     requests = [request_of(number, priority=rng.randrange(4)) for number in range(60)]
     queue, model = RequestQueue(), []
@@ -49,7 +49,7 @@ def test_whatever_comes_and_goes_the_first_is_the_one_of_lowest_order():
         assert len(queue._heap) <= 2 * len(queue) + MIN_STALE + 1
 
 
-def test_those_who_come_and_go_behind_one_that_waits_leave_nothing_behind():
+def test_requests_that_leave_behind_a_waiting_one_do_not_fill_the_heap():
     queue, lengths = RequestQueue(), set()
     for number in range(10):
         queue.push(request_of(number))
@@ -59,14 +59,14 @@ def test_those_who_come_and_go_behind_one_that_waits_leave_nothing_behind():
         queue.remove(request)
         lengths.add(len(queue._heap))
     assert lengths == {*range(10, 2 * 10 + MIN_STALE + 1)}, (
-        "not more often than every so many requests, nor more seldom"
+        "the heap is rebuilt each time that so many entries are stale"
     )
     assert [queue.pop().number for _ in range(10)] == [*range(10)]
     assert not queue
 
 
 @pytest.mark.parametrize("keys", [(1, "late"), ((1, 2), (1, "x")), ((1, 2), (1,))], ids=str)
-def test_a_key_that_does_not_compare_with_the_first_one_is_refused_whenever_it_comes(keys):
+def test_a_key_that_does_not_compare_with_the_first_one_is_refused_each_time(keys):
     policy = Policy(lambda request: keys[request.priority])
     for priority in (0, 0):
         assert policy.key_of(request_of(1, priority=priority)) == keys[0]
@@ -78,7 +78,7 @@ def test_a_key_that_does_not_compare_with_the_first_one_is_refused_whenever_it_c
 
 @pytest.mark.parametrize("key", [lambda request: None, lambda request: 1 / 0], ids=["no order", "an error"])
 def test_a_key_function_that_fails_refuses_its_request(key):
-    with pytest.raises(InvalidRequestError, match="its key function failed here") as caught:
+    with pytest.raises(InvalidRequestError, match="its key function failed for this request") as caught:
         Policy(key).key_of(request_of(1))
     assert caught.value.param == "priority"
 
@@ -87,7 +87,7 @@ def test_a_key_function_that_fails_refuses_its_request(key):
     ("limits", "name", "got"),
     [(QueueLimits(waiting_requests=2), "waiting_requests", 3), (QueueLimits(waiting_tokens=8), "waiting_tokens", 9)],
 )
-def test_limits_hold_for_the_queue_with_the_newcomer_in_it(limits, name, got):
+def test_limits_count_the_newcomer(limits, name, got):
     queue = RequestQueue(limits)
     for number in range(2):
         queue.check_room(request_of(number))
@@ -99,7 +99,7 @@ def test_limits_hold_for_the_queue_with_the_newcomer_in_it(limits, name, got):
     queue.check_room(request_of(2))
 
 
-def test_policies():
+def test_the_policy_priority_orders_by_priority_and_fcfs_does_not():
     assert POLICIES["fcfs"](request_of(1, priority=5)) == POLICIES["fcfs"](request_of(2, priority=1))
     assert POLICIES["priority"](request_of(1, priority=5)) > POLICIES["priority"](request_of(2, priority=1))
 
@@ -109,7 +109,7 @@ def test_policies():
     [(3, "number"), (-0.5, "number"), ("a", "text"), ((1, ("b", 2.0)), ("number", ("text", "number")))],
     ids=repr,
 )
-def test_keys_of_one_shape_can_be_sorted(key, shape):
+def test_the_shape_of_a_key_says_what_it_compares_with(key, shape):
     assert key_shape(key) == shape
 
 

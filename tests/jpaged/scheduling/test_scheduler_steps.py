@@ -1,14 +1,14 @@
-"""What a step holds, and who gives way: small pools, exact steps. Lives at random are for `test_simulation`."""
+"""The work of single steps and the requests that they preempt: small pools, exact numbers."""
 
 import pytest
 
-from jpaged.page_store import MoveKind
-from jpaged.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
+from jpaged.kv_cache.page_store import MoveKind
 from jpaged.request import RequestState
-from jpaged.request_queue import POLICIES
-from jpaged.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
+from jpaged.scheduling.request_queue import POLICIES
 
-from .symbolic import Host
+from ..symbolic import Host
 
 SWAP = PreemptionPolicy(PreemptionMode.SWAP)
 
@@ -39,17 +39,17 @@ def decodes(work):
     return [(sequence.request.number, sequence.index) for sequence in work.decodes]
 
 
-def givers(work):
+def preempted(work):
     return [(each.request.number, each.mode.value) for each in work.preempted]
 
 
 def step_until(host, is_reached):
-    """The work of the step that brought it about."""
+    """Step until `is_reached(work)`; return the work of that step."""
     for _ in range(60):
         work = host.step()
         if is_reached(work):
             return work
-    raise AssertionError("it never comes about")
+    raise AssertionError("60 steps do not reach it")
 
 
 # Pages for the next tokens.
@@ -60,7 +60,7 @@ def step_until(host, is_reached):
     [(7, 50, 3), (8, 50, 4), (100, 4, 2), (100, 5, 3)],
     ids=["up to a page's end", "one beyond it", "all but the last token", "and one more"],
 )
-def test_a_decoding_sequence_has_pages_for_so_many_tokens_ahead(tokens_ahead, max_tokens, num_pages):
+def test_a_decoding_sequence_has_pages_for_tokens_ahead_up_to_its_last_token(tokens_ahead, max_tokens, num_pages):
     host = Host(tokens_ahead=tokens_ahead)
     host.add(prompt(5), max_tokens=max_tokens)
     host.step()
@@ -71,7 +71,7 @@ def test_a_decoding_sequence_has_pages_for_so_many_tokens_ahead(tokens_ahead, ma
 
 
 def test_a_sequence_whose_last_token_is_in_flight_takes_no_further_page():
-    """Not even when a fork comes to share its pages."""
+    """This holds even when a fork comes to share its pages."""
     host = Host(max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=False)
     other = host.add(prompt(2, 500), max_tokens=20)
     request = host.add(prompt(5), max_tokens=4)
@@ -92,15 +92,15 @@ def test_a_sequence_whose_last_token_is_in_flight_takes_no_further_page():
 # Chunks.
 
 
-def test_who_gave_way_in_a_step_gets_no_chunk_in_it():
-    """A window's pages are taken chunk by chunk: the first one's third page is the last one's."""
+def test_a_request_preempted_in_a_step_gets_no_chunk_in_it():
+    """A window's pages are taken chunk by chunk: the first request's third page comes from the last request."""
     host = Host(windows=(8,), num_blocks=1 + 6, long_prefill_token_threshold=4)
     for index in range(3):
         host.add(prompt(40, 100 * index))
     host.step()
     host.step()
     work = host.step()
-    assert givers(work) == [(2, "recompute")]
+    assert preempted(work) == [(2, "recompute")]
     assert chunks(work) == [(0, 0, 8, 4, []), (1, 0, 8, 4, [])]
     host.run()
 
@@ -117,8 +117,8 @@ def test_what_samples_have_in_common_is_computed_first_and_by_one_of_them(enable
     host.run()
 
 
-def test_a_sample_that_waits_for_nobody_does_not_stop_its_new_parent():
-    """Who becomes the first one before it has shared anything computes all of its tokens in one go."""
+def test_a_sample_that_waits_for_no_parent_does_not_stop_its_own_children():
+    """A sample that becomes the first one before it has shared anything computes all of its tokens at once."""
     host = Host(enable_prefix_caching=False)
     request = host.add(prompt(4), max_tokens=30)
     parent = request.sequences[0]
@@ -139,7 +139,7 @@ def test_a_sample_that_waits_for_nobody_does_not_stop_its_new_parent():
     host.run()
 
 
-def test_without_chunks_what_does_not_fit_into_the_step_waits_and_others_use_the_rest():
+def test_without_chunks_a_prompt_that_does_not_fit_the_step_waits_and_others_use_the_rest():
     host = Host(enable_chunked_prefill=False, max_num_batched_tokens=17, max_num_seqs=5)
     host.add(prompt(4), max_tokens=20, params=samples(3))
     for _ in range(9):
@@ -175,7 +175,40 @@ def test_without_chunks_a_prompt_may_take_the_whole_step_from_those_that_decode(
     host.run()
 
 
-def test_samples_give_way_together_though_one_of_them_had_its_chunk():
+def test_running_prompts_fill_the_step_exactly():
+    host = Host(max_num_batched_tokens=15, long_prefill_token_threshold=5)
+    for index in range(3):
+        host.add(prompt(11, 100 * index))
+    assert [[num_tokens for *_, num_tokens, _ in chunks(host.step())] for _ in range(2)] == [[5, 5, 5]] * 2
+    host.run()
+
+
+def test_without_chunks_endless_prompts_keep_a_sequence_from_decoding_for_8_steps_at_most():
+    host = Host(enable_chunked_prefill=False, max_num_batched_tokens=64, enable_prefix_caching=False)
+    host.add([100], max_tokens=5)
+    host.step()
+    held = []
+    for index in range(4 * 9):
+        host.add(prompt(50, 10 * index), max_tokens=1)
+        held.append(not decodes(host.step()))
+    assert held == 4 * (8 * [True] + [False])
+    host.run()
+
+
+def test_without_chunks_a_prompt_starts_at_once_when_no_sequence_decodes_any_more():
+    host = Host(enable_chunked_prefill=False, max_num_batched_tokens=64)
+    first = host.add([100], max_tokens=50)
+    host.step()
+    for index in range(8):
+        host.add(prompt(50, 10 * index), max_tokens=1)
+        assert not decodes(host.step())
+    host.abort(first)
+    last = host.add(prompt(50, 500), max_tokens=1)
+    host.step()
+    assert last.state is RequestState.FINISHED_LENGTH
+
+
+def test_samples_are_preempted_together_though_one_of_them_had_its_chunk():
     host = Host(num_blocks=1 + 16, max_num_batched_tokens=32)
     host.add(prompt(17, 500), max_tokens=20)
     host.add(prompt(4), max_tokens=5, params=samples(2))
@@ -186,14 +219,14 @@ def test_samples_give_way_together_though_one_of_them_had_its_chunk():
     num_taken = host.blocks.device.num_free
     host.blocks.device.withdraw(num_taken)
     work = host.step()
-    assert (givers(work), chunks(work), decodes(work)) == ([(1, "recompute")], [], [(0, 0)])
+    assert (preempted(work), chunks(work), decodes(work)) == ([(1, "recompute")], [], [(0, 0)])
     host.blocks.device.withdraw(-num_taken)
     host.run()
 
 
 @pytest.mark.parametrize("num_earlier", [1, 2], ids=["it finds no room itself", "an earlier one takes its pages"])
 def test_what_an_ignored_request_would_have_computed_is_left_to_a_newcomer(num_earlier):
-    """Whose two samples need 8 pages at most, more than are left when the pool has shrunk."""
+    """Its two samples need 8 pages at most, more than are left when the pool has shrunk."""
     host = Host(
         windows=(8,),
         num_blocks=1 + 10,
@@ -212,12 +245,14 @@ def test_what_an_ignored_request_would_have_computed_is_left_to_a_newcomer(num_e
     work = host.step()
     assert (work.ignored, work.preempted, large.state) == ([large], [], RequestState.FINISHED_IGNORED)
     assert host.scheduler.counts["ignored"] == 1
-    assert large.error == f"its 8 pages can never be had: the pool has {num_left} pages of 4 tokens left"
+    assert large.error == (
+        f"the pool has become too small: it needs up to 8 pages, and there are {num_left} pages of 4 tokens"
+    )
     assert chunks(work) == [*[(index, 0, 8, 4, []) for index in range(num_earlier)], (late.number, 0, 0, 3, [])]
     host.run()
 
 
-def test_who_is_ignored_amid_a_step_does_not_decode_in_it():
+def test_a_request_ignored_during_a_step_does_not_decode_in_it():
     host = Host(windows=(8,), num_blocks=1 + 10, long_prefill_token_threshold=4)
     host.add(prompt(40))
     large = host.add(prompt(4, 500), max_tokens=30, params=samples(2))
@@ -231,7 +266,7 @@ def test_who_is_ignored_amid_a_step_does_not_decode_in_it():
     host.run()
 
 
-def test_who_gave_way_in_the_step_that_placed_it_is_not_placed():
+def test_a_sequence_preempted_in_the_step_that_gave_it_a_slot_is_not_new_in_a_slot():
     host = Host(windows=(8,), num_blocks=1 + 4, long_prefill_token_threshold=4)
     host.add(prompt(40))
     last = host.add(prompt(3, 500), max_tokens=4)
@@ -239,8 +274,8 @@ def test_who_gave_way_in_the_step_that_placed_it_is_not_placed():
     host.step()
     host.fork(last.sequences[0])
     work = host.step()
-    assert givers(work) == [(1, "recompute")]
-    assert (work.placed, chunks(work), decodes(work)) == ([], [(0, 0, 8, 4, [])], [])
+    assert preempted(work) == [(1, "recompute")]
+    assert (work.new_in_slots, chunks(work), decodes(work)) == ([], [(0, 0, 8, 4, [])], [])
     host.run()
 
 
@@ -248,7 +283,7 @@ def test_who_gave_way_in_the_step_that_placed_it_is_not_placed():
     ("budget", "num_decoding", "num_tokens"),
     [(9, 0, 9), (9, 3, 6), (9, 7, 4), (8, 7, 4)],
 )
-def test_chunks_get_what_decoding_leaves_and_half_of_the_step_at_least(budget, num_decoding, num_tokens):
+def test_chunks_get_what_decoding_leaves_but_half_of_the_step_at_least(budget, num_decoding, num_tokens):
     host = Host(max_num_seqs=8, max_num_batched_tokens=budget)
     for index in range(num_decoding):
         host.add([100 + index], max_tokens=20)
@@ -258,7 +293,7 @@ def test_chunks_get_what_decoding_leaves_and_half_of_the_step_at_least(budget, n
     host.run()
 
 
-def test_sequences_that_decode_take_turns_in_order():
+def test_sequences_that_decode_beyond_the_budget_rotate_in_order():
     """Six of them beside a prompt that takes half of the step: room for the first and three others."""
     host = Host(max_num_seqs=7, max_num_batched_tokens=8)
     requests = [host.add([100 + index], max_tokens=30) for index in range(6)]
@@ -266,7 +301,7 @@ def test_sequences_that_decode_take_turns_in_order():
     long = host.add(prompt(60, 500), max_tokens=30)
     served = [[number for number, _ in decodes(host.step())] for _ in range(5)]
     assert served == [[0, 1, 2, 3], [0, 4, 5, 1], [0, 2, 3, 4], [0, 5, 1, 2], [0, 3, 4, 5]]
-    # Four fill the room: nobody has to wait, and nobody's turn is lost.
+    # Four fill the room: none has to wait, and the rotation does not move.
     host.abort(requests[1])
     host.abort(requests[2])
     work = host.step()
@@ -278,22 +313,22 @@ def test_sequences_that_decode_take_turns_in_order():
 # Pages.
 
 
-def test_pages_that_steps_in_flight_may_write_are_waited_for_before_anybody_gives_way():
+def test_pages_that_steps_in_flight_may_write_are_awaited_before_any_request_is_preempted():
     host = Host(num_blocks=1 + 3, enable_prefix_caching=False)
     requests = [host.add(prompt(3, 100 * index), max_tokens=4) for index in range(3)]
     host.step()
     host.dispatch()
     host.abort(requests[2])
     work = host.dispatch()
-    assert (work.is_empty, work.preempted, host.scheduler.counts["fence_held"]) == (True, [], 2)
+    assert (work.is_empty, work.preempted, host.scheduler.counts["awaited_retirement"]) == (True, [], 2)
     host.retire()
     work = host.step()
     assert decodes(work) == [(0, 0)]
-    assert givers(work) == [(1, "recompute")]
+    assert preempted(work) == [(1, "recompute")]
     host.run()
 
 
-def test_a_chunk_waits_for_such_pages_too():
+def test_a_chunk_waits_for_pages_that_steps_in_flight_may_write():
     host = Host(windows=(8,), num_blocks=1 + 4, long_prefill_token_threshold=4)
     host.add(prompt(40))
     other = host.add(prompt(2, 500), max_tokens=6)
@@ -302,14 +337,14 @@ def test_a_chunk_waits_for_such_pages_too():
     assert chunks(host.dispatch()) == [(0, 0, 8, 4, [])]
     host.abort(other)
     assert host.dispatch().is_empty
-    assert host.scheduler.counts["fence_held"] == 1
+    assert host.scheduler.counts["awaited_retirement"] == 1
     host.retire()
     assert chunks(host.step()) == [(0, 0, 12, 4, [])]
     host.run()
 
 
 @pytest.mark.parametrize("is_in_flight", [True, False])
-def test_the_last_one_waits_for_results_before_it_gives_way_itself(is_in_flight):
+def test_the_last_request_waits_for_its_results_before_it_is_preempted_for_itself(is_in_flight):
     host = Host(num_blocks=1 + 3, enable_prefix_caching=False)
     for index in range(2):
         host.add(prompt(3, 100 * index), max_tokens=5)
@@ -319,20 +354,20 @@ def test_the_last_one_waits_for_results_before_it_gives_way_itself(is_in_flight)
         host.retire()
     work = host.dispatch()
     assert decodes(work) == [(0, 0)]
-    assert givers(work) == ([] if is_in_flight else [(1, "recompute")])
+    assert preempted(work) == ([] if is_in_flight else [(1, "recompute")])
     while host.core.in_flight:
         host.retire()
     host.run()
 
 
-def test_a_later_one_gives_way_at_once_though_its_results_are_in_flight():
+def test_a_later_request_is_preempted_at_once_though_its_results_are_in_flight():
     host = Host(num_blocks=1 + 2, enable_prefix_caching=False)
     for index in range(2):
         host.add(prompt(3, 100 * index), max_tokens=5)
     host.step()
     host.dispatch()
     work = host.dispatch()
-    assert givers(work) == [(1, "recompute")]
+    assert preempted(work) == [(1, "recompute")]
     assert decodes(work) == []  # The page may still be written.
     while host.core.in_flight:
         host.retire()
@@ -349,12 +384,12 @@ def test_a_fork_takes_the_slot_of_a_later_request():
     host.step()
     [child] = host.fork(first.sequences[0])
     work = host.step()
-    assert givers(work) == [(1, "recompute")]
-    assert work.placed == [child]
+    assert preempted(work) == [(1, "recompute")]
+    assert work.new_in_slots == [child]
     assert decodes(work) == [(0, 0)]
     assert chunks(work) == [(0, 1, 3, 1, [1])]
     host.step()
-    assert host.scheduler.sequences == first.sequences
+    assert host.scheduler.lifecycle.sequences == first.sequences
     host.run()
 
 
@@ -366,10 +401,10 @@ def test_a_fork_waits_for_a_slot_if_its_request_is_the_last():
     for _ in range(2):
         work = host.step()
         assert decodes(work) == [(0, 0), (1, 0)]
-        assert (work.preempted, work.placed) == ([], [])
+        assert (work.preempted, work.new_in_slots) == ([], [])
     host.abort(first)
     work = host.step()
-    assert work.placed == [child]
+    assert work.new_in_slots == [child]
     assert chunks(work) == [(1, 1, 3, 1, [1])]
     host.run()
 
@@ -378,7 +413,7 @@ def test_a_fork_waits_for_a_slot_if_its_request_is_the_last():
 
 
 class Door:
-    """A gate that lets urgent requests in, and others while it is open."""
+    """A gate that admits urgent requests, and others while it is open."""
 
     def __init__(self):
         self.is_open = True
@@ -398,7 +433,7 @@ class Door:
     ("num_left", "samples_served", "newcomer"),
     [(1, [0], []), (2, [0, 1], []), (4, [0, 1, 2], [1]), (5, [0, 1, 2], [2])],
 )
-def test_samples_that_come_back_share_what_the_step_has_left(num_left, samples_served, newcomer):
+def test_swapped_samples_share_what_the_step_has_left(num_left, samples_served, newcomer):
     door = Door()
     host = Host(
         num_blocks=1 + 20,
@@ -412,7 +447,7 @@ def test_samples_that_come_back_share_what_the_step_has_left(num_left, samples_s
     )
     first = host.add(prompt(47, 500), max_tokens=30)
     group = host.add(prompt(4), max_tokens=12, params=samples(3), priority=1)
-    assert givers(step_until(host, lambda work: work.preempted)) == [(1, "swap")]
+    assert preempted(step_until(host, lambda work: work.preempted)) == [(1, "swap")]
     door.is_open = False
     host.abort(first)
     urgent = host.add(prompt(16 - num_left, 600), max_tokens=4)
@@ -433,22 +468,22 @@ def test_samples_that_come_back_share_what_the_step_has_left(num_left, samples_s
 
 
 @pytest.mark.parametrize(("first_len", "num_computed"), [(11, 9), (10, 10)], ids=["at the fork", "beyond it"])
-def test_a_swapped_group_goes_on_where_it_was_though_a_sample_has_still_to_attach(first_len, num_computed):
+def test_a_swapped_request_goes_on_where_it_was_though_a_sample_has_still_to_attach(first_len, num_computed):
     host = Host(num_blocks=1 + 6, num_host_blocks=10, max_num_seqs=2, preemption=SWAP, enable_prefix_caching=False)
     first, second = host.add(prompt(first_len, 500), max_tokens=9), host.add(prompt(9), max_tokens=5)
     host.step()
     host.fork(second.sequences[0])  # Amid the prompt, which its parent computes for both; and no slot is left.
-    assert givers(step_until(host, lambda work: work.preempted)) == [(1, "swap")]
-    assert (len(host.scheduler.free_slots), second.sequences[0].num_computed) == (1, num_computed)
+    assert preempted(step_until(host, lambda work: work.preempted)) == [(1, "swap")]
+    assert (len(host.scheduler.lifecycle.free_slots), second.sequences[0].num_computed) == (1, num_computed)
     host.abort(first)
     work = host.step()
     assert chunks(work) == [(1, 0, num_computed, 1, [0])]
-    assert work.placed == second.live
+    assert work.new_in_slots == second.live
     assert chunks(host.step()) == [(1, 1, 8, 1, [1])]
     host.run()
 
 
-# Who gives way, and how.
+# How requests are preempted.
 
 
 @pytest.mark.parametrize(
@@ -459,7 +494,7 @@ def test_a_swapped_group_goes_on_where_it_was_though_a_sample_has_still_to_attac
     ],
     ids=["a page partly filled", "shared ones count once"],
 )
-def test_the_cost_of_giving_way_counts_computed_tokens_and_the_pages_that_hold_them(length, n, expected):
+def test_preemption_costs_count_computed_tokens_and_the_pages_that_hold_them(length, n, expected):
     costs = SwapCosts(page_bytes=500, swap_bytes_per_s=1e6, prefill_s_per_token=1e-3)
     policy = PreemptionPolicy(PreemptionMode.AUTO, costs)
     host = Host(num_blocks=1 + 4 + n, num_host_blocks=10, max_num_batched_tokens=32, preemption=policy)
@@ -475,13 +510,13 @@ def test_the_cost_of_giving_way_counts_computed_tokens_and_the_pages_that_hold_t
     ("num_host_pages", "mode", "reason"),
     [(1, "recompute", "the host pool is full"), (2, "swap", "preemption_mode=swap")],
 )
-def test_who_finds_the_host_pool_full_is_computed_anew(num_host_pages, mode, reason):
+def test_a_request_that_the_host_pool_cannot_hold_is_recomputed(num_host_pages, mode, reason):
     host = Host(num_blocks=1 + 4, num_host_blocks=1 + num_host_pages, preemption=SWAP)
     host.add(prompt(8, 500), max_tokens=9)
     request = host.add(prompt(7), max_tokens=2)
     host.step()
     work = host.step()
-    assert givers(work) == [(1, mode)]
+    assert preempted(work) == [(1, mode)]
     assert work.preempted[0].reason == reason
     assert request.state is (RequestState.SWAPPED if mode == "swap" else RequestState.WAITING)
     assert (request.num_preemptions, request.num_swaps) == (1, mode == "swap")
@@ -490,14 +525,14 @@ def test_who_finds_the_host_pool_full_is_computed_anew(num_host_pages, mode, rea
     host.run()
 
 
-def test_pages_that_are_swapped_out_amid_a_step_are_not_taken_before_it_has_retired():
-    """And what then ends in the host pool concerns no device page of the same number."""
+def test_pages_swapped_out_while_a_step_may_write_them_are_not_taken_before_it_retires():
+    """A sequence that then ends in the host pool concerns no device page of the same number."""
     host = Host(num_blocks=1 + 3, num_host_blocks=10, preemption=SWAP, enable_prefix_caching=False)
     first, second = host.add(prompt(7, 500), max_tokens=5), host.add(prompt(2), max_tokens=5)
     host.step()
     host.dispatch()
     work = host.dispatch()
-    assert (givers(work), decodes(work)) == ([(1, "swap")], [])
+    assert (preempted(work), decodes(work)) == ([(1, "swap")], [])
     assert [move.kind for move in work.moves] == [MoveKind.SWAP_OUT]
     host.abort(second)
     assert host.blocks.device.num_free == 0
@@ -508,7 +543,7 @@ def test_pages_that_are_swapped_out_amid_a_step_are_not_taken_before_it_has_reti
     assert host.blocks.device.num_free == 3
 
 
-def test_only_pages_of_sequences_in_flight_are_held_back_until_the_step_has_retired():
+def test_pages_are_deferred_only_for_sequences_in_flight():
     host = Host(max_num_seqs=7, max_num_batched_tokens=8)
     requests = [host.add([100 + index], max_tokens=30) for index in range(6)]
     host.step()
@@ -524,7 +559,7 @@ def test_only_pages_of_sequences_in_flight_are_held_back_until_the_step_has_reti
     host.run()
 
 
-# Who comes in.
+# Requests that start.
 
 
 def test_a_request_keeps_the_time_and_the_cache_hits_of_its_first_admission():
@@ -544,7 +579,7 @@ def test_a_request_keeps_the_time_and_the_cache_hits_of_its_first_admission():
     host.run()
 
 
-def test_running_requests_stand_in_their_order_whoever_came_first():
+def test_running_requests_are_served_in_the_policy_s_order():
     host = Host(policy=POLICIES["priority"])
     for index, priority in enumerate([1, 2, 0]):
         host.add(prompt(3, 100 * index), max_tokens=8, priority=priority)
@@ -557,8 +592,8 @@ def test_running_requests_stand_in_their_order_whoever_came_first():
 
 
 @pytest.mark.parametrize(("num_free", "start"), [(2, 8), (1, 0)], ids=["just room for it", "one page too few"])
-def test_a_sample_whose_parent_has_ended_starts_with_what_the_cache_has_if_there_is_room(num_free, start):
-    """A prefix of two pages that the device lost, and that the host pool has kept."""
+def test_a_sample_whose_parent_has_ended_starts_with_cached_pages_if_there_is_room(num_free, start):
+    """The device has lost a prefix of two pages, and the host pool has kept it."""
     host = Host(num_blocks=1 + 16, num_host_blocks=20, long_prefill_token_threshold=4)
     host.add(prompt(9), max_tokens=1)
     host.run()
@@ -570,13 +605,13 @@ def test_a_sample_whose_parent_has_ended_starts_with_what_the_cache_has_if_there
     host.abort_sequence(request.sequences[0])
     host.blocks.device.withdraw(host.blocks.device.num_free - num_free)
     work = host.step()
-    assert givers(work) == [(last.number, "recompute")]  # For the pages that are to be computed.
+    assert preempted(work) == [(last.number, "recompute")]  # For the pages that are to be computed.
     assert chunks(work) == [(request.number, 1, start, 4, [])]
     host.run()
 
 
 @pytest.mark.parametrize(("windows", "start"), [((None,), 8), ((4,), 0)], ids=["shared", "passed by"])
-def test_a_sample_that_gets_its_slot_late_shares_what_its_parent_still_has(windows, start):
+def test_a_sample_that_gets_its_slot_late_shares_the_pages_its_parent_still_has(windows, start):
     host = Host(windows=windows, max_num_seqs=2, max_num_batched_tokens=8, enable_prefix_caching=False)
     other, request = host.add(prompt(2, 500), max_tokens=40), host.add(prompt(9), max_tokens=40)
     host.step()
@@ -591,8 +626,8 @@ def test_a_sample_that_gets_its_slot_late_shares_what_its_parent_still_has(windo
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_a_parent_decodes_on_in_a_copy_of_the_half_full_page_that_a_sample_comes_to_share(has_room):
-    """In the same step; or not at all, where there is no page for the copy."""
+def test_a_parent_decodes_on_in_a_copy_of_the_partly_filled_page_that_a_sample_shares(has_room):
+    """It does so in the same step; without a page for the copy neither goes on."""
     host = Host(max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=False)
     other, request = host.add(prompt(2, 500), max_tokens=20), host.add(prompt(6), max_tokens=20)
     host.step()
@@ -612,19 +647,4 @@ def test_a_parent_decodes_on_in_a_copy_of_the_half_full_page_that_a_sample_comes
     host.blocks.device.withdraw(-num_taken)
     while host.core.in_flight:
         host.retire()
-    host.run()
-
-
-@pytest.mark.parametrize(
-    ("stage", "length", "num_steps"), [("waiting", 4, 0), ("prefilling", 7, 1), ("decoding", 4, 1), ("swapped", 4, 2)]
-)
-def test_aborts_are_counted_by_the_stage_they_come_in(stage, length, num_steps):
-    host = Host(num_blocks=1 + 4, num_host_blocks=10, max_num_batched_tokens=12, preemption=SWAP)
-    host.add(prompt(8, 500), max_tokens=9)
-    request = host.add(prompt(length), max_tokens=5)
-    for _ in range(num_steps):
-        host.step()
-    host.abort(request)
-    aborts = {name: count for name, count in host.scheduler.counts.items() if name.startswith("abort")}
-    assert aborts == {f"abort_{stage}": 1}
     host.run()

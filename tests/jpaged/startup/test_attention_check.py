@@ -10,23 +10,21 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.attention_check import (
+from jpaged.errors import ConfigError
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, LayerPlace, TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes
+from jpaged.startup.attention_check import (
     LARGEST_ERROR,
-    LONG_CONTEXT,
     check_kernels,
     check_key,
     check_steps,
     kernel_error,
-    long_context,
     source_digest,
 )
-from jpaged.attention_choice import user_tuned
-from jpaged.errors import ConfigError
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend, XlaBackend
-from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import GpuPlanner
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes
-from jpaged.user_cache import user_cache
+from jpaged.startup.attention_choice import users_tuned
+from jpaged.startup.user_cache import user_cache
 
 from .test_attention_choice import CPU, MODEL, model_with
 
@@ -34,13 +32,13 @@ from .test_attention_choice import CPU, MODEL, model_with
 class WrongHeads(TpuBackend):
     """Attends with the query heads of the neighbour."""
 
-    def attend(self, cache, place, q, *args, **options):
-        return super().attend(cache, place, jnp.roll(q, 1, axis=1), *args, **options)
+    def attend(self, pages, layout, place, q, *args, **arrays):
+        return super().attend(pages, layout, place, jnp.roll(q, 1, axis=1), *args, **arrays)
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, most_rows=16, height=8), tile_kv=256, sub_kv=128)
+    sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, max_rows=16, write_slots=8), tile_kv=256, sub_kv=128)
     return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 128, "sizes": sizes}
 
 
@@ -81,7 +79,7 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
     else:
         with pytest.raises(RuntimeError):
             user_cache("checked")
-    assert user_tuned() == ()
+    assert users_tuned(TpuBackend) == ()
     with caplog.at_level(logging.INFO, "jpaged"):
         check_kernels(TpuBackend(**interpreted), model_with(head_size=64), "float32", "float32", 16, CPU)
     messages = [record.getMessage() for record in caplog.records]
@@ -93,17 +91,17 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
 class Blind(XlaBackend):
     """Knows nothing of windows."""
 
-    def attend(self, *args, **options):
-        return super().attend(*args, **{**options, "window": None})
+    def attend(self, *args, **arrays):
+        *arguments, options = args
+        return super().attend(*arguments, dataclasses.replace(options, window=None), **arrays)
 
 
 class ReadsFirstLayer(XlaBackend):
     """Writes where it is told, and reads the first layer."""
 
-    def attend(self, cache, place, q, k, v, step, **options):
-        _, pages = super().attend(cache, place, q, k, v, step, **options)
-        cache = dataclasses.replace(cache, pages=pages)
-        return super().attend(cache, LayerPlace(0, 0), q, None, None, step, **options)
+    def attend(self, pages, layout, place, q, k, v, *args, **arrays):
+        _, pages = super().attend(pages, layout, place, q, k, v, *args, **arrays)
+        return super().attend(pages, layout, LayerPlace(0, 0), q, None, None, *args, **arrays)
 
 
 def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
@@ -114,7 +112,7 @@ def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is
     assert not kernel_error(ReadsFirstLayer(), *shape) <= LARGEST_ERROR
 
 
-@pytest.mark.parametrize("long", [LONG_CONTEXT, 4097])
+@pytest.mark.parametrize("long", [1000, 4097])
 @pytest.mark.parametrize("block_size", [16, 64, 128, 256])
 def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(block_size, long):
     tables, num_tokens, works = check_steps(block_size, long, np.random.default_rng(0))
@@ -125,24 +123,23 @@ def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(b
 
 
 def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
-    backend, sizes = TpuBackend(), {"num_layers": 1, "num_pages": 1, "page_size": 128, "head_size": 128}
-    few = backend.layout(num_kv_heads=1, dtype="bfloat16", **sizes)
+    backend = TpuBackend()
+    few, more = (backend.layout(KVShape(1, 1, 128, heads, 128, "bfloat16")) for heads in (1, 8))
     assert backend.sizes_for(16, few, "bfloat16").decode.tile == 2048
-    assert long_context(backend, 16, few, "bfloat16") == 4097
-    assert long_context(backend, 32, backend.layout(num_kv_heads=8, dtype="bfloat16", **sizes), "bfloat16") == 1025
-    assert long_context(XlaBackend(platform="gpu"), 16, few, "bfloat16") == LONG_CONTEXT
+    assert backend.check_context_len(16, few, "bfloat16") == 4097
+    assert backend.check_context_len(32, more, "bfloat16") == 1025
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 4), 256), ((9, 3), 64)])
 @pytest.mark.parametrize(("num_sms", "block_memory"), [(132, 232448), (108, 166912)])
 def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(heads, head_size, num_sms, block_memory):
-    chip = {"num_sms": num_sms, "block_memory": block_memory, "is_cut": True, "least_share": 6}
+    chip = {"num_sms": num_sms, "block_memory": block_memory, "split_kv": True, "min_share": 6}
     planner = GpuPlanner(num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, windows=(), **chip)
-    _, num_tokens, works = check_steps(64, LONG_CONTEXT, np.random.default_rng(0))
+    _, num_tokens, works = check_steps(64, 1000, np.random.default_rng(0))
     plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)
     planner.plan(works[-1], sum(works), num_tokens=num_tokens, num_rows=8, out=plan)
-    (small,) = planner.orders(num_tokens, 8)[0]
-    assert plan[small.num_merges] == 1
+    (small,) = planner.sections(num_tokens, 8)[0]
+    assert plan[small.num_merges_at] == 1
 
 
 def test_another_driver_source_or_window_is_compared_anew(tmp_path):

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jpaged.attention_choice import block_size_of, choose_attention
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.names import BACKENDS
+from jpaged.startup.attention_choice import attention_shape, block_size_of, choose_attention, load_backend
 
-from .tiny_model import CONFIG
+from ..tiny_model import CONFIG
 
 MODEL = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
 CPU = jax.devices("cpu")[0]
@@ -28,49 +29,66 @@ def tpu(kind="TPU v6 lite"):
     return SimpleNamespace(platform="tpu", device_kind=kind)
 
 
+def choose(asked, model, device, kv_dtype="bfloat16", **options):
+    return choose_attention(asked, attention_shape(model, kv_dtype), [device], **options)
+
+
 def test_each_platform_has_its_default():
-    assert choose_attention("auto", MODEL, CPU).backend == XlaBackend(platform="cpu", share_prefixes=True)
+    assert choose("auto", MODEL, CPU).backend == XlaBackend(platform="cpu", share_prefixes=True)
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-    assert choose_attention("auto", MODEL, gpu).backend == XlaBackend(platform="gpu")
+    assert choose("auto", MODEL, gpu).backend == XlaBackend(platform="gpu")
     for kind, chip in (("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("TPU7x", "v7x")):
-        backend = choose_attention("auto", model_with(head_size=128), tpu(kind)).backend
+        backend = choose("auto", model_with(head_size=128), tpu(kind)).backend
         assert (backend.name, backend.chip) == ("pallas-tpu", chip)
+
+
+def test_every_backend_of_the_table_has_the_name_and_page_size_that_it_is_listed_with():
+    for entry in BACKENDS:
+        backend = load_backend(entry)
+        assert (backend.name, backend.block_sizes[0]) == (entry.name, entry.block_size)
 
 
 def test_a_start_on_a_gpu_says_why_no_kernel_serves():
     h200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-    untried = "the pallas-gpu kernels have not passed scripts/gpu_check.py on NVIDIA H200"
-    too_old = f"the pallas-gpu kernels need jax 0.11 or later, this is {jax.__version__}"
-    why = untried if HAS_MMA else too_old
-    assert choose_attention("auto", MODEL, h200).reason == f"the default on gpu: {why}"
-    assert choose_attention("xla", MODEL, h200).reason == "asked for"
-    assert choose_attention("auto", MODEL, CPU).reason == "the default on cpu"
+    untried = "its kernels have not passed scripts/gpu_check.py on NVIDIA H200"
+    too_old = f"it needs jax 0.11 or later, this is {jax.__version__}"
+    assert choose("auto", MODEL, h200).reason == f"not pallas-gpu: {untried if HAS_MMA else too_old}"
+    assert choose("xla", MODEL, h200).reason == "asked for"
+    assert choose("auto", MODEL, CPU).reason == "the default on cpu"
 
 
 def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_refused():
-    chosen = choose_attention("auto", model_with(head_size=48), tpu())
+    chosen = choose("auto", model_with(head_size=48), tpu())
     assert chosen.backend.name == "xla"
     assert "head_size: got 48, the pallas-tpu backend takes 64, 80, 96" in chosen.reason
     with pytest.raises(ConfigError, match=r"head_size: got 48.*use --attention-backend xla"):
-        choose_attention("pallas-tpu", model_with(head_size=48), tpu())
+        choose("pallas-tpu", model_with(head_size=48), tpu())
     large = model_with(num_heads=40, num_kv_heads=40, head_size=128)
-    assert choose_attention("auto", large, tpu("TPU7x")).backend.name == "pallas-tpu"
-    chosen = choose_attention("auto", large, tpu("TPU7x"), "float32")
+    assert choose("auto", large, tpu("TPU7x")).backend.name == "pallas-tpu"
+    chosen = choose("auto", large, tpu("TPU7x"), "float32")
     assert chosen.backend.name == "xla"
     assert "40 KV heads of 128 in float32 the pallas-tpu backend would need 66 MiB" in chosen.reason
-    assert "this device is TPU v4" in choose_attention("auto", model_with(head_size=128), tpu("TPU v4")).reason
+    assert "this device is TPU v4" in choose("auto", model_with(head_size=128), tpu("TPU v4")).reason
+
+
+def test_a_deterministic_engine_is_not_given_kernels_that_are_not():
+    chosen = choose("auto", model_with(head_size=128), tpu(), deterministic=True)
+    assert chosen.backend.name == "xla"
+    assert chosen.reason.startswith(
+        "not pallas-tpu: deterministic is true, and its kernels round a prompt as it is cut"
+    )
 
 
 def test_kernels_of_another_platform_are_refused():
     with pytest.raises(
         ConfigError, match=r"attention_backend: got pallas-tpu, allowed on this device \(cpu\): auto, xla"
     ):
-        choose_attention("pallas-tpu", MODEL, CPU)
+        choose("pallas-tpu", MODEL, CPU)
 
 
-def test_what_is_asked_for_is_taken():
-    assert choose_attention("xla", model_with(head_size=128), tpu()).backend.name == "xla"
-    assert choose_attention("pallas-tpu", model_with(head_size=128), tpu()).reason == "asked for"
+def test_a_backend_asked_for_by_name_is_taken():
+    assert choose("xla", model_with(head_size=128), tpu()).backend.name == "xla"
+    assert choose("pallas-tpu", model_with(head_size=128), tpu()).reason == "asked for"
 
 
 @pytest.mark.skipif(not HAS_MMA, reason="the GPU kernels need jax 0.11")
@@ -83,11 +101,11 @@ def test_gpu_kernels_are_made_for_the_chip_they_are_asked_for_on():
         shared_memory_per_block_optin=166912,
     )
     model = model_with(head_size=64, windows=(None, 512))
-    chosen = choose_attention("pallas-gpu", model, gpu).backend
+    chosen = choose("pallas-gpu", model, gpu).backend
     assert (chosen.num_sms, chosen.block_memory, chosen.capability, chosen.windows) == (108, 166912, (8, 0), (512,))
     gpu.compute_capability = "7.5"
     with pytest.raises(ConfigError, match="kernels run from Ampere"):
-        choose_attention("pallas-gpu", model, gpu)
+        choose("pallas-gpu", model, gpu)
 
 
 @pytest.mark.skipif(HAS_MMA, reason="this jax has what the GPU kernels need")
@@ -96,12 +114,12 @@ def test_gpu_kernels_need_a_later_jax_than_some_have():
         platform="gpu", device_kind="x", compute_capability="9.0", core_count=132, shared_memory_per_block_optin=232448
     )
     with pytest.raises(ConfigError, match=r"its kernels need jax 0.11.*use --attention-backend xla"):
-        choose_attention("pallas-gpu", MODEL, gpu)
+        choose("pallas-gpu", MODEL, gpu)
 
 
 def pages_of(backend, asked, max_num_seqs, max_model_len, num_kv_heads=8, dtype="bfloat16"):
-    model = model_with(num_kv_heads=num_kv_heads, head_size=128)
-    return block_size_of(backend, model, dtype, asked, max_num_seqs, max_model_len)
+    shape = attention_shape(model_with(num_kv_heads=num_kv_heads, head_size=128), dtype)
+    return block_size_of(backend, shape, asked, max_num_seqs, max_model_len)
 
 
 def test_pages_grow_until_the_page_table_fits():

@@ -1,11 +1,11 @@
-"""Memory is planned before any is taken: by what the compiled step says, as it is then taken, and refused in bytes."""
+"""The plan of memory holds: for the compiled step, for what is then allocated, and for what it refuses."""
 
 import json
 import re
 import struct
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged import ConfigError, Engine, SamplingParams
-from jpaged.assembly import own_bytes
-from jpaged.sizing import estimated_step_bytes
+from jpaged import Engine
+from jpaged.sampling.sampling_params import SampleMode
+from jpaged.startup.abstract_engine import own_bytes
+from jpaged.startup.sizing import MemoryPlan
 
-from .tiny_model import CONFIG, write_tiny_model
+from ..tiny_model import CONFIG, write_tiny_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 16}
 
 
@@ -28,88 +29,74 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-def with_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """A machine with so much free memory."""
-    monkeypatch.setattr("jpaged.assembly.free_host_bytes", lambda: num_bytes)
+@dataclass(frozen=True)
+class Measured:
+    """What an engine with plenty of memory takes."""
+
+    plan: MemoryPlan
+    largest_step: int
+    """Bytes of the largest of the programs with the most tokens and rows."""
+    page_bytes: int
 
 
-def kept_between_steps(engine: Engine) -> int:
-    """Rules of slots, and hidden states."""
-    return engine.runner.state.hidden.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.rules))
+def measure(engine: Engine) -> Measured:
+    runner = engine.runner
+    keys = [("forward", 64), ("decode", 8), ("sample", 8, SampleMode.FULL)]
+    largest = max(own_bytes(runner.plan.get(key)) for key in keys)
+    return Measured(engine.sizes.memory, largest, runner.page_bytes)
 
 
-def largest_step(engine: Engine) -> int:
-    """By what its executables say."""
-    keys = [key for key in engine.runner.plan.programs if key[0] in ("forward", "sample", "decode")]
-    return max(own_bytes(engine.runner.plan.get(key)) for key in keys)
+def step_bytes(engine: Engine, largest_step: int) -> int:
+    """Return what the plan calls a step: the largest program, the logit rules and the hidden states."""
+    runner = engine.runner
+    return largest_step + runner.state.hidden.nbytes + sum(leaf.nbytes for leaf in jax.tree.leaves(runner.rules))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_planned_is_what_is_taken(tiny: str, dtype: str) -> None:
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr("jpaged.startup.build_engine.free_host_bytes", lambda: num_bytes)
+
+
+def measure_with_plenty(tiny: str, dtype: str) -> Measured:
+    """Check the plan of an engine with plenty of memory against what it takes; return what it takes."""
     with Engine(tiny, **SIZES, dtype=dtype) as engine:
-        memory = engine.sizes.memory
-        state, weights = engine.runner.state, engine.runner.weights
-        assert memory.pool_bytes == sum(array.nbytes for array in state.cache.pages)
-        assert memory.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights.state))
-        assert not memory.is_measured
-        taken = largest_step(engine) + kept_between_steps(engine)
-        assert 0 <= memory.step_bytes - taken < 20 << 20, "an estimate on the generous side"
+        found = measure(engine)
+        assert found.plan.pool_bytes == sum(array.nbytes for array in engine.runner.state.cache.pages)
+        weights = engine.runner.weights.state
+        assert found.plan.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+        assert not found.plan.is_measured
+        assert 0 <= found.plan.step_bytes - step_bytes(engine, found.largest_step) < 20 << 20
+        return found
+
+
+@pytest.fixture(scope="module")
+def plenty(tiny: str) -> Measured:
+    return measure_with_plenty(tiny, "float32")
+
+
+def test_the_plan_is_what_is_taken_and_its_estimate_of_a_step_is_generous(tiny: str, plenty: Measured) -> None:
+    measure_with_plenty(tiny, "bfloat16")
 
 
 def test_where_memory_is_short_the_step_is_measured_and_the_pool_takes_half_of_the_rest(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+    tiny: str, plenty: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    free = plenty.plan.weights_bytes + plenty.largest_step + 2 * 48 * plenty.page_bytes
+    set_free_memory(monkeypatch, free)
     with Engine(tiny, **SIZES) as engine:
-        plenty, most = engine.sizes.memory, largest_step(engine)
-        page_bytes = engine.runner.state.cache.layout.page_bytes
-        wanted = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
-    num_pages = 48
-    free = plenty.weights_bytes + most + 2 * num_pages * page_bytes
-    with_memory(monkeypatch, free)
-    with Engine(tiny, **SIZES) as engine:
-        memory = engine.sizes.memory
-        assert memory.is_measured
-        assert memory.step_bytes < plenty.step_bytes
-        taken = largest_step(engine) + kept_between_steps(engine)
-        assert memory.step_bytes == pytest.approx(taken, rel=0.05), "pages do not change a step"
-        room = (free - memory.weights_bytes - memory.step_bytes) // 2
-        # Rounded down to three significant bits, so that compiled shapes stay what they are.
-        assert 0.74 * room <= memory.pool_bytes <= room
-        assert memory.pool_bytes == sum(array.nbytes for array in engine.runner.state.cache.pages)
-        again = engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
-        assert again[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
-
-
-def test_a_context_that_the_memory_cannot_hold_is_refused_with_the_longest_that_it_can(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(tiny, **SIZES) as engine:
-        memory, page_bytes = engine.sizes.memory, engine.runner.state.cache.layout.page_bytes
-        most = largest_step(engine)
-    with_memory(monkeypatch, memory.weights_bytes + most + 20 * page_bytes)
-    with pytest.raises(ConfigError) as caught:
-        Engine(tiny, **SIZES)
-    found = re.search(r"(\d+) bytes are missing; lower max_model_len to (\d+)", str(caught.value))
-    assert found, caught.value
-    missing, longest = int(found[1]), int(found[2])
-    assert missing == (256 - longest) // 16 * page_bytes
-    with Engine(tiny, **SIZES | {"max_model_len": longest}) as engine:
-        output = engine.generate([[7] * (longest - 3)], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert len(output[0].outputs[0].token_ids) == 3
-    with pytest.raises(ConfigError, match="bytes are missing"):
-        Engine(tiny, **SIZES | {"max_model_len": longest + 16})
-
-
-def test_the_estimate_follows_the_sizes_of_a_step(tiny: str) -> None:
-    with Engine(tiny, **SIZES) as engine:
-        model = engine.opened.config
-    assert estimated_step_bytes(model, 128, 8) > estimated_step_bytes(model, 64, 8)
-    assert estimated_step_bytes(model, 64, 16) > estimated_step_bytes(model, 64, 8)
-    assert estimated_step_bytes(replace(model, vocab_size=10**6), 64, 8) > estimated_step_bytes(model, 64, 8)
+        found = measure(engine)
+        plan = found.plan
+        assert plan.is_measured
+        assert plan.step_bytes < plenty.plan.step_bytes
+        # The number of pages does not change what a step takes.
+        assert plan.step_bytes == pytest.approx(step_bytes(engine, found.largest_step), rel=0.05)
+        room = (free - plan.weights_bytes - plan.step_bytes) // 2
+        # Rounded down to three significant bits, so that compiled shapes stay the same.
+        assert 0.74 * room <= plan.pool_bytes <= room
+        assert plan.pool_bytes == sum(array.nbytes for array in engine.runner.state.cache.pages)
 
 
 def write_hollow_model(directory: Path) -> Path:
-    """Files of a model of 7e10 parameters that take no room: all zeros, which the file system does not keep."""
+    """Write a model of 7e10 parameters as sparse files, which take no room on the disk."""
     write_tiny_model(directory)
     hidden, inner, layers, kv, vocab = 8192, 28672, 80, 1024, 258
     config = {
@@ -137,7 +124,7 @@ def write_hollow_model(directory: Path) -> Path:
     return directory
 
 
-def test_a_model_that_does_not_fit_ends_the_command_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_ends_the_command_with_the_missing_bytes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jpaged.generate", "-m", str(write_hollow_model(tmp_path / "hollow")), "hi"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert run.returncode == 1

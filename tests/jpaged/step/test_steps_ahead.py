@@ -1,24 +1,23 @@
-"""One step ahead and several tokens a dispatch: when steps are dispatched and read, and that no token depends on it."""
+"""Steps are dispatched ahead and decode several tokens; no token depends on either."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jpaged import Engine, EngineConfig, SamplingParams, assembly
-from jpaged.buckets import make_buckets
-from jpaged.runner import StepOutputs
-from jpaged.sampling_params import SampleMode
-from jpaged.sizing import Demand
+from jpaged import Engine, SamplingParams
+from jpaged.scheduling.buckets import make_buckets
+from jpaged.step import step_sizes
+from jpaged.step.runner import StepOutputs
+from jpaged.step.step_inputs import BuiltStep
 
-from .tiny_model import write_tiny_model
+from ..tiny_model import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=49, ignore_eos=True)
-DRAWN = SamplingParams(temperature=1.2, top_p=0.9, max_tokens=49, ignore_eos=True, seed=3)
-SIZES: dict[str, Any] = {"max_num_seqs": 8, "block_size": 16, "max_model_len": 256}
+RANDOM = SamplingParams(temperature=1.2, top_p=0.9, max_tokens=49, ignore_eos=True, seed=3)
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 16, "max_model_len": 256}
 PROMPTS = [[20 + index] * (3 + 7 * index) for index in range(5)]
 MODES: dict[str, dict[str, Any]] = {
     "one after another": {"async_scheduling": False, "num_decode_steps": 1},
@@ -33,9 +32,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
+@dataclass
+class Recorded:
+    """What an engine's runner was asked to do."""
+
+    events: list[tuple[str, int]]
+    """("dispatch" or "read", number of the step), in order."""
+    steps: list[BuiltStep]
+
+
 @dataclass(frozen=True)
-class Noted:
-    """Results that say when they are read."""
+class RecordedOutputs:
+    """Results of a step that record when they are read."""
 
     outputs: StepOutputs
     number: int
@@ -47,19 +55,18 @@ class Noted:
 
 
 @contextmanager
-def traced(engine: Engine) -> Iterator[list[tuple[str, int]]]:
-    """What the engine's runner is asked, in order."""
-    events: list[tuple[str, int]] = []
-    dispatch = engine.runner.dispatch
+def recorded_engine(model: str, **options: Any) -> Iterator[tuple[Engine, Recorded]]:
+    """An engine whose dispatches and reads are recorded."""
+    with Engine(model, **SIZES | options) as engine:
+        recorded, dispatch = Recorded([], []), engine.runner.dispatch
 
-    def noted(step: Any) -> Any:
-        number = sum(kind == "dispatch" for kind, _ in events)
-        events.append(("dispatch", number))
-        return Noted(dispatch(step), number, events)
+        def record_and_dispatch(step: BuiltStep) -> Any:
+            recorded.events.append(("dispatch", len(recorded.steps)))
+            recorded.steps.append(step)
+            return RecordedOutputs(dispatch(step), len(recorded.steps) - 1, recorded.events)
 
-    engine.runner.dispatch = noted  # type: ignore[method-assign, assignment]
-    yield events
-    engine.runner.dispatch = dispatch  # type: ignore[method-assign]
+        engine.runner.dispatch = record_and_dispatch  # type: ignore[method-assign, assignment]
+        yield engine, recorded
 
 
 def tokens(outputs: list[Any]) -> list[tuple[int, ...]]:
@@ -67,9 +74,9 @@ def tokens(outputs: list[Any]) -> list[tuple[int, ...]]:
 
 
 def test_every_mode_gives_the_same_tokens(tiny: str) -> None:
-    """Greedy and drawn rows, samples of one prompt, ends by length, by token and by text, more requests than rows."""
-    ends = replace(DRAWN, ignore_eos=False, stop_token_ids=(100, 101, 102, 103, 104, 105), stop=["e"], temperature=1.5)
-    params = [GREEDY, replace(DRAWN, n=3), replace(GREEDY, max_tokens=7), ends, replace(ends, seed=8, max_tokens=200)]
+    """Greedy and drawn rows, samples of one prompt, ends by length, token and text, more requests than rows."""
+    ends = replace(RANDOM, ignore_eos=False, stop_token_ids=(100, 101, 102, 103, 104, 105), stop=["e"], temperature=1.5)
+    params = [GREEDY, replace(RANDOM, n=3), replace(GREEDY, max_tokens=7), ends, replace(ends, seed=8, max_tokens=200)]
     found = {}
     for name, options in MODES.items():
         with Engine(tiny, **SIZES, **options) as engine:
@@ -80,120 +87,80 @@ def test_every_mode_gives_the_same_tokens(tiny: str) -> None:
     assert all(each == found["one after another"] for each in found.values())
 
 
-@pytest.mark.parametrize("num_decode_steps", [1, 4])
-def test_a_step_is_dispatched_before_the_one_before_it_is_read(tiny: str, num_decode_steps: int) -> None:
-    with Engine(tiny, **SIZES, num_decode_steps=num_decode_steps) as engine, traced(engine) as events:
+def test_a_step_is_dispatched_before_the_previous_one_is_read(tiny: str) -> None:
+    with recorded_engine(tiny, num_decode_steps=4) as (engine, recorded):
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-        last = max(number for _, number in events)
+        events, last = recorded.events, len(recorded.steps) - 1
         for number in range(last):
             assert events.index(("dispatch", number + 1)) < events.index(("read", number))
         assert [number for kind, number in events if kind == "read"] == list(range(last + 1))
 
 
-def test_without_async_scheduling_each_step_is_read_before_the_next(tiny: str) -> None:
-    with Engine(tiny, **SIZES, async_scheduling=False) as engine, traced(engine) as events:
+def test_without_async_scheduling_each_step_is_read_before_the_next_is_dispatched(tiny: str) -> None:
+    with recorded_engine(tiny, async_scheduling=False) as (engine, recorded):
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert events == [(kind, number) for number in range(len(events) // 2) for kind in ("dispatch", "read")]
+        steps = range(len(recorded.steps))
+        assert recorded.events == [(kind, number) for number in steps for kind in ("dispatch", "read")]
 
 
-@pytest.mark.parametrize(("num_decode_steps", "most"), [(2, 24), (4, 12), (16, 3), ("auto", 3)])
-def test_decoding_takes_a_dispatch_for_so_many_tokens(tiny: str, num_decode_steps: Any, most: int) -> None:
-    """One for the prompts and 48 tokens of each sequence behind the first one."""
-    with Engine(tiny, **SIZES, num_decode_steps=num_decode_steps) as engine, traced(engine) as events:
-        engine.generate([[20 + index] * 9 for index in range(5)], GREEDY, use_tqdm=False)
-        assert sum(kind == "dispatch" for kind, _ in events) == 1 + most
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 8, 9])
-def test_few_sequences_decode_in_the_smallest_bucket_of_a_device(
-    tiny: str, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_decode_steps", "num_dispatches"), [(2, 24), ("auto", 3)])
+def test_a_dispatch_decodes_as_many_tokens_as_the_option_says(
+    tiny: str, num_decode_steps: Any, num_dispatches: int
 ) -> None:
-    """Which has more tokens than there are sequences."""
-    sizes = SIZES | {"max_num_seqs": max_num_seqs}
-    prompts = PROMPTS[:max_num_seqs]
-    with Engine(tiny, **sizes) as engine:
-        wanted = tokens(engine.generate(prompts, GREEDY, use_tqdm=False))
-    monkeypatch.setattr(assembly, "make_buckets", lambda **options: make_buckets(**options | {"platform": "tpu"}))
-    with Engine(tiny, **sizes) as engine:
-        assert tokens(engine.generate(prompts, GREEDY, use_tqdm=False)) == wanted
-        assert engine.stats()["steps"] < 20, "several tokens each"
+    """One dispatch for the prompts, then 48 tokens of each sequence."""
+    with recorded_engine(tiny, num_decode_steps=num_decode_steps) as (engine, recorded):
+        engine.generate([[20 + index] * 6 for index in range(5)], GREEDY, use_tqdm=False)
+        assert len(recorded.steps) == 1 + num_dispatches
 
 
-def test_rows_that_end_leave_a_bucket_that_the_others_need_not_fill(tiny: str) -> None:
-    """Nine rows, of which eight end after five tokens: the ninth goes on alone, in a smaller bucket."""
-    with Engine(tiny, **SIZES | {"max_num_seqs": 16}) as engine:
-        shapes = []
-        dispatch = engine.runner.dispatch
-
-        def noted(step: Any) -> Any:
-            shapes.append((step.layout.num_tokens, max(step.draws, default=1)))
-            return dispatch(step)
-
-        engine.runner.dispatch = noted  # type: ignore[method-assign]
-        params = [replace(GREEDY, max_tokens=6)] * 8 + [replace(GREEDY, max_tokens=22)]
-        engine.generate([[20 + index] for index in range(9)], params, use_tqdm=False)
-        assert shapes == [(16, 1), (16, 5), (1, 16)]
-
-
-def test_an_end_that_the_device_draws_stops_its_loop(tiny: str) -> None:
-    """Tokens behind a stop are neither computed nor shown; the next dispatch, which was under way, does nothing."""
+def test_fewer_sequences_than_the_smallest_bucket_has_tokens_decode_in_it(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator's smallest bucket has 16 tokens."""
     with Engine(tiny, **SIZES) as engine:
-        (free,) = tokens(engine.generate([PROMPTS[1]], DRAWN, use_tqdm=False))
+        wanted = tokens(engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+    monkeypatch.setattr(step_sizes, "make_buckets", lambda **options: make_buckets(**options | {"platform": "tpu"}))
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}) as engine:
+        assert tokens(engine.generate(PROMPTS[:1], GREEDY, use_tqdm=False)) == wanted
+        assert engine.stats()["steps"] < 20, "several tokens per step"
+
+
+def test_after_rows_end_the_others_decode_in_a_smaller_bucket(tiny: str) -> None:
+    """Of eight rows seven end after six tokens; the eighth decodes by itself."""
+    with recorded_engine(tiny) as (engine, recorded):
+        params = [replace(GREEDY, max_tokens=6)] * 7 + [replace(GREEDY, max_tokens=22)]
+        engine.generate([[20 + index] for index in range(8)], params, use_tqdm=False)
+        shapes = [(step.layout.num_tokens, max(step.decode_lens, default=1)) for step in recorded.steps if step.layout]
+        assert shapes == [(8, 1), (8, 5), (1, 16)]
+
+
+def test_the_decode_loop_stops_at_a_token_that_ends_the_sequence(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later tokens are neither computed nor shown; the next dispatch, already in flight, draws nothing."""
+    with Engine(tiny, **SIZES) as engine:
+        (free,) = tokens(engine.generate([PROMPTS[1]], RANDOM, use_tqdm=False))
         stop = next(token for token in free[3:] if free.index(token) >= 3)
-        place = free.index(stop)
-        seen = []
-        take_in = engine.core._take_in_several
+        end = free.index(stop)
+        seen: list[list[int]] = []
+        read = StepOutputs.read
 
-        def noted(step: Any, sampled: Any) -> None:
-            seen.append(sampled.token_ids[:, 0].tolist())
-            take_in(step, sampled)
+        def record_and_read(self: StepOutputs) -> Any:
+            rows = read(self)
+            if rows is not None and rows.token_ids.ndim == 2:
+                seen.append(rows.token_ids[:, 0].tolist())
+            return rows
 
-        engine.core._take_in_several = noted  # type: ignore[method-assign]
-        (ended,) = tokens(engine.generate([PROMPTS[1]], replace(DRAWN, stop_token_ids=(stop,)), use_tqdm=False))
-        assert ended == free[: place + 1]
-        drawn = [token for step in seen for token in step if token]
-        assert drawn == list(free[1 : place + 1])
-
-
-def test_what_waits_is_served_before_anybody_decodes_on(tiny: str) -> None:
-    with Engine(tiny, **SIZES | {"max_num_seqs": 2}) as engine:
-        lens = []
-        dispatch = engine.runner.dispatch
-
-        def noted(step: Any) -> Any:
-            lens.append((len(engine.scheduler.waiting), max(step.draws, default=1)))
-            return dispatch(step)
-
-        engine.runner.dispatch = noted  # type: ignore[method-assign]
-        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert {steps for waiting, steps in lens if waiting} == {1}
-        assert max(steps for _, steps in lens) == 16
+        monkeypatch.setattr(StepOutputs, "read", record_and_read)
+        (ended,) = tokens(engine.generate([PROMPTS[1]], replace(RANDOM, stop_token_ids=(stop,)), use_tqdm=False))
+        assert ended == free[: end + 1]
+        assert [token for step in seen for token in step if token] == list(free[1 : end + 1])
 
 
-def test_logprobs_are_read_token_by_token(tiny: str) -> None:
-    with Engine(tiny, **SIZES) as engine, traced(engine) as events:
-        (output,) = engine.generate([PROMPTS[0]], replace(GREEDY, logprobs=2), use_tqdm=False)
-        assert len(output.outputs[0].logprobs) == 49
-        assert sum(kind == "dispatch" for kind, _ in events) == 49
-
-
-def test_pages_ahead_are_not_taken_from_others(tiny: str) -> None:
-    """Two sequences in a pool that holds both to their ends, with no page to spare: nobody gives way."""
-    params = replace(GREEDY, max_tokens=33)
-    with Engine(tiny, **SIZES | {"max_model_len": 96}, num_blocks=7, enable_prefix_caching=False) as engine:
-        wanted = [tokens(engine.generate([prompt], params, use_tqdm=False))[0] for prompt in PROMPTS[:2]]
-        assert tokens(engine.generate(PROMPTS[:2], params, use_tqdm=False)) == wanted
-        assert engine.stats()["preemptions"] == 0
-        assert engine.stats()["peak_blocks_used"] == 6
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_an_abort_with_steps_under_way_changes_nobody_else(tiny: str, num_steps: int) -> None:
+def test_an_abort_with_steps_in_flight_changes_no_other_request(tiny: str) -> None:
     with Engine(tiny, **SIZES) as engine:
-        wanted = tokens(engine.generate(PROMPTS[:2], DRAWN, use_tqdm=False))
+        wanted = tokens(engine.generate(PROMPTS[:2], RANDOM, use_tqdm=False))
         for index in range(2):
-            engine.add_request(str(index), PROMPTS[index], DRAWN)
-        for _ in range(num_steps):
+            engine.add_request(str(index), PROMPTS[index], RANDOM)
+        for _ in range(2):
             engine.step()
         engine.abort_request("0")
         outputs = list(engine.run_until_done())
@@ -201,75 +168,15 @@ def test_an_abort_with_steps_under_way_changes_nobody_else(tiny: str, num_steps:
         assert engine.stats()["blocks_used"] == 0
 
 
-@pytest.mark.parametrize("what", ["dispatch", "read"])
-def test_a_step_that_fails_costs_no_token(tiny: str, what: str) -> None:
-    with Engine(tiny, **SIZES) as engine:
-        wanted = tokens(engine.generate(PROMPTS, DRAWN, use_tqdm=False))
-        for index, prompt in enumerate(PROMPTS):
-            engine.add_request(str(index), prompt, DRAWN)
-        dispatch, left = engine.runner.dispatch, [2]
-
-        def failing(step: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0 and what == "dispatch":
-                raise RuntimeError("a fault")
-            outputs = dispatch(step)
-            if left[0] == 0:
-                outputs.sampled.token_ids.delete()
-            return outputs
-
-        engine.runner.dispatch = failing  # type: ignore[method-assign]
-        found = {}
-        for _ in range(30):
-            with suppress(RuntimeError):
-                found.update({output.request_id: output for output in engine.step()})
-        assert left[0] < 0
-        assert tokens([found[str(index)] for index in range(len(PROMPTS))]) == wanted
-
-
-def test_warmup_full_compiles_the_plan_at_start_and_off_nothing(tmp_path: Path) -> None:
-    tiny = str(write_tiny_model(tmp_path))
-    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
-    with Engine(tiny, **sizes, warmup="full") as engine:
-        stats = engine.stats()
-        assert stats["executables"] == stats["planned_executables"] > 10
-    with Engine(tiny, **sizes, warmup="off") as engine:
-        assert engine.stats()["executables"] == 1, "what allocates the cache"
-        engine.generate([[5, 6, 7]], replace(GREEDY, max_tokens=2), use_tqdm=False)
-        # The prompt's bucket, its sampler, and the second token's.
-        assert engine.stats()["executables"] <= 4
-
-
-def test_the_first_token_does_not_wait_for_executables_of_later_steps(tiny: str) -> None:
-    """They are compiled behind it: no step is dispatched ahead that would have to wait for one."""
-    with Engine(tiny, **SIZES) as engine, traced(engine) as events:
-        engine.runner.plan.start_later([("decode", 8)])
+def test_the_first_token_does_not_wait_for_deferred_executables(tiny: str) -> None:
+    """No step that would have to wait for one is dispatched ahead."""
+    with recorded_engine(tiny) as (engine, recorded):
+        engine.runner.plan.defer([("decode", 8)])
         engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
         while not (outputs := engine.step()):
             pass
         assert outputs[0].outputs[0].token_ids
-        assert events == [("dispatch", 0), ("read", 0)]
+        assert recorded.events == [("dispatch", 0), ("read", 0)]
         engine.runner.plan.wait()
         while engine.has_unfinished_requests():
             engine.step()
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "options"),
-    [(80, {}), (150, {}), (250, {}), (90, {"enable_chunked_prefill": False}), (200, {"max_num_batched_tokens": 64})],
-)
-def test_a_known_prompt_waits_for_nothing_that_was_not_begun_at_the_start(
-    tiny: str, prompt_len: int, options: dict[str, Any]
-) -> None:
-    """A step leaves tokens to the next one rather than fill half of a larger bucket: what it takes is compiled."""
-    config = EngineConfig(model=tiny, max_num_seqs=1, block_size=16, max_model_len=256, **options)
-    demands, modes = [Demand(prompt_len, 2)], [SampleMode.GREEDY]
-    with Engine.from_engine_args(config, demands=demands, modes=modes) as engine:
-        plan = engine.runner.plan
-        plan.wait()
-        begun, waited = plan.num_compiled, plan.waited_seconds
-        engine.add_request("a", {"prompt_token_ids": [5] * prompt_len}, replace(GREEDY, max_tokens=2))
-        while not engine.step():
-            pass
-        assert plan.waited_seconds == waited
-        assert begun <= 5, "not everything there is"

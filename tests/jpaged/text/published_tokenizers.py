@@ -1,6 +1,7 @@
-"""Real tokenizers out of the package registries, fetched once into the user's cache; and two tiny ones made here.
+"""Published tokenizers, fetched once from package registries into the user's cache, and two tiny ones made here.
 
-A test that needs one that cannot be fetched (no network, no npm) is skipped and says so; under CI it fails.
+If a tokenizer cannot be fetched (no network, no npm), the tests that need it are skipped with the reason; they fail if
+the environment variable CI is set.
 """
 
 import functools
@@ -17,7 +18,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from jpaged.tokenizer import Tokenizer, load_tokenizer
+from jpaged.text.tokenizer import Tokenizer, load_tokenizer
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "tests"
 FAMILIES = ("bert", "cl100k", "deepseek", "gemma", "llama2", "llama3", "mistral", "o200k", "qwen", "t5")
@@ -41,17 +42,21 @@ TEXTS = {
 }
 
 
-def _run(command, folder, reason):
+def _run(command, folder, name):
+    """Run `command` in `folder`; skip the test if it fails, unless the environment variable CI is set."""
     try:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
         if os.environ.get("CI"):
             raise
-        pytest.skip(f"{reason} cannot be fetched: {error}")
+        pytest.skip(f"{name} cannot be fetched: {error}")
 
 
 def _unpacked(name, command, sha256, part):
-    """Fetch an archive by `command` once and keep the files whose path contains `part`."""
+    """Return the folder CACHE / `name`, which is made once: `command` fetches an archive into its working folder.
+
+    Of the archive those files are kept whose path contains `part`, under the path after it.
+    """
     target = CACHE / name
     if target.is_dir():
         return target
@@ -59,7 +64,7 @@ def _unpacked(name, command, sha256, part):
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         _run(command, folder, name)
         (archive,) = Path(folder).iterdir()
-        assert hashlib.sha256(archive.read_bytes()).hexdigest() == sha256, f"{archive.name} is not the pinned one"
+        assert hashlib.sha256(archive.read_bytes()).hexdigest() == sha256, f"{archive.name} is not the pinned archive"
         files = Path(folder) / "files"
         with tarfile.open(archive) as tar:
             for member in tar:
@@ -68,14 +73,14 @@ def _unpacked(name, command, sha256, part):
                     tar.extract(member, files, filter="data")
         try:
             files.rename(target)
-        except OSError:  # Another run was quicker.
+        except OSError:  # Another process has made the folder meanwhile.
             shutil.rmtree(files)
     return target
 
 
 @functools.cache
 def family_directory(family):
-    """The folder with `tokenizer.json` and `tokenizer_config.json` of one of FAMILIES."""
+    """Return the folder with `tokenizer.json` and `tokenizer_config.json` of one of FAMILIES."""
     return _unpacked("plurnk-tokenizers-1.4.0", ["npm", "pack", NPM_PACKAGE], NPM_SHA256, "/tokenizers/") / family
 
 
@@ -86,22 +91,22 @@ def load_family(family):
 
 @functools.cache
 def llama_cpp_models():
-    """llama.cpp's folder of vocabularies with golden tokenizations, and of chat templates."""
+    """Return llama.cpp's folder of vocabularies with golden tokenizations, and of chat templates."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python", SDIST]
     return _unpacked("llama-cpp-0.3.36-models", command, SDIST_SHA256, SDIST_MEMBERS)
 
 
 @functools.cache
 def load_smollm2():
-    from jpaged.model_source import resolve_model
+    from jpaged.startup.model_source import resolve_model
 
     return load_tokenizer(resolve_model("smollm2-135m").path)
 
 
 @functools.cache
 def byte_tokenizer():
-    """One token per byte, its id; and id 256 for the special token <end>. No other id has a token."""
-    # GPT-2's alphabet in code point order: printable bytes stand for themselves, the others follow from U+0100.
+    """Return a tokenizer in which each byte is the id of its token, and 256 is the special token <end>."""
+    # In GPT-2's alphabet printable bytes stand for themselves, and the characters from U+0100 for the other bytes.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     printable = [ord(char) for char in alphabet if ord(char) < 256]
     order = [*printable, *(byte for byte in range(256) if byte not in printable)]
@@ -117,7 +122,7 @@ PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "
 
 @functools.cache
 def sentence_piece_tokenizer():
-    """Llama 2's kind of tokenizer with a handful of pieces."""
+    """Return a tokenizer of Llama 2's kind with 266 tokens."""
     vocab = {piece: index for index, piece in enumerate(PIECES)}
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
     backend = tokenizers.Tokenizer(

@@ -17,17 +17,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jpaged.models.checkpoint import open_model
 from jpaged.models.config import ModelConfig
+from jpaged.models.io.checkpoint import open_checkpoint
+from jpaged.models.io.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.models.layers import Embedding, WeightMaker
-from jpaged.models.loading import Weights, abstract_weights, check_tensors, load_weights
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
-from jpaged.pallas_kernels.ragged_paged_attention.xla import Tiles
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
 from jpaged.sharding import device_mesh
 
-from ..paged_steps import metadata, nan_cache
+from ...paged_steps import metadata, nan_cache
 
-FAMILIES = sorted(path for path in (Path(__file__).parents[1] / "golden" / "families").iterdir())
+FAMILIES = sorted(path for path in (Path(__file__).parents[2] / "golden" / "families").iterdir())
 ATOL = 1e-4
 """Logits go up to 10; both sides sum in float32, each in its own order. Any wrong position, window or bias shows in
 the first decimal: see the control at the end."""
@@ -37,7 +37,7 @@ CHUNKS = [13, 13, 13, 9]
 
 
 def open_family(directory: Path) -> tuple[ModelConfig, Weights]:
-    config, checkpoint = open_model(directory)
+    config, checkpoint = open_checkpoint(directory)
     abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]))
     check_tensors(abstract, config, checkpoint)
     return config, load_weights(abstract, config, checkpoint)
@@ -54,12 +54,7 @@ def chunked_logits(config: ModelConfig, weights: Weights, tokens: np.ndarray) ->
     that begin beside it and then token by token."""
     backend = XlaBackend(Tiles(strands=8, decode_keys=32, queries=16, prefill_keys=16))
     layout = backend.layout(
-        num_layers=config.num_layers,
-        num_pages=2 * TABLE_LEN + 1,
-        page_size=PAGE_SIZE,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        dtype="float32",
+        KVShape(config.num_layers, 2 * TABLE_LEN + 1, PAGE_SIZE, config.num_kv_heads, config.head_size, "float32")
     )
     cache = nan_cache(layout, tuple(LayerPlace(0, i) for i in range(config.num_layers)), backend)
     pages = np.random.default_rng(0).permutation(np.arange(1, 2 * TABLE_LEN + 1)).reshape(2, -1).tolist()
@@ -101,7 +96,7 @@ def test_logits_are_those_of_transformers(directory: Path) -> None:
 
 
 def test_the_families_cover_what_the_config_can_ask_for() -> None:
-    configs = [open_model(directory)[0] for directory in FAMILIES]
+    configs = [open_checkpoint(directory)[0] for directory in FAMILIES]
     assert {config.architecture for config in configs} == {
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
     }  # fmt: skip
@@ -132,7 +127,7 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
 def test_logits_come_in_float32_from_bfloat16_weights() -> None:
     """Products are not rounded; nor, on one CPU, is what runs through the layers."""
     directory = next(path for path in FAMILIES if path.name == "llama")
-    config, checkpoint = open_model(directory)
+    config, checkpoint = open_checkpoint(directory)
     abstract = abstract_weights(config, "bfloat16", device_mesh(jax.devices()[:1]))
     weights = load_weights(abstract, config, checkpoint)
     model = nnx.merge(weights.graph, weights.state)

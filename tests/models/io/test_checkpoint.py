@@ -1,4 +1,4 @@
-"""Checkpoints: rows come back as they were written, and a damaged download is refused before it takes memory."""
+"""Checkpoints give rows back as they were written, and a damaged download is refused before memory is allocated."""
 
 import json
 import os
@@ -14,10 +14,11 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
-from jpaged.models.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint, open_model
-from jpaged.models.config import config_from_gguf
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.gguf import read_gguf
+from jpaged.models.io.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from jpaged.models.io.gguf import read_gguf
+
+from ...gguf_file import write_gguf
 
 EMBEDDING = "model.embed_tokens.weight"
 CONFIG = {
@@ -72,22 +73,22 @@ def test_safetensors_rows_come_back_bit_for_bit_in_their_own_dtype(tmp_path, dty
 def test_bfloat16_is_read_by_a_process_that_has_not_imported_ml_dtypes(tmp_path):
     save_file({"a": np.ones((2, 2), ml_dtypes.bfloat16)}, tmp_path / "model.safetensors")
     code = (
-        "import sys; from pathlib import Path; from jpaged.models.checkpoint import SafetensorsCheckpoint;"
+        "import sys; from pathlib import Path; from jpaged.models.io.checkpoint import SafetensorsCheckpoint;"
         "print(SafetensorsCheckpoint(Path(sys.argv[1])).read('a', slice(None)).dtype)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    checkout = Path(__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[3]
     out = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(checkout)}, capture_output=True, timeout=60)
     assert out.stdout.strip() == b"bfloat16", out.stderr.decode()
 
 
-def test_where_single_file_and_index_are_both_there_the_single_file_is_read(tmp_path):
+def test_the_single_file_is_read_where_an_index_exists_too(tmp_path):
     write_shards(tmp_path, {"x-1.safetensors": {"of the shard": np.ones(1, np.float32)}})
     save_file({"of the single file": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
     assert set(SafetensorsCheckpoint(tmp_path).names()) == {"of the single file"}
 
 
-def test_a_tensor_of_another_dtype_is_named_only_when_it_is_wanted(tmp_path):
+def test_a_tensor_of_another_dtype_is_refused_only_when_it_is_read(tmp_path):
     save_file({"ids": np.arange(3), "w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)
     assert checkpoint.read("w", slice(None)).sum() == 3
@@ -105,32 +106,39 @@ def entry(start, stop, shape=(1,), dtype="F32"):
 
 
 WHOLE = safetensors_bytes({"a": entry(0, 4), "b": entry(4, 8)})
+INCOMPLETE = "is not a complete safetensors file"
 DAMAGED = {
     "empty": (b"", "is empty"),
     "HTML": (b"\n<!DOCTYPE html><html></html>", "is an HTML page"),
     "git-LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-LFS pointer.*git lfs pull"),
-    "truncated data": (WHOLE[:-1], "no whole safetensors file"),
-    "truncated header": (WHOLE[:20], "no whole safetensors file"),
-    "trailing bytes": (WHOLE + b"x", "no whole safetensors file"),
-    "header is garbage": (struct.pack("<Q", 8) + b"\xff" * 8, "no whole safetensors file"),
-    "header of 2^40 bytes": (struct.pack("<Q", 2**40) + b"{}", "no whole safetensors file"),
-    "shape against size": (safetensors_bytes({"a": entry(0, 8)}), "no whole safetensors file"),
-    "overlapping tensors": (safetensors_bytes({"a": entry(0, 4), "b": entry(0, 8, (2,))}), "no whole safetensors file"),
-    "offset beyond the end": (safetensors_bytes({"a": entry(8, 12)}), "no whole safetensors file"),
-    "unknown dtype": (safetensors_bytes({"a": entry(0, 8, (8,), "Q9")}), "no whole safetensors file"),
+    "truncated data": (WHOLE[:-1], INCOMPLETE),
+    "truncated header": (WHOLE[:20], INCOMPLETE),
+    "trailing bytes": (WHOLE + b"x", INCOMPLETE),
+    "header is garbage": (struct.pack("<Q", 8) + b"\xff" * 8, INCOMPLETE),
+    "header of 2^40 bytes": (struct.pack("<Q", 2**40) + b"{}", INCOMPLETE),
+    "shape against size": (safetensors_bytes({"a": entry(0, 8)}), INCOMPLETE),
+    "overlapping tensors": (
+        safetensors_bytes({"a": entry(0, 4), "b": entry(0, 8, (2,))}),
+        INCOMPLETE,
+    ),
+    "offset beyond the end": (safetensors_bytes({"a": entry(8, 12)}), INCOMPLETE),
+    "unknown dtype": (safetensors_bytes({"a": entry(0, 8, (8,), "Q9")}), INCOMPLETE),
 }
 
 
-@pytest.mark.parametrize("place", ["single file", "shard"])
 @pytest.mark.parametrize(("content", "message"), DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_refused_by_name(tmp_path, content, message, place):
-    name = "model.safetensors" if place == "single file" else "x-2.safetensors"
-    if place == "shard":
-        write_shards(tmp_path, {"x-1.safetensors": {"w": np.ones(1, np.float32)}}, {"w": "x-1.safetensors", "a": name})
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ModelLoadError, match=f"{name}: .*{message}") as caught:
+def test_a_damaged_file_is_refused_by_name(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=rf"model\.safetensors: .*{message}") as caught:
         SafetensorsCheckpoint(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_shard_is_refused_by_name(tmp_path):
+    write_shards(tmp_path, {"x-1.safetensors": one("w")}, {"w": "x-1.safetensors", "a": "x-2.safetensors"})
+    (tmp_path / "x-2.safetensors").write_bytes(WHOLE[:-1])
+    with pytest.raises(ModelLoadError, match=r"x-2\.safetensors: is not a complete safetensors file"):
+        SafetensorsCheckpoint(tmp_path)
 
 
 def one(name):
@@ -157,8 +165,8 @@ BAD_INDEX = {
 def test_a_bad_index_is_refused_by_name(tmp_path, content, message):
     directory = tmp_path / "model"
     (directory / "sub").mkdir(parents=True)
-    for place in (tmp_path, directory, directory / "sub"):
-        save_file(one("a"), place / "x-1.safetensors")
+    for folder in (tmp_path, directory, directory / "sub"):
+        save_file(one("a"), folder / "x-1.safetensors")
     write_index(directory, content)
     with pytest.raises(ModelLoadError, match=rf"model.safetensors.index.json: .*{message}"):
         SafetensorsCheckpoint(directory)
@@ -188,49 +196,40 @@ NO_WEIGHTS = {
 
 
 @pytest.mark.parametrize(("names", "message"), NO_WEIGHTS.values(), ids=NO_WEIGHTS.keys())
-def test_a_directory_without_readable_weights_says_what_it_has(tmp_path, names, message):
+def test_a_directory_without_safetensors_says_what_it_holds(tmp_path, names, message):
     for name in names:
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelLoadError, match=message):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_open_model_reads_config_and_tensors_of_a_directory(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float16"}))
-    save_file({EMBEDDING: np.ones((10, 32), np.float32)}, tmp_path / "model.safetensors")
-    config, checkpoint = open_model(tmp_path)
-    assert (config.vocab_size, config.dtype) == (10, "float16")
-    assert checkpoint.shape(EMBEDDING) == (10, 32)
-
-
-def test_a_config_without_a_dtype_has_that_of_the_embedding(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+def test_the_dtype_is_that_of_the_config_or_else_of_the_embedding(tmp_path):
     save_file({EMBEDDING: np.ones((10, 32), ml_dtypes.bfloat16)}, tmp_path / "model.safetensors")
-    assert open_model(tmp_path)[0].dtype == "bfloat16"
+    for data, dtype in ((CONFIG | {"dtype": "float16"}, "float16"), (CONFIG, "bfloat16")):
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        config, checkpoint = open_checkpoint(tmp_path)
+        assert (config.vocab_size, config.dtype, checkpoint.shape(EMBEDDING)) == (10, dtype, (10, 32))
 
 
 BAD_JSON = {
+    "missing": None,
     "empty": b"",
     "HTML": b"<html>",
     "not UTF-8": b"\xff\xfe{}",
     "cut": b'{"a": 1',
-    "1e5 deep": b"[" * 100_000,
+    "100,000 levels": b"[" * 100_000,
     "5,000 digits": b'{"a": ' + b"1" * 5000 + b"}",
     "a list": b"[]",
 }
 
 
 @pytest.mark.parametrize("content", BAD_JSON.values(), ids=BAD_JSON.keys())
-def test_a_config_that_is_no_json_object_is_refused_by_name(tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content)
+def test_a_config_that_is_not_a_json_object_is_refused_by_name(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"config\.json: ") as caught:
-        open_model(tmp_path)
+        open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_directory_without_a_config_is_refused_by_name(tmp_path):
-    with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read"):
-        open_model(tmp_path)
 
 
 HF_SHAPES = {
@@ -245,7 +244,7 @@ HF_SHAPES = {
 
 
 def hf_tensors(*, biases=False, tied=False):
-    """The whole model of CONFIG under Hugging Face's names."""
+    """Return all tensors of the model of CONFIG under Hugging Face's names."""
     random = np.random.default_rng(0)
     shapes = {EMBEDDING: (10, 32), "model.norm.weight": (32,)} | ({} if tied else {"lm_head.weight": (10, 32)})
     for i in range(CONFIG["num_hidden_layers"]):
@@ -259,46 +258,41 @@ def hf_tensors(*, biases=False, tied=False):
 
 
 def interleaved(values, num_heads):
-    """What llama.cpp's converter does to q and k of llama files: a head's two halves, lane by lane."""
+    """Return rows of q or k as llama.cpp's converter stores them for llama: a head's two halves, interleaved."""
     split = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return np.concatenate([split[:, :, i] for i in range(split.shape[2])], axis=1).reshape(values.shape)
 
 
-def write_gguf(path, tensors, *, architecture="llama", kind=GGMLQuantizationType.F32):
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
+METADATA = {
+    "block_count": 2,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def write_model(path, tensors, *, architecture="llama", kind=GGMLQuantizationType.F32):
+    """Write Hugging Face's `tensors` as llama.cpp's converter does, matrices quantized to `kind`."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
+    stored = {"rope_freqs.weight": np.ones(4, np.float32)} if architecture == "llama" else {}
     for name, values in tensors.items():
-        if architecture == "llama" and "q_proj" in name:
-            values = interleaved(values, 4)
-        if architecture == "llama" and "k_proj" in name:
-            values = interleaved(values, 2)
-        if values.ndim == 1:
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), values)
-        else:
-            stored = gguf.quantize(values, kind)
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), stored, raw_dtype=kind)
-    if architecture == "llama":
-        writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = interleaved(values, 4 if "q_proj" in name else 2)
+        quantized = values if values.ndim == 1 else (gguf.quantize(values, kind), kind)
+        stored[names.get_name(name, (".weight", ".bias"))] = quantized
+    metadata = {f"{architecture}.{key}": value for key, value in METADATA.items()}
+    return write_gguf(path, metadata, stored, architecture=architecture)
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_a_gguf_file_gives_back_the_tensors_it_was_converted_from(tmp_path, architecture, biases):
-    """Bit for bit, any rows: float32 in, a permutation, float32 out."""
+    """Any rows come back bit for bit."""
     written = hf_tensors(biases=biases)
-    config, checkpoint = open_model(write_gguf(tmp_path / "m.gguf", written, architecture=architecture))
+    config, checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", written, architecture=architecture))
     assert (config.tie_word_embeddings, config.qkv_bias) == (False, biases)
     assert set(checkpoint.names()) == set(written)
     for name, values in written.items():
@@ -310,21 +304,21 @@ def test_a_gguf_file_gives_back_the_tensors_it_was_converted_from(tmp_path, arch
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_quantized_rows_are_those_of_the_whole_tensor_dequantized(tmp_path, kind):
-    """Bit for bit: quantization works along a row, so permuting rows before or after is the same."""
+def test_quantized_rows_equal_those_of_the_dequantized_tensor(tmp_path, kind):
+    """They are equal bit for bit: quantization works along a row, so rows may be permuted before or after."""
     kind = GGMLQuantizationType[kind]
     written = hf_tensors(tied=True)
-    config, checkpoint = open_model(write_gguf(tmp_path / "m.gguf", written, kind=kind))
+    config, checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", written, kind=kind))
     assert config.tie_word_embeddings
     for name, values in written.items():
         expected = values if values.ndim == 1 else gguf.dequantize(gguf.quantize(values, kind), kind)
         np.testing.assert_array_equal(checkpoint.read(name, slice(2, 9)), expected[2:9], err_msg=name)
 
 
-def test_only_the_stored_rows_of_the_rows_asked_for_are_read(tmp_path):
-    """The second head of q lies in its own eight rows: those of the others may hold anything."""
+def test_only_the_wanted_rows_are_read(tmp_path):
+    """The second head of q is stored in eight rows; the rows of the other heads are overwritten here."""
     written = hf_tensors()
-    path = write_gguf(tmp_path / "m.gguf", written)
+    path = write_model(tmp_path / "m.gguf", written)
     tensor = read_gguf(path).tensors["blk.1.attn_q.weight"]
     content = bytearray(path.read_bytes())
     start, row_bytes = tensor.offset, tensor.row_bytes
@@ -332,38 +326,21 @@ def test_only_the_stored_rows_of_the_rows_asked_for_are_read(tmp_path):
     content[start + 16 * row_bytes : start + 32 * row_bytes] = b"\xff" * (16 * row_bytes)
     path.write_bytes(content)
     name = "model.layers.1.self_attn.q_proj.weight"
-    np.testing.assert_array_equal(open_model(path)[1].read(name, slice(8, 16)), written[name][8:16])
+    np.testing.assert_array_equal(open_checkpoint(path)[1].read(name, slice(8, 16)), written[name][8:16])
 
 
 def test_a_gguf_tensor_without_a_hugging_face_name_keeps_its_own(tmp_path):
-    written = hf_tensors()
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in {
-        "block_count": 1,
-        "context_length": 8,
-        "embedding_length": 32,
-        "feed_forward_length": 64,
-    }.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_head_count(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for name in ("token_embd.weight", "blk.0.attn_q_norm.weight", "blk.00.attn_q.weight"):
-        writer.add_tensor(name, written[EMBEDDING])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = read_gguf(path)
-    names = set(GGUFCheckpoint(file, config_from_gguf(file)).names())
-    assert names == {EMBEDDING, "blk.0.attn_q_norm.weight", "blk.00.attn_q.weight"}
+    names = ("token_embd.weight", "blk.0.attn_q_norm.weight", "blk.00.attn_q.weight")
+    tensors = {name: np.zeros((10, 32), np.float32) for name in names}
+    path = write_gguf(tmp_path / "m.gguf", {f"llama.{key}": value for key, value in METADATA.items()}, tensors)
+    assert set(open_checkpoint(path)[1].names()) == {EMBEDDING, *names[1:]}
 
 
 def test_a_type_that_the_gguf_package_cannot_dequantize_is_named(tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", hf_tensors())
+    path = write_model(tmp_path / "m.gguf", hf_tensors())
     content = path.read_bytes()
     header = b"token_embd.weight" + struct.pack("<IQQI", 2, 32, 10, GGMLQuantizationType.F32)
     assert header in content
     path.write_bytes(content.replace(header, header[:-4] + struct.pack("<I", GGMLQuantizationType.I32)))
     with pytest.raises(ModelLoadError, match=r"m\.gguf: tensor 'token_embd.weight' is stored as I32"):
-        open_model(path)[1].read(EMBEDDING, slice(None))
+        open_checkpoint(path)[1].read(EMBEDDING, slice(None))

@@ -6,24 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
+import llvmlite.binding as binding
 import pytest
 
-from jpaged.pallas_kernels import cpu_code, cpu_handler, cpu_products, cpu_tiles
-from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention, cpu_pages
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_queries import Shape
+from jpaged.pallas_kernels.native import amx, llvm, matmul, xla_call
+from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
+from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MULTIPLY = """
 import os, jax, jax.numpy as jnp, numpy as np
 import jpaged
-from jpaged.pallas_kernels import cpu_code
-from jpaged.pallas_kernels.cpu_products import product
-build = cpu_code.llvm.create_pass_builder
+from jpaged.pallas_kernels.native import llvm
+from jpaged.pallas_kernels.native.matmul import product
+build = llvm.llvm.create_pass_builder
 def noted(*args):
     print("compiles")
     return build(*args)
-cpu_code.llvm.create_pass_builder = noted
+llvm.llvm.create_pass_builder = noted
 jax.config.update("jax_compilation_cache_dir", os.environ["CACHE"] or None)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 1000.0)
 found = jax.jit(product, static_argnums=2)(jnp.full((3, 64), 2.0), jnp.full((2, 64, 32), 0.5), 64)
@@ -33,7 +33,7 @@ assert (np.asarray(found) == 64.0).all()
 
 ALLOCATE = """
 import re, jax, jax.numpy as jnp
-from jpaged.pallas_kernels.cpu_handler import uninitialized
+from jpaged.pallas_kernels.native.xla_call import uninitialized
 for megabytes in 40, 255, 256:
     array = jax.block_until_ready(jax.jit(lambda: uninitialized((megabytes, 1 << 18), jnp.float32))())
     middle = array.unsafe_buffer_pointer() + array.nbytes // 2
@@ -95,32 +95,32 @@ def places(header: str, struct: str) -> dict[str, int]:
 
 
 def test_the_interface_is_laid_out_as_native_code_takes_it() -> None:
-    header = cpu_handler.interface_header()
+    header = xla_call.interface_header()
     frame, buffer = places(header, "XLA_FFI_CallFrame"), places(header, "XLA_FFI_Buffer")
     args, rets = places(header, "XLA_FFI_Args"), places(header, "XLA_FFI_Rets")
     assert (frame["extension_start"], frame["api"], frame["ctx"]) == (
-        cpu_handler.FRAME_EXTENSION,
-        cpu_handler.FRAME_API,
-        cpu_handler.FRAME_CONTEXT,
+        xla_call.FRAME_EXTENSION,
+        xla_call.FRAME_API,
+        xla_call.FRAME_CONTEXT,
     )
-    assert frame["args"] + args["args"] == cpu_handler.FRAME_ARGS
-    assert frame["rets"] + rets["rets"] == cpu_handler.FRAME_RETS
-    assert (buffer["data"], buffer["dims"]) == (cpu_handler.BUFFER_DATA, cpu_handler.BUFFER_DIMS)
+    assert frame["args"] + args["args"] == xla_call.FRAME_ARGS
+    assert frame["rets"] + rets["rets"] == xla_call.FRAME_RETS
+    assert (buffer["data"], buffer["dims"]) == (xla_call.BUFFER_DATA, xla_call.BUFFER_DIMS)
     api = places(header, "XLA_FFI_Api")
     for name, index in (
-        ("Error_Destroy", cpu_handler.DESTROY_ERROR),
-        ("ThreadPool_Schedule", cpu_handler.SCHEDULE),
-        ("ThreadPool_NumThreads", cpu_handler.NUM_THREADS),
+        ("Error_Destroy", xla_call.DESTROY_ERROR),
+        ("ThreadPool_Schedule", xla_call.SCHEDULE),
+        ("ThreadPool_NumThreads", xla_call.NUM_THREADS),
     ):
-        assert api[f"XLA_FFI_{name}"] == cpu_handler.API_FUNCTIONS + index
+        assert api[f"XLA_FFI_{name}"] == xla_call.API_FUNCTIONS + index
 
 
 def test_an_interface_of_another_major_version_is_refused() -> None:
-    header = cpu_handler.interface_header()
+    header = xla_call.interface_header()
     later = header.replace("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1")
-    assert cpu_handler._interface_version(header)[0] == 0
+    assert xla_call._interface_version(header)[0] == 0
     with pytest.raises(RuntimeError, match=r"got version 1\.\d+ of XLA's interface for native code, wanted 0\.x"):
-        cpu_handler._interface_version(later)
+        xla_call._interface_version(later)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_an_interface_of_another_major_version_is_refused() -> None:
 def test_a_start_says_what_multiplies(
     features: tuple[str, ...], is_granted: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_tiles, "host_has", lambda name: name in features)
-    monkeypatch.setattr(cpu_tiles, "has_matrix_unit", lambda: is_granted)
-    monkeypatch.setattr(cpu_tiles, "has_long_vectors", lambda: False)
-    assert cpu_tiles.what_multiplies() == wanted
+    monkeypatch.setattr(amx, "host_has", lambda name: name in features)
+    monkeypatch.setattr(amx, "has_matrix_unit", lambda: is_granted)
+    monkeypatch.setattr(amx, "has_long_vectors", lambda: False)
+    assert amx.what_multiplies() == wanted
 
 
 PROCESSORS = {
@@ -157,14 +157,14 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     """What LLVM cannot say in instructions it calls by a name that nobody may have: the process would end there."""
     architecture, has_long, has_pairs, has_unit = PROCESSORS[processor]
     texts: list[str] = []
-    for module in (cpu_handler, cpu_products, cpu_tiles, cpu_attention, cpu_pages):
+    for module in (xla_call, matmul, amx, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
-    monkeypatch.setattr(cpu_code, "has_long_vectors", lambda: has_long)
+    monkeypatch.setattr(llvm, "has_long_vectors", lambda: has_long)
     for dtype_is_pairs in (False, True):
-        cpu_products._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_long, 5)
-        cpu_pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
+        matmul._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_long, 5)
+        pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
-            cpu_attention._attend_handler.__wrapped__(
+            attention._attend_handler.__wrapped__(
                 Shape(
                     are_pairs=dtype_is_pairs,
                     num_kv_heads=3,
@@ -180,16 +180,16 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                     has_unit=has_unit,
                 )
             )
-    cpu_handler._nothing.__wrapped__(4, 4)
+    xla_call._nothing.__wrapped__(4, 4)
     if has_unit:
-        cpu_tiles.tile_handler.__wrapped__()
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    target = llvm.Target.from_triple(f"{architecture}-unknown-linux-gnu")
+        amx.tile_handler.__wrapped__()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple(f"{architecture}-unknown-linux-gnu")
     machine = target.create_target_machine(cpu=processor, opt=3)
     for text in texts:
-        parsed = llvm.parse_assembly(text)
-        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+        parsed = binding.parse_assembly(text)
+        passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
         passes.getModulePassManager().run(parsed, passes)
         assembly = machine.emit_assembly(parsed)
         called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
-from jpaged.pallas_kernels import cpu_products
-from jpaged.pallas_kernels.cpu_products import columns_of, empty_panels, fill_panels, panels_shape, product
+from jpaged.pallas_kernels.native import matmul
+from jpaged.pallas_kernels.native.matmul import columns_of, empty_panels, fill_panels, panels_shape, product
 
 DTYPES = "float32", "bfloat16"
 ROWS = (1, 2, 5, 6, 7, 12, 13, 16, 25, 37, 130)
@@ -58,11 +58,11 @@ def test_other_processors_multiply_as_well(
     dtype: str, has_pairs: bool, has_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those without a matrix unit; without pairs of bfloat16; with vectors of sixteen lanes and of eight."""
-    if has_pairs and not cpu_products.host_has("avx512bf16"):
+    if has_pairs and not matmul.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
-    monkeypatch.setattr(cpu_products, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(cpu_products, "host_has", lambda feature: has_pairs)
-    monkeypatch.setattr(cpu_products, "has_long_vectors", lambda: has_long)
+    monkeypatch.setattr(matmul, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul, "host_has", lambda feature: has_pairs)
+    monkeypatch.setattr(matmul, "has_long_vectors", lambda: has_long)
     for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):
         for rows in (3, 7, 40):
             x, columns = operands(rows, depth, num_out, dtype)

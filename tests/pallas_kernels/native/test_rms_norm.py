@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jpaged.models.layers import RMSNorm, WeightMaker
-from jpaged.pallas_kernels import cpu_code, cpu_norm
-from jpaged.pallas_kernels.cpu_norm import rms_norm
+from jpaged.pallas_kernels.native import llvm
+from jpaged.pallas_kernels.native import rms_norm as norm_module
+from jpaged.pallas_kernels.native.rms_norm import rms_norm
 
 SIZES = (576, 2048, 96, 64, 40, 36, 7, 1)
 ROWS = (1, 2, 7, 8, 15, 16, 17, 33, 300)
@@ -30,15 +31,15 @@ def exact(x: jax.Array, weight: jax.Array, eps: float) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 def test_norms_are_what_they_should_be(size: int, has_long: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if has_long is not None:
-        if has_long and not cpu_code.has_long_vectors():
+        if has_long and not llvm.has_long_vectors():
             pytest.skip("this processor has no vectors of sixteen lanes")
-        monkeypatch.setattr(cpu_code, "has_long_vectors", lambda: has_long)
-        cpu_norm._handler.cache_clear()
+        monkeypatch.setattr(llvm, "has_long_vectors", lambda: has_long)
+        norm_module._handler.cache_clear()
     for count in ROWS:
         x, weight = rows_of(count, size)
         found = jax.jit(lambda x, weight: rms_norm(x, weight, EPS))(x, weight)
         np.testing.assert_allclose(found, exact(x, weight, EPS), rtol=2e-6, atol=1e-7)
-    cpu_norm._handler.cache_clear()
+    norm_module._handler.cache_clear()
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.5])

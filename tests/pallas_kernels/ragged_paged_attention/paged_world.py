@@ -12,15 +12,16 @@ from jpaged.pallas_kernels.ragged_paged_attention import (
     NULL_PAGE,
     Backend,
     KVScales,
+    KVShape,
     LayerPlace,
     PagedCache,
     XlaBackend,
     quantize,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
-from jpaged.pallas_kernels.ragged_paged_attention.xla import Tiles
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
 
-from ..paged_steps import metadata, nan_cache
+from ...paged_steps import metadata, nan_cache
 
 ATOL = 1e-5
 """Outputs are means of unit normals: float32 rounds them by 1e-7, some 1000 terms by 1e-6, and ten times that is
@@ -63,14 +64,8 @@ class World:
     def __init__(self, shape: Shape, *, num_pages: int = 64, seed: int = 0):
         self.shape, self.rng = shape, np.random.default_rng(seed)
         self.num_groups = 1 + max(place.group for place in shape.layers)
-        self.layout = shape.backend.layout(
-            num_layers=shape.num_group_layers,
-            num_pages=num_pages,
-            page_size=shape.page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            dtype=shape.dtype,
-        )
+        sizes = shape.num_group_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.head_size, shape.dtype
+        self.layout = shape.backend.layout(KVShape(*sizes))
         self.scales = self._scales() if jnp.dtype(shape.dtype).itemsize == 1 else None
         # A copy: the cache is given up at each step.
         self.cache = nan_cache(self.layout, shape.layers, shape.backend, jax.tree.map(jnp.array, self.scales))
@@ -134,7 +129,7 @@ class World:
         )
         before = [np.array(pages) for pages in self.cache.pages]
         outs, self.cache = self.run(self.cache, *(jnp.asarray(x, shape.input_dtype) for x in (q, k, v)), step)
-        self._check_pages(before, np.asarray(step.slots))
+        self._check_pages(before, np.asarray(step.slot_mapping))
         is_padding = np.arange(shape.num_tokens) >= total
         for layer, out in enumerate(outs):
             is_finite = np.isfinite(np.asarray(out, np.float32)).all(axis=(1, 2))

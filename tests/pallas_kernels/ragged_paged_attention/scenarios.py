@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import Backend, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention import Backend, KVShape, LayerPlace
 
-from ..paged_steps import metadata
+from ...paged_steps import metadata
 from .paged_world import ATOL, World, bits_of
 
 LAYERS_OF_TWO_GROUPS = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
@@ -167,4 +167,4 @@ def check_that_a_layout_is_refused(backend: Backend, message: str, **changes: An
     """`changes` of a layout that the backend takes."""
     sizes: dict[str, Any] = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_size": 64}
     with pytest.raises(ValueError, match=message):
-        backend.layout(**{**sizes, **changes})
+        backend.layout(KVShape(**{**sizes, **changes}))

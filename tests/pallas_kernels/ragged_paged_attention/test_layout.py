@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import KVLayout, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import KVLayout, KVShape, XlaBackend
 from jpaged.sharding import LOGICAL_TO_MESH
 
 
 def layout(backend: XlaBackend, dtype: str = "float32") -> KVLayout:
-    return backend.layout(num_layers=3, num_pages=5, page_size=8, num_kv_heads=2, head_size=64, dtype=dtype)
+    return backend.layout(KVShape(num_layers=3, num_pages=5, page_size=8, num_kv_heads=2, head_size=64, dtype=dtype))
 
 
 def test_a_page_costs_its_share_of_the_arrays() -> None:
@@ -39,7 +39,7 @@ def test_a_cpu_keeps_bfloat16_in_pairs() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_other_dtypes_are_refused(platform: str) -> None:
-    with pytest.raises(ValueError, match=r"kv_cache_dtype: got int8.* takes float32 or bfloat16"):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: got int8.* takes float32, bfloat16"):
         layout(XlaBackend(platform=platform), "int8")
 
 

@@ -12,6 +12,7 @@ import pytest
 from jpaged.pallas_kernels.ragged_paged_attention import (
     MAX_MOVES,
     KVLayout,
+    KVShape,
     XlaBackend,
     copy_pages,
     put_pages,
@@ -38,9 +39,9 @@ class FusedLayout(KVLayout):
 
 SIZES = {"num_layers": NUM_LAYERS, "num_pages": NUM_PAGES, "page_size": 4, "num_kv_heads": 2, "head_size": 8}
 LAYOUTS = {
-    "float32": XlaBackend().layout(**SIZES, dtype="float32"),
-    "pairs of bfloat16": XlaBackend().layout(**SIZES, dtype="bfloat16"),
-    "bfloat16": XlaBackend(platform="gpu").layout(**SIZES, dtype="bfloat16"),
+    "float32": XlaBackend().layout(KVShape(**SIZES, dtype="float32")),
+    "pairs of bfloat16": XlaBackend().layout(KVShape(**SIZES, dtype="bfloat16")),
+    "bfloat16": XlaBackend(platform="gpu").layout(KVShape(**SIZES, dtype="bfloat16")),
     "another layout": FusedLayout(**SIZES, dtype=np.dtype(np.float32)),
 }
 

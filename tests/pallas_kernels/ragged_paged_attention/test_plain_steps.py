@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, XlaBackend, random_tables, step_of_rows
 
-from ..paged_steps import metadata
+from ...paged_steps import metadata
 
 rows = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=6)
 

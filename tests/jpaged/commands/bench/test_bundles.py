@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.bundles import Compiler, DecodeLoops, Loop, bundles_of_prompt, read_loops
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuShape, ruled_sizes
+from jpaged.commands.bench.bundles import Compiler, DecodeLoops, Loop, bundles_of_prompt, read_loops
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_by_rule
 
-SIZES = ruled_sizes("v6e", TpuShape(8, 2, 128, "bfloat16", 128))._replace(tile_kv=1024, sub_kv=128)
+SIZES = sizes_by_rule("v6e", TpuShape(8, 2, 128, "bfloat16", 128))._replace(tile_kv=1024, sub_kv=128)
 BUNDLES = "\n".join(["0 : { }", "0x1 LB: > { }", "0x2 LB: >> { }", "0x3 : >> { }", "0x4 PF: > { }", "0x5 PF: { }"])
 UTILIZATION = "capacity\nMXU, VSTORE:SPILL\n== UTILIZATION:\n" + "\n".join(["0 0", "1 0", "2 5", "3 0", "4 0", "0 0"])
 

@@ -1,15 +1,16 @@
-"""`jpaged bench scheduler` measures the engine's own host core, and says what it measured."""
+"""`jpaged bench scheduler` runs the engine's own host core and reports each part of a step."""
 
 import json
 
 import pytest
 
-from jpaged.bench_scheduler import Host, bench_hashing
-from jpaged.cli import main
-from jpaged.invariants import check_scheduler
+from jpaged.commands.bench.scheduler import Host, bench_hashing
+from jpaged.commands.cli import main
+
+from ...invariants import check_scheduler
 
 
-def test_the_bench_writes_what_it_measured(tmp_path, capsys):
+def test_the_bench_writes_its_measurements(tmp_path, capsys):
     path = tmp_path / "scheduler.json"
     sizes = ["--running", "4", "--queued", "3", "9", "--requests", "8", "--runs", "2", "--block-size", "16"]
     assert main(["bench", "scheduler", *sizes, "-o", str(path)]) == 0
@@ -28,7 +29,7 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys):
 
 
 def test_the_bench_serves_real_requests():
-    """As many tokens as were asked for, all invariants hold, and the queue keeps its length."""
+    """Each request gets as many tokens as it asks for, and the scheduler's invariants hold at every step."""
     host = Host(num_running=4, block_size=16)
     requests = [host.add(max_tokens=10 + index) for index in range(6)]
     while not all(request.state.is_finished for request in requests):
@@ -39,7 +40,7 @@ def test_the_bench_serves_real_requests():
 
 
 def test_every_page_of_the_hashing_bench_is_found():
-    assert bench_hashing(num_pages=50)["us_per_page"] > 0  # It asserts that all 50 are.
+    assert bench_hashing(num_pages=50)["us_per_page"] > 0  # The bench asserts that all 50 are found.
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_every_page_of_the_hashing_bench_is_found():
         (["scheduler", "--speed", "9"], "--speed"),
     ],
 )
-def test_a_bad_call_of_bench_is_one_line(argv, message, capsys):
+def test_a_bad_bench_command_is_refused_in_one_line(argv, message, capsys):
     assert main(["bench", *argv]) == 1
     error = capsys.readouterr().err.strip()
     assert message in error

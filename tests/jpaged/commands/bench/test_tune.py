@@ -16,25 +16,25 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.attention_choice import choose_attention, kernel_backend, tuned_path
-from jpaged.bundles import SPILLS, Compiler, Loop
-from jpaged.cli import main
+from jpaged.commands.bench.bundles import SPILLS, Compiler, Loop
+from jpaged.commands.bench.tune import DECODES, Bundles, Measured, _tune, search, write_entry
+from jpaged.commands.cli import main
 from jpaged.errors import ConfigError
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
+from jpaged.pallas_kernels.ragged_paged_attention import AttentionShape, KVShape, TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
     TpuShape,
     TpuSizes,
+    check_sizes,
     read_tuned,
-    refuse_invalid,
-    ruled_sizes,
+    sizes_by_rule,
     sizes_of,
 )
-from jpaged.tune import DECODES, Bundles, Measured, _tune, search, write_entry
+from jpaged.startup.attention_choice import attention_shape, backend_by_name, choose_attention, tuned_path
 
-from .test_attention_choice import model_with
+from ...startup.test_attention_choice import model_with
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 WIDE_SHAPES = [(32, 8, 128, "bfloat16"), (32, 32, 128, "bfloat16"), (32, 32, 128, "float32"), (64, 64, 80, "float32")]
 SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
 FLAGS = ["tune", "--num-heads", "32", "--num-kv-heads", "8", "--head-size", "128"]
@@ -67,20 +67,20 @@ class ByRule:
 
 
 def test_every_size_goes_to_where_it_is_best() -> None:
-    start = ruled_sizes("v6e", SHAPE)
-    source = ByRule({"full": 512, "most_rows": 32, "sub_kv": 256, "tile_kv": 1024})
+    start = sizes_by_rule("v6e", SHAPE)
+    source = ByRule({"full": 512, "max_rows": 32, "sub_kv": 256, "tile_kv": 1024})
     found = search("v6e", SHAPE, source, start)
-    assert (found.sizes.decode.full, found.sizes.decode.most_rows) == (512, 32)
+    assert (found.sizes.decode.full, found.sizes.decode.max_rows) == (512, 32)
     assert (found.sizes.sub_kv, found.sizes.tile_kv) == (256, 1024)
     assert (found.sizes.decode.tile, found.sizes.decode.tail) == (start.decode.tile, start.decode.tail)
     assert found.after["short"] == 1.0 < found.before["short"]
     for sizes in source.tried:
-        refuse_invalid("v6e", SHAPE, sizes)
+        check_sizes("v6e", SHAPE, sizes)
 
 
 def test_a_gain_of_two_percent_is_not_worth_a_change() -> None:
-    start = ruled_sizes("v6e", SHAPE)
-    source = ByRule({"most_rows": start.decode.most_rows})
+    start = sizes_by_rule("v6e", SHAPE)
+    source = ByRule({"max_rows": start.decode.max_rows})
     source.figures = lambda kind, candidates: [  # type: ignore[method-assign]
         {"short": 1.0 if sizes == start else 0.981} for sizes in candidates
     ]
@@ -88,14 +88,14 @@ def test_a_gain_of_two_percent_is_not_worth_a_change() -> None:
 
 
 def test_bundles_leave_alone_what_is_fetched_together() -> None:
-    start = ruled_sizes("v6e", SHAPE)
+    start = sizes_by_rule("v6e", SHAPE)
     source = ByRule({"tile": 4096, "tile_kv": 4096}, sees_copies=False)
     assert search("v6e", SHAPE, source, start).sizes == start
     assert {(sizes.decode.tile, sizes.tile_kv) for sizes in source.tried} == {(start.decode.tile, start.tile_kv)}
 
 
 def test_sizes_that_do_not_compile_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    start = ruled_sizes("v6e", SHAPE)
+    start = sizes_by_rule("v6e", SHAPE)
     found = search("v6e", SHAPE, ByRule({"full": 512}, refused=(512,)), start)
     assert found.sizes.decode.full == start.decode.full
     assert "decode: full 512: no room" in capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_sizes_that_spill_more_registers_in_decode_than_those_of_a_start_lose(at
         around = [Loop(0, 999, 1, 0, {"MXU": 0}), Loop(100, 300, 2, 0, {"MXU": 0}), Loop(400, 600, 2, 0, {"MXU": 0})]
         return [*around, Loop(150, 150 + size, 3, size, full), Loop(450, 500, 3, 50, tail)], []
 
-    start = ruled_sizes("v6e", SHAPE)
+    start = sizes_by_rule("v6e", SHAPE)
     longer = start._replace(decode=start.decode._replace(full=512))
     source = Bundles(cast(Compiler, SimpleNamespace(chip="v6e", attention_loops=attention_loops)), SHAPE)
     held, other = source.figures("decode", [start, longer])
@@ -131,7 +131,7 @@ def test_loops_that_are_not_as_known_are_one_error_with_their_number() -> None:
     compiler = SimpleNamespace(chip="v6e", attention_loops=lambda backend, shape: (loops, loops))
     source = Bundles(cast(Compiler, compiler), SHAPE)
     with pytest.raises(ConfigError, match="the compiler's loops: got 1 of 2 with products, wanted 2, with sizes that"):
-        search("v6e", SHAPE, source, ruled_sizes("v6e", SHAPE))
+        search("v6e", SHAPE, source, sizes_by_rule("v6e", SHAPE))
 
 
 def entry_of(sizes: TpuSizes, **changes: Any) -> dict[str, Any]:
@@ -140,26 +140,26 @@ def entry_of(sizes: TpuSizes, **changes: Any) -> dict[str, Any]:
 
 
 def test_an_entry_takes_the_place_of_the_same_shapes_and_a_start_reads_it() -> None:
-    table = tuned_path()
+    table = tuned_path(TpuBackend)
     table.parent.mkdir(parents=True)
-    first = ruled_sizes("v6e", SHAPE)._replace(sub_kv=128)
+    first = sizes_by_rule("v6e", SHAPE)._replace(sub_kv=128)
     second = first._replace(sub_kv=256)
     write_entry(table, entry_of(first))
     write_entry(table, entry_of(first, chip="v5e"))
     write_entry(table, entry_of(second))
     assert [(entry.chip, entry.sizes) for entry in read_tuned(table)] == [("v5e", first), ("v6e", second)]
-    backend = kernel_backend("pallas-tpu", TPU, 32, 8, 128)
+    backend = backend_by_name("pallas-tpu", AttentionShape(32, 8, 128), [TPU])
     assert isinstance(backend, TpuBackend)
     assert sizes_of("v6e", SHAPE, backend.tuned) == second
     assert hash(backend) != hash(TpuBackend.for_heads("v6e", 32, 128))
 
 
 def test_a_broken_table_of_the_user_ends_the_start_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    tuned_path().parent.mkdir(parents=True)
-    tuned_path().write_text("[{}]")
+    tuned_path(TpuBackend).parent.mkdir(parents=True)
+    tuned_path(TpuBackend).write_text("[{}]")
     for asked in ("auto", "pallas-tpu"):
         with pytest.raises(ConfigError, match=r"tuned/tpu\.json: entry 0: .*delete the entry, and tune again"):
-            choose_attention(asked, model_with(head_size=128), TPU)
+            choose_attention(asked, attention_shape(model_with(head_size=128), "bfloat16"), [TPU])
 
 
 def test_what_is_measured_are_the_kernels_themselves() -> None:
@@ -170,7 +170,7 @@ def test_what_is_measured_are_the_kernels_themselves() -> None:
             return TpuBackend("v6e", sizes, tile_q=16, interpret=pltpu.InterpretParams())
 
         def workloads(self, kind: str) -> dict[str, Any]:
-            from jpaged.bench_kernels import Workload
+            from jpaged.commands.bench.kernels import Workload
 
             return {"rows of 40": Workload(2, 40, 1, num_heads=2, num_kv_heads=1, head_size=64)}
 
@@ -191,12 +191,7 @@ def test_pages_of_what_is_measured_fit_beside_those_of_other_sizes(
     for workload in (*source.workloads("decode").values(), *source.workloads("prefill").values()):
         num_pages = workload.num_rows * -(-workload.context_len // 128)
         layout = TpuBackend(chip="v5e").layout(
-            num_layers=workload.num_layers,
-            num_pages=num_pages,
-            page_size=128,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            dtype=dtype,
+            KVShape(workload.num_layers, num_pages, 128, num_kv_heads, head_size, dtype)
         )
         assert num_pages * layout.page_bytes <= 1 << 30
         assert min(workload.num_rows, workload.num_layers) >= 1
@@ -214,14 +209,14 @@ class Fails(XlaBackend):
     first: int = 0
     runs: list[int] = field(default_factory=list, compare=False)
 
-    def attend(self, cache: Any, *args: Any, **options: Any) -> Any:
+    def attend(self, *args: Any, **arrays: Any) -> Any:
         def run() -> np.ndarray:
             self.runs.append(1)
             if len(self.runs) > self.first:
                 raise MemoryError("no room")
             return np.zeros((), np.float32)
 
-        out, pages = super().attend(cache, *args, **options)
+        out, pages = super().attend(*args, **arrays)
         return out + jax.pure_callback(run, jax.ShapeDtypeStruct((), np.float32)), pages
 
 
@@ -233,8 +228,8 @@ def test_sizes_that_cannot_be_run_are_named(first: int, monkeypatch: pytest.Monk
         def backend(self, sizes: TpuSizes) -> Any:
             return XlaBackend() if sizes.sub_kv == 128 else Fails(first=first)
 
-    monkeypatch.setattr("jpaged.tune.DECODES", {40: (2, 1)})
-    good = ruled_sizes("v6e", SHAPE)._replace(sub_kv=128)
+    monkeypatch.setattr("jpaged.commands.bench.tune.DECODES", {40: (2, 1)})
+    good = sizes_by_rule("v6e", SHAPE)._replace(sub_kv=128)
     source = Measures("v6e", SHAPE._replace(dtype="float32"), num_runs=1)
     found = source.figures("decode", [good, good._replace(sub_kv=256)])
     assert isinstance(found[1], str)
@@ -250,10 +245,10 @@ def test_sizes_that_cannot_be_run_are_named(first: int, monkeypatch: pytest.Monk
     ("flags", "message"),
     [
         ([], "--source: got measured, which needs a TPU, this is a cpu; use --source bundles --chip v6e"),
-        (["--source", "guess"], "--source: got guess, allowed: measured, bundles"),
+        (["--source", "guess"], "--source: got 'guess', allowed: measured, bundles"),
         (["--source", "bundles"], "--chip: got none with --source bundles, allowed: v5e, v6e, v7x"),
-        (["--chip", "v4"], "--chip: got v4, allowed: v5e, v6e, v7x"),
-        (["--dtype", "int8"], "--dtype: got int8, allowed: bfloat16, float32"),
+        (["--chip", "v4"], "--chip: got 'v4', allowed: v5e, v6e, v7x"),
+        (["--dtype", "int8"], "--dtype: got 'int8', allowed: bfloat16, float32"),
         (["--num-heads", "33"], "--num-heads: got 33, allowed: multiples of --num-kv-heads, 8"),
         (["--block-size", "0"], "--block-size: got 0, allowed: an integer ≥ 1"),
         (["--model", "x"], "unrecognized arguments: --model x; see jpaged tune --help"),
@@ -292,7 +287,7 @@ def test_bundles_tune_a_chip_that_is_not_there(heads: tuple[str, str], tmp_path:
     """A few heads, so that a compilation takes a second: an entry is written, or it is said that none is better."""
     table = tmp_path / "table.json"
     flags = ["tune", "--num-heads", heads[0], "--num-kv-heads", heads[1], "--head-size", "128", "--source", "bundles"]
-    code = "import sys; from jpaged.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from jpaged.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     run = subprocess.run(
         [sys.executable, "-c", code, *flags, "--chip", "v6e", "-o", str(table)],
         capture_output=True,
@@ -302,7 +297,7 @@ def test_bundles_tune_a_chip_that_is_not_there(heads: tuple[str, str], tmp_path:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stderr
-    assert "decode: most_rows 16: 1.0000 of the first" in run.stderr
+    assert "decode: max_rows 16: 1.0000 of the first" in run.stderr
     if table.exists():
         (entry,) = json.loads(table.read_text())
         assert (entry["chip"], entry["source"], entry["figures"]["unit"]) == ("v6e", "bundles", "bundles")

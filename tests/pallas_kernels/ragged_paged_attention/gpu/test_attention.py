@@ -14,20 +14,20 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.gpu_plan import ALIGN
-from jpaged.pallas_kernels.ragged_paged_attention.gpu_tiles import (
+from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions, GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.memory_ops import (
     Chip,
-    as_operand,
-    read_rows,
-    spread,
-    tile_memory,
-    write_out,
+    row_layout,
+    smem_tile,
+    start_query_copies,
+    store_global,
+    to_compute_dtype,
 )
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import ROW_ALIGN
 
-from ..paged_steps import plan_of
-from .paged_world import World, shape_of
-from .scenarios import (
+from ....paged_steps import plan_of
+from ..paged_world import World, shape_of
+from ..scenarios import (
     TWO_GROUPS,
     check_any_order,
     check_that_a_layout_is_refused,
@@ -42,7 +42,7 @@ from .scenarios import (
     run_three_steps,
 )
 
-CUT = {"num_sms": 4, "least_share": 1}
+CUT = {"num_sms": 4, "min_share": 1}
 """Options under which rows of more than 64 keys are cut into pieces."""
 FEATURES = features(page_size=16)
 
@@ -98,7 +98,7 @@ def test_rows_that_are_cut_into_pieces_and_merged(options: dict[str, Any]) -> No
 def test_small_tiles_of_32_rows_in_pieces_that_are_merged() -> None:
     """24 heads of one query fill more than 16 rows and less than a large tile."""
     some = world(64, made_with=CUT, table_len=8, num_heads=24, num_kv_heads=1, head_size=128)
-    small, _ = some.shape.backend.planner.orders(some.shape.num_tokens, some.shape.num_rows)
+    small, _ = some.shape.backend.planner.sections(some.shape.num_tokens, some.shape.num_rows)
     assert small[0].tiles.tile_rows == 32
     some.add_rows(2)
     some.step({0: 200, 1: 65})
@@ -113,23 +113,23 @@ def test_a_tile_reads_nothing_behind_the_last_eight_of_its_rows() -> None:
     source = jnp.broadcast_to(jnp.arange(256.0).reshape(2, 128, 1), (2, 128, 64))
 
     def body(source: Any, out: Any, *, tile: Any, here: Any) -> None:
-        read_rows(source, 1, jnp.int32(place), jnp.int32(num_rows), tile, here, chip)
+        start_query_copies(source, 1, jnp.int32(place), jnp.int32(num_rows), tile, here, chip)
         plgpu.barrier_wait(here)
-        for first in range(0, tile_rows, ALIGN):
-            rows = pl.ds(first, ALIGN)
-            write_out(out.at[rows], plgpu.load(tile.at[rows], layout=spread(64, chip)))
+        for first in range(0, tile_rows, ROW_ALIGN):
+            rows = pl.ds(first, ROW_ALIGN)
+            store_global(out.at[rows], plgpu.load(tile.at[rows], layout=row_layout(64, chip)))
 
     read = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tile_rows, 64), jnp.bfloat16),
         scratch_types={
-            "tile": tile_memory((tile_rows, 64), jnp.bfloat16, chip),
-            "here": plgpu.Barrier(num_arrivals=tile_rows // ALIGN),
+            "tile": smem_tile((tile_rows, 64), jnp.bfloat16, chip),
+            "here": plgpu.Barrier(num_arrivals=tile_rows // ROW_ALIGN),
         },
         interpret=chip.interpret,
     )(source.astype(jnp.bfloat16))
-    first_of_eight = np.minimum(np.arange(0, tile_rows, ALIGN), (num_rows - 1) // ALIGN * ALIGN)
-    wanted = 128 + place + (first_of_eight[:, None] + np.arange(ALIGN)).ravel()
+    first_of_eight = np.minimum(np.arange(0, tile_rows, ROW_ALIGN), (num_rows - 1) // ROW_ALIGN * ROW_ALIGN)
+    wanted = 128 + place + (first_of_eight[:, None] + np.arange(ROW_ALIGN)).ravel()
     np.testing.assert_array_equal(np.asarray(read, np.float32), np.broadcast_to(wanted[:, None], (tile_rows, 64)))
 
 
@@ -138,8 +138,8 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int]) ->
     planner = some.shape.backend.planner
     plan = np.zeros(planner.plan_len(**room), np.int32)
     planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
-    orders = planner.orders(**room)
-    return sum(int(plan[of_class[0].num_merges]) for of_class in orders)
+    sections = planner.sections(**room)
+    return sum(int(plan[of_class[0].num_merges_at]) for of_class in sections)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (2, 2), (16, 1), (24, 1), (71, 1)])
@@ -175,9 +175,9 @@ def test_a_window_with_an_order_of_its_own() -> None:
 @pytest.mark.parametrize(("window", "index"), [(None, 0), (17, 1), (40, 2), (30, 0)])
 def test_a_layer_takes_the_order_of_its_window_or_that_of_full_attention(window: int | None, index: int) -> None:
     some = backend(windows=(40, None, 17))
-    launches = some.launches(64, 4, scale=1.0, window=window, soft_cap=None)
-    orders = some.planner.orders(64, 4)
-    assert [launch.order for launch in launches] == [of_class[index] for of_class in orders]
+    launches = some.launches(64, 4, AttendOptions(1.0, window))
+    sections = some.planner.sections(64, 4)
+    assert [launch.section for launch in launches] == [of_class[index] for of_class in sections]
     assert some.planner.planned_windows == (None, 17, 40)
 
 
@@ -238,7 +238,7 @@ def test_drawn_raggedness_matches_the_oracle(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any) -> None:
     stored = jnp.arange(256, dtype=jnp.uint8).view(dtype)
-    ampere, others = (np.asarray(as_operand(stored, Chip(has_tma=tma)), np.float32) for tma in (False, True))
+    ampere, others = (np.asarray(to_compute_dtype(stored, Chip(has_tma=tma)), np.float32) for tma in (False, True))
     np.testing.assert_array_equal(ampere, others)
     np.testing.assert_array_equal(others, np.asarray(stored, np.float32))
 
@@ -311,7 +311,7 @@ def test_queries_of_float32_are_refused_by_name() -> None:
         ({"num_kv_heads": 0}, "num_heads: got 8 with 0 KV heads"),
         ({"num_sms": 0}, "num_sms: got 0"),
         ({"block_memory": 0}, "block_memory: got 0"),
-        ({"least_share": 0}, "least_share: got 0"),
+        ({"min_share": 0}, "min_share: got 0"),
         ({"windows": (None, 8, 0)}, "windows: got 0"),
     ],
     ids=str,

@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from jpaged.pallas_kernels import cpu_code
-from jpaged.pallas_kernels.cpu_code import F32, I64, Code, register
-from jpaged.pallas_kernels.cpu_handler import Buffer, handler
-from jpaged.pallas_kernels.cpu_tiles import has_matrix_unit
-from jpaged.pallas_kernels.ragged_paged_attention import cpu_attention
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_attention import TilePlan, attend_tiles
-from jpaged.pallas_kernels.ragged_paged_attention.cpu_pages import PAIRS, CpuPages, write_pages
+from jpaged.pallas_kernels.native import llvm
+from jpaged.pallas_kernels.native.amx import has_matrix_unit
+from jpaged.pallas_kernels.native.llvm import F32, I64, Code, register
+from jpaged.pallas_kernels.native.xla_call import Buffer, handler
+from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions
+from jpaged.pallas_kernels.ragged_paged_attention.native import attention
+from jpaged.pallas_kernels.ragged_paged_attention.native.attention import TilePlan, attend_tiles
+from jpaged.pallas_kernels.ragged_paged_attention.native.pages import PAIRS, CpuPages, write_pages
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 NUM_PAGES = 40
 BIT = ir.IntType(1)
 
@@ -100,10 +101,10 @@ class Step:
 
         Roundings of many weights are of either sign, and so do not add up but as squares do.
         """
-        page_size, window, head_size = self.pages.page_size, self.pages.window, self.q.shape[3]
+        page_size, window, head_size = self.pages.page_size, self.pages.options.window, self.q.shape[3]
         are_pairs = self.pages.keys.dtype == PAIRS
         keys, values = in_numbers(self.pages.keys, head_size), in_numbers(self.pages.values, page_size)
-        q = self.q.astype(np.float32) * np.float32(self.pages.scale)
+        q = self.q.astype(np.float32) * np.float32(self.pages.options.scale)
         if are_pairs:
             q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
         wanted, slack = np.zeros(q.shape), np.zeros(q.shape[:3])
@@ -111,13 +112,13 @@ class Step:
         tokens += [token for _, start, count in self.prefill for token in range(start, start + count)]
         for token in tokens:
             length = self.positions[token] + 1
-            ids = int(self.pages.first) + self.tables[self.rows[token], : -(-length // page_size)]
+            ids = int(self.pages.first_page) + self.tables[self.rows[token], : -(-length // page_size)]
             seen = slice(0 if window is None else max(0, length - window), length)
             for head in range(q.shape[1]):
                 k = np.concatenate(keys[ids, head], axis=1)[:, seen]
                 v = np.concatenate(values[ids, head], axis=0)[seen]
                 scores = q[token, head].astype(np.float64) @ k
-                if (cap := self.pages.soft_cap) is not None:
+                if (cap := self.pages.options.soft_cap) is not None:
                     scores = cap * np.tanh(scores / cap)
                 sinks = np.full(len(scores), -np.inf) if self.sinks is None else self.sinks[head].astype(np.float64)
                 weights = np.exp(scores - np.maximum(scores.max(axis=1), sinks)[:, None])
@@ -154,7 +155,7 @@ def random_step(
     first = len(lens) - len(queries)
     prefill = [(row, int(starts[row]), counts[row]) for row in range(first, len(lens))]
     q = rng.normal(size=(len(rows) + padding, heads, group, head_size)).astype(np.float32)
-    layer = CpuPages(*pages, jnp.int32(first_page), scale or head_size**-0.5, window, soft_cap)
+    layer = CpuPages(*pages, jnp.int32(first_page), AttendOptions(scale or head_size**-0.5, window, soft_cap))
     padded = np.concatenate([positions, np.full(padding, 7)]).astype(np.int32)
     return Step(layer, q, tables, rows, padded, first, prefill)
 
@@ -188,12 +189,12 @@ def test_other_processors_attend_as_well(
     monkeypatch: pytest.MonkeyPatch, has_sinks: bool, has_pairs: bool, has_long: bool, dtype: str
 ) -> None:
     """Those without a matrix unit; without products of pairs; with vectors of sixteen lanes and of eight."""
-    if has_pairs and not cpu_code.host_has("avx512bf16"):
+    if has_pairs and not llvm.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
-    for module in (cpu_code, cpu_attention):
+    for module in (llvm, attention):
         monkeypatch.setattr(module, "has_long_vectors", lambda: has_long)
-    monkeypatch.setattr(cpu_attention, "has_matrix_unit", lambda: False)
-    monkeypatch.setattr(cpu_attention, "host_has", lambda feature: has_pairs)
+    monkeypatch.setattr(attention, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(attention, "host_has", lambda feature: has_pairs)
     rng = np.random.default_rng(0)
     for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
         pages = random_pages(rng, heads, head_size, page_size, dtype)
@@ -332,10 +333,10 @@ def test_a_matrix_unit_multiplies_where_there_is_one() -> None:
 
 def code_of(step: Step) -> str:
     """LLVM's, of the attention that the step calls."""
-    cpu_attention._attend_handler.cache_clear()
+    attention._attend_handler.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         texts: list[str] = []
-        patch.setattr(cpu_attention, "register", lambda module: (texts.append(str(module)), register(module))[1])
+        patch.setattr(attention, "register", lambda module: (texts.append(str(module)), register(module))[1])
         step.attend()
     return texts[0]
 
@@ -353,10 +354,10 @@ def test_pages_that_native_code_would_misread_are_refused(change: str) -> None:
 
 BITS_OF_LONG_ROWS = """
 import hashlib, sys, numpy as np
-sys.path.insert(0, "tests/pallas_kernels")
+sys.path.insert(0, "tests/pallas_kernels/ragged_paged_attention/native")
 import jax.numpy as jnp
 from dataclasses import replace
-from test_cpu_attention import random_pages, random_step
+from test_attention import random_pages, random_step
 rng = np.random.default_rng(0)
 dtype = sys.argv[1]
 step = random_step(rng, random_pages(rng, 3, 64, 64, dtype), 3, rng.integers(500, 1300, 17).tolist(), (40,))
@@ -419,7 +420,7 @@ def check_writes(num_tokens: int, heads: int, head_size: int, page_size: int, dt
         wanted[1][page, :, place] = v[token]
 
     def write(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        layer = CpuPages(keys, values, jnp.int32(first_page), 1.0, None, None)
+        layer = CpuPages(keys, values, jnp.int32(first_page), AttendOptions(1.0))
         return write_pages(layer, k, v, jnp.asarray(slots))
 
     found = jax.jit(write, donate_argnums=(0, 1))(*pages)
@@ -446,7 +447,7 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_numbers_are_rounded_to_bfloat16_as_anybody_rounds(at_once: bool) -> None:
-    if at_once and not cpu_code.host_has("avx512bf16"):
+    if at_once and not llvm.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Any:

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, KVScales, LayerPlace, tpu_decode_kernel, tpu_prefill
-from jpaged.pallas_kernels.ragged_paged_attention.tpu import TpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import DecodeSizes
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import TpuSizes, write_height
+from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, KVScales, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.tpu import decode_kernel, prefill
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes, write_slots_of
 
-from ..paged_steps import metadata, plan_of
-from .paged_world import World, bits_of, shape_of
-from .scenarios import (
+from ....paged_steps import metadata, plan_of
+from ..paged_world import World, bits_of, shape_of
+from ..scenarios import (
     TWO_GROUPS,
     check_any_order,
     check_that_a_layout_is_refused,
@@ -54,8 +55,8 @@ def interpreted(mode: str) -> pltpu.InterpretParams:
 
 def backend(mode: str, page_size: int, dtype: str, **cut: int) -> TpuBackend:
     """Tiles of a few tokens, so that rows of a few dozen have many. `cut` are other sizes than these."""
-    sizes = {"tile": 32, "full": cut.get("tile", 32), "tail": page_size, "most_rows": 8, **cut}
-    sizes.setdefault("height", write_height("v6e", dtype))
+    sizes = {"tile": 32, "full": cut.get("tile", 32), "tail": page_size, "max_rows": 8, **cut}
+    sizes.setdefault("write_slots", write_slots_of("v6e", dtype))
     sub_kv, tile_q = sizes.pop("sub_kv", page_size), sizes.pop("tile_q", 16)
     decode = DecodeSizes(**sizes)
     return TpuBackend(sizes=TpuSizes(decode, decode.tile, sub_kv), tile_q=tile_q, interpret=interpreted(mode))
@@ -107,8 +108,8 @@ def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
 
 def test_slots_that_a_write_on_v7x_addresses_together() -> None:
     """Sixteen in bfloat16, a whole page here; eight on other chips."""
-    assert write_height("v7x", "bfloat16") == 16
-    run_ragged(world(mode="on_wait", cut={"height": 16}, dtype="bfloat16"))
+    assert write_slots_of("v7x", "bfloat16") == 16
+    run_ragged(world(mode="on_wait", cut={"write_slots": 16}, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -139,17 +140,17 @@ def test_tiles_of_many_pages_and_rows_of_many_tiles() -> None:
 def test_full_tiles_in_pieces_and_heads_in_groups(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV heads a product, and two such groups; prefill takes a KV head's two query heads one by one. With a window
     the pieces are shorter than they could be, since masks take registers."""
-    monkeypatch.setattr(tpu_prefill, "MOST_ROWS", 16)
-    monkeypatch.setattr(tpu_decode_kernel, "MOST_MASKED", 16)
-    cut = {"tile": 64, "full": 16 if window is None else 32, "most_rows": 4}
+    monkeypatch.setattr(prefill, "MAX_SCORE_ROWS", 16)
+    monkeypatch.setattr(decode_kernel, "MAX_MASKED_KEYS", 16)
+    cut = {"tile": 64, "full": 16 if window is None else 32, "max_rows": 4}
     mode, options = ("eager", {}) if window is None else ("on_wait", {"window": window})
     run_rows_of_many_tiles(world(mode=mode, cut=cut, num_heads=8, num_kv_heads=4, table_len=16, options=options))
 
 
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16: two of a full tile's four pieces at once; half of a piece of prefill's, where no more is seen."""
-    monkeypatch.setattr(tpu_decode_kernel, "MOST_PRODUCTS", 2)
-    monkeypatch.setattr(tpu_prefill, "MOST_ROWS", 32)
+    monkeypatch.setattr(decode_kernel, "MAX_UNROLLED_PRODUCTS", 2)
+    monkeypatch.setattr(prefill, "MAX_SCORE_ROWS", 32)
     cut = {"tile": 64, "full": 16, "sub_kv": 32}
     run_rows_of_many_tiles(world(cut=cut, num_heads=4, num_kv_heads=1, table_len=16, dtype="bfloat16"))
 
@@ -286,7 +287,7 @@ KINDS = st.tuples(
     st.sampled_from(["float32", "bfloat16", "int8"]),
     st.sampled_from(["plain", "all of them"]),
     st.sampled_from(MODES),
-).filter(lambda kind: kind[0] >= write_height("v6e", kind[2]))
+).filter(lambda kind: kind[0] >= write_slots_of("v6e", kind[2]))
 
 
 @pytest.mark.parametrize("max_examples", [3, pytest.param(60, marks=pytest.mark.slow)])

@@ -11,25 +11,25 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels import ragged_paged_attention
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, TpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode import heads_together
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_decode_kernel import products_at_once
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_prefill import prefill_tiles, prefill_vmem
-from jpaged.pallas_kernels.ragged_paged_attention.tpu_sizes import (
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, LayerPlace, TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode import heads_per_product
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_kernel import max_unrolled_products
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import prefill_buffers, prefill_vmem_bytes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
     CHIPS,
-    MOST_SCORES,
+    MAX_SCORES,
     VMEM_BYTES,
     TpuShape,
+    check_sizes,
     read_tuned,
-    refuse_invalid,
-    ruled_sizes,
+    sizes_by_rule,
     sizes_of,
 )
 
-from ..paged_steps import metadata, nan_cache
+from ....paged_steps import metadata, nan_cache
 
 SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
-DECODE = {"tile": 1024, "full": 512, "tail": 128, "most_rows": 16, "height": 8}
+DECODE = {"tile": 1024, "full": 512, "tail": 128, "max_rows": 16, "write_slots": 8}
 ENTRY: dict[str, Any] = {
     "chip": "v6e",
     "shape": SHAPE._asdict(),
@@ -51,7 +51,7 @@ def test_an_entry_counts_for_its_own_chip_and_shape_only(tmp_path: Path) -> None
     assert sizes_of("v6e", SHAPE, tuned).decode.tile == 1024
     assert sizes_of("v5e", SHAPE, tuned) == sizes_of("v5e", SHAPE)
     other = SHAPE._replace(page_size=256)
-    assert sizes_of("v6e", other, tuned) == ruled_sizes("v6e", other)
+    assert sizes_of("v6e", other, tuned) == sizes_by_rule("v6e", other)
 
 
 def test_what_a_user_tuned_goes_before_what_we_did(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_what_a_user_tuned_goes_before_what_we_did(tmp_path: Path) -> None:
 def test_the_kernels_are_cut_as_the_entry_says(tmp_path: Path) -> None:
     """Tiles in VMEM: keys and values [slots, K, S, tile, 128]."""
     backend = TpuBackend("v6e", tuned=read_tuned(written(tmp_path / "tpu.json", ENTRY)))
-    layout = backend.layout(num_layers=1, num_pages=16, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    layout = backend.layout(KVShape(1, 16, 128, num_kv_heads=8, head_size=128, dtype="bfloat16"))
     cache = nan_cache(layout, (LayerPlace(0, 0),), backend)
     step = metadata(backend, [1, 3], [9, 3], [[[1], [0]]], page_size=128, num_tokens=16, num_rows=2, table_len=1)
     q, k = (jnp.zeros((16, heads, 128), jnp.bfloat16) for heads in (32, 8))
@@ -72,7 +72,7 @@ def test_the_kernels_are_cut_as_the_entry_says(tmp_path: Path) -> None:
 
 
 def test_our_own_table_can_be_read() -> None:
-    for entry in read_tuned(resources.files(ragged_paged_attention).joinpath("tuned_tpu.json")):
+    for entry in read_tuned(resources.files(ragged_paged_attention).joinpath("tpu", "tuned.json")):
         assert sizes_of(entry.chip, entry.shape) == entry.sizes
 
 
@@ -80,7 +80,7 @@ def test_our_own_table_can_be_read() -> None:
 def test_the_rule_gives_what_an_entry_might_hold(chip: str, dtype: str) -> None:
     for (n, k), head_size, page in product(((32, 8), (9, 3), (71, 1)), (64, 80, 128, 256), (16, 32, 64, 128, 256)):
         shape = TpuShape(n, k, head_size, dtype, page)
-        refuse_invalid(chip, shape, ruled_sizes(chip, shape))
+        check_sizes(chip, shape, sizes_by_rule(chip, shape))
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -98,8 +98,8 @@ BROKEN = {
     "full: got 64, allowed: multiples of 128": sized(full=64),
     "tail: got 0, allowed: an integer ≥ 1": sized(tail=0),
     "tail: got 2048, allowed: divisors of tile, 1024": sized(tail=2048),
-    "most_rows: got 1.5, allowed: an integer ≥ 1": sized(most_rows=1.5),
-    "height: got 16, allowed: 8 on v6e for bfloat16": sized(height=16),
+    "max_rows: got 1.5, allowed: an integer ≥ 1": sized(max_rows=1.5),
+    "write_slots: got 16, allowed: 8 on v6e for bfloat16": sized(write_slots=16),
     "tile: got 65536, tiles that need 2576 MiB": sized(tile=65536),
     "tile_kv: got 8192, tiles that need 336 MiB": sized(tile_kv=8192),
     "page_size: got 0, allowed: an integer ≥ 1": changed(shape={**ENTRY["shape"], "page_size": 0}),
@@ -149,8 +149,8 @@ def test_pages_whose_tiles_no_vmem_holds_are_refused_with_what_they_need(
     with pytest.raises(
         ValueError, match=rf"block_size: got {page_size}; .* need {needed} MiB .* --attention-backend xla"
     ):
-        TpuBackend(chip=chip).layout(page_size=page_size, **layout)
-    TpuBackend(chip=chip).layout(page_size=64, **layout)
+        TpuBackend(chip=chip).layout(KVShape(page_size=page_size, **layout))
+    TpuBackend(chip=chip).layout(KVShape(page_size=64, **layout))
 
 
 def test_a_chip_without_sizes_is_refused_by_name() -> None:
@@ -166,11 +166,11 @@ def test_a_piece_of_a_full_tile_has_no_more_scores_than_registers_hold(
 ) -> None:
     """Of a piece of 128 there may be more."""
     shape = TpuShape(num_heads, num_kv_heads, 128, dtype, 128)
-    sizes = ruled_sizes(chip, shape).decode
-    heads = heads_together(num_kv_heads, num_heads // num_kv_heads, sizes.most_rows)
+    sizes = sizes_by_rule(chip, shape).decode
+    heads = heads_per_product(num_kv_heads, num_heads // num_kv_heads, sizes.max_rows)
     rows = heads * num_heads // num_kv_heads
-    assert rows * sizes.full <= MOST_SCORES or sizes.full == 128
-    assert products_at_once(rows, heads, jnp.dtype(dtype)) * rows <= 160
+    assert rows * sizes.full <= MAX_SCORES or sizes.full == 128
+    assert max_unrolled_products(rows, heads, jnp.dtype(dtype)) * rows <= 160
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
@@ -184,20 +184,20 @@ def test_prefill_fits_into_the_memory_of_a_core(chip: str, heads: tuple[int, int
     for page_size in (128, 256):
         layout = {"num_layers": 1, "num_pages": 1, "num_kv_heads": num_kv_heads, "head_size": head_size}
         try:
-            pages = backend.layout(page_size=page_size, dtype=dtype, **layout)
+            pages = backend.layout(KVShape(page_size=page_size, dtype=dtype, **layout))
         except ValueError:
             continue  # Refused by name, for decode's sake.
         sizes = backend.sizes_for(num_heads, pages, step_dtype)
-        tiles = prefill_tiles(backend.tile_q, *heads, head_size, sizes.tile_kv, step_dtype, dtype)
-        assert prefill_vmem(tiles, sizes.sub_kv) <= VMEM_BYTES[chip]
+        tiles = prefill_buffers(backend.tile_q, *heads, head_size, sizes.tile_kv, step_dtype, dtype)
+        assert prefill_vmem_bytes(tiles, sizes.sub_kv) <= VMEM_BYTES[chip]
 
 
 def test_products_in_float32_are_cut_as_those_of_float32_pages() -> None:
     backend = TpuBackend("v6e")
-    pages = backend.layout(num_layers=1, num_pages=1, page_size=128, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    pages = backend.layout(KVShape(1, 1, 128, num_kv_heads=8, head_size=128, dtype="bfloat16"))
     assert backend.sizes_for(32, pages, "bfloat16").decode[1::2] == (256, 16)
-    mixed, sizes = backend.sizes_for(32, pages, "float32"), ruled_sizes("v6e", TpuShape(32, 8, 128, "float32", 128))
-    assert (mixed.decode.full, mixed.decode.most_rows) == (sizes.decode.full, sizes.decode.most_rows) == (128, 1)
+    mixed, sizes = backend.sizes_for(32, pages, "float32"), sizes_by_rule("v6e", TpuShape(32, 8, 128, "float32", 128))
+    assert (mixed.decode.full, mixed.decode.max_rows) == (sizes.decode.full, sizes.decode.max_rows) == (128, 1)
 
 
 @pytest.mark.parametrize("tile_q", [0, -16, 8, 24, 100])

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions, KVShape, LayerPlace, PagedCache, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
-from jpaged.pallas_kernels.ragged_paged_attention.xla import CPU_TILES, Tiles
-from jpaged.pallas_kernels.ragged_paged_attention.xla_pages import XlaPages
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import CPU_TILES, Tiles
+from jpaged.pallas_kernels.ragged_paged_attention.xla.pages import XlaPages
 
-from ..paged_steps import metadata, plan_of
-from .paged_world import ATOL, Shape, World, shape_of
-from .scenarios import (
+from ....paged_steps import metadata, plan_of
+from ..paged_world import ATOL, Shape, World, shape_of
+from ..scenarios import (
     TWO_GROUPS,
     check_any_order,
     check_that_a_wrong_window_is_noticed,
@@ -232,9 +232,7 @@ def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype
     """Temporary memory is a small part of the cache and does not grow with it; the donated pages are the output's."""
     backend, temps = XlaBackend(), []
     for num_pages in (256, 512):
-        layout = backend.layout(
-            num_layers=2, num_pages=num_pages, page_size=64, num_kv_heads=2, head_size=64, dtype=dtype
-        )
+        layout = backend.layout(KVShape(2, num_pages, page_size=64, num_kv_heads=2, head_size=64, dtype=dtype))
         pages = tuple(jax.ShapeDtypeStruct(shape, layout.stored_dtype) for shape in layout.shapes)
         cache = PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)  # type: ignore[arg-type]
         step = metadata(
@@ -255,7 +253,7 @@ def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype
 def test_temporary_memory_does_not_grow_with_the_layers() -> None:
     """XLA:CPU may make early, for all layers at once, whatever of a layer depends on none before it."""
     backend, temps = XlaBackend(), []
-    layout = backend.layout(num_layers=8, num_pages=64, page_size=64, num_kv_heads=2, head_size=64, dtype="float32")
+    layout = backend.layout(KVShape(8, 64, page_size=64, num_kv_heads=2, head_size=64, dtype="float32"))
     pages = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in layout.shapes)
     step = metadata(backend, [1], [1], [[[1]]], page_size=64, num_tokens=16, num_rows=16, table_len=16)
     q, k = (jax.ShapeDtypeStruct((16, heads, 64), jnp.float32) for heads in (4, 2))
@@ -335,11 +333,9 @@ def test_a_row_has_the_same_bits_in_any_company(platform: str) -> None:
     ],
 )
 def test_a_turn_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, expected):
-    layout = XlaBackend(platform="gpu").layout(
-        num_layers=1, num_pages=1, page_size=64, num_kv_heads=heads[1], head_size=head_size, dtype="float32"
-    )
+    layout = XlaBackend(platform="gpu").layout(KVShape(1, 1, 64, heads[1], head_size, "float32"))
     keys, values = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in layout.shapes)
-    pages = XlaPages(keys, values, first=0, scale=1.0, window=None, soft_cap=None)
+    pages = XlaPages(keys, values, 0, AttendOptions(1.0))
     sizes = Tiles(queries=64, prefill_keys=64, strands=64, decode_keys=1024, strand_keys=128, decode_bytes=1 << 20)
     dealt = sizes.deal(pages, num_rows)
     assert (dealt.strands_a_turn, dealt.most_strands, dealt.strand_pages) == expected

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, XlaBackend
-from jpaged.pallas_kernels.ragged_paged_attention.xla import Tiles
-from jpaged.pallas_kernels.ragged_paged_attention.xla_shared import MAX_GROUPS, shared_prefixes
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
+from jpaged.pallas_kernels.ragged_paged_attention.xla.shared import MAX_GROUPS, shared_prefixes
 
-from ..paged_steps import plan_of
-from .paged_world import Shape, World
+from ....paged_steps import plan_of
+from ..paged_world import Shape, World
 
 PAGE = 8
 SHARING = XlaBackend(

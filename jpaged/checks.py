@@ -1,0 +1,206 @@
+"""Checks of the values that callers give, and the one form of every refusal: `name: got X, allowed: Y; way out`.
+
+A rule is a function that returns a value as it is kept, or raises Unfit; `check` makes of that an error that names the
+value. Pure Python; imports only errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import reprlib
+from collections.abc import Callable, Collection
+from dataclasses import Field, field
+from numbers import Integral, Real
+from pathlib import Path
+from sys import float_info
+from typing import Any, ClassVar, NoReturn, Self
+
+from .errors import InvalidRequestError, JpagedError
+
+INT64 = (-(1 << 63), (1 << 63) - 1)
+MAX_NAME_CHARS = 100
+"""Longer names are cut in messages."""
+Rule = Callable[[Any], Any]
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+
+
+class Unfit(Exception):  # noqa: N818
+    """A rule refuses a value. Callers of `check` never see it."""
+
+    def __init__(self, allowed: str, way_out: str = "", *, got: str | None = None):
+        """`got` is what the message shows instead of the value."""
+        super().__init__(allowed)
+        self.allowed, self.way_out, self.got = allowed, way_out, got
+
+
+def check(name: str, value: Any, rule: Rule, *, error: type[JpagedError] = InvalidRequestError) -> Any:
+    """Return the value as the rule keeps it, or raise `error` with what is allowed."""
+    try:
+        return rule(value)
+    except Unfit as unfit:
+        raise refusal(name, unfit.got or shown(value), unfit.allowed, unfit.way_out, error=error) from None
+
+
+def refusal(
+    name: str, got: object, allowed: str, way_out: str = "", *, error: type[JpagedError] = InvalidRequestError
+) -> JpagedError:
+    """Return the error that refuses a value. `got` is written as it is: pass `shown(value)` for a caller's value."""
+    return error(f"{name}: got {got}, allowed: {allowed}{way_out and '; '}{way_out}", param=name)
+
+
+def check_name(
+    name: Any,
+    known: Collection[str],
+    kind: str,
+    *,
+    not_available: Collection[str] = (),
+    value: Any = None,
+    way_out: str = "",
+    error: type[JpagedError] = InvalidRequestError,
+) -> None:
+    """Refuse a name that is not among `known`: as one that is not available, or with the nearest known name.
+
+    `kind` says what is named, such as "option"; `value`, if there is one, what was given for it. `way_out` ends the
+    message where no known name is near; by default it is to leave the name out, or a list of the known ones.
+    """
+    if name in known:
+        return
+    is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME_CHARS
+    told, param = name if is_plain else shown(name), str(name)[:MAX_NAME_CHARS]
+    if name in not_available:
+        got = "" if value is None else f" (got {shown(value)})"
+        raise error(f"{told}: not available in this version{got}; {way_out or 'leave it out'}", param=param)
+    near = nearest(param, known)
+    hint = f"did you mean {near}?" if near else way_out or f"allowed: {', '.join(known)}"
+    raise error(f"{told}: unknown {kind}; {hint}", param=param)
+
+
+def nearest(word: str, known: Collection[str]) -> str | None:
+    """Return the name that begins with `word`, or the one most like it; None where none is near."""
+    near = [name for name in known if word and name.startswith(word)] or difflib.get_close_matches(word, known, n=1)
+    return near[0] if near else None
+
+
+def integer(min: int, max: int | None = None) -> Rule:
+    """Take any integer from `min` to `max`, numpy's too, as a Python integer. A boolean is none."""
+
+    def rule(value: Any) -> int:
+        if not is_integer(value) or value < min or (max is not None and value > max):
+            is_unbounded = max is None or (min >= 0 and max == INT64[1])
+            raise Unfit(f"an integer ≥ {min}" if is_unbounded else f"an integer in [{min}, {max}]")
+        return int(value)
+
+    return rule
+
+
+def number(min: float, max: float = float_info.max, *, open_min: bool = False, open_max: bool = False) -> Rule:
+    """Take any real number from `min` to `max` as a float; `open_min` and `open_max` leave out the bounds."""
+
+    def rule(value: Any) -> float:
+        try:
+            real = float(value) if is_number(value) else math.nan
+        except OverflowError:  # An integer of hundreds of digits.
+            real = math.nan
+        # A NaN compares false with everything.
+        if not min <= real <= max or (open_min and real == min) or (open_max and real == max):
+            interval = f"{'(' if open_min else '['}{min:g}, {max:g}{')' if open_max else ']'}"
+            raise Unfit(f"a finite number ≥ {min:g}" if max == float_info.max else f"a number in {interval}")
+        # Adding zero makes 0.0 of −0.0: the sampler's thresholds are compared by their bits.
+        return real + 0.0
+
+    return rule
+
+
+def boolean(value: Any) -> bool:
+    """Take True or False; 0, 1 and numpy's booleans are refused."""
+    if not isinstance(value, bool):
+        raise Unfit("true or false")
+    return value
+
+
+def one_of(*words: str) -> Rule:
+    """Take one of the words."""
+
+    def rule(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise Unfit(", ".join(words))
+        return value
+
+    return rule
+
+
+def text(allowed: str) -> Rule:
+    """Take a string or a path that is not empty, as a string; `allowed` says what it should be."""
+
+    def rule(value: Any) -> str:
+        if not isinstance(value, str | Path) or not str(value):
+            raise Unfit(allowed)
+        return str(value)
+
+    return rule
+
+
+def or_none(rule: Rule) -> Rule:
+    """Take None, or what the rule takes."""
+    return lambda value: None if value is None else rule(value)
+
+
+class CheckedFields:
+    """Base of frozen dataclasses that check each field by the rule in its `metadata["rule"]`.
+
+    An unknown keyword is refused with the nearest field's name, where a dataclass would raise a TypeError.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _kind: ClassVar[str]
+    _error: ClassVar[type[JpagedError]]
+    _not_available: ClassVar[Collection[str]]
+
+    def __init_subclass__(cls, *, kind: str, error: type[JpagedError], not_available: Collection[str] = ()) -> None:
+        """Set what errors call a field (`kind`), the class of errors, and names that this version does not have."""
+        cls._kind, cls._error, cls._not_available = kind, error, not_available
+
+    def __new__(cls, **values: Any) -> Self:
+        """Refuse unknown keywords."""
+        known = cls.__dataclass_fields__
+        for name, value in values.items():
+            if name not in known:
+                check_name(name, known, cls._kind, not_available=cls._not_available, value=value, error=cls._error)
+        return super().__new__(cls)
+
+    def _check_fields(self) -> None:
+        """Check each field and keep what its rule returns."""
+        values = self.__dict__  # Frozen: fields cannot be set, and object.__setattr__ takes twice as long.
+        for name, one in self.__dataclass_fields__.items():
+            if rule := one.metadata.get("rule"):
+                values[name] = check(name, values[name], rule, error=self._error)
+
+    def _refuse(self, name: str, allowed: str, way_out: str = "") -> NoReturn:
+        """Refuse the value of a field because of another field's value."""
+        raise refusal(name, shown(getattr(self, name)), allowed, way_out, error=self._error)
+
+
+def checked(default: Any, rule: Rule, *, hash: bool | None = None, **metadata: Any) -> Any:
+    """Return a field of a `CheckedFields` class. `metadata` holds what else is known of the field."""
+    return field(default=default, hash=hash, metadata={"rule": rule, **metadata})
+
+
+def shown(value: Any) -> str:
+    """Return `value` as Python would write it, on one line, cut to what fits into any message."""
+    try:
+        return " ".join(_REPR.repr(value).split())
+    except ValueError:  # Python does not write out integers of thousands of digits.
+        return f"a huge {type(value).__name__}"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether it is a real number of any type (numpy's too) and no boolean."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether it is an integer of any type (numpy's too) and no boolean."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""The command line: `jpaged generate`, `bench`, `tune`; flags, input files and output files."""

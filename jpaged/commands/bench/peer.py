@@ -1,0 +1,77 @@
+"""Another engine as a baseline of `jpaged bench`: a command that serves token ids over lines of JSON.
+
+    peer → bench   {"ready": NAME AND VERSION, …}                          once, when its model is loaded
+    bench → peer   {"requests": [{"prompt": [ids], "out": n}, …], "max_num_seqs": n}
+    peer → bench   {"seconds": s, "tokens": n}                             one answer to each line it reads
+
+The peer decodes each request greedily, exactly `out` tokens, past ends of sequences, and starts each run without a
+prefix cache. It measures the seconds from ids to ids. Its logs go to stderr. scripts/peers holds peers for other
+engines, and for another checkout of jpaged.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+from ...errors import ConfigError
+from .workloads import Workload
+
+
+class PeerBaseline:
+    """A running peer; its process lives until `close`."""
+
+    def __init__(self, name: str, command: str, max_num_seqs: int):
+        """Start the command and wait until it is ready; ConfigError if it cannot be started, or says something else."""
+        self.name, self.max_num_seqs = name, max_num_seqs
+        try:
+            self._process = subprocess.Popen(
+                shlex.split(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--peer: {name} cannot be started: {error}") from error
+        self.ready = self._read()
+        """What the peer says of itself."""
+
+    def run(self, workload: Workload) -> float:
+        """Return the seconds that the peer measures; ConfigError if it computed another number of tokens."""
+        pairs = zip(workload.prompts, workload.output_lens, strict=True)
+        requests = [{"prompt": list(prompt), "out": out} for prompt, out in pairs]
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # The process has ended; reading reports it.
+            self._process.stdin.write(json.dumps({"requests": requests, "max_num_seqs": self.max_num_seqs}) + "\n")
+            self._process.stdin.flush()
+        answer = self._read()
+        got, wanted = answer.get("tokens"), workload.num_output_tokens
+        if got != wanted:
+            raise ConfigError(f"--peer: {self.name} gave {got} tokens for {workload.name}, wanted {wanted}")
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        """End the command."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        """Wait for the peer's next line; ConfigError if it has ended or writes anything but a JSON object."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise ConfigError(f"--peer: {self.name} ended with status {status} and no answer; run its command alone")
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise ConfigError(
+                f"--peer: {self.name} wrote {line.strip()[:100]!r}, wanted a JSON object; its logs belong to stderr"
+            )
+        return answer

@@ -1,0 +1,1 @@
+"""Pages of keys and values: pools, page tables, prefix cache, samples that share pages."""

@@ -1,0 +1,25 @@
+"""Names of vLLM's full interface that this version does not have, each refused by name.
+
+A version that adds one of them removes it here.
+"""
+
+from __future__ import annotations
+
+ENGINE_OPTIONS = (
+    "tokenizer", "skip_tokenizer_init", "load_format", "hf_overrides", "quantization", "enforce_eager",
+    "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
+    "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "params",
+)  # fmt: skip
+SAMPLING_PARAMETERS = ("structured_outputs",)
+PROMPT_KEYS = ("multi_modal_data", "lora_request")
+FLAGS = (
+    *ENGINE_OPTIONS, *SAMPLING_PARAMETERS, "json_schema", "regex", "grammar", "choice", "lora", "image", "trace",
+)  # fmt: skip
+"""Flags of `jpaged generate`, written as the names of their options."""
+LINE_KEYS = (*FLAGS, *PROMPT_KEYS)
+"""Keys of a line of a prompt file."""
+COMMANDS = ("chat", "serve", "batch", "plan", "doctor", "trace")
+BENCHES = ("serve",)
+EXPORTS = ("AsyncEngine", "LoRARequest", "PoolingParams")
+"""Names in the Python package `jpaged`."""

@@ -1,0 +1,66 @@
+"""The arguments and the progress bar of the offline calls: `Engine.generate`, `chat` and `beam_search`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from .checks import is_integer, refusal, shown
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return a list of prompts from one prompt or from many.
+
+    A text, a mapping, a list of token ids and an array of them are each one prompt. The prompts themselves are not
+    checked. Raise InvalidRequestError for what is neither a prompt nor a list.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, jax.Array | np.ndarray):
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
+        raise refusal("prompts", type(prompts).__name__, "a prompt or a list of prompts")
+    if not prompts:
+        return []
+    return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """Return a list of conversations from one conversation, a list of messages, or from a list of them.
+
+    Raise InvalidRequestError for anything else, and for an empty list.
+    """
+    if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence) or not messages:
+        raise refusal("messages", shown(messages), "a list of {role, content}, or a list of such lists")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def one_for_each(values: Any, num_prompts: int, name: str, kind: Any, kind_name: str) -> list[Any]:
+    """Return one value per prompt from one value for all prompts, or from a list with one for each.
+
+    A value of type `kind` is for all prompts. Raise InvalidRequestError, which names the argument `name` and calls
+    the type `kind_name`, for a list of another length and for what is no list. Values in a list are not checked.
+    """
+    if isinstance(values, kind):
+        return [values] * num_prompts
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise refusal(name, shown(values), f"{kind_name} or a list of them")
+    if len(values) != num_prompts:
+        raise refusal(name, f"{len(values)} for {num_prompts} prompts", "one for all or one for each")
+    return list(values)
+
+
+@contextmanager
+def progress_bar(num_requests: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar if stderr is a terminal; give a function that counts one request as finished."""
+    if not is_shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=num_requests, desc="requests", unit="req", disable=None) as bar:
+        yield lambda: bar.update(1) and None

@@ -1,0 +1,206 @@
+"""Makes requests from what callers give: every argument is checked here, before anything is queued."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, islice
+from numbers import Real
+from typing import Any
+
+from .checks import is_integer, refusal, shown
+from .config import EngineConfig
+from .errors import InvalidRequestError
+from .request import CacheKey, Request, SampleSequence, make_request
+from .sampling.sampling_params import BeamSearchParams, SamplingParams
+from .scheduling.beam_search import BeamSearch
+from .startup.build_engine import EngineComponents
+from .text.prompts import EncodedPrompt, PromptEncoder, check_priority
+
+Params = SamplingParams | BeamSearchParams
+MAX_SAMPLE_INDEX = (1 << 31) - 1
+"""Sample indices travel to the device as int32."""
+
+
+class RequestBuilder:
+    """Checks prompts and parameters against one engine's model and sizes, and makes requests of them."""
+
+    def __init__(self, parts: EngineComponents, *, num_groups: int):
+        """`num_groups` counts the page-table groups that a sequence has pages in."""
+        self.config: EngineConfig = parts.config
+        self.max_model_len = parts.sizes.step.max_model_len
+        self.max_num_seqs = parts.sizes.step.max_num_seqs
+        self.block_size = parts.sizes.step.block_size
+        self.num_groups = num_groups
+        self.eos_token_ids = parts.handle.eos_token_ids
+        self.sampling_defaults = parts.handle.sampling_defaults
+        self.encoder = PromptEncoder(
+            parts.handle.tokenizer,
+            parts.rules_spec,
+            self.max_model_len,
+            max_waiting_tokens=self.config.limits["waiting_tokens"],
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def default_params(self) -> SamplingParams:
+        """Return what the model's generation config recommends, with output up to the end of the context."""
+        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
+
+    def build(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *,
+        number: Any,
+        priority: Any = None,
+        arrival_time: Any = None,
+    ) -> Request:
+        """Return a request from arguments that are not checked yet; raise InvalidRequestError if one is wrong.
+
+        The arguments are those of `Engine.add_request`. `params` of None are `default_params`. `priority` goes before
+        that of the prompt's mapping.
+        """
+        if not (is_integer(number) and number >= 0):
+            raise refusal("number", shown(number), "an integer ≥ 0")
+        arrival_time = _as_arrival_time(arrival_time)
+        params = self.default_params() if params is None else params
+        if not isinstance(params, Params):
+            raise refusal("sampling_params", type(params).__name__, "SamplingParams, BeamSearchParams")
+        self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.max_num_seqs)
+        encoded = self.encoder.encode(prompt)
+        priority = encoded.priority if priority is None else priority
+        encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
+        return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time)
+
+    def build_encoded(
+        self,
+        request_id: str,
+        encoded: EncodedPrompt,
+        params: Params,
+        *,
+        number: int,
+        arrival_time: float | None = None,
+    ) -> Request:
+        """Return a request for a prompt that was encoded and checked, with its parameters, for this engine's model.
+
+        `arrival_time` is in seconds of `time.monotonic()`; None stands for now.
+        """
+        room = self.max_model_len - len(encoded.token_ids)
+        max_tokens = min(room, params.max_tokens or room)
+        beams = None
+        if isinstance(params, BeamSearchParams):
+            beams = BeamSearch(params, params.end_ids(self.eos_token_ids), max_tokens)
+            params = params.as_samples(beams.num_top_tokens)
+        return make_request(
+            request_id=request_id,
+            number=number,
+            prompt_token_ids=encoded.token_ids,
+            params=params,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            max_tokens=max_tokens,
+            engine_seed=self.config.seed,
+            num_groups=self.num_groups,
+            prompt=encoded.text,
+            priority=encoded.priority,
+            cache_key=CacheKey(cache_salt=encoded.cache_salt),
+            bad_words=self.encoder.bad_words(params),
+            beams=beams,
+        )
+
+    def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
+        """Return the token ids and the cache key of a prompt to pin; raise InvalidRequestError if it fills no page."""
+        if not self.config.enable_prefix_caching:
+            raise InvalidRequestError(
+                "prompt: got one to pin while enable_prefix_caching is off; start the engine with it on", param="prompt"
+            )
+        if cache_salt is not None:
+            prompt = {**(prompt if isinstance(prompt, Mapping) else _as_mapping(prompt)), "cache_salt": cache_salt}
+        encoded = self.encoder.encode(prompt)
+        if len(encoded.token_ids) < self.block_size:
+            got = f"{len(encoded.token_ids)} tokens to pin"
+            raise refusal("prompt", got, f"at least {self.block_size}, a full page")
+        return encoded.token_ids, CacheKey(cache_salt=encoded.cache_salt)
+
+
+def check_new_id(request_id: Any, used: Mapping[str, Request]) -> None:
+    """Raise InvalidRequestError for an id that is no string, empty, or among the `used` ones."""
+    if not isinstance(request_id, str) or not request_id:
+        raise refusal("request_id", shown(request_id), "a non-empty string")
+    if request_id in used:
+        raise InvalidRequestError(
+            f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has", param="request_id"
+        )
+
+
+def unfinished_request(request_id: Any, requests: Mapping[str, Request]) -> Request:
+    """Return the request with this id; raise InvalidRequestError if there is none."""
+    request = requests.get(request_id) if isinstance(request_id, str) else None
+    if request is None:
+        raise refusal("request_id", shown(request_id), "an unfinished request", "fork before it ends")
+    return request
+
+
+def as_request_ids(request_ids: Any) -> list[str]:
+    """Return a list of ids from one id or several; raise InvalidRequestError for anything else."""
+    ids = [request_ids] if isinstance(request_ids, str) or not isinstance(request_ids, Iterable) else list(request_ids)
+    if not all(isinstance(request_id, str) for request_id in ids):
+        raise refusal("request_ids", shown(request_ids), "a string or a list of strings")
+    return ids
+
+
+def fork_source(
+    request: Request, n: Any, *, sample: Any, sample_indices: Any, max_num_seqs: int
+) -> tuple[SampleSequence, list[int]]:
+    """Return the sequence to fork and the indices of its `n` forks; raise InvalidRequestError if that cannot be.
+
+    `sample_indices` of None are the lowest indices that the request does not have. `max_num_seqs` bounds the samples
+    that a request has at a time.
+    """
+    if request.beams is not None:
+        raise refusal("request_id", "a beam search", "a request that samples", "its beams fork by themselves")
+    parent = next((one for one in request.live if one.index == sample), None)
+    if parent is None:
+        raise refusal("sample", shown(sample), f"a sample that has not ended, {[one.index for one in request.live]}")
+    if request.params.is_greedy:
+        raise InvalidRequestError(
+            "temperature: got a greedy request, whose samples would all be equal; fork one with temperature > 0",
+            param="temperature",
+        )
+    room = max_num_seqs - len(request.live)
+    if not is_integer(n) or not 1 <= n <= room:
+        raise InvalidRequestError(
+            f"n: got {shown(n)}, allowed: {f'an integer in [1, {room}]' if room else 'none'}, which max_num_seqs, "
+            f"{max_num_seqs}, leaves beside {len(request.live)} samples that have not ended; fork fewer, or start the "
+            "engine with a larger max_num_seqs",
+            param="n",
+        )
+    used = {one.index for one in request.sequences}
+    if sample_indices is None:
+        return parent, list(islice((index for index in count() if index not in used), n))
+    if isinstance(sample_indices, str) or not isinstance(sample_indices, Sequence):
+        raise refusal("sample_indices", shown(sample_indices), "a list of integers")
+    indices = list(sample_indices)
+    is_valid = all(is_integer(index) and 0 <= index <= MAX_SAMPLE_INDEX for index in indices)
+    if not is_valid or len(indices) != n or len(used.union(indices)) != len(used) + n:
+        allowed = f"n, {n}, different integers ≥ 0 that the request does not have yet"
+        raise refusal("sample_indices", shown(indices), allowed, f"it has {sorted(used)}")
+    return parent, indices
+
+
+def _as_mapping(prompt: Any) -> dict[str, Any]:
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+
+
+def _as_arrival_time(arrival_time: Any) -> float | None:
+    """Return an arrival time in seconds of `time.monotonic()` as a float, or None; InvalidRequestError if not past."""
+    if arrival_time is None:
+        return None
+    now = time.monotonic()
+    is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
+    if not (is_number and -math.inf < arrival_time <= now):
+        allowed = f"seconds of time.monotonic(), at most now, {now:.3f}"
+        raise refusal("arrival_time", shown(arrival_time), allowed, "leave it out to take the present")
+    return float(arrival_time)

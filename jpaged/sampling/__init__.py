@@ -1,0 +1,1 @@
+"""What users ask of sampling, and how logits become tokens on the device."""

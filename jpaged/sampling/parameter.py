@@ -1,0 +1,123 @@
+"""What is known of one sampling parameter, and rules for values that only sampling parameters have.
+
+`SamplingParams` is the table: each of its fields carries its rule, its flag, and how it travels to the device. What
+packs, unpacks, parses and documents parameters reads that table; only code that computes with one names it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checks import Rule, Unfit, checked, is_integer, is_number, shown
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 128
+MAX_FLOAT32 = 3.4028234663852886e38
+
+
+class Column(enum.Enum):
+    """How a parameter that is one number travels to the device."""
+
+    INT32 = "int32"
+    """In a column of each sampled row (`sample_columns.py`), limited to what an int32 holds."""
+    FLOAT32 = "float32"
+    """The same, as a float32."""
+    RULE = "rule"
+    """As a float32 among the rules of its sequence's state slot (`LogitRulesSpec.values`)."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a parameter is given on a command line."""
+
+    metavar: str
+    """N: an integer; X: a number; ID, TEXT and ID=X: repeatable; empty: a switch."""
+    help: str
+    names: tuple[str, ...] = ()
+    """Spellings; empty: the parameter's name with dashes."""
+
+
+def parameter(
+    default: Any,
+    rule: Rule,
+    flag: Flag | None = None,
+    *,
+    column: Column | None = None,
+    is_rule: bool = False,
+    hash: bool | None = None,
+) -> Any:
+    """Return a field of the table. `is_rule`: a value other than the default changes logits, in mode FULL."""
+    return checked(default, rule, hash=hash, flag=flag, column=column, is_rule=is_rule or column is Column.RULE)
+
+
+def stop_strings(value: Any) -> tuple[str, ...]:
+    """Take a string or a list of strings as a tuple; None is an empty one."""
+    strings = [value] if isinstance(value, str) else () if value is None else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one for one in strings):
+        raise Unfit("a non-empty string or a list of them")
+    if len(strings) > MAX_STOPS or any(len(one) > MAX_STOP_CHARS for one in strings):
+        raise Unfit(f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+    if any("\ud800" <= character <= "\udfff" for one in strings for character in one):
+        raise Unfit("strings of whole characters; no text holds a lone surrogate")
+    return tuple(map(str, strings))
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Take a list of token ids as a tuple; None is an empty one. The vocabulary is checked with the prompt."""
+    ids = () if value is None else value
+    if not isinstance(ids, list | tuple) or not all(is_integer(one) and one >= 0 for one in ids):
+        raise Unfit("a list of token ids ≥ 0")
+    return tuple(map(int, ids))
+
+
+def some_token_ids(value: Any) -> tuple[int, ...]:
+    """Take a list of at least one token id as a tuple."""
+    if not (ids := token_ids(value)):
+        raise Unfit("at least one token id", "leave it out to allow all")
+    return ids
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """Take a list of strings as a tuple; None is an empty one."""
+    strings = () if value is None else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one.strip() for one in strings):
+        raise Unfit("a list of strings that are not empty or all spaces")
+    if len(strings) > MAX_BAD_WORDS:
+        raise Unfit(f"at most {MAX_BAD_WORDS} words")
+    return tuple(map(str, strings))
+
+
+def biases(value: Any) -> dict[int, float]:
+    """Take a mapping of token ids to numbers; ids may be written as strings, as the keys of JSON are."""
+    allowed = f"a mapping of token ids ≥ 0 to numbers in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
+    if not isinstance(value, Mapping):
+        raise Unfit(allowed)
+    if len(value) > MAX_BIASES:
+        raise Unfit(f"at most {MAX_BIASES} token ids")
+    bias_of: dict[int, float] = {}
+    for key, bias in value.items():
+        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= len(str(MAX_TOKEN_ID)):
+            key = int(key)
+        is_id = is_integer(key) and 0 <= key <= MAX_TOKEN_ID
+        if not is_id or not is_number(bias) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise Unfit(f"{allowed}; its entry {shown(key)}: {shown(bias)} is not")
+        if int(key) in bias_of:
+            raise Unfit(f"each token id once; it has {int(key)} twice")
+        bias_of[int(key)] = float(bias)
+    return bias_of
+
+
+def arguments(value: Any) -> dict[str, float]:
+    """Take a mapping of names to numbers that a float32 holds."""
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and is_number(one) and abs(one) <= MAX_FLOAT32 for key, one in value.items()
+    ):
+        raise Unfit("a mapping of arguments of the engine's logits_processors to finite numbers")
+    return {key: float(one) for key, one in value.items()}

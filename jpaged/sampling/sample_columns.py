@@ -1,0 +1,53 @@
+"""The columns of a sampled row: the int32 values that the host packs for each row and the step reads.
+
+Floats travel as their bits, seeds as two halves. Parameters get their columns from the table of sampling parameters;
+`SamplingRows` in `sampler.py` is the device's half. Imports no JAX.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+
+from .parameter import Column
+from .sampling_params import SamplingParams, parameters_in
+
+STEP_FIELDS = ("token", "slot", "output_index")
+"""Columns that differ in every step: the token of the step whose hidden state is sampled from, the state slot of the
+sequence, and how many tokens the sequence has drawn. All others are fixed while the sequence holds its slot."""
+INT_PARAMETERS = parameters_in(Column.INT32)
+FLOAT_PARAMETERS = parameters_in(Column.FLOAT32)
+STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
+"""Tokens that end the sequence, as many as fit: a dispatch of several tokens stops a row that draws one of them."""
+NO_TOKEN = -1
+SAMPLE_FIELDS = (
+    *STEP_FIELDS, "ruled_slot", "forced_token", "sample_index", "seed_low", "seed_high", *INT_PARAMETERS,
+    *FLOAT_PARAMETERS, *STOP_FIELDS,
+)  # fmt: skip
+"""Names of all columns. `ruled_slot` is the state slot if the request has rules, else 0. `forced_token` is 1 + the id
+of a token that is given, to be scored, instead of drawn; else SCORED or UNSCORED."""
+UNSCORED, SCORED = 0, -1
+"""Whether the token that a row draws gets a logprob. Padding is all zeros, so it gets none."""
+MAX_INT32 = (1 << 31) - 1
+_PACKED = struct.Struct(f"=iiiII{len(INT_PARAMETERS)}i{len(FLOAT_PARAMETERS)}f{len(STOP_FIELDS)}i")
+
+
+def pack_columns(
+    params: SamplingParams, *, seq_slot: int, sample_index: int, seed: int, stop_ids: Iterable[int]
+) -> np.ndarray:
+    """Return the columns of a sequence behind STEP_FIELDS, int32; `seed` has 64 bits."""
+    stops = sorted(stop_ids)[: len(STOP_FIELDS)]
+    packed = _PACKED.pack(
+        seq_slot if params.has_rules else 0,
+        UNSCORED if params.logprobs is None else SCORED,
+        sample_index,
+        seed & 0xFFFFFFFF,
+        seed >> 32,
+        *(min(getattr(params, name), MAX_INT32) for name in INT_PARAMETERS),
+        *map(vars(params).__getitem__, FLOAT_PARAMETERS),
+        *stops,
+        *[NO_TOKEN] * (len(STOP_FIELDS) - len(stops)),
+    )
+    return np.frombuffer(packed, np.int32)

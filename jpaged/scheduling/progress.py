@@ -1,0 +1,86 @@
+"""How far sequences are: tokens that exist, tokens that are computed, and how far each may decode unattended.
+
+The only writer of `num_tokens`, `num_computed`, `decode_limit`, `check_at_len`, `is_last_token_on_device` and
+`last_chunk_step` of sequences. Tokens count as computed as soon as the step that computes them is scheduled. Knows
+no page and no queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..request import SampleSequence
+
+
+def is_in_flight(sequence: SampleSequence, retired_step: int) -> bool:
+    """Return whether a scheduled step after `retired_step` computes tokens of this sequence."""
+    return sequence.num_tokens > len(sequence.token_ids) or sequence.last_chunk_step > retired_step
+
+
+def count_decodes(decodes: Sequence[SampleSequence], decode_lens: Sequence[int]) -> None:
+    """Count the tokens of sequences that decode: `decode_lens` says how many each; empty: one each."""
+    if decode_lens:
+        for sequence, num_steps in zip(decodes, decode_lens, strict=True):
+            sequence.num_computed += num_steps
+            sequence.num_tokens += num_steps
+    else:
+        for sequence in decodes:
+            num_tokens = sequence.num_tokens
+            sequence.num_computed = num_tokens
+            sequence.num_tokens = num_tokens + 1
+
+
+def count_chunk(sequence: SampleSequence, end: int, step: int) -> None:
+    """Count a chunk of known tokens that ends before position `end` and is computed in step number `step`."""
+    sequence.num_computed = end
+    sequence.last_chunk_step = step
+
+
+def count_drawn_token(sequence: SampleSequence, end: int) -> None:
+    """Count the token that follows position `end` − 1 and is drawn in the state slot of the sequence."""
+    sequence.is_last_token_on_device = True
+    sequence.num_tokens = end + 1
+
+
+def count_chosen_token(sequence: SampleSequence) -> None:
+    """Count a token that the host has chosen, as a beam search does."""
+    sequence.num_tokens += 1
+
+
+def start_at(sequence: SampleSequence, num_computed: int) -> None:
+    """Count as computed what the pages hold that the sequence has got from its parent or from the prefix cache."""
+    sequence.num_computed = num_computed
+
+
+def start_as(sequence: SampleSequence, parent: SampleSequence) -> None:
+    """Give a sequence that has lost its pages as many tokens as another one has."""
+    sequence.num_tokens = parent.num_tokens
+
+
+def set_decode_limit(sequence: SampleSequence, num_tokens: int) -> None:
+    """Let a sequence decode until so many tokens are computed, or keep it from decoding on by 0."""
+    sequence.decode_limit = num_tokens
+
+
+def set_check(sequence: SampleSequence, num_known: int) -> None:
+    """Let the tokens of a sequence be appended without a check until the host knows more than `num_known`."""
+    sequence.check_at_len = num_known
+
+
+def leave_device(sequence: SampleSequence) -> None:
+    """Note that a sequence has lost its state slot, and the token that was drawn there; its pages may live on."""
+    sequence.decode_limit = sequence.check_at_len = 0
+    sequence.is_last_token_on_device = False
+
+
+def lose_pages(sequence: SampleSequence) -> None:
+    """Note that a sequence has lost its slot and its pages: none of its tokens is computed any more."""
+    leave_device(sequence)
+    sequence.num_computed = 0
+
+
+def lose_steps(sequence: SampleSequence) -> None:
+    """Note that the device has lost all it held and drew: the sequence has only the tokens that the host knows."""
+    lose_pages(sequence)
+    sequence.num_tokens = len(sequence.token_ids)
+    sequence.last_chunk_step = 0

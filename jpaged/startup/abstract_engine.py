@@ -1,0 +1,120 @@
+"""An engine as abstract shapes: what its pages, weights and steps would take, and its programs, before any memory is.
+
+Needs no device either: the mesh may be of a chip that is described and not present, which is how the compile gates
+build the programs of a TPU on a machine without one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh
+
+from ..errors import ConfigError
+from ..models.config import ModelConfig
+from ..models.io.loading import Weights, abstract_weights
+from ..pallas_kernels.ragged_paged_attention import Backend, KVLayout, LayerPlace, PagedCache
+from ..sampling.logit_rules_spec import LogitRulesSpec
+from ..sampling.sampler import PLAIN, SampleSettings
+from ..sampling.sampling_params import SampleMode
+from ..step.programs import ProgramOptions, Programs, decode_key, forward_key, sample_key
+from ..step.step_inputs import StepInputBuilder
+from ..step.step_sizes import StepSizes
+from .attention_choice import attention_shape, block_size_of
+from .sizing import rules_bytes
+
+WINDOWS: tuple[int | None, ...] = (None,)
+"""Attention window of each page-table group in tokens; None sees all. All layers of today's models see all."""
+
+
+@dataclass(frozen=True)
+class AbstractEngine:
+    """A model on a mesh with an attention backend. Implements `sizing.MemoryCosts`."""
+
+    model: ModelConfig
+    mesh: Mesh
+    backend: Backend
+    rules_spec: LogitRulesSpec
+    settings: SampleSettings = PLAIN
+
+    @property
+    def platform(self) -> str:
+        """Kind of the mesh's devices: "cpu", "gpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
+        """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
+        return block_size_of(self.backend, attention_shape(self.model, kv_dtype), asked, max_num_seqs, max_model_len)
+
+    def page_bytes(self, block_size: int, kv_dtype: str) -> int:
+        """Return the bytes of one page in all layers together."""
+        return self._layout(1, block_size, kv_dtype).page_bytes
+
+    def weights(self, dtype: str) -> Weights:
+        """Return the shapes of the weights with their placement."""
+        return abstract_weights(self.model, dtype, self.mesh)
+
+    def weights_bytes(self, dtype: str) -> int:
+        """Return the bytes of all weights."""
+        return self.weights(dtype).size_bytes
+
+    def step_bytes(self, sizes: StepSizes) -> int:
+        """Return what the largest step takes beside weights and pages, by what the compiled programs say.
+
+        Compiles the largest forward, sampler and decode program over a cache of two pages: nothing that a step
+        allocates for itself grows with the number of pages.
+        """
+        builder = self.builder(sizes)
+        buckets = builder.buckets
+        programs = self.programs(builder, num_blocks=2, num_decode_steps=2)
+        keys = [
+            forward_key(buckets, buckets.num_tokens[-1]),
+            sample_key(buckets, buckets.max_samples, SampleMode.FULL),
+            decode_key(buckets, buckets.max_samples),
+        ]
+        with ThreadPoolExecutor(len(keys)) as compilers:
+            largest = max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
+        hidden = programs.state.hidden
+        return largest + hidden.size * hidden.dtype.itemsize + rules_bytes(self.model.vocab_size, sizes.max_num_seqs)
+
+    def builder(self, sizes: StepSizes) -> StepInputBuilder:
+        """Return what builds the step inputs of an engine of these sizes."""
+        return StepInputBuilder(
+            sizes, sizes.buckets(self.platform), self.backend, rules_spec=self.rules_spec, num_groups=len(WINDOWS)
+        )
+
+    def programs(
+        self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0, num_decode_steps: int = 1
+    ) -> Programs:
+        """Return every program of an engine with these pools of pages, which takes the inputs of `builder`."""
+        sizes = builder.sizes
+        layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
+        layers = tuple(LayerPlace(group=0, index=layer) for layer in range(self.model.num_layers))
+        mesh = self.mesh if self.mesh.size > 1 else None
+        return Programs(
+            self.weights(sizes.dtype),
+            PagedCache((), layout, layers, self.backend, mesh=mesh),
+            self.mesh,
+            builder,
+            hidden_size=self.model.hidden_size,
+            options=ProgramOptions(self.settings, num_decode_steps, num_host_blocks),
+        )
+
+    def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
+        """Return the layout of a cache of this many pages; ConfigError for what the backend cannot take."""
+        model = self.model
+        try:
+            return self.backend.layout(
+                attention_shape(model, dtype).kv_shape(block_size, num_layers=model.num_layers, num_pages=num_pages)
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def own_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the bytes that an executable takes beside its arguments: its temporaries, and outputs not in place."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every backend here says what memory a program takes"
+    return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)

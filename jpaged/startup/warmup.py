@@ -1,0 +1,65 @@
+"""Chooses which executables are compiled at start, and in which order.
+
+With `warmup=lazy`, those that the known requests need first are compiled while the weights are read, and others after
+the first step. On a CPU only what is known to be needed is compiled ahead: the compiler takes the cores that compute
+steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ..config import EngineConfig
+from ..sampling.sampling_params import SampleMode
+from ..scheduling.buckets import filled_tokens
+from ..step.compile_plan import Key
+from ..step.programs import Programs, decode_key, forward_key, sample_key
+from ..step.step_inputs import StepInputBuilder
+from .sizing import Demand
+
+
+def warmup_keys(
+    config: EngineConfig,
+    programs: Programs,
+    builder: StepInputBuilder,
+    demands: Sequence[Demand],
+    modes: Collection[SampleMode],
+    *,
+    is_cpu: bool,
+) -> tuple[list[Key], list[Key]]:
+    """Return the keys to compile while the weights are read, and those to compile after the first step.
+
+    `demands` and `modes` are the known requests and their sampling modes; both empty if they are not known.
+    """
+    everything = list(programs.lower)
+    if config.warmup == "full":
+        return everything, []
+    if config.warmup == "off":
+        return [], []
+    if not demands:
+        return [], [] if is_cpu else everything
+    buckets = builder.buckets
+    num_seqs = min(sum(demand.num_samples for demand in demands), builder.sizes.max_num_seqs)
+    samplers = [sample_key(buckets, num_seqs, buckets.mode_for(mode)) for mode in modes]
+    decodes = [decode_key(buckets, num_seqs), forward_key(buckets, num_seqs)]
+    deferred = [key for key in decodes if key in programs.lower]
+    return [*_prompt_keys(config, builder, demands), *samplers], deferred if is_cpu else [*deferred, *everything]
+
+
+def _prompt_keys(config: EngineConfig, builder: StepInputBuilder, demands: Sequence[Demand]) -> dict[Key, None]:
+    """Return the forward programs that the first token waits for, in order.
+
+    A single prompt waits for the steps of all of its chunks; of several prompts only the first step is known.
+    """
+    buckets, max_tokens = builder.buckets, builder.sizes.max_num_batched_tokens
+    num_left = sum(demand.prompt_len for demand in demands)
+    if len(demands) == 1 and config.enable_chunked_prefill:
+        max_tokens = min(max_tokens, config.long_prefill_token_threshold or max_tokens)
+    keys: dict[Key, None] = {}
+    while num_left and (len(demands) == 1 or not keys):
+        num_tokens = min(num_left, max_tokens)
+        if config.enable_chunked_prefill:
+            num_tokens = filled_tokens(buckets.num_tokens, num_tokens)
+        keys[forward_key(buckets, num_tokens)] = None
+        num_left -= num_tokens
+    return keys

@@ -1,0 +1,1 @@
+"""One device step: lists become padded arrays, compiled programs compute them, results come back."""

@@ -1,0 +1,102 @@
+"""The format of a step's input: ONE int32 buffer per step, cut into named sections at fixed offsets.
+
+One buffer, because transfers to a device are slow to start: nine arrays took 304 µs, one takes 20 µs. The host writes
+the sections through numpy views (step_inputs.py), and the compiled step reads them as slices of the traced array
+(step.py). A layout belongs to one token bucket and is a static argument of the compiled step, so that every offset is
+a constant of the program. Floats travel as the bits of a float32. With T tokens, R rows, S sampled rows, all padded:
+
+    counts        [5]          COUNT_FIELDS
+    samples       [fields, S]  SAMPLE_FIELDS of each sampled row
+    changes       [4, N]       CHANGE_FIELDS of each page-table change; padding sets a null page to itself
+    token_ids     [T]          an id ≥ 0, or −(s + 1) ≤ −2 for the last token that was sampled in state slot s
+    positions     [T]          position of each token in its sequence
+    slot_mapping  [groups, T]  page × page size + offset where each token's key and value are written
+    query_starts  [R + 1]      row r holds the tokens query_starts[r] to query_starts[r + 1]
+    context_lens  [R]          tokens of each row, those of this step included
+    seq_slots     [R]          state slot of each row
+    decode_lens   [R]          tokens that a decode program computes for each row; 0 in other programs
+    plan          [plan_len]   what the attention backend planned on the host
+
+Padding is zero everywhere but in `query_starts`: page 0, KV slot 0 and state slot 0 belong to no sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..sampling.sample_columns import SAMPLE_FIELDS
+
+TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN = map(SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token"))
+CHANGE_FIELDS = ("group", "slot", "index", "page")
+"""A page-table change: entry `index` of the table of state slot `slot` in page-table group `group` becomes `page`."""
+COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples", "is_random")
+"""How much of the padded sections is used. `num_decode_rows` counts rows with one token; `is_random` is 1 if a
+sampled row is not greedy."""
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The sections of the packed buffer for one token bucket. Hashable: it is a static argument of compiled steps."""
+
+    num_tokens: int
+    """Tokens of the bucket, padding included; so are the sizes below."""
+    num_rows: int
+    num_samples: int
+    num_groups: int
+    num_changes: int
+    """Page-table changes that the buffer has room for."""
+    plan_len: int
+    """Length of what the attention backend plans on the host."""
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Name → (offset, shape), both in int32 values."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "counts": (len(COUNT_FIELDS),),
+            "samples": (len(SAMPLE_FIELDS), self.num_samples),
+            "changes": (len(CHANGE_FIELDS), self.num_changes),
+            "token_ids": (self.num_tokens,),
+            "positions": (self.num_tokens,),
+            "slot_mapping": (self.num_groups, self.num_tokens),
+            "query_starts": (self.num_rows + 1,),
+            "context_lens": (self.num_rows,),
+            "seq_slots": (self.num_rows,),
+            "decode_lens": (self.num_rows,),
+            "plan": (self.plan_len,),
+        }
+        sections, offset = {}, 0
+        for name, shape in shapes.items():
+            sections[name] = (offset, shape)
+            offset += prod(shape)
+        return sections
+
+    @cached_property
+    def size(self) -> int:
+        """Length of the buffer in int32 values."""
+        offset, shape = self.sections["plan"]
+        return offset + prod(shape)
+
+    def view(self, packed: Any) -> dict[str, Any]:
+        """Return the sections of a numpy buffer as writable views, or of a traced array as slices."""
+        return {
+            name: packed[offset : offset + prod(shape)].reshape(shape)
+            for name, (offset, shape) in self.sections.items()
+        }
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepInputs:
+    """The packed buffer of one step: numpy on the host, a traced array inside the compiled step."""
+
+    packed: np.ndarray | jax.Array
+
+    def view(self, layout: StepLayout) -> dict[str, Any]:
+        """Return the buffer's sections by name."""
+        return layout.view(self.packed)

@@ -1,0 +1,1 @@
+"""Attention and page writes in native CPU code."""

@@ -1,0 +1,169 @@
+"""The paged KV cache: the one protocol between models and attention backends."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from .interface import AttendOptions, AttentionMetadata, Backend, KVLayout, LayerPlace
+from .kv_scales import KVScales, is_quantized
+
+
+@runtime_checkable
+class AttentionCache(Protocol):
+    """The part of a cache that a model knows: `PagedCache.attend`. The cache returned goes on to the next layer."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "T N H"], Any]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of every sequence, in pages. A pytree whose arrays are donated to each step."""
+
+    pages: tuple[Array, ...]
+    layout: KVLayout = field(metadata={"static": True})
+    layers: tuple[LayerPlace, ...] = field(metadata={"static": True})
+    backend: Backend = field(metadata={"static": True})
+    scales: KVScales | None = None
+    """Scales of pages that hold one byte a number; None for all other pages."""
+    mesh: Mesh | None = field(default=None, metadata={"static": True})
+    """Mesh over whose one axis the KV heads are spread, each chip with the query heads of its own; None for one chip.
+    `backend` is then made for what lies on one of them, `layout` for all."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "T N H"], PagedCache]:
+        """Write this step's keys and values of `layer`, then attend to all that its rows may see.
+
+        A query at position p sees positions max(0, p − window + 1) … p. Scores are
+        `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
+        take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
+        shares the pages of the layer it names. v = None alone means that the values are the first lanes of
+        the keys (MLA); ValueError from a backend that does not take it. ValueError, too, for a window below 1,
+        a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
+        for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
+
+        Source: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018,
+        arXiv:1805.02867 (online softmax).
+        """
+        options = AttendOptions(scale, window, soft_cap)
+        self._refuse_options(layer, options)
+        self._refuse_misfits(q, {"k": k, "v": v}, sinks)
+        self._refuse_scales()
+        if self.mesh is not None:
+            return self._attend_on_chips(layer, q, k, v, step, sinks, options)
+        kv_scales = None if self.scales is None else self.scales.of_layer(layer)
+        out, pages = self.backend.attend(
+            self.pages, self.layout, self.layers[layer], q, k, v, step, options, kv_scales=kv_scales, sinks=sinks
+        )
+        return out, dataclasses.replace(self, pages=pages)
+
+    def _attend_on_chips(
+        self,
+        layer: int,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        step: AttentionMetadata,
+        sinks: Array | None,
+        options: AttendOptions,
+    ) -> tuple[Array, PagedCache]:
+        """Attend on every chip to the heads that lie there: chips exchange nothing."""
+        mesh, layout = self.mesh, self.layout
+        assert mesh is not None
+        (axis,) = mesh.axis_names
+        if layout.num_kv_heads % mesh.size:
+            raise ValueError(
+                f"attend: got {layout.num_kv_heads} KV heads for {mesh.size} chips, wanted a multiple: each has some"
+            )
+        local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // mesh.size)
+        whole, by_head = PartitionSpec(), PartitionSpec(None, axis)
+        by_axes = tuple(
+            PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes
+        )
+
+        def on_a_chip(pages: Any, scales: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+            cache = dataclasses.replace(self, pages=pages, scales=scales, layout=local_layout, mesh=None)
+            out, cache = cache.attend(layer, q, k, v, step, sinks=sinks, **dataclasses.asdict(options))
+            return out, cache.pages
+
+        out, pages = jax.shard_map(
+            on_a_chip,
+            mesh=mesh,
+            in_specs=(by_axes, by_head, by_head, by_head, by_head, whole, PartitionSpec(axis)),
+            out_specs=(by_head, by_axes),
+            check_vma=False,  # Kernels do not say how their results vary over the mesh.
+        )(self.pages, self.scales, q, k, v, step, sinks)
+        return out, dataclasses.replace(self, pages=pages)
+
+    def _refuse_options(self, layer: int, options: AttendOptions) -> None:
+        """ValueError for a layer that the cache does not have, and for a window or a cap out of range."""
+        window, soft_cap = options.window, options.soft_cap
+        if window is not None and window < 1:
+            raise ValueError(f"attend: got a window of {window}, wanted at least 1, the query's own; None sees all")
+        if soft_cap is not None and soft_cap <= 0:
+            raise ValueError(f"attend: got a soft cap of {soft_cap}, wanted a positive number; None caps nothing")
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
+
+    def _refuse_misfits(self, q: Array, new: dict[str, Array | None], sinks: Array | None) -> None:
+        """ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory."""
+        layout = self.layout
+        wanted = f"{layout.num_kv_heads} KV heads of {layout.head_size}"
+        if q.ndim != 3 or q.shape[2] != layout.head_size or q.shape[1] % layout.num_kv_heads or not q.shape[1]:
+            raise ValueError(
+                f"attend: got queries {list(q.shape)}, wanted [tokens, heads, {layout.head_size}] with a multiple of "
+                f"{layout.num_kv_heads} heads: the cache is of {wanted}"
+            )
+        for name, x in new.items():
+            if x is not None and x.shape != (q.shape[0], layout.num_kv_heads, layout.head_size):
+                raise ValueError(
+                    f"attend: got {name} {list(x.shape)}, wanted one of {wanted} for each of {q.shape[0]} tokens"
+                )
+        if sinks is not None and sinks.shape != (q.shape[1],):
+            raise ValueError(f"attend: got sinks {list(sinks.shape)}, wanted one for each of {q.shape[1]} query heads")
+
+    def _refuse_scales(self) -> None:
+        """ValueError unless scales are there for pages of one byte a number, and for no others, in the right shape."""
+        if is_quantized(self.layout.dtype) is (self.scales is None):
+            raise ValueError(
+                f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "
+                "scales; PagedCache.scales is given for int8 and float8_e4m3fn, and for no other dtype"
+            )
+        if self.scales is not None:
+            wanted = (len(self.layers), self.layout.num_kv_heads)
+            for name, scales in (("k", self.scales.k), ("v", self.scales.v)):
+                if scales.shape != wanted:
+                    raise ValueError(
+                        f"attend: got scales of {name} {list(scales.shape)}, wanted {list(wanted)}: one for each "
+                        "layer and KV head of the cache"
+                    )

@@ -1,0 +1,1 @@
+"""The attention backend of Pallas TPU kernels."""

@@ -1,0 +1,106 @@
+"""Records of the decode kernel: its tuned sizes, the numbers fixed at trace time, and every reference it works on.
+
+Letters: B rows of a block · K KV heads · G query heads per KV head · S rows of 128 lanes per token and KV head ·
+W lanes of a query, H rounded up to 128 · h KV heads whose scores one product computes · J = K/h products per key tile ·
+h·G rows of one product's scores.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..interface import AttendOptions
+from .lanes import HeadLanes, Ref
+
+
+class DecodeSizes(NamedTuple):
+    """Tuned sizes of the decode kernel. `tile` is a multiple of the page size and of `full` and `tail`."""
+
+    tile: int
+    """Tokens of a KV tile, which is fetched as a whole."""
+    full: int
+    """Tokens of a full tile that one product computes (at most `MAX_MASKED_KEYS` in a layer with a window)."""
+    tail: int
+    """Tokens of a row's last tile that one product computes."""
+    max_rows: int
+    """Rows of scores in one product at most, where more than one KV head shares it."""
+    write_slots: int
+    """Consecutive slots of a page that one DMA can address by themselves."""
+
+
+class DecodeStatics(NamedTuple):
+    """Numbers that are fixed when the kernel is traced."""
+
+    lanes: HeadLanes
+    heads_per_product: int
+    """h: KV heads whose scores one product computes."""
+    sizes: DecodeSizes
+    page_size: int
+    table_len: int
+    """P: entries of one row's page table."""
+    options: AttendOptions
+
+
+class DecodeScalars(NamedTuple):
+    """Scalar arguments, int32 in SMEM."""
+
+    page_tables: Ref
+    """[R × P] the page tables of all rows, row after row."""
+    context_lens: Ref
+    """[R + padding] tokens of each row, its new one included; 0 for a row that is not decoded."""
+    next_long: Ref
+    """[R + padding] for each row, the first row from it on that has full tiles; R if there is none."""
+    first_page_and_count: Ref
+    """[2] index of the layer's page 0 among the pages of all layers, and the number of rows to decode."""
+
+
+class DecodeInputs(NamedTuple):
+    """Arrays that the kernel reads; a field is None where the layer has no such thing."""
+
+    q: Ref
+    """[B, N, H] in VMEM: the queries of this block's rows."""
+    k: Ref | None
+    """[B, K, H] in VMEM: the new keys of this block's rows; None if the pages hold them already."""
+    v: Ref | None
+    """[B, K, H] in VMEM: the new values of this block's rows; None with `k`."""
+    sinks: Ref | None
+    """float32 [N, 128] in VMEM, equal in all lanes: sink logits times log₂ e."""
+    scales: Ref | None
+    """float32 [2, N, 128] in VMEM, equal in all lanes: for each query head, the scales of its KV head's keys and
+    values in one-byte pages."""
+    pages: Ref
+    """[C, K, S, Z, 128] in HBM: the pages of all layers, whose memory the output takes."""
+
+
+class DecodeOutputs(NamedTuple):
+    """Arrays that the kernel writes."""
+
+    out: Ref
+    """[B, N, H] in VMEM: the outputs of this block's rows; of rows that are not decoded, their queries."""
+    pages: Ref
+    """[C, K, S, Z, 128] in HBM: the pages, read and written through this reference."""
+
+
+class DecodeScratch(NamedTuple):
+    """Scratch memory. A leading 2 counts the two buffers of what is fetched ahead."""
+
+    full_tiles: Ref
+    """[2, K, S, tile, 128] in VMEM, of the pages' dtype: full KV tiles of whichever row comes next."""
+    tail_tiles: Ref
+    """[2, B, K, S, tile, 128] in VMEM, of the pages' dtype: the last KV tile of each row of this and the next block."""
+    diagonal_q: Ref
+    """[B, J, h·G, h·W] in VMEM, of the compute dtype: queries of h KV heads on the diagonal, zeros elsewhere."""
+    running_max: Ref
+    """float32 [B, J, h·G, 128] in VMEM, equal in all lanes: the largest score of each query so far."""
+    running_sum: Ref
+    """float32 [B, J, h·G, 128] in VMEM, equal in all lanes: the sum of each query's weights so far."""
+    acc: Ref
+    """float32 [B, J, h·G, W] in VMEM: the weighted sum of values of each query so far."""
+    full_sems: Ref
+    """DMA semaphores [2]: the copies into the two full tiles."""
+    tail_sems: Ref
+    """DMA semaphores [2]: the copies into the tail tiles of an even and of an odd block."""
+    write_sem: Ref
+    """DMA semaphore: the copies of new tokens from the tails to their pages."""
+    next_buffer: Ref
+    """int32 [1] in SMEM: which of the two full tiles is computed next."""

@@ -1,0 +1,1 @@
+"""The attention backend in plain XLA."""

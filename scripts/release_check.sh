@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The checks that .ci/run has no time for, to be run before a release; docs/testing.md says what each takes.
+#
+#   scripts/release_check.sh            # all of them
+#   scripts/release_check.sh mutants seeds
+#
+# They need an environment with `pip install -e ".[dev,aot]"`. GPU kernels compile on JAX 0.11 and later only; with an
+# older JAX their parts are left out. Each part prints a header and the seconds it took; a failure does not end the run.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export JAX_PLATFORMS=cpu
+logs=$(mktemp -d)
+failed=()
+
+gates() { # Every cell of the compile gates, a layer over four chips, and the candidate for prefill on Hopper.
+  local runs=()
+  for chip in v5e v6e v7x a100 h200 b200; do
+    case $chip in
+      [abh]*) python -c "import sys, jax; sys.exit(jax.__version_info__ < (0, 11))" || continue ;;
+    esac
+    runs+=("--chip $chip --output $logs/gate_$chip.json" "--chip $chip --layer")
+    [ $chip != h200 ] || runs+=("--chip h200 --prefill wgmma")
+  done
+  # Two at a time; of the cells only those that do not compile are printed, and each run's count.
+  printf '%s\n' "${runs[@]}" | xargs -P 2 -I{} bash -c \
+    "python scripts/compile_gate.py {} 2>'$logs'/gate.\$\$ | grep -v ': compiles\$'; [ \${PIPESTATUS[0]} = 0 ] || { tail -n 40 '$logs'/gate.\$\$; exit 1; }"
+}
+mutants() { python scripts/named_mutants.py; }
+seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
+steps() { python -m pytest tests/test_device_compile.py -m slow; }
+slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
+readme() { python -m pytest tests/test_readme.py -m slow; }
+
+for part in "${@:-gates mutants seeds steps slow readme}"; do
+  for name in $part; do
+    echo "== $name"
+    start=$SECONDS
+    "$name" || failed+=("$name")
+    echo "== $name took $((SECONDS - start)) s"
+  done
+done
+rm -rf "$logs"
+echo "== failed: ${failed[*]:-none}; $SECONDS s"
+[ ${#failed[@]} -eq 0 ]

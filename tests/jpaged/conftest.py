@@ -1,0 +1,53 @@
+"""Fixtures for tests that start many engines."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import jax
+import pytest
+
+from jpaged.step.programs import Programs
+
+
+@dataclass
+class SharedProgram:
+    """A program that is lowered and compiled once for all engines whose programs are equal."""
+
+    lower: Any
+    """Lowers the program of the first of these engines."""
+    lock: Lock
+    compiled: jax.stages.Compiled | None = None
+
+    def compile(self) -> jax.stages.Compiled:
+        with self.lock:
+            if self.compiled is None:
+                self.compiled = self.lower().compile()
+        return self.compiled
+
+
+@pytest.fixture(scope="module")
+def shared_executables() -> Iterator[None]:
+    """Let the engines of a test module share executables: an engine traces about ten, which takes 60 ms each.
+
+    Programs are equal if all that they are made from is: the model's graph, the shapes, the step's layout and the
+    sampler's settings. Not for modules whose tests change what a program computes.
+    """
+    shared: dict[Any, SharedProgram] = {}
+    init = Programs.__init__
+
+    def init_shared(self: Programs, weights: Any, cache: Any, mesh: Any, builder: Any, **options: Any) -> None:
+        init(self, weights, cache, mesh, builder, **options)
+        leaves, tree = jax.tree.flatten((self.state, self._rules))
+        made_from = (
+            weights.graph, str(jax.tree.leaves(weights.state)), str(leaves), tree, self._settings, builder.rules_spec,
+            builder.num_changes, builder.buckets.max_samples, tuple(builder.layouts.values()),
+        )  # fmt: skip
+        for key, lower in self.lower.items():
+            program = shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
+            self.lower[key] = lambda program=program: program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "__init__", init_shared)
+        yield

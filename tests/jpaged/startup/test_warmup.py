@@ -1,0 +1,80 @@
+"""What is compiled at start: everything, nothing, or what the known requests need first."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jpaged import Engine, EngineConfig, SamplingParams
+from jpaged.sampling.sampling_params import SampleMode
+from jpaged.startup.sizing import Demand
+from jpaged.startup.warmup import warmup_keys
+
+from ..symbolic import Host
+from ..tiny_model import write_tiny_model
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+
+
+def test_warmup_full_compiles_the_plan_at_start_and_off_compiles_nothing(tmp_path: Path) -> None:
+    """With one bucket the plan is small: allocate, tables, set_rules, copy, forward, sample."""
+    tiny = str(write_tiny_model(tmp_path))
+    sizes = {"max_num_seqs": 1, "max_model_len": 64, "deterministic": True}
+    with Engine(tiny, **sizes, warmup="full") as engine:
+        stats = engine.stats()
+        assert stats["executables"] == stats["planned_executables"] == 6
+    with Engine(tiny, **sizes, warmup="off") as engine:
+        assert engine.stats()["executables"] == 1, "the program that allocates the device state"
+        engine.generate([[5, 6, 7]], PARAMS, use_tqdm=False)
+        assert engine.stats()["executables"] == 3, "and those that computed the step"
+
+
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "options"),
+    [
+        (1024, {}),
+        (64, {}),
+        (1024, {"long_prefill_token_threshold": 48}),
+        (1024, {"enable_chunked_prefill": False}),
+    ],
+)
+def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first_token_needs(
+    max_num_batched_tokens: int, options: dict[str, Any]
+) -> None:
+    """For every prompt length, also where a step leaves tokens to the next one rather than pad a larger bucket."""
+    config = EngineConfig(max_num_batched_tokens=max_num_batched_tokens, **options)
+    for prompt_len in range(1, 255):
+        host = Host(
+            max_num_seqs=1,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=256,
+            num_blocks=65,
+            **options,
+        )
+        builder, demands = host.core.builder, [Demand(prompt_len, 2)]
+        programs: Any = SimpleNamespace(lower={("decode", 1): None})
+        first, deferred = warmup_keys(config, programs, builder, demands, [SampleMode.GREEDY], is_cpu=True)
+        assert deferred == [("decode", 1)]
+        request = host.add(range(20, 20 + prompt_len), max_tokens=2, params=PARAMS)
+        used = []
+        while not request.sequences[0].num_output_tokens:
+            host.dispatch()
+            used.append(("forward", host.core.in_flight[-1].step.layout.num_tokens))
+            host.retire()
+        assert first == [*dict.fromkeys(used), ("sample", 1, SampleMode.GREEDY)]
+
+
+def test_the_first_token_of_a_known_prompt_waits_for_no_compilation_after_the_start(tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=str(write_tiny_model(tmp_path)), max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128
+    )
+    with Engine.from_engine_args(config, demands=[Demand(80, 2)], modes=[SampleMode.GREEDY]) as engine:
+        plan = engine.runner.plan
+        plan.wait()
+        num_compiled, waited_s = plan.num_compiled, plan.waited_s
+        engine.add_request("a", {"prompt_token_ids": [5] * 80}, PARAMS)
+        while not engine.step():
+            pass
+        assert plan.waited_s == waited_s
+        assert num_compiled <= 5, "not the whole plan"

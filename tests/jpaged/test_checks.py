@@ -1,0 +1,144 @@
+"""The checks that options, parameters and prompts share, and the form of every refusal."""
+
+import copy
+from dataclasses import FrozenInstanceError, dataclass, replace
+
+import numpy as np
+import pytest
+
+from jpaged import not_available
+from jpaged.checks import (
+    INT64,
+    CheckedFields,
+    boolean,
+    check,
+    check_name,
+    checked,
+    integer,
+    number,
+    one_of,
+    or_none,
+    refusal,
+    shown,
+    text,
+)
+from jpaged.config import OPTIONS
+from jpaged.errors import ConfigError, InvalidRequestError
+from jpaged.sampling.sampling_params import FIELDS
+from jpaged.text.prompts import PROMPT_EXTRAS, PROMPT_KEYS
+
+HUGE = 10**5000
+NOT_INTEGERS = ["5", 5.0, 1e30, True, None, [5], {}, float("nan"), np.float32(5), np.bool_(True)]
+NOT_NUMBERS = ["0.5", None, True, [0.5], {}, 1j, float("nan"), float("inf"), -float("inf"), HUGE, np.float64("nan")]
+RULES = {
+    "an integer ≥ 2": (integer(2), [2, HUGE, np.int64(7), np.uint8(7)], [1, -HUGE, *NOT_INTEGERS]),
+    "an integer in [-1, 3]": (integer(-1, 3), [-1, 3], [-2, 4, HUGE]),
+    "an integer ≥ 0": (integer(0, INT64[1]), [0, INT64[1]], [-1, INT64[1] + 1]),
+    "a number in [-2, 2]": (
+        number(-2.0, 2.0), [-2, 2.0, 0, np.float32(0.5), np.int32(1)], [-2.0000001, 3, *NOT_NUMBERS],
+    ),
+    "a number in (0, 1]": (number(0.0, 1.0, open_min=True), [1e-300, 1], [0, -0.0, 1.0000001]),
+    "a number in [0, 1)": (number(0.0, 1.0, open_max=True), [0, 0.999], [1, 1.0, -1e-9]),
+    "a finite number ≥ 0": (number(0.0), [0, 1e308, np.float16(2)], [-1e-9, *NOT_NUMBERS]),
+    "true or false": (boolean, [True, False], [0, 1, None, "true", np.bool_(True)]),
+    "a, b": (one_of("a", "b"), ["a", "b"], ["c", "A", "", None, True, ["a"]]),
+    "a directory": (text("a directory"), ["x"], ["", None, 5, True, ["x"], b"x"]),
+    "an integer ≥ 1": (or_none(integer(1)), [1, None], [0, "1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("allowed", RULES)
+def test_a_rule_returns_plain_values_and_refuses_others_by_name_value_and_range(allowed):
+    rule, good, bad = RULES[allowed]
+    for value in good:
+        kept = check("x", value, rule, error=ConfigError)
+        assert kept == value
+        assert type(kept) in (int, float, bool, str, type(None))
+    for value in bad:
+        with pytest.raises(ConfigError) as caught:
+            check("x", value, rule, error=ConfigError)
+        assert str(caught.value) == f"x: got {shown(value)}, allowed: {allowed}"
+        assert caught.value.param == "x"
+
+
+def test_minus_zero_becomes_zero():
+    """Thresholds are compared by their bits on the device, where −0.0 would be the lowest of all."""
+    assert str(check("x", -0.0, number(0.0))) == "0.0"
+
+
+def test_a_refusal_is_one_sentence_with_the_way_out_last():
+    error = refusal("n", "5", "at most 4", "lower it")
+    assert str(error) == "n: got 5, allowed: at most 4; lower it"
+    assert (type(error), error.param) == (InvalidRequestError, "n")
+    assert type(refusal("n", "5", "at most 4", error=ConfigError)) is ConfigError
+
+
+def test_values_are_shown_on_one_line_cut_to_what_fits():
+    assert shown("a\nb") == r"'a\nb'"
+    assert shown(HUGE) == "a huge int"
+    for value in ("x" * 10**6, list(range(10**5)), 10**1000, {"a" * 1000: 1}):
+        assert len(shown(value)) < 250
+
+
+NAMES = {
+    "near one": ("alpah", "alpah: unknown thing; did you mean alpha?"),
+    "the beginning of one": ("be", "be: unknown thing; did you mean beta?"),
+    "near none": ("zzz", "zzz: unknown thing; allowed: alpha, beta"),
+    "empty": ("", "'': unknown thing; allowed: alpha, beta"),
+    "a number": (5, "5: unknown thing; allowed: alpha, beta"),
+    "of two lines": ("x\nerror: forged", r"'x\nerror: forged': unknown thing; allowed: alpha, beta"),
+    "not available": ("gamma", "gamma: not available in this version (got 5); leave it out"),
+}
+
+
+@pytest.mark.parametrize(("name", "words"), NAMES.values(), ids=NAMES.keys())
+def test_an_unknown_name_is_refused_with_the_nearest_or_as_not_available(name, words):
+    with pytest.raises(InvalidRequestError) as caught:
+        check_name(name, ["alpha", "beta"], "thing", not_available=["gamma"], value=5)
+    assert str(caught.value) == words
+    assert caught.value.param == str(name)
+
+
+def test_a_huge_name_is_cut_in_the_message():
+    with pytest.raises(InvalidRequestError) as caught:
+        check_name("z" * 10**6, ["alpha"], "thing")
+    assert len(str(caught.value)) < 200
+    assert caught.value.param == "z" * 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(CheckedFields, kind="option", error=ConfigError, not_available=["later"]):
+    size: int = checked(1, integer(1))
+    share: float = checked(0.5, number(0.0, 1.0))
+
+    def __post_init__(self):
+        self._check_fields()
+
+
+def test_a_class_of_checked_fields_takes_keywords_only_and_names_what_it_does_not_have():
+    with pytest.raises(TypeError, match="positional"):
+        Example(1)
+    with pytest.raises(ConfigError, match=r"^siez: unknown option; did you mean size\?"):
+        Example(siez=1)
+    with pytest.raises(ConfigError, match=r"^later: not available in this version \(got 'x'\); leave it out"):
+        Example(later="x")
+    with pytest.raises(ConfigError, match=r"^share: got 2, allowed"):
+        Example(share=2)
+
+
+def test_checked_objects_are_frozen_equal_when_copied_and_checked_again_when_replaced():
+    one = Example(size=np.int64(4), share=1)
+    assert one == Example(size=4, share=1.0) == copy.copy(one) == copy.deepcopy(one) == replace(one)
+    assert hash(one) == hash(replace(one))
+    assert repr(replace(one, size=5)) == "Example(size=5, share=1.0)"
+    with pytest.raises(ConfigError, match=r"^size: got 0"):
+        replace(one, size=0)
+    with pytest.raises(FrozenInstanceError):
+        one.size = 5
+
+
+def test_no_name_is_both_there_and_not_available():
+    assert not set(OPTIONS) & set(not_available.ENGINE_OPTIONS)
+    assert not set(FIELDS) & set(not_available.SAMPLING_PARAMETERS)
+    assert not {*PROMPT_KEYS, *PROMPT_EXTRAS} & set(not_available.PROMPT_KEYS)
+    assert not {*FIELDS, *OPTIONS, *PROMPT_KEYS} & set(not_available.LINE_KEYS)
