@@ -263,7 +263,7 @@ class DenseBaseline:
         """Prefill the padded prompts, then decode as many tokens as the longest output has."""
         lens = np.array([len(prompt) for prompt in prompts], np.int32)
         num_slots = max(length + out for length, out in zip(lens.tolist(), outs, strict=True))
-        ids = np.zeros((len(prompts), lens.max()), np.int32)
+        ids = np.zeros((len(prompts), int(np.max(lens))), np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
         shape = self.model.num_layers, len(prompts), num_slots, self.model.num_kv_heads, self.model.head_size

@@ -94,4 +94,4 @@ class _EqualShares:
         edges = np.empty(len(self.borders) + 2, np.int64)
         edges[0], edges[1:-1], edges[-1] = 0, self.borders + self.moves, self.total
         edges[1:-1][splits] = self.borders[splits]
-        return Partition(int((edges[1:] - edges[:-1]).max()), self.tile[splits], self.granule[splits], list_starts)
+        return Partition(int(np.max(edges[1:] - edges[:-1])), self.tile[splits], self.granule[splits], list_starts)

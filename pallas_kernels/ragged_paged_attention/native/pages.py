@@ -52,7 +52,7 @@ class CpuPages(LayerPages):
         dtype = PAIRS if self.are_pairs else jnp.float32
         wanted = [(shape, dtype) for shape in pages_shapes(*sizes, are_pairs=self.are_pairs)]
         for name, array, (shape, dtype) in zip(("keys", "values"), (self.keys, self.values), wanted, strict=True):
-            if (array.shape, array.dtype) != (shape, dtype):
+            if array.shape != shape or array.dtype != dtype:
                 raise ValueError(
                     f"pages: got {name} {array.shape} of {array.dtype}, wanted {shape} of {jnp.dtype(dtype)}; make "
                     "them by the shapes and the stored_dtype of the backend's layout"

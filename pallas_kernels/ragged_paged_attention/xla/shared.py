@@ -110,7 +110,7 @@ def shared_prefixes(
         if not parts:
             return
         members = parts.pop(int(np.argmax([len(part) for part in parts])))
-        longest = members[num_full[members].argmax()]
+        longest = members[np.argmax(num_full[members])]
         length = num_full[longest]
         tables = page_tables[:, table_rows[members], :length]
         first = page_tables[:, table_rows[longest], None, :length]
