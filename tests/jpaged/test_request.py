@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.request import RequestState, derived_seed, make_request
+from jpaged.request import RequestState, derived_seed
 from jpaged.sampling.sampling_params import SamplingParams
+
+from .host_requests import new_request
 
 PACKAGE = Path(__file__).parents[2] / "jpaged"
 CREATION = "request"
@@ -18,17 +20,7 @@ OTHER_OBJECTS = {"self", "output"}
 
 def request_of(seed, *, number=0, engine_seed=0, n=1, **options):
     params = SamplingParams(seed=seed, n=n)
-    return make_request(
-        request_id="r",
-        number=number,
-        prompt_token_ids=[1, 2, 3],
-        params=params,
-        arrival_time=0.0,
-        max_tokens=4,
-        engine_seed=engine_seed,
-        num_groups=2,
-        **options,
-    )
+    return new_request([1, 2, 3], number=number, params=params, engine_seed=engine_seed, num_groups=2, **options)
 
 
 def test_derived_seeds_never_change():

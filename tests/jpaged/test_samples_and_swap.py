@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from jpaged import Engine, InvalidRequestError, RequestOutput, SamplingParams
-from jpaged.request import make_request
 
+from .host_requests import new_request
 from .tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
@@ -104,17 +104,7 @@ class SoloEngines(dict[str | None, Solo]):
 
         @cache
         def tokens_of(prompt: tuple[int, ...], index: int, before: tuple[int, ...]) -> tuple[int, ...]:
-            request = make_request(
-                request_id="solo",
-                number=0,
-                prompt_token_ids=prompt,
-                params=PARAMS,
-                arrival_time=0.0,
-                max_tokens=PARAMS.max_tokens or 0,
-                engine_seed=0,
-                num_groups=1,
-                sample_indices=[index],
-            )
+            request = new_request(prompt, params=PARAMS, max_tokens=PARAMS.max_tokens or 0, sample_indices=[index])
             sequence = request.sequences[0]
             sequence.token_ids.extend(before)
             sequence.num_tokens = len(sequence.token_ids)

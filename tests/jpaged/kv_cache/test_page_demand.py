@@ -5,8 +5,10 @@ import pytest
 from jpaged.errors import InvalidRequestError
 from jpaged.kv_cache.block_manager import AllocStatus, BlockManager
 from jpaged.kv_cache.page_demand import PageDemand
-from jpaged.request import CacheKey, make_request
+from jpaged.request import CacheKey
 from jpaged.sampling.sampling_params import SamplingParams
+
+from ..host_requests import new_request
 
 
 def blocks_of(num_pages=20, **options):
@@ -14,15 +16,10 @@ def blocks_of(num_pages=20, **options):
 
 
 def request_of(prompt_len, max_tokens, n=1, prompt_logprobs=None, **options):
-    return make_request(
-        request_id="r",
-        number=0,
-        prompt_token_ids=range(100, 100 + prompt_len),
+    return new_request(
+        range(100, 100 + prompt_len),
         params=SamplingParams(n=n, prompt_logprobs=prompt_logprobs),
-        arrival_time=0.0,
         max_tokens=max_tokens,
-        engine_seed=0,
-        num_groups=1,
         **options,
     )
 

@@ -3,24 +3,15 @@
 import pytest
 
 from jpaged.kv_cache.sample_tree import children_of, common_len, num_distinct_tokens, reparent_children, samplers_of
-from jpaged.request import make_request
-from jpaged.sampling.sampling_params import SamplingParams
+
+from ..host_requests import new_request
 
 PROMPT = [1, 2, 3]
 
 
 def family(*forks):
     """A request and further samples, each (parent, length of what they share)."""
-    request = make_request(
-        request_id="r",
-        number=0,
-        prompt_token_ids=PROMPT,
-        params=SamplingParams(),
-        arrival_time=0.0,
-        max_tokens=20,
-        engine_seed=0,
-        num_groups=1,
-    )
+    request = new_request(PROMPT, max_tokens=20)
     for index, (parent, fork_len) in enumerate(forks, 1):
         child = request.new_sequence(index, request.sequences[0].token_ids, 1)
         child.parent, child.fork_len = request.sequences[parent], fork_len

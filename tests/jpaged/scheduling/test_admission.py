@@ -4,16 +4,15 @@ import pytest
 
 from jpaged.errors import QueueFullError
 from jpaged.request import CacheKey, RequestState
-from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.admission import MAX_BYPASSES
-from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
+from jpaged.scheduling.preemption import PreemptionPolicy
 from jpaged.scheduling.request_queue import POLICIES, QueueLimits
 
+from ..host_requests import SWAP, prompt, samples
 from ..simulation import AdapterGate
 from ..symbolic import POISON_TOKEN, Host
 
 RUNNING, SWAPPED, WAITING = RequestState.RUNNING, RequestState.SWAPPED, RequestState.WAITING
-SWAP = PreemptionPolicy(PreemptionMode.SWAP)
 
 
 class Door:
@@ -30,14 +29,6 @@ class Door:
 
     def leave(self, request):
         pass
-
-
-def prompt(length, start=0):
-    return [100 + (start + i) % 1000 for i in range(length)]
-
-
-def samples(n):
-    return SamplingParams(n=n, detokenize=False)
 
 
 def chunks(work):

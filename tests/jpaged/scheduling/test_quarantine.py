@@ -2,28 +2,17 @@
 
 import pytest
 
-from jpaged.request import Request, RequestState, make_request
-from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.request import Request, RequestState
 from jpaged.scheduling.quarantine import MAX_FAILED_STEPS, FailureVerdict, Quarantine
+
+from ..host_requests import new_request
 
 RETRY, END_ISOLATED, END_ALL = FailureVerdict
 
 
 @pytest.fixture
 def requests() -> list[Request]:
-    return [
-        make_request(
-            request_id=str(number),
-            number=number,
-            prompt_token_ids=[1],
-            params=SamplingParams(),
-            arrival_time=0.0,
-            max_tokens=1,
-            engine_seed=0,
-            num_groups=1,
-        )
-        for number in range(MAX_FAILED_STEPS + 1)
-    ]
+    return [new_request([1], request_id=str(number), number=number) for number in range(MAX_FAILED_STEPS + 1)]
 
 
 def fail_until_isolated(quarantine: Quarantine, running: list[Request], num_generated: int = 0) -> None:

@@ -5,23 +5,13 @@ import random
 import pytest
 
 from jpaged.errors import InvalidRequestError, QueueFullError
-from jpaged.request import make_request
-from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.request_queue import MIN_STALE, POLICIES, Policy, QueueLimits, RequestQueue, key_shape
+
+from ..host_requests import new_request
 
 
 def request_of(number, *, priority=0, prompt_len=3):
-    request = make_request(
-        request_id=str(number),
-        number=number,
-        prompt_token_ids=range(prompt_len),
-        params=SamplingParams(),
-        arrival_time=0.0,
-        max_tokens=4,
-        engine_seed=0,
-        num_groups=1,
-        priority=priority,
-    )
+    request = new_request(range(prompt_len), number=number, priority=priority)
     request.order = (priority, number)
     return request
 

@@ -9,22 +9,12 @@ import pytest
 
 from jpaged.kv_cache.page_store import MoveKind
 from jpaged.request import CacheKey, RequestState, SampleSequence
-from jpaged.sampling.sampling_params import SamplingParams
-from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
+from jpaged.scheduling.preemption import PreemptionPolicy
 from jpaged.scheduling.request_queue import POLICIES
 
+from ..host_requests import SWAP, prompt, samples
 from ..invariants import check_scheduler
 from ..symbolic import NAN, Host
-
-SWAP = PreemptionPolicy(PreemptionMode.SWAP)
-
-
-def prompt(length, start=0):
-    return [100 + (start + i) % 1000 for i in range(length)]
-
-
-def samples(n, **options):
-    return SamplingParams(n=n, detokenize=False, **options)
 
 
 def rows(work):

@@ -5,12 +5,9 @@ import pytest
 from jpaged.errors import InvalidRequestError
 from jpaged.kv_cache.page_pool import NULL_PAGE
 from jpaged.request import RequestState
-from jpaged.sampling.sampling_params import SamplingParams
-from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
+from ..host_requests import SWAP, decodes, prompt, samples
 from ..symbolic import Host
-
-SWAP = PreemptionPolicy(PreemptionMode.SWAP)
 
 
 class CountingGate:
@@ -29,24 +26,12 @@ class CountingGate:
         self.inside.remove(request)
 
 
-def prompt(length, start=0):
-    return [100 + (start + i) % 1000 for i in range(length)]
-
-
-def samples(n, **options):
-    return SamplingParams(n=n, detokenize=False, **options)
-
-
 def chunks(work):
     """(sample, first position, tokens, samples that draw) of each chunk."""
     return [
         (chunk.sequence.index, chunk.start, chunk.num_tokens, [sampler.index for sampler in chunk.samplers])
         for chunk in work.chunks
     ]
-
-
-def decodes(work):
-    return [(sequence.request.number, sequence.index) for sequence in work.decodes]
 
 
 # Forks: whether they fit.

@@ -4,43 +4,11 @@ import pytest
 
 from jpaged.kv_cache.page_store import MoveKind
 from jpaged.request import RequestState
-from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from jpaged.scheduling.request_queue import POLICIES
 
+from ..host_requests import SWAP, chunks, decodes, preempted, prompt, samples
 from ..symbolic import Host
-
-SWAP = PreemptionPolicy(PreemptionMode.SWAP)
-
-
-def prompt(length, start=0):
-    return [100 + (start + i) % 1000 for i in range(length)]
-
-
-def samples(n):
-    return SamplingParams(n=n, detokenize=False)
-
-
-def chunks(work):
-    """(request, sample, first position, tokens, samples that draw) of each chunk."""
-    return [
-        (
-            chunk.sequence.request.number,
-            chunk.sequence.index,
-            chunk.start,
-            chunk.num_tokens,
-            [sampler.index for sampler in chunk.samplers],
-        )
-        for chunk in work.chunks
-    ]
-
-
-def decodes(work):
-    return [(sequence.request.number, sequence.index) for sequence in work.decodes]
-
-
-def preempted(work):
-    return [(each.request.number, each.mode.value) for each in work.preempted]
 
 
 def step_until(host, is_reached):

@@ -13,7 +13,6 @@ from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.models.config import config_from_hf
 from jpaged.models.io.loading import random_weights
 from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, PagedCache, XlaBackend
-from jpaged.request import make_request
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
@@ -24,6 +23,7 @@ from jpaged.step.runner import MAX_STAGED, Runner
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
 
+from ..host_requests import new_request
 from ..tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
@@ -167,16 +167,7 @@ def test_copies_reach_every_layer_and_are_counted(runner, num_pages):
 
 def prefill(slot, pages, moves=()):
     """Return a step that prefills as many tokens as these pages hold."""
-    request = make_request(
-        request_id="r",
-        number=0,
-        prompt_token_ids=list(range(2, 2 + PAGE * len(pages))),
-        params=SamplingParams(temperature=0),
-        arrival_time=0.0,
-        max_tokens=1,
-        engine_seed=0,
-        num_groups=1,
-    )
+    request = new_request(range(2, 2 + PAGE * len(pages)), params=SamplingParams(temperature=0))
     sequence = request.sequences[0]
     sequence.seq_slot = slot
     changes = [(0, slot, index, page) for index, page in enumerate(pages)]

@@ -12,7 +12,6 @@ from jpaged.models.config import config_from_hf
 from jpaged.models.io.loading import random_weights
 from jpaged.pallas_kernels.native.matmul import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
-from jpaged.request import make_request
 from jpaged.sampling.logit_rules import new_rules
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS
@@ -24,6 +23,7 @@ from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_layout import StepInputs
 from jpaged.step.step_sizes import StepSizes
 
+from ..host_requests import new_request
 from ..tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 4, 24, 6, 4
@@ -53,16 +53,7 @@ def fresh_state(fill=np.nan):
 
 
 def sequence(token_ids, *, slot, pages, **params):
-    request = make_request(
-        request_id="r",
-        number=slot,
-        prompt_token_ids=list(token_ids),
-        params=SamplingParams(**params),
-        arrival_time=0.0,
-        max_tokens=10,
-        engine_seed=0,
-        num_groups=1,
-    )
+    request = new_request(token_ids, number=slot, params=SamplingParams(**params))
     made = request.sequences[0]
     made.seq_slot = slot
     made.pages[0].extend(pages)

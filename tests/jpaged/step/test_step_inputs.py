@@ -1,8 +1,5 @@
 """The step builder packs what the scheduler asks for, and the padding around it changes nothing."""
 
-import random
-import struct
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jpaged.kv_cache.page_store import MoveKind, PageMove
-from jpaged.pallas_kernels.ragged_paged_attention import PlanRows, XlaBackend
-from jpaged.request import derived_seed, make_request
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.request import derived_seed
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
@@ -22,6 +19,8 @@ from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_layout import COUNT_FIELDS, StepLayout
 from jpaged.step.step_sizes import StepSizes
+
+from ..host_requests import new_request
 
 MANY = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 GREEDY, RANDOM, SCORED = (
@@ -46,15 +45,10 @@ def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_to
 
 def running(prompt_len, *, slots=(1,), params=None, number=0):
     """Return the sequences of one request, one per state slot; their pages stand only in table changes."""
-    request = make_request(
-        request_id="r",
+    request = new_request(
+        [1000 * slots[0] + position for position in range(prompt_len)],
         number=number,
-        prompt_token_ids=[1000 * slots[0] + position for position in range(prompt_len)],
         params=params or SamplingParams(),
-        arrival_time=0.0,
-        max_tokens=10,
-        engine_seed=0,
-        num_groups=1,
         sample_indices=range(len(slots)),
     )
     for sequence, slot in zip(request.sequences, slots, strict=True):
@@ -340,6 +334,21 @@ def test_a_request_without_a_seed_sends_the_seed_derived_from_its_number():
     assert columns["seed_low"] % 2**32 + columns["seed_high"] % 2**32 * 2**32 == derived_seed(0, 77)
 
 
+MODES = {
+    SampleMode.GREEDY: (GREEDY, 0, 0),
+    SampleMode.RANDOM: (RANDOM, 0, 0),
+    SampleMode.FULL: (replace(SCORED, presence_penalty=1.0), 5, -1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_names_the_slot_of_its_rules_and_whether_it_is_scored_and_the_mode_follows(mode):
+    params, ruled_slot, forced_token = MODES[mode]
+    built, view = prefill(builder_of(), *running(3, slots=[5], params=params))
+    columns = sample_columns(view)
+    assert (built.mode, columns["ruled_slot"], columns["forced_token"]) == (mode, ruled_slot, forced_token)
+
+
 def test_siblings_may_draw_from_a_chunk_whose_own_sequence_draws_nothing():
     """The sequence that computes the prompt was aborted, but not those that share its pages."""
     builder = builder_of(block_size=4)
@@ -395,250 +404,3 @@ def test_without_prefix_hits_all_changes_fit_the_buffer(block_size, num_groups):
             )
             assert not built.table_updates
             assert np.count_nonzero(view["changes"][1]) == num_rows * num_groups * num_pages
-
-
-# Random work, packed by the builder and by a slow one that is plain to read
-
-
-class RandomWork:
-    """A random scheduler: sequences arrive, share prompts, are computed in chunks, lose their slots and return.
-
-    It knows no limit of memory. `step` returns the work of the next step, and `complete` brings each sequence up to
-    date (`pages`, `num_computed`, `num_tokens`, `token_ids`) as if the step had run.
-    """
-
-    def __init__(self, rng, *, block_size, num_groups, max_num_seqs):
-        self.rng, self.block_size, self.num_groups = rng, block_size, num_groups
-        self.free_slots = list(range(1, max_num_seqs + 1))
-        self.running, self.without_slot = [], []
-        self.siblings = {}
-        """First sequence of a request → the other samples, which wait until it has computed their prompt."""
-        self.changes = {}
-        self.num_requests = 0
-
-    def step(self):
-        """Return the work of the next step."""
-        rng, placed, decodes, chunks = self.rng, [], [], []
-        self.changes = {}
-        if rng.random() < 0.4:  # All sequences that can decode do, in the same order each time.
-            for sequence in self.running:
-                if sequence.is_last_token_on_device:
-                    self._grow(sequence, sequence.num_computed + 1)
-                    decodes.append(sequence)
-            return self._work(decodes, chunks, placed)
-        for sequence in list(self.running):
-            if rng.random() < 0.1 and sequence not in self.siblings and not self._waits(sequence):
-                self._leave(sequence)
-        while self.free_slots and rng.random() < 0.6:
-            placed.extend(self._arrive())
-        budget = 48
-        for sequence in rng.sample(self.running, len(self.running)):
-            if self._waits(sequence) or rng.random() < 0.2:
-                continue
-            if sequence.is_last_token_on_device:
-                self._grow(sequence, sequence.num_computed + 1)
-                decodes.append(sequence)
-                continue
-            num_tokens = min(sequence.num_tokens - sequence.num_computed, rng.choice([1, 1, 2, 5, 9]), budget)
-            if num_tokens > 0:
-                end = sequence.num_computed + num_tokens
-                self._grow(sequence, end)
-                samplers = (sequence, *self.siblings.get(sequence, ())) if end == sequence.num_tokens else ()
-                for sibling in samplers[1:]:
-                    self._share(sequence, sibling, end)
-                chunks.append(Chunk(sequence, sequence.num_computed, num_tokens, samplers))
-                budget -= num_tokens
-        return self._work(decodes, chunks, placed)
-
-    def _work(self, decodes, chunks, placed):
-        changes = [(*place, page) for place, page in self.changes.items()]
-        return work_of(decodes=decodes, chunks=chunks, placed=placed, changes=changes)
-
-    def complete(self, work):
-        for sequence in work.decodes:
-            sequence.num_computed += 1
-            self._draw(sequence)
-        for chunk in work.chunks:
-            chunk.sequence.num_computed = chunk.start + chunk.num_tokens
-            for sampler in chunk.samplers:
-                sampler.num_computed = chunk.start + chunk.num_tokens
-                self._draw(sampler)
-            if chunk.samplers:
-                self.siblings.pop(chunk.sequence, None)
-
-    def _draw(self, sequence):
-        sequence.token_ids.append(self.rng.randrange(10**6))
-        sequence.num_tokens += 1
-        sequence.is_last_token_on_device = True
-
-    def _waits(self, sequence):
-        return any(sequence in siblings for siblings in self.siblings.values())
-
-    def _arrive(self):
-        """Assign slots to a new request, or to a sequence that lost its slot and has none or some tokens computed."""
-        rng = self.rng
-        if self.without_slot and rng.random() < 0.5:
-            sequences = [self.without_slot.pop(rng.randrange(len(self.without_slot)))]
-            sequences[0].num_computed = rng.randrange(sequences[0].num_tokens)
-        else:
-            self.num_requests += 1
-            num_samples = rng.randint(1, min(3, len(self.free_slots)))
-            params = SamplingParams(
-                temperature=rng.choice([0.0, 0.5]), top_k=rng.randrange(5), logprobs=rng.choice([None, None, None, 2])
-            )
-            request = make_request(
-                request_id=str(self.num_requests),
-                number=self.num_requests,
-                prompt_token_ids=[rng.randrange(10**6) for _ in range(rng.randint(1, 20))],
-                params=params,
-                arrival_time=0.0,
-                max_tokens=100,
-                engine_seed=0,
-                num_groups=self.num_groups,
-                sample_indices=range(num_samples),
-            )
-            sequences = request.sequences
-            if num_samples > 1:
-                self.siblings[sequences[0]] = sequences[1:]
-        for sequence in sequences:
-            sequence.seq_slot = self.free_slots.pop(rng.randrange(len(self.free_slots)))
-        self.running.extend(sequences)
-        return sequences
-
-    def _leave(self, sequence):
-        self.running.remove(sequence)
-        self.free_slots.append(sequence.seq_slot)
-        for pages in sequence.pages:
-            pages.clear()
-        sequence.seq_slot, sequence.is_last_token_on_device = 0, False
-        if self.rng.random() < 0.7:
-            self.without_slot.append(sequence)
-
-    def _grow(self, sequence, num_tokens):
-        for group, pages in enumerate(sequence.pages):
-            while len(pages) * self.block_size < num_tokens:
-                self._set(sequence, group, len(pages), self.rng.randint(1, 10**6))
-
-    def _share(self, parent, sibling, num_tokens):
-        for group, pages in enumerate(parent.pages):
-            for index, page in enumerate(pages):
-                self._set(sibling, group, index, page)
-            if num_tokens % self.block_size:
-                self._set(sibling, group, len(pages) - 1, self.rng.randint(1, 10**6))
-
-    def _set(self, sequence, group, index, page):
-        sequence.pages[group][index:] = [page]
-        self.changes[group, sequence.seq_slot, index] = page
-
-
-def pack_row_by_row(work, layout, block_size):
-    """Return the sections, samples and mode of a step, written one token after another from the sequences' state."""
-    rows = [(each.num_computed, [-(each.seq_slot + 1)], each, [each]) for each in work.decodes]
-    for chunk in work.chunks:
-        ids = [chunk.sequence.token_ids[chunk.start + index] for index in range(chunk.num_tokens)]
-        rows.append((chunk.start, ids, chunk.sequence, chunk.samplers))
-    in_order = sorted(rows, key=lambda row: (len(row[1]) > 1, -row[0]))
-    sections = {name: np.zeros(shape, np.int32) for name, (_, shape) in layout.sections.items()}
-    token, ends = 0, {}
-    for index, (start, ids, sequence, _) in enumerate(in_order):
-        for offset, token_id in enumerate(ids):
-            sections["token_ids"][token] = token_id
-            sections["positions"][token] = start + offset
-            for group, pages in enumerate(sequence.pages):
-                page = pages[(start + offset) // block_size]
-                sections["slot_mapping"][group, token] = page * block_size + (start + offset) % block_size
-            token += 1
-        sections["query_starts"][index + 1 :] = token
-        sections["context_lens"][index] = start + len(ids)
-        sections["seq_slots"][index] = sequence.seq_slot
-        ends[sequence] = token
-    draws = [(ends[sequence] - 1, sampler) for _, _, sequence, samplers in rows for sampler in samplers]
-    for index, (last, sampler) in enumerate(draws):
-        request, params = sampler.request, sampler.request.params
-        output_index = len(sampler.token_ids) - len(request.prompt_token_ids)
-        ruled_slot = sampler.seq_slot if params.has_rules else 0
-        forced = 0 if params.logprobs is None else -1
-        whole = last, sampler.seq_slot, output_index, ruled_slot, forced, sampler.index, request.seed, params.top_k
-        stops = sorted(sampler.stop_ids)[:4]
-        stops += [-1] * (4 - len(stops))
-        fields = struct.pack("<6iQi3f4i", *whole, params.temperature, params.top_p, params.min_p, *stops)
-        sections["samples"][:, index] = np.frombuffer(fields, "<i4")
-    num_ones = sum(len(ids) == 1 for _, ids, _, _ in rows)
-    lens = np.diff(sections["query_starts"])[: len(rows)]
-    plan_rows = PlanRows(
-        query_lens=lens,
-        context_lens=sections["context_lens"][: len(rows)],
-        num_decode_rows=num_ones,
-        page_tables=np.zeros((layout.num_groups, 1, 1), np.int32),
-        table_rows=np.zeros(len(rows), np.intp),
-        page_size=block_size,
-        padded_tokens=layout.num_tokens,
-        padded_rows=layout.num_rows,
-    )
-    XlaBackend().plan(plan_rows, sections["plan"])
-    if len(work.table_changes) <= layout.num_changes:
-        for index, change in enumerate(work.table_changes):
-            sections["changes"][:, index] = change
-    mode = SampleMode.GREEDY
-    for params in (sampler.request.params for _, sampler in draws):
-        if params.logprobs is not None:
-            mode = SampleMode.FULL
-        elif params.temperature > 0 and mode is SampleMode.GREEDY:
-            mode = SampleMode.RANDOM
-    sections["counts"][:] = token, len(rows), num_ones, len(draws), mode is not SampleMode.GREEDY
-    return sections, [sampler for _, sampler in draws], mode
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    num_steps=st.integers(1, 40),
-    block_size=st.sampled_from([1, 2, 8]),
-    num_groups=st.sampled_from([1, 2]),
-)
-@MANY
-def test_random_work_is_packed_bit_for_bit_as_row_by_row_from_the_sequences_state(
-    seed, num_steps, block_size, num_groups
-):
-    """Padding too. The builder sees the work and the token ids of chunks, and never a sequence's pages."""
-    builder = builder_of(block_size=block_size, num_groups=num_groups)
-    random_work = RandomWork(random.Random(seed), block_size=block_size, num_groups=num_groups, max_num_seqs=8)
-    for _ in range(num_steps):
-        work = random_work.step()
-        built = builder.build(work)
-        updates = [tuple(change) for update in built.table_updates for change in update.T.tolist() if change[1]]
-        if not work.decodes and not work.chunks:
-            assert built.layout is None
-            assert updates == work.table_changes
-            continue
-        sections, samples, mode = pack_row_by_row(work, built.layout, block_size)
-        for name, section in built.inputs.view(built.layout).items():
-            np.testing.assert_array_equal(section, sections[name], err_msg=name)
-        assert built.samples == samples
-        assert built.mode is mode
-        assert updates == ([] if len(work.table_changes) <= built.layout.num_changes else work.table_changes)
-        random_work.complete(work)
-
-
-def test_random_work_contains_every_kind_of_step():
-    """Work without returning sequences, for example, would prove nothing about them."""
-    seen = Counter()
-    for seed in range(20):
-        builder = builder_of(block_size=1)
-        random_work = RandomWork(random.Random(seed), block_size=1, num_groups=1, max_num_seqs=8)
-        before = None
-        for _ in range(40):
-            work = random_work.step()
-            built = builder.build(work)
-            seen["steps without rows"] += built.layout is None
-            seen["changes ahead"] += bool(built.table_updates)
-            seen["returns"] += sum(len(each.token_ids) > each.request.prompt_len for each in work.new_in_slots)
-            seen["known tokens among decodes"] += bool(work.decodes) * sum(each.num_tokens == 1 for each in work.chunks)
-            seen["chunks that draw nothing"] += sum(not chunk.samplers for chunk in work.chunks)
-            seen["shared rows"] += sum(len(chunk.samplers) > 1 for chunk in work.chunks)
-            seen[built.mode] += 1
-            is_plain = bool(work.decodes) and not work.chunks
-            seen["the same decodes once more"] += is_plain and before == work.decodes
-            before = work.decodes if built.layout is not None else before
-            random_work.complete(work)
-    assert len(seen) == 7 + len(SampleMode)
-    assert min(seen.values()) >= 10, seen
