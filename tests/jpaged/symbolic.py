@@ -600,7 +600,7 @@ class Host:
 
     def dispatch(self):
         """Start a step; return its work."""
-        waiting = list(self.scheduler.waiting)
+        waiting, running = list(self.scheduler.waiting), set(self.scheduler.running)
         blocks = self.blocks
         num_in_flight = len(self.core.in_flight)
         try:
@@ -610,7 +610,7 @@ class Host:
         for request in work.ignored:
             self._note_ends(request)
         self.check()
-        self._check_work(work)
+        self._check_work(work, running)
         self._check_bypasses(waiting)
         self._check_progress(work, num_in_flight)
         if len(self.core.in_flight) > num_in_flight:
@@ -781,14 +781,16 @@ class Host:
             wanted = {request.prompt_token_ids[position + 1]: position}
             assert {token_id: entry.logprob for token_id, entry in entries.items()} == wanted, "a token scored wrongly"
 
-    def _check_work(self, work):
-        """Check S1 and S9: budget, slots, and what is scheduled."""
+    def _check_work(self, work, running):
+        """Check S1 and S9: budget, slots, and what is scheduled; `running` are the requests that ran before."""
         config = self.scheduler.config
         rows = [*work.decodes, *(chunk.sequence for chunk in work.chunks)]
         num_tokens = len(work.decodes) + sum(chunk.num_tokens for chunk in work.chunks)
         assert num_tokens <= config.max_num_batched_tokens, "more tokens than the budget"
         assert len(rows) <= config.max_num_seqs, "more rows than slots"
         assert len(set(rows)) == len(rows), "a sequence is scheduled twice"
+        is_tight = bool(work.preempted)
+        assert not is_tight or {row.request for row in rows} <= running, "a request starts where another is preempted"
         samplers = [*work.decodes, *(sampler for chunk in work.chunks for sampler in chunk.samplers)]
         assert len(set(samplers)) == len(samplers), "a sequence draws twice"
         for sequence in (*rows, *samplers):

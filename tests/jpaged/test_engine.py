@@ -175,21 +175,6 @@ def test_each_stop_rule_ends_the_text_at_its_place(engine: Engine) -> None:
     assert to_the_end.finish_reason == "length"
 
 
-def test_logprobs_hold_the_sampled_token_and_the_likeliest(engine: Engine) -> None:
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=8, logprobs=3, ignore_eos=True)
-    output = engine.generate("one", params, use_tqdm=False)[0].outputs[0]
-    assert output.logprobs is not None
-    for token, entry in zip(output.token_ids, output.logprobs, strict=True):
-        assert next(iter(entry)) == token
-        assert len(entry) in (3, 4)
-        likeliest = [one.logprob for one in entry.values() if one.rank <= 3]
-        assert sorted(likeliest, reverse=True)[:3] == sorted((o.logprob for o in entry.values()), reverse=True)[:3]
-    total = sum(entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True))
-    assert output.cumulative_logprob == pytest.approx(total)
-    plain = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
-    assert engine.generate("one", plain, use_tqdm=False)[0].outputs[0].token_ids == output.token_ids
-
-
 BAD_CALLS = {
     "an id out of vocabulary": lambda engine: engine.generate([["x"], [258]], GREEDY),
     "a bad prompt among good ones": lambda engine: engine.generate(["one", ""], GREEDY),

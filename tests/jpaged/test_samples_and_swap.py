@@ -166,17 +166,6 @@ def test_four_samples_share_a_prompt_and_draw_as_each_does_alone(
 
 
 @in_worlds("both", "one step after another")
-def test_pages_of_a_shared_prompt_are_taken_once(world: World) -> None:
-    with world.engine(enable_prefix_caching=False) as engine:
-        engine.generate([world.prompts[0][: 2 * Z + 1]], replace(PARAMS, n=4), use_tqdm=False)
-        # 17 prompt tokens and 31 computed output tokens take 6 pages per sample, of which the first 2 are shared.
-        assert engine.stats()["peak_blocks_used"] == 2 + 4 * 4
-        if is_one_by_one(engine):
-            assert engine.stats()["steps"] == 32
-        check_everything_came_back(engine)
-
-
-@in_worlds("both", "one step after another")
 @pytest.mark.parametrize("num_tokens", [2 * Z - 1, 2 * Z, 2 * Z + 1, 2 * Z + 2])
 def test_a_fork_draws_as_it_would_alone(world: World, roomy: Engine, solo: Solo, num_tokens: int) -> None:
     """The fork comes when prompt and output have `num_tokens` tokens, the last of which is not yet computed."""
@@ -206,27 +195,6 @@ def test_a_fork_of_a_waiting_request_starts_with_it(world: World, roomy: Engine,
     (output,) = roomy.run_until_done()
     assert samples(output) == [solo(world.prompts[2], index) for index in (0, 1)]
     check_everything_came_back(roomy)
-
-
-@in_worlds("both")
-def test_an_impossible_fork_is_refused_and_the_request_goes_on(world: World, roomy: Engine, solo: Solo) -> None:
-    roomy.add_request("a", world.prompts[1], PARAMS)
-    roomy.step()
-    for wrong, param in [
-        (lambda: roomy.fork("b"), "request_id"),
-        (lambda: roomy.fork("a", 0), "n"),
-        (lambda: roomy.fork("a", 8), "n"),
-        (lambda: roomy.fork("a", sample=3), "sample"),
-        (lambda: roomy.fork("a", 2, sample_indices=[1]), "sample_indices"),
-        (lambda: roomy.fork("a", 1, sample_indices=[0]), "sample_indices"),
-        (lambda: roomy.fork("a", 1, sample_indices=[-1]), "sample_indices"),
-    ]:
-        with pytest.raises(InvalidRequestError) as caught:
-            wrong()
-        assert caught.value.param == param
-        assert "allowed" in str(caught.value) or "fork fewer" in str(caught.value)
-    (output,) = roomy.run_until_done()
-    assert samples(output) == [solo(world.prompts[1])]
 
 
 SWAP_CASES = {

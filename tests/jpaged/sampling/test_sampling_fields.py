@@ -178,7 +178,12 @@ def test_logprobs_and_prompt_logprobs_follow_the_definition(tiny, logits_of):
                 output = engine.generate([prompt], params, use_tqdm=False)[0]
                 logits = logits_of(output)
                 exact = logits - np.log(np.exp(logits - logits.max()).sum(axis=1, keepdims=True)) - logits.max()
-                given = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+                sampled = output.outputs[0]
+                total = sum(
+                    entry[token].logprob for token, entry in zip(sampled.token_ids, sampled.logprobs, strict=True)
+                )
+                assert sampled.cumulative_logprob == pytest.approx(total)
+                given = [*output.prompt_logprobs[1:], *sampled.logprobs]
                 tokens = [*output.prompt_token_ids[1:], *output.outputs[0].token_ids]
                 assert output.prompt_logprobs[0] is None
                 assert len(given) == len(tokens) == len(exact) - 1

@@ -15,22 +15,6 @@ from ..symbolic import POISON_TOKEN, Host
 RUNNING, SWAPPED, WAITING = RequestState.RUNNING, RequestState.SWAPPED, RequestState.WAITING
 
 
-class Door:
-    """A gate that admits all requests, or none."""
-
-    def __init__(self):
-        self.is_open = True
-
-    def admits(self, request):
-        return self.is_open
-
-    def enter(self, request):
-        assert self.is_open
-
-    def leave(self, request):
-        pass
-
-
 def chunks(work):
     return [(chunk.sequence.request, chunk.num_tokens) for chunk in work.chunks]
 
@@ -364,31 +348,6 @@ def test_a_swapped_request_beside_none_needs_no_page_more_than_it_holds():
     host.check_end()
 
 
-def test_a_swapped_request_waits_for_pages_that_a_step_in_flight_may_write():
-    host, first, last = beside_a_swapped_one(max_tokens=2)
-    leave_free(host, 0)  # The running request is to give back one page less than it has: 4 are left.
-    host.blocks.device.withdraw(1)
-    host.dispatch()
-    host.abort(first)
-    assert (host.blocks.device.num_free, len(host.blocks.device.deferred)) == (3, 1)
-    host.dispatch()
-    assert last.state is SWAPPED
-    while host.core.in_flight:
-        host.retire()
-    host.step()
-    assert last.state is RequestState.FINISHED_LENGTH
-    host.check_end()
-
-
-def test_a_swapped_request_waits_until_the_gate_admits_it():
-    door = Door()
-    host, _, last = beside_a_swapped_one(gate=door)
-    for door.is_open, state in ((False, SWAPPED), (True, RUNNING)):
-        host.step()
-        assert last.state is state
-    host.run()
-
-
 def test_a_swapped_request_waits_for_a_slot_and_resumes_before_less_urgent_ones_start():
     host, _, last = beside_a_swapped_one(max_num_seqs=3, policy=POLICIES["priority"])
     less_urgent = host.add(prompt(2, 700), priority=1)
@@ -450,30 +409,6 @@ def test_a_swapped_request_that_can_never_run_again_ends_and_the_next_one_resume
     assert work.ignored == [large]
     assert (large.state, small.state) == (RequestState.FINISHED_IGNORED, RUNNING)
     assert "it needs up to 6 pages, and there are 5 pages of 4 tokens" in large.error
-    host.run()
-
-
-def test_no_swapped_request_resumes_in_a_step_that_preempted_another():
-    host = Host(
-        num_blocks=1 + 20,
-        num_host_blocks=1 + 3,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=False,
-        preemption=SWAP,
-    )
-    host.add(prompt(15), max_tokens=12)  # Wants a fifth page in the third step,
-    large = host.add(prompt(17, 100), max_tokens=12)  # and this one a sixth in the fifth.
-    small = host.add(prompt(5, 200), max_tokens=5)
-    host.step()
-    host.step()
-    leave_free(host, 0)
-    assert [each.request for each in host.step().preempted] == [small]
-    leave_free(host, 0)
-    host.step()
-    assert [(each.request, each.reason) for each in host.step().preempted] == [(large, "the host pool is full")]
-    assert (small.state, host.blocks.device.num_free) == (SWAPPED, 5), "3 would do"
-    host.step()
-    assert small.state is RUNNING
     host.run()
 
 
@@ -560,13 +495,6 @@ def test_after_a_restart_the_queue_has_its_limits_and_counts_each_request_once()
     host.add(prompt(5, 500))
     with pytest.raises(QueueFullError):
         host.add(prompt(5, 600))
-    host.run()
-
-
-def test_after_a_restart_swapped_requests_wait_like_others():
-    host, first, last = beside_a_swapped_one()
-    host.restart()
-    assert (list(host.scheduler.waiting), list(host.scheduler.swapped)) == ([first, last], [])
     host.run()
 
 

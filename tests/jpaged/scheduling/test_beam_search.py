@@ -136,8 +136,8 @@ def solo_beams(engine):
     [
         {"num_blocks": 36, "max_model_len": 120},
         {"num_blocks": 36, "max_model_len": 120, "preemption_mode": "swap", "num_host_blocks": 200},
-        {"async_scheduling": False}, {"enable_prefix_caching": False}, {"max_num_batched_tokens": 16},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 600}, {"max_num_seqs": 16}, {"block_size": 32},
+        {"async_scheduling": False, "enable_prefix_caching": False, "max_num_batched_tokens": 16},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 600, "max_num_seqs": 16, "block_size": 32},
     ],
     ids=str,
 )  # fmt: skip

@@ -8,8 +8,7 @@ import gc
 import pytest
 
 from jpaged.kv_cache.page_store import MoveKind
-from jpaged.request import CacheKey, RequestState, SampleSequence
-from jpaged.scheduling.preemption import PreemptionPolicy
+from jpaged.request import RequestState, SampleSequence
 from jpaged.scheduling.request_queue import POLICIES
 
 from ..host_requests import SWAP, prompt, samples
@@ -37,23 +36,6 @@ def test_the_oldest_request_is_in_every_step_however_small_the_pool():
     host.check_end()
     assert num_preemptions(host) >= 3
     assert requests[0].num_preemptions == 0
-
-
-@pytest.mark.parametrize("preemption", [PreemptionPolicy(), SWAP], ids=["recompute", "swap"])
-def test_no_request_starts_or_resumes_in_a_step_that_preempted_another(preemption):
-    host = Host(num_blocks=1 + 12, block_size=4, num_host_blocks=50, preemption=preemption)
-    for index in range(6):
-        host.add(prompt(4, 20 * index), max_tokens=44)
-    num_preempting = 0
-    while host.scheduler.has_unfinished:
-        before = list(host.scheduler.running)
-        work = host.step()
-        if work.preempted:
-            num_preempting += 1
-            preempted = {each.request for each in work.preempted}
-            assert {sequence.request for sequence in rows(work)} <= set(before) - preempted
-            assert preempted <= set(before)
-    assert num_preempting
 
 
 def test_the_last_request_in_the_policy_s_order_is_preempted_first():
@@ -111,33 +93,6 @@ def test_pages_that_a_window_has_passed_do_not_keep_a_swapped_request_from_resum
         host.step()
     assert request.num_swaps == 1
     host.check_end()
-
-
-def test_prompt_positions_not_scored_before_a_preemption_are_computed_after_it():
-    """This holds though the whole prompt is pinned in the cache."""
-    host = Host(num_blocks=1 + 16, max_num_seqs=2, max_num_batched_tokens=2)
-    host.add(prompt(20), max_tokens=2)
-    host.run()
-    assert host.blocks.prefixes.pin(prompt(20), CacheKey()) == 20
-    host.add(prompt(4, 500), max_tokens=40)
-    for _ in range(16):
-        host.step()
-    scored = host.add(prompt(20), max_tokens=4, scores=True)
-    num_scored = 0
-    while not scored.num_preemptions:
-        num_scored = scored.num_scored
-        host.step()
-    assert 0 < num_scored < 20
-    host.run()
-
-
-def test_the_pages_of_a_prefix_are_computed_once_and_counted_as_hits():
-    host = Host()
-    for _ in range(3):
-        host.add(prompt(10), max_tokens=2)
-        host.run()
-    assert [request.num_cached_tokens for request in host.requests] == [0, 8, 8]
-    assert (host.blocks.prefixes.num_queried_tokens, host.blocks.prefixes.num_hit_tokens) == (30, 16)
 
 
 def test_ended_requests_are_not_kept_in_memory():

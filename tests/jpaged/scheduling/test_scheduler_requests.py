@@ -125,25 +125,6 @@ def test_a_fork_of_a_waiting_one_token_prompt_draws_from_its_parent_s_chunk():
     host.run()
 
 
-def test_a_page_shared_by_a_fork_without_a_slot_is_free_only_once_the_steps_that_write_it_retired():
-    """The parent's token in flight is written to it; then the parent gets a copy, and the fork alone has the page."""
-    host = Host(max_num_seqs=2)
-    host.add(prompt(3, 500), max_tokens=20)
-    request = host.add(prompt(5), max_tokens=20)
-    host.step()
-    host.dispatch()
-    [child] = host.fork(request.sequences[0])
-    host.dispatch()
-    assert child.seq_slot == 0  # So it is in no step that would say that its page may be written.
-    num_free = host.blocks.device.num_free
-    host.abort_sequence(child)
-    assert host.blocks.device.num_free == num_free
-    host.retire()
-    assert host.blocks.device.num_free == num_free + 1
-    host.retire()
-    host.run()
-
-
 # Ends.
 
 
@@ -230,20 +211,6 @@ def test_an_interrupted_end_is_reported_once_after_a_restart(n):
     assert (request.state, list(host.scheduler.ended)) == (RequestState.FINISHED_ABORTED, [request])
     host.run()
     assert list(host.scheduler.ended) == [request, other]
-
-
-@pytest.mark.parametrize("num_ahead", [1, 2])
-def test_tokens_in_flight_for_an_ended_sequence_are_dropped_and_not_counted(num_ahead):
-    host = Host()
-    sequence = host.add(prompt(5), max_tokens=20).sequences[0]
-    host.step()
-    for _ in range(num_ahead):
-        host.dispatch()
-    host.abort_sequence(sequence)
-    for _ in range(num_ahead):
-        host.retire()
-    assert len(sequence.token_ids) == 6
-    assert host.core.num_generated == 1
 
 
 # Pages of retired steps.
@@ -361,15 +328,4 @@ def test_after_a_restart_no_request_is_in_the_gate_nothing_in_flight_and_every_s
     assert sorted(lifecycle.free_slots) == [1, 2, 3]
     assert lifecycle.retired_step == host.blocks.device.retired_step == lifecycle.step == 1 + num_ahead
     assert chunks(host.step()) == [(0, 0, 6, [0]), (0, 0, 6, [0]), (0, 0, 4, [])]  # 6 known tokens of each.
-    host.run()
-
-
-def test_a_chunk_in_flight_at_a_restart_is_computed_again_in_the_next_step():
-    host = Host()
-    request = host.add(prompt(40))
-    for _ in range(2):
-        host.dispatch()
-    host.restart()
-    assert not host.scheduler.is_in_flight(request.sequences[0])
-    assert chunks(host.step()) == [(0, 0, 16, [])]
     host.run()

@@ -60,19 +60,6 @@ def test_a_sequence_whose_last_token_is_in_flight_takes_no_further_page():
 # Chunks.
 
 
-def test_a_request_preempted_in_a_step_gets_no_chunk_in_it():
-    """A window's pages are taken chunk by chunk: the first request's third page comes from the last request."""
-    host = Host(windows=(8,), num_blocks=1 + 6, long_prefill_token_threshold=4)
-    for index in range(3):
-        host.add(prompt(40, 100 * index))
-    host.step()
-    host.step()
-    work = host.step()
-    assert preempted(work) == [(2, "recompute")]
-    assert chunks(work) == [(0, 0, 8, 4, []), (1, 0, 8, 4, [])]
-    host.run()
-
-
 @pytest.mark.parametrize("enable_chunked_prefill", [True, False])
 def test_what_samples_have_in_common_is_computed_first_and_by_one_of_them(enable_chunked_prefill):
     host = Host(enable_chunked_prefill=enable_chunked_prefill, long_prefill_token_threshold=6)
@@ -176,22 +163,6 @@ def test_without_chunks_a_prompt_starts_at_once_when_no_sequence_decodes_any_mor
     assert last.state is RequestState.FINISHED_LENGTH
 
 
-def test_samples_are_preempted_together_though_one_of_them_had_its_chunk():
-    host = Host(num_blocks=1 + 16, max_num_batched_tokens=32)
-    host.add(prompt(17, 500), max_tokens=20)
-    host.add(prompt(4), max_tokens=5, params=samples(2))
-    for _ in range(4):
-        host.step()
-    host.restart()
-    assert chunks(host.step())[1] == (1, 0, 0, 4, [])
-    num_taken = host.blocks.device.num_free
-    host.blocks.device.withdraw(num_taken)
-    work = host.step()
-    assert (preempted(work), chunks(work), decodes(work)) == ([(1, "recompute")], [], [(0, 0)])
-    host.blocks.device.withdraw(-num_taken)
-    host.run()
-
-
 @pytest.mark.parametrize("num_earlier", [1, 2], ids=["it finds no room itself", "an earlier one takes its pages"])
 def test_what_an_ignored_request_would_have_computed_is_left_to_a_newcomer(num_earlier):
     """Its two samples need 8 pages at most, more than are left when the pool has shrunk."""
@@ -217,20 +188,6 @@ def test_what_an_ignored_request_would_have_computed_is_left_to_a_newcomer(num_e
         f"the pool has become too small: it needs up to 8 pages, and there are {num_left} pages of 4 tokens"
     )
     assert chunks(work) == [*[(index, 0, 8, 4, []) for index in range(num_earlier)], (late.number, 0, 0, 3, [])]
-    host.run()
-
-
-def test_a_request_ignored_during_a_step_does_not_decode_in_it():
-    host = Host(windows=(8,), num_blocks=1 + 10, long_prefill_token_threshold=4)
-    host.add(prompt(40))
-    large = host.add(prompt(4, 500), max_tokens=30, params=samples(2))
-    host.step()
-    host.step()
-    host.blocks.device.withdraw(host.blocks.device.num_free)
-    work = host.step()
-    assert work.ignored == [large]
-    assert chunks(work) == [(0, 0, 8, 4, [])]
-    assert decodes(work) == []
     host.run()
 
 
@@ -491,24 +448,6 @@ def test_a_request_that_the_host_pool_cannot_hold_is_recomputed(num_host_pages, 
     kinds = [host.scheduler.counts[f"preemptions_{kind}"] for kind in ("recompute", "swap")]
     assert kinds == [mode == "recompute", mode == "swap"]
     host.run()
-
-
-def test_pages_swapped_out_while_a_step_may_write_them_are_not_taken_before_it_retires():
-    """A sequence that then ends in the host pool concerns no device page of the same number."""
-    host = Host(num_blocks=1 + 3, num_host_blocks=10, preemption=SWAP, enable_prefix_caching=False)
-    first, second = host.add(prompt(7, 500), max_tokens=5), host.add(prompt(2), max_tokens=5)
-    host.step()
-    host.dispatch()
-    work = host.dispatch()
-    assert (preempted(work), decodes(work)) == ([(1, "swap")], [])
-    assert [move.kind for move in work.moves] == [MoveKind.SWAP_OUT]
-    host.abort(second)
-    assert host.blocks.device.num_free == 0
-    host.abort(first)
-    assert host.blocks.device.num_free == 1  # Its first page is full: only the second one may still be written.
-    while host.core.in_flight:
-        host.retire()
-    assert host.blocks.device.num_free == 3
 
 
 def test_pages_are_deferred_only_for_sequences_in_flight():
