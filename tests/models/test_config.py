@@ -56,11 +56,7 @@ VALID = {
     "qwen2, window from layer 2": QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen2, window from layer 28 of 4": QWEN2 | {"use_sliding_window": True, "sliding_window": 16},
     "qwen2, window by layer type": QWEN2
-    | {
-        "use_sliding_window": True,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
+    | {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "qwen2, yarn": QWEN2 | {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}, "torch_dtype": "bfloat16"},
     "qwen2, yarn with everything": QWEN2
     | {

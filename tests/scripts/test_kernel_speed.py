@@ -51,12 +51,7 @@ def decode_found(script, other: Any) -> dict[str, Any]:
     """Of rows of equal length in two shapes, and of skewed ones, beside what `other` does."""
     check, speed = script("kernel_check"), script("kernel_speed")
     sizes = speed.Sizes(
-        decode=((40, 40), (20,) * 3),
-        skewed=(10, 70, 20, 20),
-        copied_bytes=64,
-        rounds=1,
-        trial_calls=1,
-        round_s=0.0,
+        decode=((40, 40), (20,) * 3), skewed=(10, 70, 20, 20), copied_bytes=64, rounds=1, trial_calls=1, round_s=0.0
     )
     case = check.Case("tiny", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, dtype="float32")
     return speed.measure_decode(check.Bench(lambda case: XlaBackend(), 1), case, sizes, {"other": other})

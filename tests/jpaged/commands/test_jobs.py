@@ -20,11 +20,7 @@ from jpaged.text.tokenizer import Tokenizer
 
 from ..tiny_model import CHAT_TEMPLATE, CONFIG, write_tiny_model
 
-FORMS = {
-    "prompt": "hi",
-    "prompt_token_ids": [10, 11],
-    "messages": [{"role": "user", "content": "hi"}],
-}
+FORMS = {"prompt": "hi", "prompt_token_ids": [10, 11], "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture(scope="module")

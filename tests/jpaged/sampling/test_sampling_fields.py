@@ -31,9 +31,7 @@ VOCAB_SIZE = CONFIG["vocab_size"]
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox jumps over the lazy dog, again and again."]
 NUM_TOKENS = 24
 LIFT = LogitsProcessor(
-    "lift",
-    ("lifted_token", "height"),
-    lambda logits, token, height: logits.at[token.astype(jnp.int32)].add(height),
+    "lift", ("lifted_token", "height"), lambda logits, token, height: logits.at[token.astype(jnp.int32)].add(height)
 )
 EOS = CONFIG["eos_token_id"]
 

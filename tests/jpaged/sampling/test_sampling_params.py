@@ -7,13 +7,7 @@ from jpaged import not_available
 from jpaged.checks import INT64, shown
 from jpaged.errors import InvalidRequestError
 from jpaged.sampling.parameter import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS
-from jpaged.sampling.sampling_params import (
-    FIELDS,
-    MAX_MIN_TOKENS,
-    MAX_SAMPLES,
-    RequestOutputKind,
-    SamplingParams,
-)
+from jpaged.sampling.sampling_params import FIELDS, MAX_MIN_TOKENS, MAX_SAMPLES, RequestOutputKind, SamplingParams
 
 HUGE = 10**5000
 BIASES = "a mapping of token ids ≥ 0 to numbers in [-100, 100]"

@@ -204,10 +204,7 @@ def test_a_sequence_preempted_in_the_step_that_gave_it_a_slot_is_not_new_in_a_sl
     host.run()
 
 
-@pytest.mark.parametrize(
-    ("budget", "num_decoding", "num_tokens"),
-    [(9, 0, 9), (9, 3, 6), (9, 7, 4), (8, 7, 4)],
-)
+@pytest.mark.parametrize(("budget", "num_decoding", "num_tokens"), [(9, 0, 9), (9, 3, 6), (9, 7, 4), (8, 7, 4)])
 def test_chunks_get_what_decoding_leaves_but_half_of_the_step_at_least(budget, num_decoding, num_tokens):
     host = Host(max_num_seqs=8, max_num_batched_tokens=budget)
     for index in range(num_decoding):

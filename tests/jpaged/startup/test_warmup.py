@@ -32,12 +32,7 @@ def test_warmup_full_compiles_the_plan_at_start_and_off_compiles_nothing(tmp_pat
 
 @pytest.mark.parametrize(
     ("max_num_batched_tokens", "options"),
-    [
-        (1024, {}),
-        (64, {}),
-        (1024, {"long_prefill_token_threshold": 48}),
-        (1024, {"enable_chunked_prefill": False}),
-    ],
+    [(1024, {}), (64, {}), (1024, {"long_prefill_token_threshold": 48}), (1024, {"enable_chunked_prefill": False})],
 )
 def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first_token_needs(
     max_num_batched_tokens: int, options: dict[str, Any]
@@ -46,11 +41,7 @@ def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first
     config = EngineConfig(max_num_batched_tokens=max_num_batched_tokens, **options)
     for prompt_len in range(1, 255):
         host = Host(
-            max_num_seqs=1,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=256,
-            num_blocks=65,
-            **options,
+            max_num_seqs=1, max_num_batched_tokens=max_num_batched_tokens, max_model_len=256, num_blocks=65, **options
         )
         builder, demands = host.core.builder, [Demand(prompt_len, 2)]
         programs: Any = SimpleNamespace(lower={("decode", 1): None})

@@ -141,11 +141,7 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
     """Rows with one token come first, longest context first; a KV slot is page × page size + offset, by group."""
     builder = builder_of(block_size=4, num_groups=2)
     [chunk], [short], [long] = running(9, slots=[1]), running(1, slots=[2]), running(5, slots=[3])
-    changes = [
-        *table_of(chunk, [3, 4, 5], [6, 7, 8]),
-        *table_of(short, [9], [10]),
-        *table_of(long, [11, 12], [13, 14]),
-    ]
+    changes = [*table_of(chunk, [3, 4, 5], [6, 7, 8]), *table_of(short, [9], [10]), *table_of(long, [11, 12], [13, 14])]
     starts = [chunk_of(long, 0, 5, [long]), chunk_of(short, 0, 1, [short])]
     build(builder, chunks=starts, placed=[chunk, short, long], changes=changes)
     built, view = build(builder, decodes=[short, long], chunks=[chunk_of(chunk, 2, 5)])
@@ -369,12 +365,7 @@ def test_a_change_is_used_from_the_step_that_brings_it():
     builder = builder_of(block_size=2, num_groups=2)
     [sequence] = running(3, slots=[4])
     slots = []
-    for changes in (
-        table_of(sequence, [3, 4], [5, 6]),
-        [],
-        [(0, 4, 2, 7), (1, 4, 2, 8), (1, 4, 0, 0)],
-        [(0, 4, 2, 9)],
-    ):
+    for changes in (table_of(sequence, [3, 4], [5, 6]), [], [(0, 4, 2, 7), (1, 4, 2, 8), (1, 4, 0, 0)], [(0, 4, 2, 9)]):
         work = {"decodes": [sequence]} if slots else {"chunks": [chunk_of(sequence, 0, 3, [sequence])]}
         built, view = build(builder, changes=changes, **work)
         batches = [*built.table_updates, view["changes"]]

@@ -174,12 +174,6 @@ def test_llama_2_keeps_the_space_before_its_first_word():
     assert run(tokenizer, prompt, output).text == " Paris."
 
 
-def test_special_tokens_are_hidden_or_shown():
-    ids = [ord("a"), END, ord("b")]
-    assert run(byte_tokenizer(), [], ids).text == "ab"
-    assert run(byte_tokenizer(), [], ids, skip_special_tokens=False).text == "a<end>b"
-
-
 def test_the_space_between_two_special_tokens_is_written_or_left_out():
     """The tokenizer's decoder puts a space before each token; the space before an ordinary token always stays."""
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, "a"))
@@ -260,26 +254,6 @@ def test_tokens_after_the_stop_are_not_added():
     detokenizer = Detokenizer(byte_tokenizer(), [], stop=["b"])
     assert detokenizer.append(list(b"abcd")) == "b"
     assert (detokenizer.num_tokens, detokenizer.text) == (2, "a")
-
-
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, "x"), (2, "x"), (3, "x..y"), (5, "x..y"), (6, "x..y..")])
-def test_the_first_min_tokens_tokens_complete_no_stop_string(min_tokens, text):
-    assert run(byte_tokenizer(), [], list(b"x..y.."), stop=[".."], min_tokens=min_tokens).text == text
-
-
-def test_held_back_text_is_released_when_it_turns_out_harmless_or_at_the_end():
-    detokenizer = Detokenizer(byte_tokenizer(), [], stop=["END"])
-    assert [detokenizer.append([byte]) or detokenizer.delta() for byte in b"xENxEN"] == ["x", "", "", "ENx", "", ""]
-    assert detokenizer.delta(finished=True) == "EN"
-
-
-def test_included_stop_string_is_not_held_back():
-    detokenizer = Detokenizer(byte_tokenizer(), [], stop=["END"], include_stop_str_in_output=True)
-    assert stream(detokenizer, list(b"xEND")) == ["x", "E", "N", "D", ""]
-
-
-def test_stop_string_of_wide_characters_completes_with_the_last_byte():
-    assert run(byte_tokenizer(), [], list("a。b".encode()), stop=["。"]).text == "a"
 
 
 def test_stop_string_is_not_completed_by_the_prompt():

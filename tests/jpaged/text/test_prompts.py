@@ -14,13 +14,7 @@ from jpaged.checks import shown
 from jpaged.errors import InvalidRequestError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
-from jpaged.text.prompts import (
-    MAX_CHARS_PER_TOKEN,
-    MAX_SALT_CHARS,
-    PROMPT_KEYS,
-    PromptEncoder,
-    check_priority,
-)
+from jpaged.text.prompts import MAX_CHARS_PER_TOKEN, MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
 from jpaged.text.tokenizer import Tokenizer
 
 VOCAB, CONTEXT = 300, 50

@@ -117,10 +117,7 @@ DAMAGED = {
     "header is garbage": (struct.pack("<Q", 8) + b"\xff" * 8, INCOMPLETE),
     "header of 2^40 bytes": (struct.pack("<Q", 2**40) + b"{}", INCOMPLETE),
     "shape against size": (safetensors_bytes({"a": entry(0, 8)}), INCOMPLETE),
-    "overlapping tensors": (
-        safetensors_bytes({"a": entry(0, 4), "b": entry(0, 8, (2,))}),
-        INCOMPLETE,
-    ),
+    "overlapping tensors": (safetensors_bytes({"a": entry(0, 4), "b": entry(0, 8, (2,))}), INCOMPLETE),
     "offset beyond the end": (safetensors_bytes({"a": entry(8, 12)}), INCOMPLETE),
     "unknown dtype": (safetensors_bytes({"a": entry(0, 8, (8,), "Q9")}), INCOMPLETE),
 }

@@ -20,11 +20,7 @@ def test_a_step_is_that_of_the_twin(rows, page_size, spare_tokens, spare_rows):
     query_lens = [queries for queries, _ in rows]
     context_lens = [queries + before for queries, before in rows]
     tables = random_tables(context_lens, page_size, np.random.default_rng(len(rows)))
-    sizes = {
-        "page_size": page_size,
-        "num_tokens": sum(query_lens) + spare_tokens,
-        "num_rows": len(rows) + spare_rows,
-    }
+    sizes = {"page_size": page_size, "num_tokens": sum(query_lens) + spare_tokens, "num_rows": len(rows) + spare_rows}
     ours = step_of_rows(XlaBackend(), query_lens, context_lens, tables, **sizes)
     lists = [[int(page) for page in table if page != NULL_PAGE] for table in tables]
     twin = metadata(XlaBackend(), query_lens, context_lens, [lists], table_len=tables.shape[1], **sizes)
