@@ -1,68 +1,75 @@
-"""The console script: `jpaged COMMAND …`. Commands are imported when they are called."""
+"""The console script `jpaged COMMAND …`, which finds the commands by the first lines of their modules.
+
+A module of this folder or of `bench` is a command if its docstring begins with "`jpaged NAME`: HELP."; NAME is one
+word, or `bench` and a word. Its `main(argv)` returns the exit status. Only the called module is imported.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Sequence
+from importlib import import_module
+from pathlib import Path
 
 from .. import not_available
 from ..checks import check_name
 from ..errors import ConfigError, JpagedError, ModelLoadError
 from .progress import say
 
-COMMANDS = {
-    "generate": "complete prompts from the command line or a file",
-    "bench": "measure: bench latency, throughput, kernels, scheduler",
-    "tune": "find the best tile sizes of the TPU kernels for a shape",
-}
-BENCHES = ("latency", "throughput", "kernels", "scheduler")
+FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "bench kernels", "bench scheduler")
+"""Commands that help texts name first, in this order; the others follow by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
-        commands = "\n".join(f"  {name:10} {text}" for name, text in COMMANDS.items())
-        print(f"usage: jpaged COMMAND …\n\ncommands:\n{commands}\n\njpaged COMMAND --help tells more.")
-        return 0 if args else 1
-    if args[0] == "--version":
-        from .. import __version__
-
-        print(__version__)
-        return 0
     try:
-        return _run(args[0], args[1:])
+        return _run(args, _find_commands())
     except (JpagedError, ModelLoadError) as error:
         say(f"error: {error}")
         return 1
 
 
-def _run(command: str, args: list[str]) -> int:
-    _check(command, COMMANDS, "command", not_available.COMMANDS)
-    if command == "generate":
-        from .generate import main as generate
+def _find_commands() -> dict[str, tuple[str, str]]:
+    """Return name → module and help of each command, from the files' first lines."""
+    found = {}
+    for folder in map(Path, sys.modules[__package__].__path__):
+        for path in folder.rglob("*.py"):
+            with path.open(encoding="utf-8") as file:
+                if match := re.match(r'"""`jpaged ([\w -]+)`: (.+?)\.', file.readline()):
+                    module = ".".join(path.relative_to(folder).with_suffix("").parts)
+                    found[match[1]] = f".{module.removesuffix('.__init__')}", match[2]
+    names = [*FIRST, *sorted(found.keys() - FIRST)]
+    return {name: found[name] for name in names if name in found}
 
-        return generate(args)
-    if command == "tune":
-        from .bench.tune import main as tune
 
-        return tune(args)
-    name = args[0] if args else ""
+def _run(args: list[str], commands: dict[str, tuple[str, str]]) -> int:
+    name = args[0] if args else "--help"
+    benches = [command.removeprefix("bench ") for command in commands if command.startswith("bench ")]
+    texts = {command: text for command, (_, text) in commands.items() if " " not in command}
     if name in ("-h", "--help"):
-        print(f"usage: jpaged bench {'|'.join(BENCHES)} …\n\njpaged bench scheduler --help tells more, and so on.")
+        texts["bench"] += f": bench {', '.join(benches)}"
+        lines = "\n".join(f"  {command:10} {text}" for command, text in texts.items())
+        print(f"usage: jpaged COMMAND …\n\ncommands:\n{lines}\n\njpaged COMMAND --help tells more.")
+        return 0 if args else 1
+    if name == "--version":
+        from .. import __version__
+
+        print(__version__)
         return 0
-    _check(name, BENCHES, "bench", not_available.BENCHES)
-    if name in ("latency", "throughput"):
-        from .bench.throughput import main as bench_engine
-
-        return bench_engine(name, args[1:])
-    if name == "kernels":
-        from .bench.kernels import main as bench_kernels
-
-        return bench_kernels(args[1:])
-    from .bench.scheduler import main as bench_scheduler
-
-    return bench_scheduler(args[1:])
+    _check(name, texts, "command", not_available.COMMANDS)
+    args = args[1:]
+    if name == "bench":
+        bench = args[0] if args else ""
+        if bench in ("-h", "--help"):
+            print(f"usage: jpaged bench {'|'.join(benches)} …\n\njpaged bench scheduler --help tells more, and so on.")
+            return 0
+        _check(bench, benches, "bench", not_available.BENCHES)
+        name, args = f"bench {bench}", args[1:]
+    module, _ = commands[name]
+    status: int = import_module(module, __package__).main(args)
+    return status
 
 
 def _check(name: str, known: Collection[str], kind: str, missing: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""`jpaged generate`: complete prompts of the command line or of a file.
+"""`jpaged generate`: complete prompts from the command line or a file.
 
 Everything that can be wrong with flags, prompts and the model's files is found before weights are loaded. Exit status:
 0 if every request succeeded, 1 if the run could not start (one line on stderr, no output file), 3 if some requests

@@ -32,11 +32,7 @@ class Tokenizer:
     """The tokenizer of one model: encodes and decodes text, and renders chats. Threads may share it."""
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        special_tokens: Mapping[str, str],
-        *,
-        chat_template: str | None = None,
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], *, chat_template: str | None = None
     ):
         """`special_tokens` maps the names that templates use (bos_token, eos_token, …) to tokens of `backend`.
 
@@ -82,8 +78,7 @@ class Tokenizer:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise InvalidRequestError(
-                f"the prompt must be valid Unicode text, got {shorten(text)}; replace lone surrogates",
-                param="prompt",
+                f"the prompt must be valid Unicode text, got {shorten(text)}; replace lone surrogates", param="prompt"
             ) from error
         return ids
 
@@ -115,11 +110,7 @@ class Tokenizer:
         return (self.backend.id_to_token(token_id) or "").encode()
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template: str | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], *, template: str | None = None, add_generation_prompt: bool = True
     ) -> str:
         """Return `messages` as text, rendered by `template` or, without one, by the model's chat template.
 

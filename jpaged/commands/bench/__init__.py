@@ -1,1 +1,1 @@
-"""Benches: whole workloads beside other engines, the scheduler alone, kernels alone, and kernel tuning."""
+"""`jpaged bench`: measure. Whole workloads beside other engines, the scheduler alone, kernels alone; also the tuner."""

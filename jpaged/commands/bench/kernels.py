@@ -15,14 +15,9 @@ to, as in a model. Programs that are compared run in turns.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import date
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -45,13 +40,15 @@ from ...pallas_kernels.ragged_paged_attention import (
 )
 from ...pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
 from ...startup.attention_choice import backend_by_name
-from ..flags import FlagParser, check_positive
+from ..flags import FlagParser
 from ..progress import say
+from .report import add_report_flags, machine, parse_bench, write_report
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 9, 3, 64
 LLAMA_8B = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
-READ_BYTES, READ_TURNS = 256 << 20, 16
-"""Of the array that is read, and how often one program reads it: so often that a launch takes little of its time."""
+GATHER_KINDS = ("full gather", "grouped", "naive")
+READ_BYTES, NUM_READS = 256 << 20, 16
+"""Size of the array that is read, and how often one program reads it, so that a launch takes little of its time."""
 
 
 @dataclass(frozen=True)
@@ -129,97 +126,81 @@ class Program:
 
 
 def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, num_copies: int = 1) -> Program:
-    """The workload over pages in no order, in a cache of `num_copies` as many pages as its rows have."""
+    """Return the workload over pages in random order, in a cache of `num_copies` times the pages that its rows need."""
     cache, step = _pages(backend, workload, page_size, dtype, num_copies)
-    return _compiled(
-        lambda layer, cache, q, k, v: cache.attend(layer, q, k, v, step, scale=workload.scale),
-        cache,
-        workload,
-        dtype,
-    )
-
-
-def full_gather(backend: Backend, workload: Workload, page_size: int, *, is_grouped: bool) -> Program:
-    """The same by copying together, for every row, all pages that its table has room for, to [R, P × Z, heads, H].
-
-    Then attention is dense and masked, over heads that are repeated for each query head, or, if `is_grouped`, as they
-    are. Keys and values are written first, as the XLA path writes them; the pages have its layout.
-    """
-    cache, step = _pages(backend, workload, page_size, "float32", 1)
 
     def attend(layer: int, cache: PagedCache, q: Any, k: Any, v: Any) -> tuple[Any, PagedCache]:
-        first = layer * cache.layout.num_pages
-        pages, offsets = first + step.slot_mapping[0] // page_size, step.slot_mapping[0] % page_size
-        k_pages, v_pages = cache.pages
-        k_pages, v_pages = k_pages.at[pages, :, :, offsets].set(k), v_pages.at[pages, :, offsets].set(v)
-        tables = first + step.page_tables[0]
-        keys, values = jnp.transpose(k_pages[tables], (0, 1, 4, 2, 3)), jnp.transpose(v_pages[tables], (0, 1, 3, 2, 4))
-        keys, values = (x.reshape(len(q), -1, workload.num_kv_heads, workload.head_size) for x in (keys, values))
-        is_seen = jnp.arange(keys.shape[1])[None] < step.context_lens[:, None]
-        values = jnp.where(is_seen[:, :, None, None], values, 0.0)
-        group = workload.num_heads // workload.num_kv_heads
-        if not is_grouped:
-            keys, values, group = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2), 1
-        scores = jnp.einsum("rkgh,rskh->rkgs", q.reshape(len(q), -1, group, workload.head_size), keys) * workload.scale
-        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
-        out = jnp.einsum("rkgs,rskh->rkgh", weights, values)
-        return out.reshape(q.shape), replace(cache, pages=(k_pages, v_pages))
+        return cache.attend(layer, q, k, v, step, scale=workload.scale)
 
-    return _compiled(attend, cache, workload, "float32")
+    return _compiled(attend, cache, workload, dtype)
 
 
-def naive_gather(backend: Backend, workload: Workload, page_size: int) -> Program:
-    """The same as one would write it down: pages of tokens [C, Z, K, H], taken, repeated, and one softmax."""
+def full_gather(backend: Backend, workload: Workload, page_size: int, kind: str) -> Program:
+    """Return a program that copies, for every row, all pages that its table has room for, to [R, P × Z, heads, H].
+
+    Attention is then dense and masked. `kind` is one of `GATHER_KINDS`: "full gather" repeats the KV heads for each
+    query head, "grouped" does not, and "naive" repeats them and keeps its pages as tokens [C, Z, K, H], while the
+    others keep the XLA backend's layout. Keys and values of the step are written first, as that backend writes them.
+    """
     cache, step = _pages(backend, workload, page_size, "float32", 1)
-    num_pages, group = cache.layout.num_pages, workload.num_heads // workload.num_kv_heads
+    num_pages, is_naive = cache.layout.num_pages, kind == "naive"
     k_pages, v_pages = cache.pages
+    pages = (k_pages.transpose(0, 3, 1, 2), v_pages.transpose(0, 2, 1, 3)) if is_naive else (k_pages, v_pages)
 
     def attend(layer: int, pages: tuple[Any, Any], q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, Any]]:
         first = layer * num_pages
         page, offset = first + step.slot_mapping[0] // page_size, step.slot_mapping[0] % page_size
-        pages = pages[0].at[page, offset].set(k), pages[1].at[page, offset].set(v)
-        taken = (jnp.take(x, first + step.page_tables[0], axis=0) for x in pages)
-        keys, values = (jnp.repeat(x.reshape(len(q), -1, *x.shape[3:]), group, axis=2) for x in taken)
-        is_seen = jnp.arange(keys.shape[1])[None] < step.context_lens[:, None]
-        scores = jnp.einsum("rnh,rsnh->rns", q, keys) * workload.scale
-        weights = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("rns,rsnh->rnh", weights, values), pages
+        tables = first + step.page_tables[0]
+        is_seen = jnp.arange(tables.shape[1] * page_size)[None] < step.context_lens[:, None]
+        k_pages, v_pages = pages
+        if is_naive:
+            pages = k_pages.at[page, offset].set(k), v_pages.at[page, offset].set(v)
+            keys, values = (jnp.take(x, tables, axis=0) for x in pages)
+        else:
+            pages = k_pages.at[page, :, :, offset].set(k), v_pages.at[page, :, offset].set(v)
+            keys, values = pages[0][tables].transpose(0, 1, 4, 2, 3), pages[1][tables].transpose(0, 1, 3, 2, 4)
+        keys, values = (x.reshape(len(q), -1, workload.num_kv_heads, workload.head_size) for x in (keys, values))
+        if not is_naive:
+            values = jnp.where(is_seen[:, :, None, None], values, 0.0)
+        if kind != "grouped":
+            keys, values = (jnp.repeat(x, workload.num_heads // workload.num_kv_heads, axis=2) for x in (keys, values))
+        q_RKGH = q.reshape(len(q), keys.shape[2], -1, workload.head_size)
+        scores = jnp.einsum("rkgh,rskh->rkgs", q_RKGH, keys) * workload.scale
+        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("rkgs,rskh->rkgh", weights, values).reshape(q.shape), pages
 
-    return _compiled(attend, (k_pages.transpose(0, 3, 1, 2), v_pages.transpose(0, 2, 1, 3)), workload, "float32")
+    return _compiled(attend, pages, workload, "float32")
 
 
 def dense(workload: Workload, dtype: str) -> Program:
-    """The queries of one row over contiguous keys and values: all scores at once, masked."""
-    context = jax.random.normal(
-        jax.random.key(3), (2, workload.context_len, workload.num_kv_heads, workload.head_size), dtype
-    )
-    positions = jnp.arange(workload.context_len - workload.query_len, workload.context_len)
+    """Return a program in which the queries of one row attend to contiguous keys and values: all scores, masked."""
+    start, shape = workload.context_len - workload.query_len, (workload.num_kv_heads, workload.head_size)
+    context = jax.random.normal(jax.random.key(3), (2, workload.context_len, *shape), dtype)
+    is_seen_TS = jnp.arange(workload.context_len)[None] <= jnp.arange(start, workload.context_len)[:, None]
 
     def attend(layer: int, context: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        start = workload.context_len - workload.query_len
         context = context.at[0, start:].set(k).at[1, start:].set(v)
         q_TKGH = q.reshape(len(q), workload.num_kv_heads, -1, workload.head_size)
         scores = jnp.einsum("tkgh,skh->kgts", q_TKGH, context[0], preferred_element_type=jnp.float32) * workload.scale
-        is_seen = jnp.arange(workload.context_len)[None] <= positions[:, None]
-        weights = jax.nn.softmax(jnp.where(is_seen[None, None], scores, -jnp.inf), axis=-1).astype(dtype)
+        weights = jax.nn.softmax(jnp.where(is_seen_TS[None, None], scores, -jnp.inf), axis=-1).astype(dtype)
         return jnp.einsum("kgts,skh->tkgh", weights, context[1]).reshape(q.shape), context
 
     return _compiled(attend, context, workload, dtype)
 
 
 def read_bandwidth() -> Program:
-    """The sum of a large array, in rows, so that all cores take part; a "layer" is a turn."""
+    """Return a program that sums a large array `NUM_READS` times, in rows, so that all cores take part.
+
+    Its time per layer is the time of one read.
+    """
     state = jnp.ones((256, READ_BYTES // 4 // 256), jnp.float32), jnp.zeros(256)
 
-    def turn(_: Any, state: Any) -> Any:
-        # For all that XLA knows the barrier makes another array of it, whose sum is not the last turn's.
+    def read(_: Any, state: Any) -> Any:
+        # The barrier hides from XLA that the array is the last read's, whose sum it could use again.
         array, sums = jax.lax.optimization_barrier(state)
         return array, sums + jnp.sum(array, axis=1)
 
-    def run(state: Any) -> Any:
-        return jax.lax.fori_loop(0, READ_TURNS, turn, state)
-
-    return Program(jax.jit(run, donate_argnums=0).lower(state).compile(), state, READ_TURNS, [])
+    return _program(lambda state: jax.lax.fori_loop(0, NUM_READS, read, state), state, NUM_READS)
 
 
 def measure(programs: dict[str, Program], num_runs: int) -> None:
@@ -259,16 +240,9 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
         }
     if sharing is not None:
         for name, workload in GATHERS.items():
-            programs = {
-                "paged": paged(backend, workload, page_size, "float32"),
-                "full gather": full_gather(backend, workload, page_size, is_grouped=False),
-                "grouped": full_gather(backend, workload, page_size, is_grouped=True),
-                "naive": naive_gather(backend, workload, page_size),
-            }
-            found = compare("full gather", name, programs)
-            ratios[f"full gather, {name}"] = {
-                f"{key} ÷ paged": _ratio(found, key, "paged", 1) for key in ("full gather", "grouped", "naive")
-            }
+            gathers = {kind: full_gather(backend, workload, page_size, kind) for kind in GATHER_KINDS}
+            found = compare("full gather", name, {"paged": paged(backend, workload, page_size, "float32"), **gathers})
+            ratios[f"full gather, {name}"] = {f"{kind} ÷ paged": _ratio(found, kind, "paged", 1) for kind in gathers}
         for name, workload in SHARED.items():
             pair = {"off": paged(backend, workload, page_size, dtype), "on": paged(sharing, workload, page_size, dtype)}
             found = compare("shared", name, pair)
@@ -285,13 +259,10 @@ def main(argv: Sequence[str]) -> int:
     parser = FlagParser(prog="jpaged bench kernels", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BACKEND_NAMES)}; default xla")
     defaults = ", ".join(f"{entry.block_size} with {entry.name}" for entry in BACKENDS)
-    parser.add_argument(
-        "--block-size", type=int, metavar="N", help=f"tokens per page; default as the backend serves: {defaults}"
-    )
-    parser.add_argument("--runs", type=int, default=7, help="interleaved runs of everything; medians are shown")
-    parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
-    args = parser.parse_args(argv)
-    check_positive(args, "runs", "block_size")
+    help = f"tokens per page; default as the backend serves: {defaults}"
+    parser.add_argument("--block-size", type=int, metavar="N", help=help)
+    add_report_flags(parser, 7, "interleaved runs of everything")
+    args = parse_bench(parser, argv, "block_size")
     device = jax.devices()[0]
     check("--backend", args.backend, one_of(*BACKEND_NAMES), error=ConfigError)
     entry = BACKENDS[BACKEND_NAMES.index(args.backend)]
@@ -316,74 +287,66 @@ def main(argv: Sequence[str]) -> int:
         "block_size": page_size,
         "dtype": dtype,
         "runs": args.runs,
-        "device": device.device_kind,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "date": date.today().isoformat(),
+        **machine(device),
     }
     for name, values in result["ratios"].items():
         say(f"{name:40} " + "  ".join(f"{key} {value}" for key, value in values.items()))
-    text = json.dumps(result, indent=1, ensure_ascii=False)
-    if args.output:
-        args.output.write_text(text + "\n")
-    else:
-        print(text)
+    write_report(result, args.output)
     return 0
 
 
 def _pages(
     backend: Backend, workload: Workload, page_size: int, dtype: str, num_copies: int
 ) -> tuple[PagedCache, AttentionMetadata]:
+    """Return a cache with random pages, and the step's metadata, whose page tables name them in random order."""
+    num_layers, num_rows, query_len = workload.num_layers, workload.num_rows, workload.query_len
     tables = random_tables(workload.context_lens, page_size, np.random.default_rng(0))
-    total, num_shared = int(tables.max()), workload.num_shared // page_size
+    num_pages, num_shared = 1 + num_copies * int(tables.max()), workload.num_shared // page_size
     tables[:, :num_shared] = tables[0, :num_shared]
-    num_pages = 1 + num_copies * total
-    layout = backend.layout(
-        KVShape(workload.num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype)
-    )
+    kv_shape = KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype)
+    layout = backend.layout(kv_shape)
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
-    places = tuple(LayerPlace(0, layer) for layer in range(workload.num_layers))
-    return PagedCache(pages, layout, places, backend), _step(backend, workload, tables, page_size)
-
-
-def _step(backend: Backend, workload: Workload, tables: np.ndarray, page_size: int) -> AttentionMetadata:
-    num_rows, query_len = workload.num_rows, workload.query_len
-    table_len = -(-(workload.table_len or workload.context_len) // page_size)
-    return step_of_rows(
+    places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
+    num_more = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
+    step = step_of_rows(
         backend,
         [query_len] * num_rows,
         workload.context_lens,
-        np.pad(tables, ((0, 0), (0, table_len - tables.shape[1])), constant_values=NULL_PAGE),
+        np.pad(tables, ((0, 0), (0, num_more)), constant_values=NULL_PAGE),
         page_size=page_size,
         num_tokens=num_rows * query_len,
         num_rows=num_rows,
     )
+    return PagedCache(pages, layout, places, backend), step
 
 
 def _compiled(attend: Callable[..., tuple[Any, Any]], cache: Any, workload: Workload, dtype: str) -> Program:
-    """A chain of layers: the next one's queries, keys and values come from what this one attended to."""
-    num_tokens = workload.num_rows * workload.query_len
+    """Compile a chain of layers, each of whose queries, keys and values come from what the one before attended to."""
+    num_tokens, num_kv_heads = workload.num_rows * workload.query_len, workload.num_kv_heads
     q, k, v = (
         jax.random.normal(jax.random.key(10 + index), (num_tokens, heads, workload.head_size), dtype)
-        for index, heads in enumerate((workload.num_heads, workload.num_kv_heads, workload.num_kv_heads))
+        for index, heads in enumerate((workload.num_heads, num_kv_heads, num_kv_heads))
     )
 
     def run(state: tuple[Any, ...]) -> tuple[Any, ...]:
         cache, q, k, v = state
         for layer in range(workload.num_layers):
             out, cache = attend(layer, cache, q, k, v)
-            mean = out[:, : workload.num_kv_heads].astype(dtype)
+            mean = out[:, :num_kv_heads].astype(dtype)
             q, k, v = 0.9 * q + 0.1 * out.astype(dtype), 0.9 * k + 0.1 * mean, 0.9 * v + 0.1 * mean
         return cache, q, k, v
 
-    state = (cache, q, k, v)
-    return Program(jax.jit(run, donate_argnums=0).lower(state).compile(), state, workload.num_layers, [])
+    return _program(run, (cache, q, k, v), workload.num_layers)
+
+
+def _program(run: Callable[[Any], Any], state: Any, num_layers: int) -> Program:
+    """Compile a function from a donated state to the next state."""
+    return Program(jax.jit(run, donate_argnums=0).lower(state).compile(), state, num_layers, [])
 
 
 def _temp_bytes(program: Program) -> int:
-    memory = program.run.memory_analysis()
-    return int(memory.temp_size_in_bytes)
+    """Return the bytes of temporary memory that the program needs beside its state."""
+    return int(program.run.memory_analysis().temp_size_in_bytes)
 
 
 def _ratio(programs: dict[str, Program], over: str, under: str, digits: int) -> float:

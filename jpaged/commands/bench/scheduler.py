@@ -8,7 +8,6 @@ and the hashing of prefixes are measured separately, the text with the default m
 
 from __future__ import annotations
 
-import json
 import platform
 import random
 import time
@@ -52,8 +51,9 @@ from ...step.step_sizes import StepSizes
 from ...text.detokenizer import Detokenizer
 from ...text.output_processor import OutputProcessor
 from ...text.tokenizer import Tokenizer
-from ..flags import FlagParser, check_positive
+from ..flags import FlagParser
 from ..progress import say
+from .report import add_report_flags, parse_bench, write_report
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
 VOCAB_SIZE = 32_000
@@ -290,16 +290,13 @@ def bench_detokenizing(tokenizer: Tokenizer, *, num_tokens: int = 20_000) -> dic
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
     parser = FlagParser(prog="jpaged bench scheduler", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "--queued", type=int, nargs="+", default=[1_000, 10_000, 100_000], metavar="N", help="lengths of the queue"
-    )
+    lengths = [1_000, 10_000, 100_000]
+    parser.add_argument("--queued", type=int, nargs="+", default=lengths, metavar="N", help="lengths of the queue")
     parser.add_argument("--running", type=int, default=256, help="sequences that run together")
     parser.add_argument("--requests", type=int, default=1_024, help="requests per measurement of a queue")
     parser.add_argument("--block-size", type=int, default=64, help="tokens per page")
-    parser.add_argument("--runs", type=int, default=5, help="runs of everything; medians are shown")
-    parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
-    args = parser.parse_args(argv)
-    check_positive(args, "running", "requests", "block_size", "runs")
+    add_report_flags(parser, 5, "runs of everything")
+    args = parse_bench(parser, argv, "running", "requests", "block_size")
     if min(args.queued) < 0:
         raise refusal("--queued", min(args.queued), "integers ≥ 0", error=ConfigError)
     sizes = {"num_running": args.running, "block_size": args.block_size}
@@ -328,11 +325,7 @@ def main(argv: Sequence[str]) -> int:
         "steps_with_newcomers": {size: _medians([one["step_us"] for one in runs]) for size, runs in queues.items()},
     }
     _show(result)
-    text = json.dumps(result, indent=1)
-    if args.output:
-        args.output.write_text(text + "\n")
-    else:
-        print(text)
+    write_report(result, args.output)
     return 0
 
 

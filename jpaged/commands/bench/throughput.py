@@ -1,10 +1,9 @@
-"""`jpaged bench latency` and `bench throughput`: whole workloads, beside what bounds the engine and what else there is.
+"""`jpaged bench throughput`: whole workloads, beside what bounds the engine and what else there is.
 
-One module for both benches, because they differ only in their default workloads: A, one stream, for latency; B and C,
-many requests, for throughput. Everything that is compared computes the same workloads (workloads.py): the same token
-ids, as many output tokens as the workload says, greedily where no other sampling is named. Runs are interleaved, so
-that each run has one measurement of every baseline on every workload. Medians are shown, ratios first: how many times
-as fast the engine is.
+`bench latency` is the same bench with workload A, one stream, by default; here they are B and C, many requests.
+Everything that is compared computes the same workloads (workloads.py): the same token ids, as many output tokens as the
+workload says, greedily where no other sampling is named. Runs are interleaved, so that each run has one measurement of
+every baseline on every workload. Medians are shown, ratios first: how many times as fast the engine is.
 
     replay          the engine's own programs on the inputs they had, back to back, without the host
     bare            the same steps without attention, cache and host: what products and logits alone take
@@ -18,32 +17,27 @@ as fast the engine is.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import shlex
 import sys
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
-
-import jax
 
 from ...checks import check, one_of, refusal, shown
 from ...config import EngineConfig
 from ...engine import Engine
 from ...errors import ConfigError
 from ...startup.open_model import ModelHandle, open_model
-from ..flags import FlagParser, add_engine_flags, check_positive, engine_config
+from ..flags import FlagParser, add_engine_flags, engine_config
 from ..progress import say
 from .baselines import GREEDY, MIXED, RANDOM, BareBaseline, Baseline, DenseBaseline, RecordedEngine, ReplayBaseline
 from .peer import PeerBaseline
+from .report import add_report_flags, machine, parse_bench, write_report
 from .workloads import WORKLOADS, Workload, load_workload
 
 ENGINE = "jpaged"
@@ -56,8 +50,7 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 OTHER_SAMPLING: dict[str, tuple[dict[str, Any], ...]] = {"drawn": (RANDOM,), "mixed": MIXED}
 """Baselines that are the engine with other sampling parameters."""
 VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS, *OTHER_SAMPLING)
-DEFAULTS = {"latency": (["A"], ["bare"]), "throughput": (["B", "C"], ["bare"])}
-"""Default workloads and baselines of each bench."""
+DEFAULT_WORKLOADS = {"latency": ["A"], "throughput": ["B", "C"]}
 MIN_MODEL_LEN = 2048
 """Context in tokens that the engine is built for, unless a workload needs more or the user gives another: the same
 that the peers of scripts/peers are built for."""
@@ -66,7 +59,7 @@ Seconds = dict[str, dict[str, list[float]]]
 """Seconds of each run, by workload and baseline."""
 
 
-def main(kind: str, argv: Sequence[str]) -> int:
+def bench(kind: str, argv: Sequence[str]) -> int:
     """Run the bench `kind`, "latency" or "throughput"; the table goes to stderr, the JSON to stdout or a file."""
     args = _parse(kind, argv)
     config = engine_config(args)
@@ -84,47 +77,33 @@ def main(kind: str, argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         baselines = _baselines(config, handle, args, stack)
         seconds = _measure(baselines, workloads, args.runs)
-        result = _result(kind, config, baselines, workloads, seconds, args.runs)
+        result = _result(kind, config, baselines, workloads, seconds)
     _show(result)
-    text = json.dumps(result, indent=1, ensure_ascii=False)
-    if args.output:
-        args.output.write_text(text + "\n")
-    else:
-        print(text)
+    write_report(result, args.output)
     return 0
 
 
 def _parse(kind: str, argv: Sequence[str]) -> Namespace:
     """Parse and check the flags; ConfigError for a value that is not allowed."""
-    parser = FlagParser(prog=f"jpaged bench {kind}", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    workloads, versus = DEFAULTS[kind]
-    parser.add_argument(
-        "--workload", nargs="+", default=workloads, metavar="NAME", help=f"any of {', '.join(WORKLOADS)}"
-    )
+    about = "whole workloads, beside what bounds the engine and what else there is."
+    description = f"`jpaged bench latency` and `bench throughput`: {about}"
+    parser = FlagParser(prog=f"jpaged bench {kind}", description=description, allow_abbrev=False)
+    help = f"any of {', '.join(WORKLOADS)}"
+    parser.add_argument("--workload", nargs="+", default=DEFAULT_WORKLOADS[kind], metavar="NAME", help=help)
     parser.add_argument("--num-requests", type=int, metavar="N", help="only the first N of each workload")
-    parser.add_argument(
-        "--versus", nargs="*", default=versus, metavar="NAME", help=f"any of {', '.join(VERSUS)}; default: bare"
-    )
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=COMMAND",
-        help="another engine to time in turns (repeatable)",
-    )
-    parser.add_argument("--runs", type=int, default=5, help="interleaved runs; medians are shown")
-    parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
+    help = f"any of {', '.join(VERSUS)}; default: bare"
+    parser.add_argument("--versus", nargs="*", default=["bare"], metavar="NAME", help=help)
+    help = "another engine to time in turns (repeatable)"
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help=help)
+    add_report_flags(parser, 5, "interleaved runs")
     add_engine_flags(parser.add_argument_group("engine"))
-    args = parser.parse_args(list(argv))
-    check_positive(args, "runs", "num_requests")
+    args = parse_bench(parser, argv, "num_requests")
     for name in args.versus:
         check("--versus", name, one_of(*VERSUS), error=ConfigError)
     for peer in args.peer:
         name, equals, command = peer.partition("=")
         if not (name and equals and command) or name in (ENGINE, *VERSUS):
             raise refusal("--peer", shown(peer), "NAME=COMMAND with a name of its own", error=ConfigError)
-    if args.output and not args.output.absolute().parent.is_dir():
-        raise refusal("--output", args.output, "a file in an existing folder", error=ConfigError)
     return args
 
 
@@ -137,24 +116,18 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
 
     ours = new_engine()
     max_num_seqs = ours.engine.step_sizes.max_num_seqs
-    baselines: dict[str, Baseline] = {ENGINE: ours}
-    for name in args.versus:
-        if name == "replay":
-            baselines[name] = ReplayBaseline(ours)
-        elif name == "bare":
-            baselines[name] = BareBaseline(ours)
-        elif name == "dense":
-            baselines[name] = DenseBaseline(ours.runner.weights, handle.config)
-        elif name in OTHER_SAMPLING:
-            baselines[name] = new_engine(*OTHER_SAMPLING[name])
-        else:
-            baselines[name] = new_engine(**OTHER_OPTIONS[name])
+    makers: dict[str, Callable[[], Baseline]] = {
+        "replay": lambda: ReplayBaseline(ours),
+        "bare": lambda: BareBaseline(ours),
+        "dense": lambda: DenseBaseline(ours.runner.weights, handle.config),
+        **{name: partial(new_engine, **options) for name, options in OTHER_OPTIONS.items()},
+        **{name: partial(new_engine, *sampling) for name, sampling in OTHER_SAMPLING.items()},
+    }
+    baselines: dict[str, Baseline] = {ENGINE: ours, **{name: makers[name]() for name in args.versus}}
     for peer in args.peer:
         name, _, command = peer.partition("=")
         say(f"{name}: starting")
-        baseline = PeerBaseline(name, command, max_num_seqs)
-        stack.callback(baseline.close)
-        baselines[name] = baseline
+        baselines[name] = stack.enter_context(closing(PeerBaseline(name, command, max_num_seqs)))
     return baselines
 
 
@@ -173,18 +146,12 @@ def _measure(baselines: dict[str, Baseline], workloads: list[Workload], num_runs
 
 
 def _result(
-    kind: str,
-    config: EngineConfig,
-    baselines: dict[str, Baseline],
-    workloads: list[Workload],
-    seconds: Seconds,
-    num_runs: int,
+    kind: str, config: EngineConfig, baselines: dict[str, Baseline], workloads: list[Workload], seconds: Seconds
 ) -> dict[str, Any]:
     """Return the report as JSON: ratios and rates first, then how they were measured."""
     ours = baselines[ENGINE]
     assert isinstance(ours, RecordedEngine)
     medians = {name: {key: median(values) for key, values in times.items()} for name, times in seconds.items()}
-    details = {workload.name: _details(ours, workload) for workload in workloads}
     engine, sizes = ours.engine, ours.engine.step_sizes
     return {
         "what": f"{kind}: output tokens/s of whole workloads; medians of interleaved runs",
@@ -195,19 +162,17 @@ def _result(
             for name, times in medians.items()
         },
         "tokens_per_s": {
-            workload.name: {
-                key: round(workload.num_output_tokens / run_s, 1) for key, run_s in medians[workload.name].items()
-            }
-            for workload in workloads
+            one.name: {key: round(one.num_output_tokens / run_s, 1) for key, run_s in medians[one.name].items()}
+            for one in workloads
         },
-        "details": details,
+        "details": {workload.name: _details(ours, workload) for workload in workloads},
         "workloads": {workload.name: workload.description for workload in workloads},
         "seconds": {
             name: {key: [round(run_s, 4) for run_s in values] for key, values in times.items()}
             for name, times in seconds.items()
         },
         "peers": {name: one.ready for name, one in baselines.items() if isinstance(one, PeerBaseline)},
-        "runs": num_runs,
+        "runs": len(seconds[workloads[0].name][ENGINE]),
         "command": shlex.join(["jpaged", "bench", *sys.argv[2:]]),
         "model": config.model,
         "dtype": sizes.dtype,
@@ -215,11 +180,7 @@ def _result(
         "max_num_batched_tokens": sizes.max_num_batched_tokens,
         "attention": engine.backend.name,
         "recompiles": engine.stats()["recompiles"],
-        "device": engine.device.device_kind,
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "date": date.today().isoformat(),
+        **machine(engine.device),
     }
 
 
@@ -241,15 +202,6 @@ def _details(ours: RecordedEngine, workload: Workload) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
-    """Return the processor's name, as the operating system gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def _show(result: dict[str, Any]) -> None:
     """Print rates, ratios and padding of each workload."""
     for name, ratios in result["ratios"].items():
@@ -259,3 +211,6 @@ def _show(result: dict[str, Any]) -> None:
             other = key.removeprefix(f"{ENGINE} ÷ ")
             say(f"  {key:28} {ratio:6.2f}   ({other} {rates[other]} tokens/s)")
         say(f"  padded ÷ true tokens: {result['details'][name]['padded ÷ true tokens']}")
+
+
+main = partial(bench, "throughput")

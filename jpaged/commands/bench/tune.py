@@ -1,4 +1,4 @@
-"""`jpaged tune`: the best tile sizes of the TPU kernels for a shape, found and written down for the next start.
+"""`jpaged tune`: find the best tile sizes of the TPU kernels for a shape. A table keeps them for later starts.
 
     jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128                      # on a TPU: by time
     jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128 --source bundles --chip v6e      # anywhere: by bundles
@@ -252,7 +252,8 @@ def write_entry(table: Path, entry: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Tune one shape; what is tried and found goes to stderr, an entry to the table."""
-    parser = FlagParser(prog="jpaged tune", description=__doc__.splitlines()[0], allow_abbrev=False)
+    about = "the best tile sizes of the TPU kernels for a shape, found and written down for the next start."
+    parser = FlagParser(prog="jpaged tune", description=f"`jpaged tune`: {about}", allow_abbrev=False)
     for name in ("num-heads", "num-kv-heads", "head-size"):
         parser.add_argument(f"--{name}", type=int, required=True, metavar="N", help="of the model, on one chip")
     parser.add_argument("--dtype", default="bfloat16", help=f"of the pages: one of {', '.join(DTYPES)}")

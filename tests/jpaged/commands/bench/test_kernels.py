@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.commands.bench import kernels
-from jpaged.commands.bench.kernels import Workload, dense, full_gather, naive_gather, paged
+from jpaged.commands.bench.kernels import GATHER_KINDS, Workload, dense, full_gather, paged
 from jpaged.commands.cli import main
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 
@@ -28,13 +28,10 @@ OTHER_HEADS = Workload(
 
 
 @pytest.mark.parametrize("workload", [SMALL, RAGGED, OTHER_HEADS], ids=["9/3 heads", "ragged", "4/1 heads"])
-@pytest.mark.parametrize("baseline", ["full gather", "grouped", "naive"])
+@pytest.mark.parametrize("baseline", GATHER_KINDS)
 def test_every_gather_computes_what_paged_attention_does(baseline, workload):
     backend = XlaBackend()
-    if baseline == "naive":
-        gathered = naive_gather(backend, workload, 16)
-    else:
-        gathered = full_gather(backend, workload, 16, is_grouped=baseline == "grouped")
+    gathered = full_gather(backend, workload, 16, baseline)
     for got, wanted in zip(final(paged(backend, workload, 16, "float32")), final(gathered), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)  # Means of unit normals in another order.
 
@@ -62,21 +59,21 @@ def test_the_dense_prefill_computes_what_paged_attention_does():
 def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeypatch):
     monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
     program = kernels.read_bandwidth()
-    assert program.num_layers == kernels.READ_TURNS > 1
+    assert program.num_layers == kernels.NUM_READS > 1
     outside_the_loop = program.run.as_text().split("ENTRY")[1]
     assert "while(" in outside_the_loop
     assert not re.search(r"reduce|fusion|call\(", outside_the_loop), "XLA has taken the sum out of the loop"
     assert program.run.memory_analysis().temp_size_in_bytes < kernels.READ_BYTES // 8
     _, sums = program.run(program.state)
-    np.testing.assert_array_equal(sums, np.full(256, kernels.READ_TURNS * (1 << 20) // 4 // 256))
+    np.testing.assert_array_equal(sums, np.full(256, kernels.NUM_READS * (1 << 20) // 4 // 256))
 
 
 def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "kernels", "--help"])
     assert "64 with xla, 128 with pallas-tpu, 64 with pallas-gpu" in " ".join(capsys.readouterr().out.split())
-    for name in ("READ_TURNS", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
-        monkeypatch.setattr(kernels, name, {"READ_TURNS": 1, "DECODES": {"small": SMALL}}.get(name, {}))
+    for name in ("NUM_READS", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
+        monkeypatch.setattr(kernels, name, {"NUM_READS": 1, "DECODES": {"small": SMALL}}.get(name, {}))
     assert main(["bench", "kernels", "--runs", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["block_size"] == 64
 
@@ -87,7 +84,7 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     small["PREFILLS"] = {"small": Workload(1, 40, 1, 8)}
     for name, workloads in small.items():
         monkeypatch.setattr(kernels, name, workloads)
-    monkeypatch.setattr(kernels, "READ_TURNS", 2)
+    monkeypatch.setattr(kernels, "NUM_READS", 2)
     path = tmp_path / "kernels.json"
     assert main(["bench", "kernels", "--runs", "2", "--block-size", "16", "-o", str(path)]) == 0
     result = json.loads(path.read_text())

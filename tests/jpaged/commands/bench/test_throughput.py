@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import ConfigError
-from jpaged.commands.bench.throughput import main
+from jpaged.commands.bench.throughput import bench as run_bench
 from jpaged.commands.bench.workloads import FIXED, load_workload
 
 from ...tiny_model import write_tiny_model
@@ -40,7 +40,7 @@ def peer(tmp_path: Path, surplus: int = 0) -> str:
 def bench(tiny: str, tmp_path: Path, *flags: str, kind: str = "throughput") -> dict[str, Any]:
     output = tmp_path / "out.json"
     sizes = ["--model", tiny, "--max-num-seqs", "8", "--runs", "2", "-o", str(output)]
-    assert main(kind, [*sizes, "--workload", "decode", "--num-requests", "4", *flags]) == 0
+    assert run_bench(kind, [*sizes, "--workload", "decode", "--num-requests", "4", *flags]) == 0
     return json.loads(output.read_text())
 
 
@@ -115,7 +115,7 @@ def test_a_command_that_is_no_peer_is_refused_by_name(tiny: str, tmp_path: Path,
 )
 def test_bad_flags_are_refused_before_anything_runs(tiny: str, flags: list[str], wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
-        main("throughput", ["--model", tiny, "--workload", "sharegpt", *flags])
+        run_bench("throughput", ["--model", tiny, "--workload", "sharegpt", *flags])
 
 
 def test_workloads_have_the_lengths_that_their_descriptions_state() -> None:

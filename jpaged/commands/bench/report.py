@@ -1,0 +1,62 @@
+"""What the benches share: the flags of runs and of the report, the machine they ran on, and where a report goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from argparse import Namespace
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ...checks import refusal
+from ...errors import ConfigError
+from ..flags import FlagParser, check_positive
+
+
+def add_report_flags(parser: FlagParser, num_runs: int, runs: str) -> None:
+    """Add `--runs`, by default `num_runs`, which are such as `runs` says, and `--output`."""
+    parser.add_argument("--runs", type=int, default=num_runs, help=f"{runs}; medians are shown")
+    parser.add_argument("-o", "--output", type=Path, help="write the JSON here")
+
+
+def parse_bench(parser: FlagParser, argv: Sequence[str], *positive: str) -> Namespace:
+    """Parse the flags; ConfigError for a value below 1 of `positive` or `runs`, or an output in no folder."""
+    args = parser.parse_args(list(argv))
+    check_positive(args, "runs", *positive)
+    if args.output and not args.output.absolute().parent.is_dir():
+        raise refusal("--output", args.output, "a file in an existing folder", error=ConfigError)
+    return args
+
+
+def machine(device: jax.Device) -> dict[str, Any]:
+    """Return the entries of a report that say where and when it was measured."""
+    return {
+        "device": device.device_kind,
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "date": date.today().isoformat(),
+    }
+
+
+def write_report(report: dict[str, Any], output: Path | None) -> None:
+    """Write the report as JSON to the file, or to stdout without one."""
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    if output:
+        output.write_text(text + "\n")
+    else:
+        print(text)
+
+
+def _processor() -> str:
+    """Return the processor's name, as the operating system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
