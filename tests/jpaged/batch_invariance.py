@@ -36,8 +36,8 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 }
 IS_SCORED = (False, True)
 """A further dimension of covering arrays: whether every request asks for logprobs, which are read token by token."""
-FEW_REQUESTS = (1, 7, 32)
-"""Values of `num_requests` in the fast suite."""
+FEW: dict[str, tuple[Any, ...]] = {"num_requests": (1, 7, 32), "block_size": (8, 32)}
+"""Dimensions that have fewer values in the fast suite."""
 MIN_PREEMPTED = 32
 """Number of requests from which on a pool that is too small must preempt some."""
 OF_ENGINE = "chunk", "block_size", "cache", "preemption", "is_ahead"
@@ -266,7 +266,12 @@ class Setup:
     """`vocab` holds the tokens of a text in their order, and prompts are pieces of it."""
 
     def solo(self, block_size: int = 16) -> Solo:
-        return Solo(self.model, block_size=block_size, is_deterministic=self.is_deterministic, **self.sizes)
+        sizes = {**self.sizes, "num_blocks": self.num_blocks(block_size)}
+        return Solo(self.model, block_size=block_size, is_deterministic=self.is_deterministic, **sizes)
+
+    def num_blocks(self, block_size: int) -> int:
+        """Return the size of a pool that holds every sequence at full length: engines of one size share programs."""
+        return 1 + self.sizes["max_num_seqs"] * -(-self.sizes["max_model_len"] // block_size)
 
     def pick(self, rng: random.Random, count: int) -> list[int]:
         """Choose `count` tokens of a prompt."""
@@ -282,18 +287,18 @@ class Setup:
     def engine(self, case: Case) -> Engine:
         block_size, cache, preemption = case["block_size"], case["cache"], case["preemption"]
         ahead = {} if case["is_ahead"] else {"async_scheduling": False, "num_decode_steps": 1}
-        pages_of_one = -(-self.sizes["max_model_len"] // block_size)
+        num_blocks = self.num_blocks(block_size)
         return Engine(
             self.model,
             **{"deterministic": self.is_deterministic, **self.sizes, **ahead},
             block_size=block_size,
-            num_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one,
+            num_blocks=num_blocks,
             long_prefill_token_threshold=case["chunk"],
             enable_chunked_prefill=case["chunk"] > 0 or self.is_deterministic,
             enable_prefix_caching=cache != "off",
             max_cached_blocks=MAX_CACHED if cache == "evicting" else None,
             preemption_mode="auto" if preemption == "none" else preemption,
-            num_host_blocks=1 + self.sizes["max_num_seqs"] * pages_of_one if preemption == "swap" else 0,
+            num_host_blocks=num_blocks if preemption == "swap" else 0,
         )
 
     def run(self, engine: Engine, case: Case, comparison: Comparison) -> None:

@@ -10,31 +10,41 @@ import pytest
 
 from jpaged.step.programs import Programs
 
+from .tiny_model import write_tiny_model
+
 
 @dataclass
 class SharedProgram:
     """A program that is lowered and compiled once for all engines whose programs are equal."""
 
     lower: Any
-    """Lowers the program of the first of these engines."""
+    """Lowers the program of the first of these engines; None once it is compiled."""
     lock: Lock
     compiled: jax.stages.Compiled | None = None
 
     def compile(self) -> jax.stages.Compiled:
         with self.lock:
             if self.compiled is None:
-                self.compiled = self.lower().compile()
+                self.compiled, self.lower = self.lower().compile(), None
         return self.compiled
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Give the directory of the tiny model as it comes."""
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+SHARED: dict[Any, SharedProgram] = {}
 
 
 @pytest.fixture(scope="module")
 def shared_executables() -> Iterator[None]:
-    """Let the engines of a test module share executables: an engine traces about ten, which takes 60 ms each.
+    """Let the engines of test modules share executables: an engine traces about ten, which takes 60 ms each.
 
     Programs are equal if all that they are made from is: the model's graph, the shapes, the step's layout and the
-    sampler's settings. Not for modules whose tests change what a program computes.
+    sampler's settings. Modules must not use this fixture if their tests change what a program computes.
     """
-    shared: dict[Any, SharedProgram] = {}
     init = Programs.__init__
 
     def init_shared(self: Programs, weights: Any, cache: Any, mesh: Any, builder: Any, **options: Any) -> None:
@@ -45,7 +55,7 @@ def shared_executables() -> Iterator[None]:
             builder.num_changes, builder.buckets.max_samples, tuple(builder.layouts.values()),
         )  # fmt: skip
         for key, lower in self.lower.items():
-            program = shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
+            program = SHARED.setdefault((key, made_from), SharedProgram(lower, Lock()))
             self.lower[key] = lambda program=program: program
 
     with pytest.MonkeyPatch.context() as patch:

@@ -531,7 +531,7 @@ class Host:
         self.num_claimed = {}
         self.counts = Counter()
         self.written = deque()
-        """For each step in flight: page → the request that it writes the page for."""
+        """Page → the request that it is written for, for each step in flight."""
         self.bypassed = Counter()
         self.first_starts = {}
         self.num_stuck = self.num_idle = self.max_used = self.max_host_used = 0

@@ -17,7 +17,7 @@ from jpaged.models.layers import WeightMaker
 
 from .batch_invariance import (
     DIMENSIONS,
-    FEW_REQUESTS,
+    FEW,
     KINDS,
     MAX_TOKENS,
     OF_ENGINE,
@@ -28,28 +28,29 @@ from .batch_invariance import (
     all_cases,
     covering_cases,
 )
-from .tiny_model import CONFIG, write_tiny_model
+from .tiny_model import CONFIG
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 128}
-CASE = {**covering_cases()[0], "neighbours": "kin", "num_requests": 7, "block_size": 16}
+CASE = {**covering_cases()[0], "neighbours": "kin", "num_requests": 7, "block_size": 8}
 """Some case, for negative controls."""
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    return Setup(str(write_tiny_model(tmp_path_factory.mktemp("tiny"))), range(2, CONFIG["vocab_size"]), SIZES)
+def tiny(tiny: str) -> Setup:
+    """Give the tiny model on random tokens."""
+    return Setup(tiny, range(2, CONFIG["vocab_size"]), SIZES)
 
 
 @pytest.fixture(scope="module")
 def solo(tiny: Setup) -> Iterator[Solo]:
-    with tiny.solo() as solo:
+    with tiny.solo(CASE["block_size"]) as solo:
         yield solo
 
 
 @pytest.fixture(scope="module")
 def default() -> Setup:
-    """The default model on real text."""
+    """Give the default model on real text."""
     golden = json.loads((Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
     text = [token for item in golden["items"] for token in (*item["prompt_ids"], *item["output_ids"])]
     return Setup(None, text, SIZES, is_text=True)
@@ -79,7 +80,7 @@ def check_bits(setup: Setup, cases: list[Case], block_sizes: Iterable[int] = DIM
 
 
 def test_every_pair_of_values_is_in_the_covering_arrays() -> None:
-    for few in ({}, {"num_requests": FEW_REQUESTS}):
+    for few in ({}, FEW):
         cases, dimensions = covering_cases(**few), {**DIMENSIONS, **few}
         for one in dimensions:
             for other in dimensions:
@@ -90,7 +91,7 @@ def test_every_pair_of_values_is_in_the_covering_arrays() -> None:
 
 def test_results_have_the_same_bits_in_every_pair_of_circumstances(tiny: Setup) -> None:
     """On one CPU all that adds numbers up is native code, which has one order for a row, whatever the others are."""
-    assert check_bits(tiny, covering_cases(num_requests=FEW_REQUESTS)) > 2_000
+    assert check_bits(tiny, covering_cases(**FEW), FEW["block_size"]) > 2_000
 
 
 @pytest.mark.slow
@@ -173,7 +174,7 @@ def test_products_that_round_by_the_number_of_rows_need_deterministic(
     abstract_weights.cache_clear()
     request.addfinalizer(abstract_weights.cache_clear)
     setup, case = replace(tiny, is_deterministic=True), {**CASE, "num_requests": 32, "is_scored": True}
-    with setup.solo() as solo:
+    with setup.solo(CASE["block_size"]) as solo:
         run_all(setup, solo, [case]).check()
         with pytest.raises(AssertionError, match="token"):
             run_all(replace(setup, is_deterministic=False), solo, [case]).check()

@@ -3,7 +3,6 @@
 import gc
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,22 +11,16 @@ import pytest
 
 from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
 
-from .tiny_model import write_tiny_model
+from .tiny_model import SIZES
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 256}
 PROMPTS = ["one", "two and three", [20, 30, 40], {"prompt": "four"}, {"prompt_token_ids": [9, 8, 7]}]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def engine(tiny: Path) -> Iterator[Engine]:
-    with Engine(str(tiny), **SIZES) as engine:
+def engine(tiny: str) -> Iterator[Engine]:
+    with Engine(tiny, **SIZES) as engine:
         yield engine
 
 
@@ -70,21 +63,21 @@ def test_step_by_step_gives_what_generate_gives(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_one_decode_step_at_a_time_shows_one_token_at_a_time(tiny: Path, async_scheduling: bool) -> None:
-    with Engine(str(tiny), **SIZES, num_decode_steps=1, async_scheduling=async_scheduling) as engine:
+def test_one_decode_step_at_a_time_shows_one_token_at_a_time(tiny: str, async_scheduling: bool) -> None:
+    with Engine(tiny, **SIZES, num_decode_steps=1, async_scheduling=async_scheduling) as engine:
         seen, _ = step_to_the_end(engine)
     assert seen == {"a": list(range(1, 21)), "b": list(range(1, 21))}
 
 
 def test_an_aborted_request_gives_its_pages_back_in_any_state(engine: Engine) -> None:
-    for index in range(6):  # Four run, two wait.
+    for index in range(10):
         engine.add_request(str(index), "x" * 40, GREEDY)
     engine.step()
-    engine.abort_request(["0", "5", "unknown"])
+    engine.abort_request(["0", "9", "unknown"])  # The first one runs, the last one waits.
     engine.abort_request("0")
-    assert engine.get_num_unfinished_requests() == 4
+    assert engine.get_num_unfinished_requests() == 8
     while engine.has_unfinished_requests():
-        assert not {output.request_id for output in engine.step()} & {"0", "5"}
+        assert not {output.request_id for output in engine.step()} & {"0", "9"}
     assert engine.stats()["blocks_used"] == 0
 
 
@@ -111,26 +104,25 @@ def test_a_step_that_lost_the_device_state_costs_no_tokens(engine: Engine) -> No
     assert tokens(engine.generate(["one", "two and three"], GREEDY, use_tqdm=False)) == wanted
 
 
-def test_a_seed_fixes_the_draws_and_requests_without_a_seed_draw_by_their_number(tiny: Path) -> None:
+def test_a_seed_fixes_the_draws_and_requests_without_a_seed_draw_by_their_number(tiny: str) -> None:
     free = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True)
     seeded = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, seed=-3)
-    options = {"max_num_seqs": 4, "max_model_len": 256}
-    with Engine(str(tiny), **options) as first, Engine(str(tiny), **options) as second:
+    with Engine(tiny, **SIZES) as first, Engine(tiny, **SIZES) as second:
         ours = tokens(first.generate(["one"] * 3, [free, seeded, free], use_tqdm=False))
         assert len(set(ours)) == 3, "equal prompts, other numbers"
         assert tokens(second.generate(["one"], seeded, use_tqdm=False)) == [ours[1]]
-    with Engine(str(tiny), **options) as again, Engine(str(tiny), **options, seed=1) as other:
+    with Engine(tiny, **SIZES) as again, Engine(tiny, **SIZES, seed=1) as other:
         assert tokens(again.generate(["one"] * 3, [free, seeded, free], use_tqdm=False)) == ours
         theirs = tokens(other.generate(["one"] * 3, [free, seeded, free], use_tqdm=False))
         assert theirs[1] == ours[1]
         assert theirs[0] != ours[0]
 
 
-def test_a_refused_call_changes_no_later_draws(tiny: Path) -> None:
+def test_a_refused_call_changes_no_later_draws(tiny: str) -> None:
     free = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
     drawn = []
     for is_refused in (False, True):
-        with Engine(str(tiny), **SIZES) as engine:
+        with Engine(tiny, **SIZES) as engine:
             if is_refused:
                 with pytest.raises(InvalidRequestError, match="prompt 2"):
                     engine.generate(["one", "two", "", "three"], free, use_tqdm=False)
@@ -171,7 +163,7 @@ def test_each_stop_rule_ends_the_text_at_its_place(engine: Engine) -> None:
     assert ended(max_tokens=3).finish_reason == "length"
     assert ended(detokenize=False).text == ""
     to_the_end = ended(max_tokens=None)
-    assert len(to_the_end.token_ids) == 256 - 3
+    assert len(to_the_end.token_ids) == SIZES["max_model_len"] - 3
     assert to_the_end.finish_reason == "length"
 
 
@@ -227,10 +219,10 @@ def test_a_warm_prefix_is_not_computed_again_and_changes_no_token(engine: Engine
     assert engine.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
-def test_shutdown_gives_pages_and_weights_back_and_is_final(tiny: Path) -> None:
+def test_shutdown_gives_pages_and_weights_back_and_is_final(tiny: str) -> None:
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
-    engine = Engine(str(tiny), max_num_seqs=2, max_model_len=128)
+    engine = Engine(tiny, **SIZES)
     assert sum(array.nbytes for array in jax.live_arrays()) > before
     engine.shutdown()
     engine.shutdown()
@@ -239,8 +231,8 @@ def test_shutdown_gives_pages_and_weights_back_and_is_final(tiny: Path) -> None:
         engine.generate("one", GREEDY, use_tqdm=False)
 
 
-def test_compilations_outside_the_engine_are_not_counted_as_recompiles(engine: Engine, tiny: Path) -> None:
-    with Engine(str(tiny), max_num_seqs=2, max_model_len=128) as other:
+def test_compilations_outside_the_engine_are_not_counted_as_recompiles(engine: Engine, tiny: str) -> None:
+    with Engine(tiny, **SIZES) as other:
         other.generate("one", GREEDY, use_tqdm=False)
         jax.jit(lambda x: x * 3 + 1)(np.arange(7))
     assert engine.stats()["recompiles"] == 0

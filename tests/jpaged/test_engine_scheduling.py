@@ -9,19 +9,14 @@ import pytest
 from jpaged import BeamSearchParams, Engine, InvalidRequestError, QueueFullError, RequestOutput, SamplingParams
 from jpaged.request import Request
 
-from .tiny_model import write_tiny_model
+from .tiny_model import SIZES
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True, seed=5)
 PROMPTS = [[10 + 3 * index + i % 40 for i in range(10 + 7 * index)] for index in range(6)]
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "block_size": 8, "max_model_len": 128, "max_num_batched_tokens": 32}
+POOL = {"num_blocks": 25}
 ONE_BY_ONE: dict[str, Any] = {**SIZES, "num_decode_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 def samples(outputs: list[RequestOutput]) -> list[list[tuple[int, ...]]]:
@@ -33,15 +28,15 @@ def finished_in_order(engine: Engine) -> list[str]:
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once_while_others_go_on(tiny: str) -> None:
-    with Engine(tiny, **SIZES, num_blocks=17) as engine:
+    with Engine(tiny, **SIZES | POOL) as engine:
         wanted = samples(engine.generate([PROMPTS[0]], GREEDY, use_tqdm=False))
         engine.add_request("a", PROMPTS[0], GREEDY)
         engine.step()
-        with pytest.raises(InvalidRequestError, match=r"which take \d+ pages; allowed: 16 pages") as caught:
+        with pytest.raises(InvalidRequestError, match=r"which take \d+ pages; allowed: 24 pages") as caught:
             engine.add_request("b", PROMPTS[1], replace(SAMPLED, n=4, max_tokens=100))
         assert caught.value.param == "prompt"
-        with pytest.raises(InvalidRequestError, match="max_num_seqs, 4") as caught:
-            engine.add_request("c", PROMPTS[1], replace(SAMPLED, n=5))
+        with pytest.raises(InvalidRequestError, match="max_num_seqs, 8") as caught:
+            engine.add_request("c", PROMPTS[1], replace(SAMPLED, n=9))
         assert caught.value.param == "n"
         (output,) = list(engine.run_until_done())
         assert samples([output]) == wanted
@@ -104,7 +99,7 @@ def test_requests_with_different_cache_salts_share_no_page(tiny: str) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_lost_device_state_costs_forks_and_swapped_requests_no_token(tiny: str, mode: str) -> None:
     params = replace(SAMPLED, n=2)
-    options = {"num_blocks": 21, "num_host_blocks": 60, "preemption_mode": mode}
+    options = POOL | {"num_host_blocks": 101, "preemption_mode": mode}
     with Engine(tiny, **SIZES) as roomy:
         wanted = samples(roomy.generate(PROMPTS, params, use_tqdm=False))
     with Engine(tiny, **SIZES | options) as engine:
@@ -250,7 +245,7 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
             (lambda: engine.fork("a", 2, sample_indices=[1]), "sample_indices"),
             (lambda: engine.fork("a", 1, sample_indices=[0]), "sample_indices"),
             (lambda: engine.fork("a", 1, sample_indices=[-1]), "sample_indices"),
-            (lambda: engine.fork("a", 4), "n"),
+            (lambda: engine.fork("a", 8), "n"),
             (lambda: engine.fork("a", 10**30), "n"),
             (lambda: engine.fork("a", 0), "n"),
             (lambda: engine.add_request("b", PROMPTS[0], SAMPLED, number="zz"), "number"),  # type: ignore[arg-type]
@@ -266,22 +261,22 @@ def test_bad_calls_about_running_requests_name_what_is_wrong(tiny: str) -> None:
 
 
 def test_stats_count_requests_by_state_and_no_dropped_token(tiny: str) -> None:
-    with Engine(tiny, **SIZES | {"max_num_seqs": 2}, enable_prefix_caching=False) as engine:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}, enable_prefix_caching=False) as engine:
         for index in range(3):
             engine.add_request(str(index), PROMPTS[index], GREEDY)
         engine.step()
         stats = engine.stats()
-        assert [stats[f"requests_{state}"] for state in ("running", "waiting", "swapped")] == [2, 1, 0]
+        assert [stats[f"requests_{state}"] for state in ("running", "waiting", "swapped")] == [1, 2, 0]
         list(engine.run_until_done())
         assert engine.stats()["generation_tokens"] == 60
         assert engine.stats()["prefix_cache_queries"] == 0
 
 
 def test_generate_chat_and_beam_search_take_priorities_and_return_errors(tiny: str) -> None:
-    search = BeamSearchParams(beam_width=2, max_tokens=3)
+    search = BeamSearchParams(beam_width=1, max_tokens=3)
     chats = [[{"role": "user", "content": text}] for text in "abc"]
     options: dict[str, Any] = {"use_tqdm": False, "priority": [np.int64(5), -5, 0], "on_error": "return"}
-    with Engine(tiny, **SIZES | {"max_num_seqs": 2}, scheduling_policy="priority") as engine:
+    with Engine(tiny, **SIZES | {"max_num_seqs": 1}, scheduling_policy="priority") as engine:
         for outputs in (
             engine.generate(["a", "b", ""], GREEDY, **options),
             engine.chat([chats[0], chats[1], []], GREEDY, **options),

@@ -1,18 +1,17 @@
 """`LLM` is an `Engine` with the names that scripts for vLLM use."""
 
-from pathlib import Path
-
 import pytest
 
 from jpaged import LLM, BeamSearchParams, Engine, SamplingParams
 
-from .tiny_model import write_tiny_model
+from .tiny_model import SIZES
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
-def test_llm_has_the_names_that_scripts_for_vllm_use(tmp_path: Path) -> None:
-    with LLM(str(write_tiny_model(tmp_path)), max_num_seqs=2, max_model_len=128) as llm:
+def test_llm_has_the_names_that_scripts_for_vllm_use(tiny: str) -> None:
+    with LLM(tiny, **SIZES) as llm:
         assert isinstance(llm, Engine)
         assert llm.engine is llm
         completed = llm.generate(["one"], PARAMS, use_tqdm=False)

@@ -19,14 +19,11 @@ import pytest
 from jpaged import Engine, InvalidRequestError, RequestOutput, SamplingParams
 
 from .host_requests import new_request
-from .tiny_model import CONFIG, write_tiny_model
+from .tiny_model import CONFIG, SIZES
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
-Z = 8
+Z = SIZES["block_size"]
 """Tokens per page."""
-SIZES: dict[str, Any] = {
-    "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": Z, "num_blocks": 257
-}  # fmt: skip
 PARAMS = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, ignore_eos=True, seed=11)
 POOL = {"num_blocks": 25}
 """24 usable pages, where six prompts with 32 output tokens need about 50."""
@@ -65,11 +62,6 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
 def world(request: pytest.FixtureRequest, tiny: str) -> World:
     model, mode = request.param
     if model == "default":
@@ -88,13 +80,13 @@ def roomy(world: World) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def tight(world: World) -> Iterator[Engine]:
-    """An engine with fewer pages than the prompts need together, and a host pool that has room for all."""
+    """Give an engine with fewer pages than the prompts need together, and a host pool that has room for all."""
     with world.engine(**POOL, num_host_blocks=101, preemption_mode="swap") as engine:
         yield engine
 
 
 class SoloEngines(dict[str | None, Solo]):
-    """By model, a function that gives the output tokens of one sample alone; each sample is computed once."""
+    """Model → a function that gives the output tokens of one sample alone; each sample is computed once."""
 
     def __init__(self, stack: ExitStack):
         self.stack = stack
@@ -130,7 +122,7 @@ def solo(world: World, solo_engines: SoloEngines) -> Solo:
 
 
 def is_one_by_one(engine: Engine) -> bool:
-    """Counts of steps and copies hold for this mode alone; the others have as many tokens, in other steps."""
+    """Return whether steps decode one token and none runs ahead: counts of steps and copies hold only then."""
     return not engine.config.async_scheduling and engine.config.num_decode_steps == 1
 
 

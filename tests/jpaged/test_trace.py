@@ -5,7 +5,6 @@ None of them may compile what was not planned at the start, and the plan is smal
 
 import random
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ import pytest
 from jpaged import Engine, SamplingParams
 from jpaged.errors import InvalidRequestError
 
-from .tiny_model import write_tiny_model
+from .tiny_model import SIZES
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
 
 MAX_EXECUTABLES = 36
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+DEFAULTS: dict[str, Any] = {"max_model_len": 128, "block_size": 16}
+SWAP: dict[str, Any] = {"num_blocks": 40, "num_host_blocks": 40, "preemption_mode": "swap"}
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -70,33 +68,27 @@ def run_random_requests(engine: Engine, num_requests: int, seed: int) -> int:
 @pytest.mark.parametrize(
     ("num_requests", "options"),
     [
-        pytest.param(400, {}, id="400 requests"),
-        pytest.param(10_000, {}, id="10,000 requests", marks=pytest.mark.slow),
-        pytest.param(
-            3000,
-            {"num_blocks": 40, "num_host_blocks": 40, "preemption_mode": "swap"},
-            id="3,000 that swap",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(150, SIZES, id="150 requests"),
+        pytest.param(10_000, DEFAULTS, id="10,000 requests", marks=pytest.mark.slow),
+        pytest.param(3000, DEFAULTS | SWAP, id="3,000 that swap", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_compiled_outside_the_plan(tiny: Path, num_requests: int, options: dict[str, Any]) -> None:
-    with Engine(str(tiny), max_model_len=128, block_size=16, **options) as engine:
-        assert (engine.step_sizes.max_num_seqs, engine.step_sizes.max_num_batched_tokens) == (64, 1024)
+def test_nothing_is_compiled_outside_the_plan(tiny: str, num_requests: int, options: dict[str, Any]) -> None:
+    with Engine(tiny, **options) as engine:
         assert run_random_requests(engine, num_requests, seed=num_requests) >= num_requests
         stats = engine.stats()
         assert stats["recompiles"] == 0
         assert stats["executables"] <= stats["planned_executables"] <= MAX_EXECUTABLES
         assert stats["blocks_used"] == stats["requests"] == 0
-        if options:
+        if "preemption_mode" in options:
             assert stats["preemptions_swap"] > 0
 
 
-def test_a_compilation_within_a_step_is_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_within_a_step_is_counted(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a step that compiles a function of its own."""
     import jax
 
-    with Engine(str(tiny), max_model_len=128) as engine:
+    with Engine(tiny, **SIZES) as engine:
         dispatch = engine.runner.dispatch
         monkeypatch.setattr(
             engine.runner, "dispatch", lambda step: [jax.jit(lambda x: x * 3.25)(1.0), dispatch(step)][1]

@@ -11,6 +11,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jpaged.pallas_kernels.ragged_paged_attention import KVShape, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaLayout
 
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 8, "num_blocks": 257,
+}  # fmt: skip
+"""Sizes of most engines in the tests: engines of equal sizes share executables."""
+SIZE_FLAGS = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+"""SIZES as flags of the command line."""
 SPECIALS = ["<|end|>", "<|start|>"]
 CHAT_TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}\n{% endfor %}<|start|>assistant: "
 CONFIG: dict[str, Any] = {
@@ -22,7 +28,7 @@ CONFIG: dict[str, Any] = {
 
 
 def tensors(seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights scaled so that the logits of different tokens lie well apart."""
+    """Return weights scaled so that the logits of different tokens lie well apart."""
     rng = np.random.default_rng(seed)
     hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 32
 
@@ -63,7 +69,7 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
 
 
 def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
-    """Layout of this model's cache on the XLA path, in float32."""
+    """Return the layout of this model's cache on the XLA path, in float32."""
     head_size = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
     return XlaBackend().layout(
         KVShape(CONFIG["num_hidden_layers"], num_pages, page_size, CONFIG["num_key_value_heads"], head_size, "float32")
@@ -71,7 +77,7 @@ def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
 
 
 def reference_logits(token_ids: list[int], seed: int = 0) -> np.ndarray:
-    """Logits [T, V] of the model over these tokens, in float64 and without any of our own code."""
+    """Return the logits [T, V] of the model over these tokens, in float64 and without any code of jpaged."""
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors(seed).items()}
     num_heads, num_kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_tokens, size = len(token_ids), CONFIG["hidden_size"] // num_heads

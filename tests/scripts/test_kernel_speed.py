@@ -1,4 +1,4 @@
-"""What the scripts for machines with a GPU or a TPU time: programs that only the device's work is in."""
+"""The scripts for machines with a GPU or a TPU time programs that contain only the device's work."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
 
 COUNT = 37
-"""No loop inside of attention runs so often."""
+"""Iterations of the timed loop; no loop inside of attention runs as often."""
 
 
 def attention(script) -> Any:
@@ -25,12 +25,12 @@ def copy(script) -> Any:
 
 
 def whiles(speed: Any, loop: Any, count: int) -> list[str]:
-    """The loops of a program whose number of turns XLA knows to be `count`."""
+    """Return the loops of a program whose number of iterations XLA knows to be `count`."""
     text = speed.run.lower(loop.body, count, loop.first, *loop.others).compile().as_text()
     return re.findall(rf'while\(.*known_trip_count":\{{"n":"{count}"', text)
 
 
-@pytest.mark.parametrize("loop_of", [attention, copy])
+@pytest.mark.parametrize("loop_of", [pytest.param(attention, marks=pytest.mark.slow), copy])
 def test_the_device_runs_all_calls_without_asking_whether_there_is_another(script, loop_of) -> None:
     assert len(whiles(script("kernel_speed"), loop_of(script), COUNT)) == 1
 
@@ -48,7 +48,7 @@ def test_each_call_takes_the_output_of_the_one_before_and_nothing_else_changes(s
 
 
 def decode_found(script, other: Any) -> dict[str, Any]:
-    """Of rows of equal length in two shapes, and of skewed ones, beside what `other` does."""
+    """Measure rows of equal length in two shapes, and skewed ones, beside `other`."""
     check, speed = script("kernel_check"), script("kernel_speed")
     sizes = speed.Sizes(
         decode=((40, 40), (20,) * 3), skewed=(10, 70, 20, 20), copied_bytes=64, rounds=1, trial_calls=1, round_s=0.0
@@ -58,7 +58,7 @@ def decode_found(script, other: Any) -> dict[str, Any]:
 
 
 def refusing(script, num_rows: int) -> Any:
-    """Another that does not take so many rows."""
+    """Return another program that refuses batches of this many rows."""
 
     def other(batch: Any) -> Any:
         if len(batch.q) == num_rows:
@@ -69,7 +69,7 @@ def refusing(script, num_rows: int) -> Any:
 
 
 def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> None:
-    """Of two shapes it takes one: its ratio would be that of an easier task, so there is none."""
+    """The other program takes one of two shapes. Its ratio would be that of an easier task, so there is none."""
     found = decode_found(script, refusing(script, 3))
     assert found["refused"] == {"3 × 20 by other": "NotImplementedError: 3 rows"}
     assert found["decode ÷ other"] is None

@@ -27,7 +27,7 @@ from jpaged.config import EngineConfig
 from jpaged.startup.open_model import open_model
 from jpaged.step.runner import Runner
 
-from ..tiny_model import tensors, write_tiny_model
+from ..tiny_model import SIZE_FLAGS, tensors, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
 QUESTION = "What is the capital of France?"
@@ -69,23 +69,18 @@ def without_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """64 lines of every form; one of them has no valid temperature."""
+    """Write 64 lines of every form; one of them has no valid temperature."""
     lines: list[dict[str, Any]] = []
     for index in range(NUM_LINES):
-        text = f"Line {index} " + "says something " * (index % 5)
+        text = f"Line {index} " + "says something " * (index % 3)
         forms: list[dict[str, Any]] = [
             {"prompt": text},
             {"messages": [{"role": "user", "content": text}], "id": f"chat-{index}"},
-            {"prompt_token_ids": list(range(10, 30 + index)), "temperature": 0.0},
+            {"prompt_token_ids": list(range(10, 30 + index // 2)), "temperature": 0.0},
             {"prompt": text, "seed": index, "top_k": 20, "id": f"seeded-{index}"},
         ]
-        lines.append({**forms[index % 4], "max_tokens": 40 + index, "ignore_eos": True})
+        lines.append({**forms[index % 4], "max_tokens": 5 + index, "ignore_eos": True})
     lines[BAD_LINE]["temperature"] = -1
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -93,9 +88,9 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unbroken(tiny: str, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unbroken") / "out.jsonl"
-    run = generate("-m", tiny, "--prompt-file", prompt_file, "-o", path)
+    run = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path)
     assert run.returncode == 3, run.stderr
     assert run.stdout == ""
     assert "recompiles 0" in run.stderr
@@ -114,12 +109,12 @@ def test_the_default_model_answers_offline_in_a_process_of_its_own() -> None:
         assert shown in run.stderr
 
 
-def test_torch_is_not_imported_and_output_goes_on_where_stdout_knows_no_unicode(tiny: Path) -> None:
+def test_torch_is_not_imported_and_output_goes_on_where_stdout_knows_no_unicode(tiny: str) -> None:
     code = (
         "import sys, jpaged.generate as g; status = g.main(sys.argv[1:]); "
         "print(); print(status, sys.stdout.encoding, 'torch' in sys.modules)"
     )
-    args = ["-m", str(tiny), "-n", "30", "--ignore-eos", "hi"]
+    args = ["-m", tiny, *SIZE_FLAGS, "-n", "30", "--ignore-eos", "hi"]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run(
         [sys.executable, "-c", code, *args], capture_output=True, text=True, cwd=ROOT, env=env, timeout=300
@@ -137,14 +132,14 @@ def test_results_stand_in_input_order_with_the_bad_line_as_an_error(prompt_file:
     assert "-1" in bad["error"]["message"]
     for index, record in zip((i for i in range(NUM_LINES) if i != BAD_LINE), found, strict=True):
         output = record["outputs"][0]
-        assert len(output["token_ids"]) == 40 + index
+        assert len(output["token_ids"]) == 5 + index
         assert output["finish_reason"] == "length"
         assert set(record) == {"id", "prompt", "prompt_token_ids", "outputs", "metrics"}
 
 
 def kill_half_way(args: list[Any], path: Path) -> int:
     """Start a process, kill it when a quarter of the lines are there, and leave a torn line; return the whole lines."""
-    process = subprocess.Popen(command(*args, "--max-num-seqs", 4), cwd=ROOT, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(*args, "--max-num-seqs", 2), cwd=ROOT, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
     while not path.exists() or path.read_bytes().count(b"\n") < NUM_LINES // 4:
         assert process.poll() is None, "it ended before it could be killed"
@@ -160,10 +155,10 @@ def kill_half_way(args: list[Any], path: Path) -> int:
 
 
 def test_a_killed_run_resumes_to_the_file_of_an_unbroken_one(
-    tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
+    tiny: str, prompt_file: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "out.jsonl"
-    args = ["-m", tiny, "--prompt-file", prompt_file, "-o", path]
+    args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path]
     num_kept = kill_half_way(args, path)
     resumed = generate(*args, "--resume")
     assert resumed.returncode == 3
@@ -191,21 +186,19 @@ def test_the_default_model_resumes_to_the_file_of_an_unbroken_run_too(tmp_path: 
     assert [index for index, record in enumerate(records(whole)) if "error" in record] == [BAD_LINE]
 
 
-def test_resuming_a_finished_run_loads_no_weights(
-    tiny: Path, prompt_file: Path, unbroken: Path, tmp_path: Path
-) -> None:
+def test_resuming_a_finished_run_loads_no_weights(tiny: str, prompt_file: Path, unbroken: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     shutil.copy(unbroken, path)
-    run = generate("-m", tiny, "--prompt-file", prompt_file, "-o", path, "--resume")
+    run = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path, "--resume")
     assert run.returncode == 3
     assert "load:" not in run.stderr
     assert path.read_bytes() == unbroken.read_bytes()
 
 
-def test_a_result_of_another_prompt_is_not_taken_over(tiny: Path, tmp_path: Path) -> None:
+def test_a_result_of_another_prompt_is_not_taken_over(tiny: str, tmp_path: Path) -> None:
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("one\ntwo\n")
-    args = ["-m", tiny, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--resume"]
+    args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--resume"]
     assert generate(*args).returncode == 0
     first = without_metrics(path)
     prompts.write_text("one\nthree\n")
@@ -216,11 +209,11 @@ def test_a_result_of_another_prompt_is_not_taken_over(tiny: Path, tmp_path: Path
 
 
 def test_an_interrupted_run_keeps_its_finished_results_and_can_be_resumed(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("one\ntwo\nthree\n")
-    args = ["-m", tiny, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--max-num-seqs", 1]
+    args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--max-num-seqs", 1]
     dispatch = Runner.dispatch
 
     def interrupted(self: Runner, step: Any) -> Any:
@@ -238,11 +231,11 @@ def test_an_interrupted_run_keeps_its_finished_results_and_can_be_resumed(
     assert "resume: 1 of 3" in resumed.stderr
 
 
-def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: Path, tmp_path: Path) -> None:
+def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: str, tmp_path: Path) -> None:
     prompts, path = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     lines = [{"id": 2, "prompt": "x"}, {"prompt": "y"}, {"id": "a", "prompt": "z", "tempreture": 1}, {"prompt": "w"}]
     prompts.write_text("\ufeff" + "".join(json.dumps({**line, "max_tokens": 3}) + "\n" for line in lines))
-    run = generate("-m", tiny, "--prompt-file", prompts, "-o", path)
+    run = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path)
     assert run.returncode == 3
     found = records(path)
     assert [record["id"] for record in found] == [2, 2, "a", 4]
@@ -251,35 +244,35 @@ def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: Path, tmp_p
     assert "temperature" in found[2]["error"]["message"]
 
 
-def test_a_template_that_is_no_jinja_ends_the_start(tiny: Path, tmp_path: Path) -> None:
+def test_a_template_that_is_no_jinja_ends_the_start(tiny: str, tmp_path: Path) -> None:
     template = tmp_path / "bad.jinja"
     template.write_text("{% for message in messages %}")
-    run = generate("-m", tiny, "--chat-template", template, "hi")
+    run = generate("-m", tiny, *SIZE_FLAGS, "--chat-template", template, "hi")
     assert run.returncode == 1
     assert "--chat-template" in run.stderr
     assert "no valid Jinja2" in run.stderr
 
 
-def test_the_prompt_file_cannot_be_the_output(tiny: Path, tmp_path: Path) -> None:
+def test_the_prompt_file_cannot_be_the_output(tiny: str, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "x"}\n')
-    run = generate("-m", tiny, "--prompt-file", prompts, "-o", tmp_path / "." / "p.jsonl")
+    run = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", tmp_path / "." / "p.jsonl")
     assert run.returncode == 1
     assert "is the prompt file" in run.stderr
     assert prompts.read_text() == '{"prompt": "x"}\n'
 
 
-def test_a_link_as_output_stays_a_link(tiny: Path, tmp_path: Path) -> None:
+def test_a_link_as_output_stays_a_link(tiny: str, tmp_path: Path) -> None:
     target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
     target.write_text("old\n")
     link.symlink_to(target)
-    assert generate("-m", tiny, "-n", 2, "-o", link, "hi").returncode == 0
+    assert generate("-m", tiny, *SIZE_FLAGS, "-n", 2, "-o", link, "hi").returncode == 0
     assert link.is_symlink()
     assert len(records(target)) == 1
 
 
-def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: Path) -> None:
-    run = generate("-m", tiny, "one", "-", "-p", "three", "-n", 3, "--json", stdin="two\n")
+def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: str) -> None:
+    run = generate("-m", tiny, *SIZE_FLAGS, "one", "-", "-p", "three", "-n", 3, "--json", stdin="two\n")
     found = [json.loads(line) for line in run.stdout.splitlines()]
     assert run.returncode == 0, run.stderr
     assert [record["id"] for record in found] == [0, 1, 2]
@@ -287,9 +280,9 @@ def test_prompts_from_stdin_flags_and_arguments_come_out_in_order(tiny: Path) ->
         assert word in record["prompt"]
 
 
-def test_a_seeded_prompt_gives_the_same_samples_alone_in_company_and_as_a_stream(tiny: Path) -> None:
+def test_a_seeded_prompt_gives_the_same_samples_alone_in_company_and_as_a_stream(tiny: str) -> None:
     """Plain text labels samples by number, those of several prompts by prompt and number; a stream has no label."""
-    flags = ["-m", tiny, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos"]
+    flags = ["-m", tiny, *SIZE_FLAGS, "--seed", 7, "--temperature", 1.0, "-n", 12, "--ignore-eos"]
     three = generate(*flags, "--num-samples", 3, "hello", "--json")
     assert three.returncode == 0, three.stderr
     samples = json.loads(three.stdout)["outputs"]
@@ -312,11 +305,11 @@ def test_a_seeded_prompt_gives_the_same_samples_alone_in_company_and_as_a_stream
     )
 
 
-def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: Path, tmp_path: Path) -> None:
+def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: str, tmp_path: Path) -> None:
     prompts, path = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "a", "priority": 5}, {"prompt": "b", "cache_salt": "tenant"}, {"prompt": "c", "priority": -5}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["-m", tiny, "--prompt-file", prompts, "-o", path, "-n", 3, "--max-num-seqs", 1]
+    flags = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path, "-n", 3, "--max-num-seqs", 1]
     run = generate(*flags)
     assert run.returncode == 3
     assert ["error" in record for record in records(path)] == [True, False, True]
@@ -330,7 +323,7 @@ def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: Path, tmp_pa
     assert not [word for word in ("host peak", "swapped", "copies on write") if word in run.stderr]
 
 
-def test_preemptions_by_swap_show_in_summary_and_metrics(tiny: Path, tmp_path: Path) -> None:
+def test_preemptions_by_swap_show_in_summary_and_metrics(tiny: str, tmp_path: Path) -> None:
     """16 pages of 8 tokens for four sequences of 60 tokens and more: they take turns."""
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("".join(f"{index}\n" for index in range(4)))
@@ -350,8 +343,8 @@ def test_preemptions_by_swap_show_in_summary_and_metrics(tiny: Path, tmp_path: P
     assert re.search(r"swapped \d+\.\d MB", summary)
 
 
-def test_chat_is_on_by_default_and_can_be_turned_off(tiny: Path) -> None:
-    flags = ["-m", tiny, "-n", 2, "--json", "hello"]
+def test_chat_is_on_by_default_and_can_be_turned_off(tiny: str) -> None:
+    flags = ["-m", tiny, *SIZE_FLAGS, "-n", 2, "--json", "hello"]
     assert json.loads(generate(*flags, "--system", "Be brief.").stdout)["prompt"].startswith(
         "<|start|>system: Be brief."
     )
@@ -448,7 +441,7 @@ def assert_bad_start(run: Run, words: list[str], output: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", BROKEN_MODELS, ids=BROKEN_MODELS.keys())
-def test_a_broken_model_ends_the_start_in_one_line(fault: str, tiny: Path, tmp_path: Path) -> None:
+def test_a_broken_model_ends_the_start_in_one_line(fault: str, tiny: str, tmp_path: Path) -> None:
     directory, output = tmp_path / "model", tmp_path / "results" / "out.jsonl"
     output.parent.mkdir()
     shutil.copytree(tiny, directory)
@@ -458,9 +451,9 @@ def test_a_broken_model_ends_the_start_in_one_line(fault: str, tiny: Path, tmp_p
 
 
 @pytest.mark.parametrize("fault", BAD_FLAGS, ids=BAD_FLAGS.keys())
-def test_bad_flags_end_the_start_in_one_line(fault: str, tiny: Path, tmp_path: Path) -> None:
+def test_bad_flags_end_the_start_in_one_line(fault: str, tiny: str, tmp_path: Path) -> None:
     flags, words = BAD_FLAGS[fault]
     output = tmp_path / "out.jsonl"
-    model = [] if "-m" in flags else ["-m", str(tiny)]
+    model = [] if "-m" in flags else ["-m", tiny]
     target = [] if {"-o", "--resume", "--logprobs"} & set(flags) else ["-o", str(output)]
     assert_bad_start(generate(*model, *target, *flags), words, output)

@@ -69,13 +69,6 @@ def test_without_prefix_caching_nothing_is_found_counted_or_published():
     assert (blocks.prefixes.num_queried_tokens, blocks.prefixes.num_hit_tokens) == (0, 0)
 
 
-def test_queries_and_hits_add_up():
-    prefixes = manager().prefixes
-    prefixes.count_query(10, 4)
-    prefixes.count_query(7, 0)
-    assert (prefixes.num_queried_tokens, prefixes.num_hit_tokens) == (17, 4)
-
-
 @pytest.mark.parametrize(("num_tokens", "num_pinned"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 2)])
 @pytest.mark.parametrize(("windows", "per_page"), [((None,), 1), ((None, None), 2), ((None, 3), 1)])
 def test_pinned_pages_of_a_sequence_count_in_the_groups_that_keep_them(num_tokens, num_pinned, windows, per_page):

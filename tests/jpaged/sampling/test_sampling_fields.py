@@ -27,6 +27,7 @@ from jpaged.sampling.sampling_params import FIELDS
 from ..tiny_model import CONFIG, SPECIALS, reference_logits, write_tiny_model
 from .test_logit_rules import expected
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 VOCAB_SIZE = CONFIG["vocab_size"]
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox jumps over the lazy dog, again and again."]
 NUM_TOKENS = 24
@@ -34,11 +35,6 @@ LIFT = LogitsProcessor(
     "lift", ("lifted_token", "height"), lambda logits, token, height: logits.at[token.astype(jnp.int32)].add(height)
 )
 EOS = CONFIG["eos_token_id"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 def new_engine(tiny, **options):
@@ -320,7 +316,7 @@ def test_deltas_joined_give_the_whole_output_and_final_only_comes_once(engine, a
 
 
 def test_spaces_between_special_tokens(tmp_path):
-    """With a tokenizer that writes them, and an engine that draws only special tokens."""
+    """The tokenizer writes spaces, and the engine draws only special tokens."""
     model = write_tiny_model(tmp_path / "spaced")
     vocab = {token: index for index, token in enumerate([*SPECIALS, "a", *(f"w{index}" for index in range(255))])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))

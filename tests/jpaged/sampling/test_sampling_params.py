@@ -106,7 +106,7 @@ def test_fields_that_contradict_each_other_are_refused(values, words):
 
 
 def test_a_seed_of_minus_one_is_none():
-    """As scripts for vLLM have it; all others are themselves."""
+    """Scripts for vLLM use −1 so; every other seed is kept."""
     assert SamplingParams(seed=-1).seed is SamplingParams(seed=np.int64(-1)).seed is None
     assert SamplingParams(seed=-2).seed == -2
 

@@ -156,7 +156,7 @@ def test_a_preempted_request_runs_again_only_after_all_of_its_results(preemption
 
 
 def beside_a_large_one(num_large, num_small):
-    """A pool of 14 pages: 5 are used, each large request wants 10, each small one 1."""
+    """Return a host with a pool of 14 pages: 5 are used, each large request wants 10, each small one 1."""
     host = Host(num_blocks=1 + 14, max_num_seqs=16, max_num_batched_tokens=64)
     host.add(prompt(17), max_tokens=4)
     large = [host.add(prompt(37, 100 * index), max_tokens=2) for index in range(1, 1 + num_large)]
@@ -299,7 +299,7 @@ def test_the_delay_is_measured_though_each_step_has_newcomers(now, state):
 
 
 def beside_a_swapped_one(length=15, n=1, max_tokens=4, **options):
-    """A running request with 5 pages, and one that was swapped out for it."""
+    """Return a host, a running request with 5 pages, and one that was swapped out for it."""
     host = Host(
         num_blocks=1 + 16,
         num_host_blocks=50,
@@ -367,7 +367,7 @@ def test_a_swapped_request_waits_for_a_slot_and_resumes_before_less_urgent_ones_
 
 
 def two_swapped(lengths, num_usable):
-    """One request that decodes, and two that were swapped out with 8 and 6 tokens of their prompts computed."""
+    """Return a host, a request that decodes, and two swapped out with 8 and 6 tokens of their prompts computed."""
     host = Host(
         num_blocks=1 + 40,
         num_host_blocks=50,
@@ -416,7 +416,7 @@ def test_a_swapped_request_that_can_never_run_again_ends_and_the_next_one_resume
 
 
 def with_half_a_pinned_prefix(num_blocks):
-    """Two pages are pinned, but the first one went bad and was forgotten: the second cannot be found any more."""
+    """Return a host with two pinned pages; the first was not finite and was forgotten, so that none is found."""
     host = Host(num_blocks=num_blocks, max_num_batched_tokens=64)
     host.add(prompt(9), max_tokens=1)
     host.run()

@@ -13,6 +13,7 @@ from jpaged.sampling.sampling_params import FIELDS
 
 from ..tiny_model import reference_logits, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 EOS_IDS = (0, 26, 83, 170, 192)
 """They are so many that beams end often."""
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox"]
@@ -137,7 +138,7 @@ def solo_beams(engine):
         {"num_blocks": 36, "max_model_len": 120},
         {"num_blocks": 36, "max_model_len": 120, "preemption_mode": "swap", "num_host_blocks": 200},
         {"async_scheduling": False, "enable_prefix_caching": False, "max_num_batched_tokens": 16},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 600, "max_num_seqs": 16, "block_size": 32},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128, "max_model_len": 120, "block_size": 32},
     ],
     ids=str,
 )  # fmt: skip
@@ -264,13 +265,14 @@ def test_flags_of_beam_search_become_its_parameters():
             flags("--beam-width", "2", flag, "1")
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_default_model_searches_as_transformers_does(every):
     """Sequences are equal, and scores to 1e-4."""
     golden = json.loads(GOLDEN.read_text())
     assert len(golden["items"]) == 20
     items = golden["items"][::every]
-    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257}
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
+    sizes |= {"num_blocks": 257, "block_size": 32}
     with Engine(**sizes) as engine:
         prompts, searches = [], []
         for item in items:

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from jpaged.kv_cache.page_store import MoveKind
-from jpaged.request import RequestState, SampleSequence
+from jpaged.request import CacheKey, RequestState, SampleSequence
 from jpaged.scheduling.request_queue import POLICIES
 
 from ..host_requests import SWAP, prompt, samples
@@ -93,6 +93,24 @@ def test_pages_that_a_window_has_passed_do_not_keep_a_swapped_request_from_resum
         host.step()
     assert request.num_swaps == 1
     host.check_end()
+
+
+def test_prompt_positions_not_scored_before_a_preemption_are_computed_after_it():
+    """This holds though the whole prompt is pinned in the cache."""
+    host = Host(num_blocks=1 + 16, max_num_seqs=2, max_num_batched_tokens=2)
+    host.add(prompt(20), max_tokens=2)
+    host.run()
+    assert host.blocks.prefixes.pin(prompt(20), CacheKey()) == 20
+    host.add(prompt(4, 500), max_tokens=40)
+    for _ in range(16):
+        host.step()
+    scored = host.add(prompt(20), max_tokens=4, scores=True)
+    num_scored = 0
+    while not scored.num_preemptions:
+        num_scored = scored.num_scored
+        host.step()
+    assert 0 < num_scored < 20
+    host.run()
 
 
 def test_ended_requests_are_not_kept_in_memory():

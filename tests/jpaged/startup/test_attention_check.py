@@ -1,4 +1,7 @@
-"""A kernel which computes something else than the XLA path, on the device it is to serve on, does not start."""
+"""A kernel which computes something else than the XLA path, on the device it is to serve on, does not start.
+
+The fast tests check XLA's own backend under the name of a kernel; a slow one checks the TPU kernels, interpreted.
+"""
 
 import dataclasses
 import logging
@@ -29,51 +32,59 @@ from jpaged.startup.user_cache import user_cache
 from .test_attention_choice import CPU, MODEL, model_with
 
 
-class WrongHeads(TpuBackend):
-    """Attends with the query heads of the neighbour."""
+class Kernels(XlaBackend):
+    """A backend that has to be checked and that agrees."""
+
+    name = "pallas-tpu"
+    needs_check = True
+
+
+class WrongHeads(Kernels):
+    """A backend that attends with the query heads of the neighbour."""
 
     def attend(self, pages, layout, place, q, *args, **arrays):
         return super().attend(pages, layout, place, jnp.roll(q, 1, axis=1), *args, **arrays)
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, max_rows=16, write_slots=8), tile_kv=256, sub_kv=128)
-    return {"interpret": pltpu.InterpretParams(dma_execution_mode="on_wait"), "tile_q": 128, "sizes": sizes}
-
-
-def test_a_kernel_that_agrees_is_checked_once(interpreted, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    backend = TpuBackend(**interpreted)
+def check(backend):
     check_kernels(backend, model_with(head_size=64), "float32", "float32", 16, CPU)
+
+
+def test_a_kernel_that_agrees_is_checked_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check(Kernels())
     (mark,) = (tmp_path / "jpaged" / "checked").iterdir()
     written = mark.stat().st_mtime_ns
-    check_kernels(backend, model_with(head_size=64), "float32", "float32", 16, CPU)
+    check(Kernels())
     assert mark.stat().st_mtime_ns == written
 
 
-def test_a_kernel_that_computes_something_else_does_not_start(interpreted, tmp_path, monkeypatch):
+def test_a_kernel_that_computes_something_else_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"pallas-tpu differs from the XLA path on cpu by .*--attention-backend xla"):
-        check_kernels(WrongHeads(**interpreted), model_with(head_size=64), "float32", "float32", 16, CPU)
+        check(WrongHeads())
     assert not (tmp_path / "jpaged" / "checked").exists()
 
 
 def test_a_kernel_that_cannot_run_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"pallas-tpu failed its check on cpu: .*use --attention-backend xla"):
-        check_kernels(TpuBackend(), model_with(head_size=64), "float32", "float32", 16, CPU)
+        check(TpuBackend())
 
 
-def test_the_error_is_that_of_rounding(interpreted):
-    assert kernel_error(TpuBackend(**interpreted), 4, 2, 64, "float32", "float32", 16, CPU) < 1e-5
+@pytest.mark.slow
+def test_the_error_of_the_tpu_kernels_is_that_of_rounding():
+    sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, max_rows=16, write_slots=8), tile_kv=256, sub_kv=128)
+    interpret = pltpu.InterpretParams(dma_execution_mode="on_wait")
+    backend = TpuBackend(sizes=sizes, tile_q=128, interpret=interpret)
+    assert kernel_error(backend, 4, 2, 64, "float32", "float32", 16, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("home", [None, "/" + 300 * "x"], ids=["no home", "a home that cannot be looked into"])
-def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home, interpreted, monkeypatch, caplog):
+def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home, monkeypatch, caplog):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # Of no user that the system knows, as in a container.
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # An id that no user has, as in a container.
     if home is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", home)
     else:
@@ -81,7 +92,7 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
             user_cache("checked")
     assert users_tuned(TpuBackend) == ()
     with caplog.at_level(logging.INFO, "jpaged"):
-        check_kernels(TpuBackend(**interpreted), model_with(head_size=64), "float32", "float32", 16, CPU)
+        check(Kernels())
     messages = [record.getMessage() for record in caplog.records]
     assert sum("the check of pallas-tpu is made at each start" in message for message in messages) == 1
     assert any("pallas-tpu agrees with the XLA path" in message for message in messages)
@@ -89,7 +100,7 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
 
 
 class Blind(XlaBackend):
-    """Knows nothing of windows."""
+    """A backend that ignores windows."""
 
     def attend(self, *args, **arrays):
         *arguments, options = args
@@ -97,7 +108,7 @@ class Blind(XlaBackend):
 
 
 class ReadsFirstLayer(XlaBackend):
-    """Writes where it is told, and reads the first layer."""
+    """A backend that writes the layer it is told to, and reads the first one."""
 
     def attend(self, pages, layout, place, q, k, v, *args, **arrays):
         _, pages = super().attend(pages, layout, place, q, k, v, *args, **arrays)

@@ -24,14 +24,9 @@ ROOT = Path(__file__).parents[3]
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 16}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
 @dataclass(frozen=True)
 class Measured:
-    """What an engine with plenty of memory takes."""
+    """The memory that an engine takes where there is plenty."""
 
     plan: MemoryPlan
     largest_step: int
@@ -73,6 +68,7 @@ def plenty(tiny: str) -> Measured:
     return measure_with_plenty(tiny, "float32")
 
 
+@pytest.mark.slow
 def test_the_plan_is_what_is_taken_and_its_estimate_of_a_step_is_generous(tiny: str, plenty: Measured) -> None:
     measure_with_plenty(tiny, "bfloat16")
 

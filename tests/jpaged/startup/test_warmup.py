@@ -1,4 +1,4 @@
-"""What is compiled at start: everything, nothing, or what the known requests need first."""
+"""A start compiles everything, nothing, or the programs that known requests need first."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokeni
 
 
 def test_warmup_full_compiles_the_plan_at_start_and_off_compiles_nothing(tmp_path: Path) -> None:
-    """With one bucket the plan is small: allocate, tables, set_rules, copy, forward, sample."""
+    """The plan of one bucket is small: allocate, tables, set_rules, copy, forward, sample."""
     tiny = str(write_tiny_model(tmp_path))
     sizes = {"max_num_seqs": 1, "max_model_len": 64, "deterministic": True}
     with Engine(tiny, **sizes, warmup="full") as engine:
@@ -37,7 +37,7 @@ def test_warmup_full_compiles_the_plan_at_start_and_off_compiles_nothing(tmp_pat
 def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first_token_needs(
     max_num_batched_tokens: int, options: dict[str, Any]
 ) -> None:
-    """For every prompt length, also where a step leaves tokens to the next one rather than pad a larger bucket."""
+    """This holds for every prompt length, also where a step leaves tokens to the next one rather than pad a bucket."""
     config = EngineConfig(max_num_batched_tokens=max_num_batched_tokens, **options)
     for prompt_len in range(1, 255):
         host = Host(

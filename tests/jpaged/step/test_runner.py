@@ -65,7 +65,7 @@ def plan(weights, mesh):
 
 @pytest.fixture
 def runner(weights, plan, mesh):
-    """A runner whose pages hold random bits, NaNs among them; no two pages are equal."""
+    """Give a runner whose pages hold random bits, NaNs among them; no two pages are equal."""
     runner = Runner(weights=weights, plan=plan, buckets=BUCKETS, mesh=mesh)
     fill_pages(runner)
     yield runner

@@ -13,11 +13,11 @@ from jpaged.step import step_sizes
 from jpaged.step.runner import StepOutputs
 from jpaged.step.step_inputs import BuiltStep
 
-from ..tiny_model import write_tiny_model
+from ..tiny_model import SIZES
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=49, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.2, top_p=0.9, max_tokens=49, ignore_eos=True, seed=3)
-SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 16, "max_model_len": 256}
 PROMPTS = [[20 + index] * (3 + 7 * index) for index in range(5)]
 MODES: dict[str, dict[str, Any]] = {
     "one after another": {"async_scheduling": False, "num_decode_steps": 1},
@@ -27,14 +27,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
 @dataclass
 class Recorded:
-    """What an engine's runner was asked to do."""
+    """The calls of an engine's runner."""
 
     events: list[tuple[str, int]]
     """("dispatch" or "read", number of the step), in order."""
@@ -56,7 +51,7 @@ class RecordedOutputs:
 
 @contextmanager
 def recorded_engine(model: str, **options: Any) -> Iterator[tuple[Engine, Recorded]]:
-    """An engine whose dispatches and reads are recorded."""
+    """Yield an engine, and a record of its dispatches and reads."""
     with Engine(model, **SIZES | options) as engine:
         recorded, dispatch = Recorded([], []), engine.runner.dispatch
 
@@ -126,7 +121,7 @@ def test_fewer_sequences_than_the_smallest_bucket_has_tokens_decode_in_it(
 
 
 def test_after_rows_end_the_others_decode_in_a_smaller_bucket(tiny: str) -> None:
-    """Of eight rows seven end after six tokens; the eighth decodes by itself."""
+    """Seven of eight rows end after six tokens; the eighth decodes by itself."""
     with recorded_engine(tiny) as (engine, recorded):
         params = [replace(GREEDY, max_tokens=6)] * 7 + [replace(GREEDY, max_tokens=22)]
         engine.generate([[20 + index] for index in range(8)], params, use_tqdm=False)

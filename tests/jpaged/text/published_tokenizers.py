@@ -22,6 +22,8 @@ from jpaged.text.tokenizer import Tokenizer, load_tokenizer
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "tests"
 FAMILIES = ("bert", "cl100k", "deepseek", "gemma", "llama2", "llama3", "mistral", "o200k", "qwen", "t5")
+MOST_FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "gemma")) for name in FAMILIES]
+"""All of them as parameters of tests; the largest vocabulary takes ten seconds and is part of the slow tests."""
 
 NPM_PACKAGE = "@plurnk/plurnk-mimetypes-tokenizers@1.4.0"
 NPM_SHA256 = "f68429ac2246f45c8257ac13a16b554d30200e7eccf4045eeef590a301e8fb5e"

@@ -17,7 +17,7 @@ SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
 
 
 def final(program):
-    """What the chain of layers ends with: its queries, keys and values."""
+    """Return what the chain of layers ends with: its queries, keys and values."""
     return [np.asarray(x) for x in program.run(program.state)[1:]]
 
 
@@ -27,8 +27,11 @@ OTHER_HEADS = Workload(
 )
 
 
-@pytest.mark.parametrize("workload", [SMALL, RAGGED, OTHER_HEADS], ids=["9/3 heads", "ragged", "4/1 heads"])
-@pytest.mark.parametrize("baseline", GATHER_KINDS)
+@pytest.mark.parametrize(
+    ("baseline", "workload"),
+    [*zip(GATHER_KINDS, (RAGGED, OTHER_HEADS, SMALL), strict=True), ("full gather", OTHER_HEADS)],
+    ids=["full, ragged", "grouped, 4/1 heads", "naive, 9/3 heads", "full, 4/1 heads"],
+)
 def test_every_gather_computes_what_paged_attention_does(baseline, workload):
     backend = XlaBackend()
     gathered = full_gather(backend, workload, 16, baseline)

@@ -204,7 +204,7 @@ def test_workloads_of_eight_heads_are_whole() -> None:
 
 @dataclass(frozen=True)
 class Fails(XlaBackend):
-    """From a run on."""
+    """A backend whose runs fail from the run number `first` on."""
 
     first: int = 0
     runs: list[int] = field(default_factory=list, compare=False)
@@ -267,7 +267,7 @@ SHAPE_FLAGS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "b
 def test_tuning_without_a_home_asks_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # Of no user that the system knows.
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # An id that no user has.
     args = SimpleNamespace(**SHAPE_FLAGS, output=None)
     with pytest.raises(ConfigError, match=r"--output: got none, and this user has no table .*; name one, or set HOME"):
         _tune(args, "v6e", None)
