@@ -1,4 +1,4 @@
-"""Builds what a step hands to attention from plain lists: an independent, slow twin of `jpaged.step.step_inputs`."""
+"""Metadata of a step from plain lists: an independent, slow version of `jpaged.step.step_inputs`."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,10 @@ def metadata(
     num_rows: int,
     table_len: int,
 ) -> AttentionMetadata:
-    """Rows in order, those with one query first. tables[group][row] lists pages; sizes given are the padded ones."""
+    """Return the metadata of rows in order, those with one query first.
+
+    `tables[group][row]` lists pages; `num_tokens`, `num_rows` and `table_len` are the padded sizes.
+    """
     num_decode_rows = sum(1 for length in query_lens if length == 1)
     assert all(length == 1 for length in query_lens[:num_decode_rows])
     total = sum(query_lens)
@@ -70,7 +73,7 @@ def plan_of(
     page_tables: np.ndarray | None = None,
     page_size: int = 8,
 ) -> np.ndarray:
-    """The backend's plan of a step with room for that many tokens and rows; without tables, all pages are null."""
+    """Return the backend's plan of a step padded to `num_tokens` and `num_rows`; without tables, all pages are null."""
     if page_tables is None:
         page_tables = np.full((1, num_rows, 1), NULL_PAGE, np.int32)
     out = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
@@ -91,6 +94,6 @@ def plan_of(
 def nan_cache(
     layout: KVLayout, layers: tuple[LayerPlace, ...], backend: Backend, scales: KVScales | None = None
 ) -> PagedCache:
-    """Pages that were never written: NaN everywhere, the null page included; the largest number where there is none."""
+    """Return a cache that was never written: NaN in all pages, the null page included, or the largest integer."""
     pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
     return PagedCache(pages, layout, layers, backend, scales)

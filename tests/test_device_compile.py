@@ -1,4 +1,4 @@
-"""What XLA makes of the engine's programs for a CPU, a TPU v6e and an H100, compiled without either chip."""
+"""The engine's programs, compiled for a CPU, a TPU v6e and an H100 without either chip."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_a_swap_out_leaves_one_batch_of_pages_beside_the_cache(compiled):
 
 
 def test_attention_in_plain_xla_writes_and_reads_the_cache_in_place(compiled):
-    """On any chip all pages are aliased, and the memory needed beside them does not grow with their number."""
+    """All pages are aliased on any chip, and the memory needed beside them does not grow with their number."""
     temporary = {}
     for name, found in compiled["programs"].items():
         if name.startswith("attention"):

@@ -19,7 +19,7 @@ ROOMS = {
     "pallas_kernels": "jpaged.pallas_kernels",
     "sharding": "jpaged.sharding",
 }
-# Who may import whom, besides themselves.
+# Folder → the folders that it may import besides itself.
 ALLOWED = {
     "jpaged": {"models", "pallas_kernels", "sharding"},
     "models": {"pallas_kernels", "sharding"},

@@ -1,4 +1,4 @@
-"""What the README tells people to type works as it is written there."""
+"""The commands and examples of the README work as they are written there."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands(label: str) -> str:
-    """The block that begins with the comment `# (label)`."""
+    """Return the commands of the block that begins with the comment `# (label)`."""
     return next(block for block in blocks("sh") if block.startswith(f"# ({label})"))
 
 

@@ -205,7 +205,7 @@ def test_a_wrong_policy_is_refused_with_the_python_way():
 
 
 def test_names_that_are_not_there_are_refused():
-    """By the table of what is not available, or with the nearest; what a refusal looks like is test_checks'."""
+    """A name is refused as not available, or with the nearest one; test_checks holds the wording."""
     for name in not_available.ENGINE_OPTIONS:
         with pytest.raises(ConfigError, match=rf"^{name}: not available in this version \(got -1\); leave it out"):
             EngineConfig(**{name: -1})

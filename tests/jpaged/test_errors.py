@@ -16,7 +16,7 @@ def test_a_full_queue_says_which_limit_what_was_given_and_what_to_do():
 
 
 def test_a_full_queue_is_not_taken_for_a_wrong_request():
-    """Whoever answers a wrong request with "do not send that again" must not say so here."""
+    """A server that answers a wrong request with "do not send that again" must not say so of a full queue."""
     assert not issubclass(QueueFullError, InvalidRequestError | ConfigError)
     assert issubclass(QueueFullError, JpagedError)
 

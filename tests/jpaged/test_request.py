@@ -78,7 +78,7 @@ def test_each_state_knows_whether_and_how_it_ends():
 
 
 def declared_writers():
-    """Field of Request or SampleSequence → the modules that its comments in request.py name as writer."""
+    """Return field of Request or SampleSequence → the modules that comments in request.py name as its writer."""
     writers, writer = {}, None
     for line in (PACKAGE / "request.py").read_text().splitlines():
         if found := re.fullmatch(r"    # (?:Written by ([\w/]+)|Fixed at creation)\.", line):
@@ -91,7 +91,7 @@ def declared_writers():
 
 
 def written_attributes(tree):
-    """Names of attributes that a module assigns to or mutates, except those of other objects."""
+    """Yield the names of attributes that a module assigns to or mutates, except those of other objects."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             target = node

@@ -1,4 +1,4 @@
-"""What the tests of `gpu_check` and `tpu_check` have in common: a run without a chip, and what it has to have found."""
+"""Checks that the tests of `gpu_check` and `tpu_check` share: a run without a chip, and its findings."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Script = Callable[[str], ModuleType]
 
 
 def blind(backend: type[Backend]) -> type[Backend]:
-    """Of kernels, those that know nothing of windows."""
+    """Return a backend that ignores windows and is otherwise this one."""
 
     class Blind(backend):
         def attend(self, *args: Any, **arrays: Any) -> Any:
@@ -29,7 +29,7 @@ def blind(backend: type[Backend]) -> type[Backend]:
 def check_interpreted_run(
     script: Script, name: str, cases: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script `name` checks these cases, finds them right, says so and writes it down."""
+    """Check that the script `name` runs these cases, finds them right, prints that and writes it to its output."""
     output = tmp_path / "found.json"
     assert script(name).main(["--interpret", "--seed", "7", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
@@ -41,7 +41,7 @@ def check_interpreted_run(
 
 
 def tiny_sizes(script: Script) -> Any:
-    """Of measurements: what their ratios are means nothing."""
+    """Return sizes of measurements that take no time; the measured ratios mean nothing."""
     return script("kernel_speed").Sizes(
         decode=((40, 40),),
         skewed=(10, 70),
@@ -64,9 +64,9 @@ def check_measurements(
     *,
     refused: dict[str, set[str]],
 ) -> None:
-    """Every measurement gives its `ratios`, which `goals` name.
+    """Check that every measurement gives its `ratios`, which `goals` name.
 
-    `refused`: measurement → the ratios that it cannot have here, for lack of others, who say why.
+    `refused`: measurement → ratios that need a program which is not installed here; the measurement says why.
     """
     assert set(measures) == set(ratios)
     for name, measure in measures.items():

@@ -1,4 +1,4 @@
-"""What a run of the scripts for machines with a GPU or a TPU leaves behind, however it ends."""
+"""Runs of the scripts for machines with a GPU or a TPU leave a report, however they end."""
 
 import json
 import os

@@ -64,7 +64,7 @@ def test_every_case_is_taken_and_groups_fill_tiles_of_every_size(script: Script)
 
 
 def pieces_of(backend: GpuBackend, case: Any) -> list[np.ndarray]:
-    """How many each thread block of a KV head gets in the checked step: of small tiles, and of large ones."""
+    """Return the numbers of pieces of small and of large tiles that each thread block of a KV head gets in the step."""
     rows, planner, counts = case.rows, backend.planner, []
     room = {"num_tokens": rows.num_tokens, "num_rows": rows.num_rows}
     plan = np.zeros(planner.plan_len(**room), np.int32)
@@ -78,8 +78,8 @@ def pieces_of(backend: GpuBackend, case: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("block_memory", [232448, 166912])
 def test_thread_blocks_get_as_many_pieces_as_in_long_steps(script: Script, block_memory: int) -> None:
-    """By what is used again from one piece to the next: stages, barriers and the tile of queries. An H200 that all of
-    a step is spread over gives a block two pieces of most cases."""
+    """Pieces reuse stages, barriers and the tile of queries of the one before. If a whole H200 shared a step, a block
+    would get two pieces of most cases."""
     gpu = script("gpu_check")
     chip = {"num_sms": 132, "block_memory": block_memory}
     crowded = [case for case in gpu.cases() + gpu.hopper_cases() if case.backend.get("num_sms")]
@@ -100,7 +100,7 @@ def test_thread_blocks_get_as_many_pieces_as_in_long_steps(script: Script, block
 
 
 def test_one_case_gives_every_thread_block_of_a_chip_several_pieces(script: Script) -> None:
-    """What blocks that run at once do to one another: the case is run again and has to give the same bits."""
+    """The case is run twice and must give equal bits, which blocks that disturb each other would change."""
     gpu = script("gpu_check")
     (case,) = (case for case in gpu.cases() if case.name == "full chip")
     backend = gpu.backend_of({"num_sms": 132})(case)
@@ -166,7 +166,7 @@ def test_cudnn_is_given_the_pages_that_the_kernels_read(script: Script) -> None:
 
 
 def test_cudnn_is_called_as_it_wants_to_be(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as JAX checks it: cuDNN itself is not here. What is refused of it costs a figure on the device."""
+    """JAX checks the arguments; cuDNN itself is not here. A refused call would cost a figure on the device."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)

@@ -1,4 +1,4 @@
-"""What the scripts for machines with a GPU or a TPU share, around a backend that runs anywhere."""
+"""The part that the scripts for machines with a GPU or a TPU share, with a backend that runs anywhere."""
 
 import dataclasses
 import importlib
@@ -129,7 +129,7 @@ class Unclamped(XlaBackend):
 
 
 class Racing(XlaBackend):
-    """A kernel whose results are not those of the time before, by a rounding."""
+    """A kernel whose results differ by a rounding each time."""
 
     times = itertools.count()
 
@@ -141,7 +141,7 @@ class Racing(XlaBackend):
 
 
 def paths(check: ModuleType) -> dict[str, Any]:
-    """Cases of more than other lengths or sizes."""
+    """Return cases that take other paths than lengths and sizes alone do."""
     shared = check.Rows((1, 1, 1, 17), (1, 66, 70, 40), 64, num_rows=4, num_shared=16)
     return {
         "second layer": tiny(check, layer=1),
@@ -172,7 +172,7 @@ def test_a_layer_that_is_not_the_one_it_was_told_is_wrong(script: Script) -> Non
         check.Bench(lambda case: FirstLayer(), 1).error(paths(check)["second layer"])
 
 
-def test_a_page_that_was_given_back_is_read_by_nobody(script: Script) -> None:
+def test_a_page_that_was_given_back_is_not_read(script: Script) -> None:
     check = script("kernel_check")
     case = paths(check)["null pages"]
     bench = check.Bench(lambda case: Unclamped(), 1)

@@ -13,7 +13,7 @@ if jax.default_backend() != "cpu":
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without accelerator, whose device files are looked for in this folder."""
+    """Give a machine without accelerator, whose device files are looked for in this folder."""
     monkeypatch.setattr(
         devices, "ACCELERATOR_FILES", {"gpu": f"{tmp_path}/nvidia[0-9]*", "tpu": f"{tmp_path}/accel[0-9]*"}
     )

@@ -10,7 +10,7 @@ PROMPT = [1, 2, 3]
 
 
 def family(*forks):
-    """A request and further samples, each (parent, length of what they share)."""
+    """Return a request with further samples, each given as (parent, number of tokens shared with it)."""
     request = new_request(PROMPT, max_tokens=20)
     for index, (parent, fork_len) in enumerate(forks, 1):
         child = request.new_sequence(index, request.sequences[0].token_ids, 1)
@@ -24,7 +24,7 @@ def end(sequence):
 
 
 def tree(request):
-    """Index → (index of the parent, shared tokens) of the live ones, in their order."""
+    """Return index → (index of the parent, shared tokens) of the live samples, in their order."""
     return {one.index: (one.parent.index if one.parent else None, one.fork_len) for one in request.live}
 
 

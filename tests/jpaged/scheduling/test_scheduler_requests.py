@@ -27,7 +27,7 @@ class CountingGate:
 
 
 def chunks(work):
-    """(sample, first position, tokens, samples that draw) of each chunk."""
+    """Return (sample, first position, tokens, samples that draw) of each chunk."""
     return [
         (chunk.sequence.index, chunk.start, chunk.num_tokens, [sampler.index for sampler in chunk.samplers])
         for chunk in work.chunks
@@ -38,7 +38,7 @@ def chunks(work):
 
 
 def refusal_of_a_fork(host, parent):
-    """The error of one more sample, which then changes nothing; empty if the sample is added."""
+    """Add one more sample; return the error if it is refused, which then changes nothing, or an empty string."""
     num_live = len(parent.request.live)
     try:
         host.fork(parent)
@@ -145,7 +145,7 @@ def decoding(host):
 
 
 def swapped(host):
-    """Both requests grow to 7 pages, and there are 12."""
+    """Step until a request is swapped out: both grow to 7 pages, and there are 12."""
     requests = [host.add(prompt(5, start), max_tokens=24) for start in (0, 500)]
     while not requests[1].num_swaps:
         host.step()

@@ -18,7 +18,7 @@ from ..tiny_model import CONFIG
 MODEL = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
 CPU = jax.devices("cpu")[0]
 HAS_MMA = jax.__version_info__ >= (0, 11)
-"""By version: a later JAX that has no `mma` any more must fail the tests of who wants it."""
+"""The version decides: a later JAX without `mma` must fail the tests of kernels that use it."""
 
 
 def model_with(**changes):

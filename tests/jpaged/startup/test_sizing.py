@@ -201,7 +201,7 @@ def missing_bytes(message):
     ids=["cpu", "gpu"],
 )
 def test_a_model_larger_than_memory_is_refused_with_the_missing_bytes(platform, options, estimated, measured):
-    """With exactly those bytes more it starts. The step is measured only if the weights leave room for a page."""
+    """It starts with exactly those bytes more. The step is measured only if the weights leave room for a page."""
     message = refused(platform, free_bytes=WEIGHTS // 4, **options)
     assert message.startswith(estimated)
     assert sized(platform, free_bytes=WEIGHTS // 4 + missing_bytes(message), **options).num_blocks >= 2
@@ -376,7 +376,7 @@ def test_a_context_beyond_any_step_needs_chunked_prefill():
 
 
 def scalar_memory(asked, dtype, num_seqs, max_len):
-    """A device with room for 128 page-table entries."""
+    """Choose the page size of a device with room for 128 page-table entries."""
     if num_seqs * max_len // 64 > 128:
         raise ConfigError("max_model_len: too many page numbers")
     return 64

@@ -50,7 +50,7 @@ def forward(graph: Any, weights: Any, cache: PagedCache, ids: jax.Array, step: A
 
 
 def chunked_logits(config: ModelConfig, weights: Weights, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of every position, of two sequences of the same tokens: one in a single prefill, the other in chunks
+    """Return the logits of every position of two equal sequences: one in a single prefill, the other in chunks
     that begin beside it and then token by token."""
     backend = XlaBackend(Tiles(strands=8, decode_keys=32, queries=16, prefill_keys=16))
     layout = backend.layout(

@@ -1,4 +1,4 @@
-"""Sequences whose keys and values lie in pages, and what attention over them must give: for any backend."""
+"""Sequences whose keys and values lie in pages, and the attention over them that every backend must compute."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ ATOL = 1e-5
 """Outputs are means of unit normals: float32 rounds them by 1e-7, some 1000 terms by 1e-6, and ten times that is
 still a hundredth of what one key more or less moves among 1000."""
 BF16_NORM = 1e-2
-"""Of the error of one head's output, to the output's own: a weight and a value rounded to 8 bits each, and the sum."""
+"""Greatest norm of the error of a head's output, relative to the output's: weights, values and sums have 8 bits."""
 ONE_LAYER = (LayerPlace(0, 0),)
 
 
@@ -47,11 +47,11 @@ class Shape:
     options: dict[str, Any] = field(default_factory=dict)
     backend: Backend = XlaBackend(Tiles(strands=24, decode_keys=64, queries=16, prefill_keys=16))  # noqa: RUF009  (frozen)
     slot_axes: tuple[int, ...] = (3, 2)
-    """Of each array of the cache, the axis that counts the tokens of a page."""
+    """The axis that counts the tokens of a page, in each array of the cache."""
     dtype: str = "float32"
-    """Of the pages."""
+    """Dtype of the pages."""
     step_dtype: str | None = None
-    """Of queries, keys and values; None: float32 for pages of float32, else bfloat16."""
+    """Dtype of queries, keys and values; None: float32 for pages of float32, else bfloat16."""
 
     @property
     def input_dtype(self) -> str:
@@ -59,7 +59,7 @@ class Shape:
 
 
 class World:
-    """Sequences with their whole history on the host, and the same in pages; every step is held against the oracle."""
+    """Sequences whose whole history is kept on the host and in pages; every step is compared with the oracle."""
 
     def __init__(self, shape: Shape, *, num_pages: int = 64, seed: int = 0):
         self.shape, self.rng = shape, np.random.default_rng(seed)
@@ -76,7 +76,7 @@ class World:
         self.run = jax.jit(partial(attend_layers, options=shape.options), donate_argnums=0)
 
     def add_row(self, prefix_of: int | None = None, num_shared: int = 0) -> int:
-        """A new sequence; its first `num_shared` pages are those of another, as after a prefix-cache hit."""
+        """Add a sequence whose first `num_shared` pages are those of another, as after a cache hit; return its row."""
         row, size = len(self.keys), num_shared * self.shape.page_size
         empty = np.zeros((0, self.shape.num_kv_heads, self.shape.head_size), np.float32)
         for group in range(self.num_groups):
@@ -87,12 +87,12 @@ class World:
         return row
 
     def add_rows(self, count: int) -> None:
-        """So many new sequences that share nothing."""
+        """Add `count` sequences that share no page."""
         for _ in range(count):
             self.add_row()
 
     def forget(self, row: int, num_pages: int) -> None:
-        """The window has passed: null entries take the place of the row's first pages, whose slots hold NaN."""
+        """Replace the row's first pages, which its window has passed, by the null page, whose slots hold NaN."""
         for group in range(self.num_groups):
             self.tables[group][row][:num_pages] = [NULL_PAGE] * num_pages
 
@@ -151,21 +151,21 @@ class World:
                 assert errors.max() <= BF16_NORM, f"Not equal to tolerance: off by {errors.max()} of a head's norm"
 
     def padded(self, total: int, heads: int) -> np.ndarray:
-        """[layer, T, heads, H]: normal numbers, and NaN from `total` on."""
+        """Return [layer, T, heads, H]: normal numbers, and NaN from token `total` on."""
         shape = (len(self.shape.layers), self.shape.num_tokens, heads, self.shape.head_size)
         values = np.array(jnp.asarray(self.rng.normal(size=shape), self.shape.input_dtype), np.float32)
         values[:, total:] = np.nan
         return values
 
     def _scales(self) -> KVScales:
-        """Scales that let the largest of some thousand normal numbers just fit, different for every head and layer."""
+        """Return scales, different for every head and layer, with which the largest of 1,000 normal numbers fits."""
         shape = (len(self.shape.layers), self.shape.num_kv_heads)
         is_whole = jnp.issubdtype(self.shape.dtype, jnp.integer)
         most = jnp.iinfo(self.shape.dtype).max if is_whole else float(jnp.finfo(self.shape.dtype).max)
         return KVScales(*(jnp.asarray(self.rng.uniform(4, 8, size=shape) / most, jnp.float32) for _ in range(2)))
 
     def _as_stored(self, x: np.ndarray, which: str) -> np.ndarray:
-        """[layer, T, heads, H] as the pages give it back."""
+        """Return x [layer, T, heads, H] as the pages give it back, rounded to their dtype."""
         if self.scales is None:
             return np.array(jnp.asarray(x, self.shape.dtype), np.float32)
         scales = getattr(self.scales, which)
@@ -175,7 +175,7 @@ class World:
         )
 
     def _check_pages(self, before: list[np.ndarray], slots: np.ndarray) -> None:
-        """Every slot that no token of the step was given holds the bits it held before."""
+        """Check that every slot to which the step wrote no token holds the bits it held before."""
         page_size, num_pages = self.layout.page_size, self.layout.num_pages
         is_written = np.zeros((self.layout.num_layers * num_pages, page_size), bool)
         for place in self.shape.layers:
@@ -187,13 +187,13 @@ class World:
 
 
 def bits_of(x: np.ndarray | jax.Array) -> np.ndarray:
-    """As whole numbers, of which all are equal to themselves."""
+    """Return the bits of an array as integers: unlike NaN, each is equal to itself."""
     array = np.asarray(x)
     return array.view({1: np.int8, 2: np.int16, 4: np.int32}[array.dtype.itemsize])
 
 
 def slots_of(x: np.ndarray | jax.Array, slot_axis: int, page_size: int) -> np.ndarray:
-    """Bits with the slots of a page in axis 1; of two slots in a word, each its half."""
+    """Return bits with the slots of a page in axis 1; a word that holds two slots is split."""
     bits = np.moveaxis(bits_of(x), slot_axis, 1)
     if bits.shape[1] == page_size:
         return bits
@@ -212,6 +212,6 @@ def attend_layers(
 
 
 def shape_of(page_size: int = 8, **changes: Any) -> Shape:
-    """Room for rows of three pages and some in one step; `options` without a scale get 1/√H."""
+    """Return a shape with room for rows of more than three pages in one step; without a scale, `options` get 1/√H."""
     options = {"scale": changes.get("head_size", 64) ** -0.5, **changes.pop("options", {})}
     return Shape(page_size=page_size, num_tokens=4 * page_size + 16, options=options, **changes)

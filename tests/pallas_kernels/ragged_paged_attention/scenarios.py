@@ -1,6 +1,6 @@
-"""What every attention backend is put through, written once: each scenario is given a `World` of a backend.
+"""Scenarios that every attention backend runs; each is given a `World` of a backend.
 
-How long the rows are follows from the page size, so that they begin, cross and end at edges of pages with any.
+The lengths of rows follow from the page size, so that rows begin, cross and end at edges of pages of any size.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from .paged_world import ATOL, World, bits_of
 
 LAYERS_OF_TWO_GROUPS = (LayerPlace(0, 0), LayerPlace(1, 0), LayerPlace(0, 1), LayerPlace(1, 1))
 TWO_GROUPS: dict[str, Any] = {"layers": LAYERS_OF_TWO_GROUPS, "num_group_layers": 2}
-"""Of a shape."""
+"""Options of a shape with two page-table groups of two layers each."""
 Steps = list[dict[int, int]]
-"""Of each step, row → its new tokens."""
+"""Row → its new tokens, for each step."""
 
 
 def features(page_size: int) -> dict[str, dict[str, Any]]:
-    """Name → options of `attend`, with windows at and beside the edges of a page."""
+    """Return name → options of `attend`, with windows at and beside the edges of a page."""
     return {
         "window 1": {"window": 1},
         "window of a page less one": {"window": page_size - 1},
@@ -45,7 +45,7 @@ def features(page_size: int) -> dict[str, dict[str, Any]]:
 
 
 def run_ragged(world: World) -> None:
-    """Rows of 1, page − 1, page, page + 1 and many tokens: chunked prefill, mixed steps, decode over page edges."""
+    """Run rows of 1, page − 1, page, page + 1 and many tokens: chunked prefill, mixed steps, decode over page edges."""
     page = world.shape.page_size
     world.add_rows(5)
     world.step({0: 1, 1: page - 1, 2: page, 3: page + 1})
@@ -57,7 +57,7 @@ def run_ragged(world: World) -> None:
 
 
 def run_three_steps(world: World) -> None:
-    """A step of prefill, one mixed and one of decode, over rows that begin, cross and end at edges of pages."""
+    """Run a prefill step, a mixed one and a decode step over rows that begin, cross and end at edges of pages."""
     page = world.shape.page_size
     world.add_rows(3)
     world.step({0: 2 * page + 1, 1: page, 2: 1})
@@ -66,7 +66,7 @@ def run_three_steps(world: World) -> None:
 
 
 def run_beyond_the_window(world: World, *, num_steps: int, chunk: int) -> None:
-    """A row decodes and another is prefilled by chunks, while the pages that their window has left become null."""
+    """Decode a row and prefill another by chunks, while the pages that their window has passed become null."""
     page, window = world.shape.page_size, world.shape.options["window"]
     world.add_rows(3)
     world.step({0: 30, 1: 17})
@@ -78,7 +78,7 @@ def run_beyond_the_window(world: World, *, num_steps: int, chunk: int) -> None:
 
 
 def run_shared_pages(world: World) -> None:
-    """A row that begins with another's first two pages; both go on."""
+    """Run a row that begins with another's first two pages beside that one."""
     page = world.shape.page_size
     first = world.add_row()
     world.step({first: 2 * page + page // 2 + 1})
@@ -88,7 +88,7 @@ def run_shared_pages(world: World) -> None:
 
 
 def run_single_tokens(world: World) -> None:
-    """The smallest bucket, one token and one row, from a row's first token over the edge of a page."""
+    """Run the smallest bucket, one token and one row, from a row's first token over the edge of a page."""
     world.shape = dataclasses.replace(world.shape, num_tokens=1, num_rows=1)
     world.add_row()
     for _ in range(20):
@@ -96,7 +96,7 @@ def run_single_tokens(world: World) -> None:
 
 
 def run_layer_without_keys(world: World) -> None:
-    """k = v = None writes nothing: both calls see the same pages, and the pages are those of the first."""
+    """Check that a call with k = v = None writes no page and attends to the pages that the call before it wrote."""
     shape = world.shape
     world.add_rows(2)
     world.step({0: 5})
@@ -114,7 +114,7 @@ def run_layer_without_keys(world: World) -> None:
 
 
 def check_that_a_wrong_window_is_noticed(world: World, error: int) -> None:
-    """The control: an oracle whose window is off by `error` is contradicted; in float32 by 1000 × the tolerance."""
+    """Check that an oracle whose window is off by `error` differs, in float32 by 1000 × the tolerance."""
     world.add_row()
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         world.step({0: 40}, tolerance=1000 * ATOL, window=world.shape.options["window"] + error)
@@ -124,7 +124,7 @@ def check_that_a_wrong_window_is_noticed(world: World, error: int) -> None:
 def ragged_steps(
     draw: st.DrawFn, *, most_steps: int, most_tokens: int, most_context: int, lengths: tuple[int, ...]
 ) -> Steps:
-    """Steps over up to five rows; a step has 1 to `most_tokens` tokens and a row at most `most_context`.
+    """Draw steps over up to five rows; a step has 1 to `most_tokens` tokens and a row at most `most_context`.
 
     A row is given one token, as many as may be, or one of `lengths`.
     """
@@ -148,7 +148,7 @@ def check_any_order(
     kinds: st.SearchStrategy[tuple[Any, ...]] = st.just(()),  # noqa: B008  (as constant as a number)
     max_examples: int,
 ) -> None:
-    """Chunks and decodes in any order; `make` takes a seed, and one of `kinds` item by item, and returns a world."""
+    """Check chunks and decodes in any order; `make` takes a seed and the items of one of `kinds`, returns a world."""
     runs: dict[tuple[Any, ...], Any] = {}
 
     @settings(max_examples=max_examples, deadline=None)
@@ -164,7 +164,7 @@ def check_any_order(
 
 
 def check_that_a_layout_is_refused(backend: Backend, message: str, **changes: Any) -> None:
-    """`changes` of a layout that the backend takes."""
+    """Check that a layout which the backend takes is refused with these `changes`."""
     sizes: dict[str, Any] = {"num_layers": 1, "num_pages": 4, "page_size": 16, "num_kv_heads": 2, "head_size": 64}
     with pytest.raises(ValueError, match=message):
         backend.layout(KVShape(**{**sizes, **changes}))

@@ -52,7 +52,7 @@ def layout(request):
 
 
 def random_cache(layout):
-    """Any bits at all: NaN with and without payloads, infinities, denormals, both zeros.
+    """Return pages of any bits: NaN with and without payloads, infinities, denormals, both zeros.
 
     In bfloat16 no payloads: a CPU, where pages hold pairs of them, may scatter single ones as float32 and lose them.
     """
@@ -71,7 +71,7 @@ def random_cache(layout):
 
 
 def bits(arrays, layout):
-    """Per array [layers, pages, …] as unsigned integers, so that NaNs compare by their payload."""
+    """Return each array [layers, pages, …] as unsigned integers, so that NaNs compare by their payload."""
     found = []
     for array in arrays:
         values = np.asarray(array)
