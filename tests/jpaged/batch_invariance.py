@@ -136,7 +136,7 @@ def is_same(got: Item, expected: Item, tolerance: float) -> bool:
 
 
 class Solo:
-    """Computes each request alone, and how near each of its choices was to another token."""
+    """An engine that computes each request alone, and how near each of its choices was to another token."""
 
     def __init__(self, model: str | None, *, block_size: int, is_deterministic: bool, **sizes: Any):
         self.options = {
@@ -216,7 +216,7 @@ def margin_of_draw(shares: np.ndarray, token: int, uniforms: np.ndarray) -> floa
 
 @dataclass
 class Comparison:
-    """Counts compared and excused positions, and lists every difference that has no excuse."""
+    """Numbers of compared and excused positions, and every difference that has no excuse."""
 
     solo: Solo
     num_compared: int = 0

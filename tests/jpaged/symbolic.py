@@ -145,7 +145,7 @@ def _seed(own, engine_seed, number):
 
 
 class SymbolicDevice:
-    """Executes steps. `max_pages` is the width of a page table."""
+    """A device that executes steps; `max_pages` is the width of a page table."""
 
     def __init__(self, model, *, num_blocks, num_host_blocks, block_size, max_num_seqs, max_pages, first_garbage=1):
         self.model = model
@@ -373,7 +373,7 @@ class InterruptedOutputs(OutputProcessor):
 
 
 class SymbolicRunner:
-    """Starts steps on a symbolic device, which runs them in order, at the latest when their results are read."""
+    """A runner on a symbolic device, which runs steps in order, at the latest when their results are read."""
 
     def __init__(self, make_device, extras_of_slots, *, is_late=lambda: False):
         self.make_device = make_device

@@ -85,7 +85,7 @@ def test_nothing_is_compiled_outside_the_plan(tiny: str, num_requests: int, opti
 
 
 def test_a_compilation_within_a_step_is_counted(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a step that compiles a function of its own."""
+    """This is the negative control: a step compiles a function of its own."""
     import jax
 
     with Engine(tiny, **SIZES) as engine:

@@ -15,7 +15,7 @@ PLAIN = inverse_frequencies(RopeConfig(theta=10000.0), HEAD)
 
 
 def test_frequencies_fall_from_one_radian_per_position_to_one_over_theta() -> None:
-    """Su et al.: θ_i = theta^(−2i / H)."""
+    """Su et al. define θ_i = theta^(−2i / H)."""
     assert PLAIN.dtype == np.float32
     assert PLAIN[0] == 1.0
     assert PLAIN[HEAD // 4] == pytest.approx(10000.0**-0.5)

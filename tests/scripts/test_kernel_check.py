@@ -20,7 +20,7 @@ from .check_scripts import Script, blind
 
 
 class Forgetful(XlaBackend):
-    """A kernel that writes nothing that lasts."""
+    """A kernel whose writes are lost."""
 
     def attend(self, pages: Any, *args: Any, **arrays: Any) -> Any:
         return super().attend(pages, *args, **arrays)[0], pages
@@ -117,7 +117,7 @@ class FirstLayer(XlaBackend):
 
 
 class Unclamped(XlaBackend):
-    """A kernel that reads what lies behind the window too: whole pages of each row, which weigh nothing."""
+    """A kernel that also reads the pages before the window of each row, with a weight of zero."""
 
     def attend(self, pages: Any, layout: Any, place: Any, *args: Any, **arrays: Any) -> Any:
         out, pages = super().attend(pages, layout, place, *args, **arrays)

@@ -11,13 +11,12 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, siz
 from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
 
 
+@pytest.mark.slow
 def test_it_checks_prints_and_writes_what_it_found(
-    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of the tiny cases is enough: the kernels have tests of their own."""
-    cases = [case for case in script("tpu_check").tiny_cases() if case.name == "one token"]
-    monkeypatch.setattr(script("tpu_check"), "tiny_cases", lambda: cases)
-    check_interpreted_run(script, "tpu_check", {"one token"}, tmp_path, capsys)
+    """The part without kernels is tested by test_kernel_check.py."""
+    check_interpreted_run(script, "tpu_check", {"plain", "one token", "all, int8"}, tmp_path, capsys)
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
 
 
 def test_pages_that_one_group_has_in_excess_do_not_serve_another():
-    """B7."""
+    """This is B7: a refusal changes nothing."""
     blocks = manager(num_blocks=1 + 6, block_size=4, windows=(None, 4))
     sequence = sequence_of([1, 2, 3, 4], num_groups=2)
     assert blocks.prepare(sequence, 12)
@@ -107,7 +107,7 @@ def test_pages_that_one_group_has_in_excess_do_not_serve_another():
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 8, 20])
 def test_a_window_gives_back_exactly_the_pages_that_no_later_query_sees(window, block_size):
-    """X1. A query sees itself and the window − 1 positions before it."""
+    """This is X1: a query sees itself and the window − 1 positions before it."""
     for num_done in range(1, 21):
         blocks = manager(num_blocks=60, block_size=block_size, windows=(window,))
         sequence = start(blocks, list(range(16)))
@@ -139,7 +139,7 @@ def test_a_child_inherits_hashes_and_published_pages_of_its_parent():
 
 @pytest.mark.parametrize(("has_chunk_in_flight", "deferred"), [(True, [1, 2, 3]), (False, [2, 3])])
 def test_pages_that_steps_in_flight_may_write_are_deferred_and_published_ones_are_not(has_chunk_in_flight, deferred):
-    """B6. Steps that decode write from the page of the last known token on; a chunk, anywhere."""
+    """This is B6: steps that decode write from the page of the last known token on; a chunk writes anywhere."""
     blocks = manager(num_blocks=20, block_size=2)
     sequence = start(blocks, [1, 2, 3, 4, 5], compute=False)
     assert blocks.prepare(sequence, 8)

@@ -138,7 +138,7 @@ def test_a_reset_forgets_everything_and_is_counted():
 
 
 def test_each_extra_makes_other_prefixes():
-    """P3. A salt cannot be taken for an adapter's name, nor a name for a name and a version."""
+    """This is P3: a salt cannot be taken for an adapter's name, nor a name for a name and a version."""
     keys = [
         CacheKey(),
         CacheKey(lora_name="a"),

@@ -92,7 +92,7 @@ def check_rows(logits, rules, slots, histories):
 
 
 def test_each_row_follows_its_own_rules_token_by_token_beside_rows_of_all_kinds():
-    """Slots in any order, forty tokens each, bad words nearly completed again and again."""
+    """Slots are in any order; each draws forty tokens, which nearly complete bad words again and again."""
     rng = np.random.default_rng(0)
     all_params = [SamplingParams(**asked) for asked in ASKED.values()]
     slots = rng.permutation(np.arange(1, NUM_SLOTS + 1))[: len(all_params)]
@@ -161,7 +161,7 @@ def test_draws_under_rules_have_the_exact_probabilities(asked):
 
 
 def test_a_resumed_sequence_has_the_rules_it_had():
-    """Packed with its tokens so far and written to another slot, its rules equal those kept up while it drew them."""
+    """Its rules, packed with its tokens so far and written to another slot, equal those updated as it drew them."""
     rng = np.random.default_rng(1)
     for asked in ASKED.values():
         params = SamplingParams(**asked)

@@ -269,7 +269,7 @@ def test_huge_logits_overflow_nothing():
 
 
 def test_uniforms_follow_the_documented_key_path():
-    """key(seed as two words) → fold sample index → fold output index → fold purpose, by plain jax.random calls."""
+    """The path is: key of the seed as two words, then fold_in of sample index, output index and purpose."""
     rng = np.random.default_rng(8)
     seeds = rng.integers(0, 2**64, 40, np.uint64)
     samples, outputs = rng.integers(0, 128, 40), rng.integers(0, 2**17, 40)
@@ -404,7 +404,7 @@ def test_draws_rarely_change_with_the_rounding_of_another_executable():
 
 @pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, 1e4])
 def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
-    """Within 1e-5 of float64, on the very float32 logits that the sampler saw, however large."""
+    """They are within 1e-5 of float64 on the float32 logits that the sampler was given, however large."""
     logits = make_logits(len(RULES), 1000, seed=10) + np.float32(offset)
     result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.FULL, 20)
     exact = logits.astype(np.float64)

@@ -163,7 +163,7 @@ def ruled_logits(row, params, prompt_ids, token_ids, bad_words):
 
 
 def test_logprobs_and_prompt_logprobs_follow_the_definition(tiny, logits_of):
-    """All of the vocabulary, with the prompt cut into chunks of any size, and again from a warm prefix cache."""
+    """They are asked for the whole vocabulary, with the prompt in chunks, and again from a warm prefix cache."""
     prompt = PROMPTS[3]
     for options in ({}, {"long_prefill_token_threshold": 7}, {"max_num_batched_tokens": 16}):
         with new_engine(tiny, **options) as engine:

@@ -86,12 +86,12 @@ def test_the_defaults_of_an_accelerator():
     ],
 )
 def test_the_pool_of_a_cpu(case, pool_pages):
-    """min(4 GiB, half of free memory, max_num_seqs × max_model_len)."""
+    """It is min(4 GiB, half of free memory, max_num_seqs × max_model_len)."""
     assert sized(**case).num_blocks == pool_pages
 
 
 def test_the_pool_of_a_device():
-    """0.92 of free memory without weights and one step, but at most every sequence at full length."""
+    """It is 0.92 of free memory without weights and one step, but at most every sequence at full length."""
     free = 40 * GIB
     page = PAGE // 2
     sizes = sized("gpu", free_bytes=free, context=131072, model={"torch_dtype": "bfloat16"})

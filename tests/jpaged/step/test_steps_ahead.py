@@ -102,7 +102,7 @@ def test_without_async_scheduling_each_step_is_read_before_the_next_is_dispatche
 def test_a_dispatch_decodes_as_many_tokens_as_the_option_says(
     tiny: str, num_decode_steps: Any, num_dispatches: int
 ) -> None:
-    """One dispatch for the prompts, then 48 tokens of each sequence."""
+    """One dispatch computes the prompts; the others decode 48 tokens of each sequence."""
     with recorded_engine(tiny, num_decode_steps=num_decode_steps) as (engine, recorded):
         engine.generate([[20 + index] * 6 for index in range(5)], GREEDY, use_tqdm=False)
         assert len(recorded.steps) == 1 + num_dispatches
