@@ -196,6 +196,11 @@ def shown(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
+def one_line(error: BaseException, max_chars: int = 300) -> str:
+    """Return an error's text on one line, cut to `max_chars`."""
+    return " ".join(str(error).split())[:max_chars]
+
+
 def is_number(value: Any) -> bool:
     """Return whether it is a real number of any type (numpy's too) and no boolean."""
     return isinstance(value, Real) and not isinstance(value, bool)

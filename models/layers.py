@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ..pallas_kernels.native.matmul import columns_of, panels_shape, product
-from ..pallas_kernels.native.rms_norm import rms_norm
+from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
 
 Axes = tuple[str | None, ...]
 """Logical axes of a weight's dimensions; None for one that is never spread."""
@@ -21,33 +20,23 @@ Axes = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class WeightMaker:
-    """Makes the weights of a model, and knows where they are going to be: on how many devices, of which platform."""
+    """Makes the weights of a model, and knows over how many devices they are spread and which operations use them."""
 
     new: Callable[[tuple[int, ...], Axes, float | None], Any]
-    """A weight of that shape and those logical axes, all of one value or (None) drawn at random: an array for a model
-    of its own, its abstract shape for one to be loaded."""
+    """(shape, logical axes, fill) → a weight: an array, or its abstract shape where it is loaded later. All elements
+    equal `fill`; None draws them at random."""
     num_shards: int
-    platform: str
     dtype: Any
+    ops: LayerOps = XLA_OPS
 
-    def __call__(self, shape: tuple[int, ...], axes: Axes, *, fill: float | None = None) -> Any:
-        return self.new(shape, axes, fill)
-
-    @property
-    def in_panels(self) -> bool:
-        """Whether native code multiplies. For one CPU: it is not cut for several."""
-        return self.platform == "cpu" and self.num_shards == 1
-
-    @property
-    def stream_dtype(self) -> Any:
-        """Of what runs through the layers. XLA:CPU computes in bfloat16 by way of float32, and rounds each time."""
-        return jnp.dtype(jnp.float32) if self.in_panels else jnp.dtype(self.dtype)
+    def vector(self, size: int, axis: str | None, *, fill: float, **metadata: Any) -> nnx.Param[Any]:
+        """Return a weight [size] whose elements are `fill` until it is loaded."""
+        return nnx.Param(self.new((size,), (axis,), fill), logical_axes=(axis,), **metadata)
 
     def matrix(self, num_in: int, num_out: int, axes: tuple[str, str], **metadata: Any) -> nnx.Param[Any]:
-        """To multiply with: W [in, out], a checkpoint's turned round; in panels where native code multiplies."""
-        shape = panels_shape(num_in, num_out, self.dtype) if self.in_panels else (num_in, num_out)
-        of_matrix = {"matrix": (num_in, num_out), "in_panels": self.in_panels}
-        return nnx.Param(self(shape, axes), logical_axes=axes, **of_matrix, **metadata)
+        """Return a matrix W [in, out], stored as `ops` wants it; a checkpoint stores Wᵀ."""
+        weight = self.new(self.ops.matrix_shape(num_in, num_out, self.dtype), axes, None)
+        return nnx.Param(weight, logical_axes=axes, matrix=(num_in, num_out), ops=self.ops, **metadata)
 
 
 class Linear(nnx.Module):
@@ -55,31 +44,27 @@ class Linear(nnx.Module):
 
     def __init__(self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, make: WeightMaker) -> None:
         self.weight = make.matrix(num_in, num_out, axes)
-        self.bias = nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:]) if bias else nnx.data(None)
+        self.bias = make.vector(num_out, axes[1], fill=0.0) if bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return self.product(x).astype(x.dtype)
 
     def product(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
-        """The same before it is rounded to x's dtype: float32."""
+        """Return x · W (+ b) in float32, not rounded to x's dtype."""
         return _product(x, self.weight, self.bias)
 
 
 def _product(x: Float[Array, "T I"], weight: nnx.Param[Any], bias: nnx.Param[Any] | None) -> Float[Array, "T O"]:
-    """x · W (+ b) in float32."""
-    if weight.in_panels:
-        out = product(x.astype(weight[...].dtype), weight[...], weight.matrix[1])
-    else:
-        out = jnp.dot(x, weight[...], preferred_element_type=jnp.float32)
+    out = weight.ops.product(x, weight[...], weight.matrix[1])
     return out if bias is None else out + bias[...].astype(jnp.float32)[None, :]
 
 
 class FusedLinear(nnx.Module):
-    """Several projections of the same input as one product: x [T, in] · W [in, out], and what each of them makes.
+    """Several projections of one input as a single product: x [T, in] · W [in, out], split into each one's outputs.
 
-    `parts` are the projections as a checkpoint knows them, with the outputs of each. A weight that is spread over
-    several devices holds an equal share of every part for the first, then for the second, and so on: all that
-    makes up a device's share lies in one block of columns, in the layout that a compiler gives any matrix.
+    `parts` are the projections as a checkpoint knows them, with the number of outputs of each. A weight that is spread
+    over several devices holds an equal share of every part for the first device, then for the second, and so on: each
+    device's share lies in one block of columns, in the layout that a compiler gives any matrix.
     """
 
     def __init__(
@@ -94,15 +79,13 @@ class FusedLinear(nnx.Module):
         num_out = sum(size for _, size in parts)
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards}
         self.weight = make.matrix(num_in, num_out, axes, **fused)
-        self.bias = (
-            nnx.Param(make((num_out,), axes[1:], fill=0.0), logical_axes=axes[1:], **fused) if bias else nnx.data(None)
-        )
+        self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
         self.num_shards = make.num_shards
         # Where one part ends and the next begins, in the block of a device.
         self.ends = tuple(accumulate(size // make.num_shards for _, size in parts))[:-1]
 
     def __call__(self, x: Float[Array, "T I"]) -> list[Float[Array, "T P"]]:
-        """Each part's outputs, in the order that it would make them in by itself."""
+        """Return each part's outputs, in the order of an unfused projection."""
         out = _product(x, self.weight, self.bias).astype(x.dtype)
         if self.num_shards == 1:
             return jnp.split(out, self.ends, axis=-1)
@@ -111,27 +94,31 @@ class FusedLinear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of [V, D], looked up by token id, and multiplied with for logits if input and output are tied."""
+    """Vectors of token ids. Where input and output are tied, the same weight also makes the logits.
+
+    The weight is a table [V, D], or the matrix W [D, V] where it is tied and `ops` wants it so.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, make: WeightMaker) -> None:
         axes = ("vocab", "embed")
-        if is_tied and make.in_panels:
+        self.is_matrix = is_tied and make.ops.stores_tied_table_as_matrix
+        if self.is_matrix:
             self.weight = make.matrix(hidden_size, vocab_size, axes)
         else:
-            self.weight = nnx.Param(make((vocab_size, hidden_size), axes), logical_axes=axes, in_panels=False)
-        self.stream_dtype = make.stream_dtype
+            self.weight = nnx.Param(make.new((vocab_size, hidden_size), axes, None), logical_axes=axes)
+        self.stream_dtype = make.ops.stream_dtype(make.dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Ids must lie in the table: JAX would clamp them without a word, so the host checks them."""
-        if self.weight.in_panels:
-            rows = columns_of(self.weight[...], token_ids, self.weight.matrix[0])
+        """Return the vectors of `token_ids`, which the host has checked: JAX would clamp an id beyond the table."""
+        if self.is_matrix:
+            rows = self.weight.ops.columns(self.weight[...], token_ids, self.weight.matrix[0])
         else:
             rows = jax.lax.platform_dependent(self.weight[...], token_ids, cpu=_rows_by_bits, default=_rows)
         return rows.astype(self.stream_dtype)
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Scores of the whole table, in float32."""
-        if self.weight.in_panels:
+        """Return the scores of the whole vocabulary, in float32."""
+        if self.is_matrix:
             return _product(x_RD, self.weight, None)
         return jnp.einsum("rd,vd->rv", x_RD, self.weight[...], preferred_element_type=jnp.float32)
 
@@ -141,10 +128,10 @@ def _rows(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T 
 
 
 def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """The same where XLA would make float32 of a whole table to look up some rows of bfloat16."""
+    """Look up rows as integers where the table is bfloat16: XLA:CPU would convert the whole table to float32 first."""
     if table.dtype != jnp.bfloat16:
         return _rows(table, ids)
-    # With the ids behind a barrier, a loop that decodes cannot make the bits of all of the table ahead of itself.
+    # With the ids behind a barrier, XLA cannot take the conversion of the whole table out of a loop that decodes.
     table, ids = jax.lax.optimization_barrier((table, ids))
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[ids], jnp.bfloat16)
@@ -154,14 +141,8 @@ class RMSNorm(nnx.Module):
     """x / rms(x) × w, normalised in float32. Source: Zhang & Sennrich 2019, arXiv:1910.07467."""
 
     def __init__(self, size: int, *, eps: float, make: WeightMaker) -> None:
-        self.weight = nnx.Param(make((size,), ("embed",), fill=1.0), logical_axes=("embed",))
+        self.weight = make.vector(size, "embed", fill=1.0, ops=make.ops)
         self.eps = eps
-        self.is_native = make.in_panels
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        x_f32 = x_TD.astype(jnp.float32)
-        if self.is_native:
-            return rms_norm(x_f32, self.weight[...].astype(jnp.float32), self.eps).astype(x_TD.dtype)
-        mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
-        normed = (x_f32 * jax.lax.rsqrt(mean_square + self.eps)).astype(x_TD.dtype)
-        return normed * self.weight[...].astype(x_TD.dtype)[None, :]
+        return self.weight.ops.rms_norm(x_TD, self.weight[...], self.eps)

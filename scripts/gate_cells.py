@@ -291,7 +291,6 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     make = WeightMaker(
         new=lambda shape, axes, fill: jnp.ones(shape, jnp.bfloat16),
         num_shards=mesh.size,
-        platform=mesh.devices.flat[0].platform,
         dtype=jnp.bfloat16,
     )
 

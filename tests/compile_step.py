@@ -156,7 +156,7 @@ def main() -> None:
     import jax
 
     from jpaged.models.config import config_from_hf
-    from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+    from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend, XlaBackend
     from jpaged.sampling.logit_rules import rule_shapes
     from jpaged.sampling.logit_rules_spec import LogitRulesSpec
     from jpaged.sampling.sampler import SampleSettings
@@ -167,7 +167,7 @@ def main() -> None:
     model = config_from_hf(SMALL if target == "cpu" else LLAMA_8B, Path("config.json"))
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
     if gate is None:
-        backend = XlaBackend(platform="cpu")
+        backend = NativeBackend() if num_devices == 1 else XlaBackend(platform="cpu")
     elif target == "h100" and jax.__version_info__ < (0, 11):
         backend = XlaBackend(platform="gpu")
     else:

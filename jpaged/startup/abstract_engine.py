@@ -54,7 +54,7 @@ class AbstractEngine:
 
     def weights(self, dtype: str) -> Weights:
         """Return the shapes of the weights with their placement."""
-        return abstract_weights(self.model, dtype, self.mesh)
+        return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops)
 
     def weights_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights."""

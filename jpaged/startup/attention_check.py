@@ -1,7 +1,8 @@
-"""The comparison of a kernel with the XLA path, on the device that it is to serve on, before it serves.
+"""Compares a backend with the `xla` backend on the device that it is to serve on, before it serves.
 
-One small ragged batch is prefilled and decoded by both. A kernel that computes something else does not start; one that
-agrees is not compared again until something about it changes.
+One small ragged batch is prefilled and decoded by both; a backend with products and norms of its own computes these
+too. A backend that computes something else does not serve; one that agrees is not compared again until the backend,
+the model's shape, the chip or a version changes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ConfigError
+from .. import pallas_kernels
+from ..checks import one_line
 from ..models.config import ModelConfig
+from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ..pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
     Backend,
@@ -28,7 +31,6 @@ from ..pallas_kernels.ragged_paged_attention import (
     LayerPlace,
     PagedCache,
     XlaBackend,
-    interface,
     random_tables,
     step_of_rows,
 )
@@ -36,74 +38,66 @@ from .user_cache import make_private, user_cache
 
 logger = logging.getLogger("jpaged")
 
-LARGEST_ERROR = 2e-2
-"""Of an output row's norm, between a kernel and the XLA path: both round to bfloat16 in different places."""
+MAX_ERROR = 2e-2
+"""Largest difference of a row from the `xla` backend's, as a share of its norm: both round to bfloat16 in different
+places."""
 CHECK_TOKENS, CHECK_ROWS = 64, 8
+PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
+"""Rows and columns of the products that are compared: no multiples of any tile."""
 
 
-def check_kernels(
+def find_failure(
     backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
-) -> None:
-    """Compare a kernel with the XLA path on this device, unless that was done before with the same versions.
+) -> str | None:
+    """Compare a backend with `xla` on this device, unless that was done before with the same versions.
 
-    ConfigError if they differ, or if the kernel cannot be run. Where this user's files cannot be kept, it is done each
-    time, with a warning.
+    Returns a clause that says why the backend must not serve: it differs, or it cannot be run. None if it may serve.
+    Where this user's files cannot be kept, it is compared at each start, with a warning.
     """
     if not backend.needs_check:
-        return
+        return None
     key = check_key(backend, model, dtype, kv_dtype, block_size, device)
     each_start = "the check of %s is made at each start: %s"
     mark: Path | None
     try:
         mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
         if mark.exists():
-            return
+            return None
     except (OSError, RuntimeError) as problem:
         mark = None
         logger.warning(each_start, backend.name, problem)
+    where = f"on {device.device_kind}"
+    heads = model.num_heads, model.num_kv_heads, model.head_size
     try:
-        error = kernel_error(
-            backend,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_size,
-            dtype,
-            kv_dtype,
-            block_size,
-            device,
-            windows=model.windows,
-        )
+        error = kernel_error(backend, *heads, dtype, kv_dtype, block_size, device, windows=model.windows)
+        if backend.layer_ops != XLA_OPS:
+            error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps))
     except Exception as failure:
-        raise ConfigError(
-            f"attention_backend: {backend.name} failed its check on {device.device_kind}: "
-            f"{' '.join(str(failure).split())[:500]}; use --attention-backend xla"
-        ) from failure
-    if not error <= LARGEST_ERROR:
-        raise ConfigError(
-            f"attention_backend: {backend.name} differs from the XLA path on {device.device_kind} by {error:.3g} of an "
-            f"output's norm, allowed: {LARGEST_ERROR}; use --attention-backend xla"
-        )
-    logger.info("%s agrees with the XLA path on %s to %.2g", backend.name, device.device_kind, error)
-    if mark is None:
-        return
-    try:
-        make_private(mark.parent)
-        mark.write_text(json.dumps({"checked": key, "error": error}))
-    except OSError as problem:
-        logger.warning(each_start, backend.name, problem)
+        return f"it failed its check {where}: {one_line(failure, 500)}"
+    if not error <= MAX_ERROR:
+        return f"it differs from xla {where} by {error:.3g} of an output's norm, allowed: {MAX_ERROR}"
+    logger.info("%s agrees with xla %s to %.2g", backend.name, where, error)
+    if mark is not None:
+        try:
+            make_private(mark.parent)
+            mark.write_text(json.dumps({"checked": key, "error": error}))
+        except OSError as problem:
+            logger.warning(each_start, backend.name, problem)
+    return None
 
 
 def check_key(
     backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> list[Any]:
-    """What a comparison holds for: another kernel, shape, chip, driver or version is compared anew."""
-    shape = [model.num_heads, model.num_kv_heads, model.head_size, sorted({window or 0 for window in model.windows})]
+    """Return what a comparison holds for: another backend, shape, chip, driver or version is compared anew."""
+    windows = sorted({window or 0 for window in model.windows})
+    shape = [model.num_heads, model.num_kv_heads, model.head_size, model.hidden_size, model.rms_norm_eps, windows]
     versions = [device.client.platform_version, jax.__version__, source_digest()]
-    return [repr(backend), *shape, dtype, kv_dtype, block_size, device.device_kind, *versions]
+    return [repr(backend), *shape, dtype, kv_dtype, block_size, backend.hardware(device), *versions]
 
 
-def source_digest(folder: Path = Path(interface.__file__).parent) -> str:
-    """Of the source of all backends: a kernel that was changed is another one, whatever our version says."""
+def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
+    """Return a digest of the source of all backends: a changed kernel is another one, whatever our version says."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -122,7 +116,7 @@ def kernel_error(
     *,
     windows: Sequence[int | None] = (None,),
 ) -> float:
-    """The largest difference from the XLA path, as a share of an output row's norm, over prefill and decode steps.
+    """Return the largest difference from `xla`, as a share of an output row's norm, over prefill and decode steps.
 
     In the second of two layers, for each of `windows`, of queries, keys and values in `dtype`. All steps have the same
     shapes, so that each backend compiles one program a window.
@@ -155,13 +149,48 @@ def kernel_error(
                 with jax.default_device(device):
                     out, caches[index] = _attend(cache, *inputs, step, scale=head_size**-0.5, window=window)
                 outs.append(np.asarray(out[: work.sum()], np.float32))
-            errors = np.linalg.norm(outs[0] - outs[1], axis=-1) / np.linalg.norm(outs[1], axis=-1)
-            worst = max(worst, float(errors.max()) if np.isfinite(errors).all() else np.inf)
+            worst = max(worst, _largest_difference(*outs))
     return worst
 
 
+def layer_error(ops: LayerOps, hidden_size: int, dtype: str, eps: float) -> float:
+    """Return the largest difference of products, columns and norms from `XLA_OPS`, as a share of a row's norm."""
+    rng, matrix, worst = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
+    columns = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))
+    gains, ids = rng.normal(size=hidden_size).astype(columns.dtype), np.arange(0, PRODUCT_COLUMNS, 7, dtype=np.int32)
+    stored = [_stored(each, columns, matrix) for each in (ops, XLA_OPS)]
+
+    def outputs(each: LayerOps, weight: np.ndarray, x: np.ndarray) -> list[np.ndarray]:
+        @jax.jit
+        def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
+            rows = each.columns(weight, jnp.asarray(ids), hidden_size)
+            return [each.product(x, weight, PRODUCT_COLUMNS), rows, each.rms_norm(x, gains, eps)]
+
+        return [np.asarray(out, np.float32) for out in run(weight, x, gains)]
+
+    for num_rows in PRODUCT_ROWS:
+        x = rng.normal(size=(num_rows, hidden_size)).astype(columns.dtype)
+        ours, theirs = (outputs(each, weight, x) for each, weight in zip((ops, XLA_OPS), stored, strict=True))
+        worst = max([worst, *map(_largest_difference, ours, theirs)])
+    return worst
+
+
+def _stored(ops: LayerOps, columns: np.ndarray, matrix: tuple[int, int]) -> np.ndarray:
+    """Return the matrix with these columns, [out, in], as `ops` stores it."""
+    out = np.empty(ops.matrix_shape(*matrix, columns.dtype), columns.dtype)
+    _, write = ops.matrix_rows(out, [(0, size) for size in out.shape], matrix)
+    write(0, columns)
+    return out
+
+
+def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return the largest norm of a row's difference, as a share of the row's norm; infinity if one is not finite."""
+    errors = np.linalg.norm(ours - theirs, axis=-1) / np.linalg.norm(theirs, axis=-1)
+    return float(errors.max()) if np.isfinite(errors).all() else np.inf
+
+
 def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
-    """Page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
+    """Return page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
 
     Short rows around the end of a page and a long one, which is written in two steps; then all of them decode.
     """
@@ -180,7 +209,7 @@ def _attend(
 
 
 def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:
-    """A cache of two layers whose pages hold NaN, as if nothing had been written yet."""
+    """Return a cache of two layers whose pages hold NaN, as if nothing had been written yet."""
     layout = backend.layout(shape)
     pages = tuple(jnp.full(shape, layout.unwritten) for shape in layout.shapes)
     return PagedCache(pages, layout, (LayerPlace(0, 0), LayerPlace(0, 1)), backend)

@@ -15,10 +15,11 @@ from typing import Any
 
 import jax
 
+from ..checks import one_line
 from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..pallas_kernels import ragged_paged_attention
-from ..pallas_kernels.ragged_paged_attention import AttentionShape, Backend
+from ..pallas_kernels.ragged_paged_attention import AttentionShape, Backend, BackendUnavailableError
 from ..pallas_kernels.ragged_paged_attention.names import BACKENDS, BackendEntry
 from ..scheduling.buckets import sample_sizes
 from .user_cache import user_cache
@@ -36,6 +37,8 @@ class AttentionChoice:
 
     backend: Backend
     reason: str
+    is_replacement: bool = False
+    """Whether a default backend could not serve, for the reason given, and this one serves instead."""
 
 
 def attention_shape(model: ModelConfig, kv_dtype: str) -> AttentionShape:
@@ -53,22 +56,25 @@ def choose_attention(
     """
     if asked != "auto":
         return AttentionChoice(backend_by_name(asked, shape, devices, deterministic=deterministic), "asked for")
-    reason = f"the default on {devices[0].platform}"
+    reason, is_replacement = f"the default on {devices[0].platform}", False
     for entry in BACKENDS:
         if devices[0].platform not in entry.platforms:
             continue
         if why_not := _why_not_default(entry, devices[0], deterministic=deterministic):
             reason = f"not {entry.name}: {why_not}"
             continue
-        backend_class = load_backend(entry)
-        tuned = users_tuned(backend_class)
         try:
+            backend_class = load_backend(entry)
+            tuned = users_tuned(backend_class)
             backend = backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=tuned)
+        except ConfigError:
+            raise
         except ValueError as error:
-            reason = f"not {entry.name}: {error}"
+            reason, is_replacement = f"not {entry.name}: {error}", True
             continue
         return AttentionChoice(backend, reason)
-    return AttentionChoice(backend_by_name(FALLBACK.name, shape, devices, deterministic=deterministic), reason)
+    fallback = backend_by_name(FALLBACK.name, shape, devices, deterministic=deterministic)
+    return AttentionChoice(fallback, reason, is_replacement)
 
 
 def backend_by_name(
@@ -82,11 +88,21 @@ def backend_by_name(
             f"attention_backend: got {name}, allowed on this device ({device.device_kind}): "
             f"{', '.join(['auto', *allowed])}; leave it out"
         )
-    backend_class = load_backend(entry)
     try:
+        backend_class = load_backend(entry)
         return backend_class.for_devices(devices, shape, deterministic=deterministic, tuned=users_tuned(backend_class))
+    except ConfigError:
+        raise
+    except BackendUnavailableError as error:
+        raise cannot_serve(name, str(error)) from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def cannot_serve(name: str, reason: str) -> ConfigError:
+    """Return the error of a start that asked for a backend by its name, where the backend cannot serve."""
+    way_out = f"use --attention-backend {FALLBACK.name}"
+    return ConfigError(f"attention_backend: got {name}, which cannot serve here: {reason}; {way_out}")
 
 
 def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: bool) -> str:
@@ -100,9 +116,16 @@ def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: 
 
 
 def load_backend(entry: BackendEntry) -> type[Backend]:
-    """The class of a backend. Pallas takes a quarter of a second to import: this is done for a chosen backend only."""
+    """Import the class of a backend; BackendUnavailableError if a package that it needs cannot be imported.
+
+    Pallas takes a quarter of a second to import: this is done for a chosen backend only.
+    """
     module, name = entry.class_path.rsplit(".", 1)
-    backend: type[Backend] = getattr(importlib.import_module(f"{ragged_paged_attention.__name__}.{module}"), name)
+    try:
+        backend: type[Backend] = getattr(importlib.import_module(f"{ragged_paged_attention.__name__}.{module}"), name)
+    except (ImportError, OSError) as error:
+        package = (getattr(error, "name", None) or "a package").split(".")[0]
+        raise BackendUnavailableError(f"it needs {package}, which cannot be imported ({one_line(error)})") from error
     return backend
 
 

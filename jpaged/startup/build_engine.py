@@ -18,13 +18,12 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from ..checks import shown
+from ..checks import one_line, shown
 from ..config import MAX_DECODE_STEPS, EngineConfig
 from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.io.loading import Weights, check_tensors, load_weights
-from ..pallas_kernels.native.amx import what_multiplies
 from ..pallas_kernels.ragged_paged_attention import Backend
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
@@ -41,8 +40,8 @@ from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
 from .abstract_engine import WINDOWS, AbstractEngine
-from .attention_check import check_kernels
-from .attention_choice import attention_shape, choose_attention
+from .attention_check import find_failure
+from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .host_memory import free_host_bytes
 from .open_model import ModelHandle
 from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, size_engine
@@ -94,14 +93,12 @@ def build_engine(
     """
     use_compilation_cache(config.compilation_cache_dir)
     device = _select_device(config.device)
-    engine = _abstract_engine(config, handle, device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
-    sizes = size_engine(config, handle.config, engine, free, demands)
+    engine, sizes = _checked_engine(config, handle, device, free, demands)
     for note in sizes.notes:
         logger.warning(note)
     logger.info("memory: %s", sizes.memory)
     step = sizes.step
-    check_kernels(engine.backend, handle.config, step.dtype, step.kv_cache_dtype, step.block_size, device)
     check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
     builder = engine.builder(step)
     programs = engine.programs(
@@ -137,20 +134,42 @@ def _select_device(kind: str) -> jax.Device:
         raise ConfigError(" ".join(str(error).split())) from error
 
 
-def _abstract_engine(config: EngineConfig, handle: ModelHandle, device: jax.Device) -> AbstractEngine:
-    """Choose the attention backend, and check the user's logits processors."""
+def _checked_engine(
+    config: EngineConfig, handle: ModelHandle, device: jax.Device, free: FreeMemory, demands: Sequence[Demand]
+) -> tuple[AbstractEngine, EngineSizes]:
+    """Choose the attention backend, size the engine, and compare the backend with `xla` on the device.
+
+    Where a default backend fails, `xla` serves, and one warning says why. ConfigError if the backend was asked for.
+    """
     model = handle.config
+    check_processors(config.logits_processors, model.vocab_size)
     _, kv_dtype = chosen_dtypes(config, model, device.platform)
     shape = attention_shape(model, kv_dtype)
-    attention = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
-    logger.info("attention: %s, %s", attention.backend.name, attention.reason)
-    if device.platform == "cpu":
-        logger.info("native code: %s", what_multiplies())
-    check_processors(config.logits_processors, model.vocab_size)
+
+    def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
+        engine = _abstract_engine(config, handle, device, backend)
+        return engine, size_engine(config, model, engine, free, demands)
+
+    choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
+    log = logger.warning if choice.is_replacement else logger.info
+    log("attention: %s, %s", " · ".join(filter(None, [choice.backend.name, choice.backend.describe()])), choice.reason)
+    engine, sizes = sized(choice.backend)
+    step = sizes.step
+    failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
+    if failure is None:
+        return engine, sizes
+    if config.attention_backend != "auto":
+        raise cannot_serve(engine.backend.name, failure)
+    logger.warning("attention: %s, not %s: %s", FALLBACK.name, engine.backend.name, failure)
+    return sized(backend_by_name(FALLBACK.name, shape, [device], deterministic=config.deterministic))
+
+
+def _abstract_engine(config: EngineConfig, handle: ModelHandle, device: jax.Device, backend: Backend) -> AbstractEngine:
+    model = handle.config
     return AbstractEngine(
         model=model,
         mesh=device_mesh([device]),
-        backend=attention.backend,
+        backend=backend,
         rules_spec=LogitRulesSpec(model.vocab_size, config.logits_processors, frozenset(handle.eos_token_ids)),
         settings=SampleSettings(
             config.logits_processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs"
@@ -167,7 +186,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
         except Exception as error:  # A user's code may raise anything.
             raise ConfigError(
                 f"logits_processors: {shown(processor.name)} cannot be traced by JAX: {type(error).__name__}: "
-                f"{' '.join(str(error).split())[:300]}; use jax.numpy alone"
+                f"{one_line(error)}; use jax.numpy alone"
             ) from error
         if not isinstance(made, jax.ShapeDtypeStruct) or (made.shape, made.dtype) != (row.shape, row.dtype):
             raise ConfigError(

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..config import MAX_DECODE_STEPS
-from ..pallas_kernels.native.xla_call import uninitialized
 from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
 from ..sampling.logit_rules import LogitRulesState, apply_rules, record_tokens
 from ..sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
@@ -59,17 +58,8 @@ class DeviceState:
 def new_state(shapes: DeviceState) -> DeviceState:
     """Return a state of these shapes. Pages are left uninitialized, since no slot is read before it is written."""
 
-    def pages_of(leaf: Array) -> Array:
-        def empty() -> Array:
-            return lax.empty(leaf.shape, leaf.dtype)
-
-        # On a CPU, XLA fills an empty array with zeros, which would write half of the machine's memory at each start.
-        is_on_one = shapes.cache.mesh is None
-        return lax.platform_dependent(
-            cpu=(lambda: uninitialized(leaf.shape, leaf.dtype)) if is_on_one else empty, default=empty
-        )
-
-    pages = tuple(map(pages_of, shapes.cache.pages))
+    ops = shapes.cache.backend.layer_ops
+    pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
     return DeviceState(
         cache=replace(shapes.cache, pages=pages),
         page_tables=jnp.zeros(shapes.page_tables.shape, jnp.int32),

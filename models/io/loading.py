@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from ...pallas_kernels.native.matmul import empty_panels, fill_panels
+from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps, write_rows
 from ...sharding import TENSOR_AXIS, sharding_of
 from ..config import ModelConfig
 from ..errors import ModelLoadError
@@ -85,16 +85,13 @@ class Weights:
 
 
 @lru_cache(maxsize=4)
-def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh) -> Weights:
+def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS) -> Weights:
     """Return the shapes, dtypes and shardings of a model's weights; nothing is allocated or traced."""
 
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    make = WeightMaker(new, mesh.shape[TENSOR_AXIS], mesh.devices.flat[0].platform, dtype)
-    model = ARCHITECTURES[config.architecture]
-    graph, state = nnx.split(model(config, make=make))
-    return Weights(graph, state, make.stream_dtype, model.logits_modules)
+    return _split_model(config, WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops))
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -222,16 +219,10 @@ def _read_weight(
 
     `bounds` are (start, stop) for each axis of the weight, and `metadata` is the weight's.
     """
+    write = partial(write_rows, out)
+    if "matrix" in metadata:
+        bounds, write = metadata["ops"].matrix_rows(out, bounds, metadata["matrix"])
     (first, last), *rest = bounds
-    write = partial(_write_rows, out)
-    if metadata.get("in_panels"):
-        # Weights in panels are for a single device, so the slice is the whole weight.
-        num_in, num_out = metadata["matrix"]
-        (first, last), rest = (0, num_out), [(0, num_in)]
-        write = partial(fill_panels, empty_panels(num_in, num_out, out))
-    elif "matrix" in metadata:
-        (first, last), *rest = bounds[::-1]
-        write = partial(_write_rows, out.T)
     for tensor in tensors:
         for run in range(tensor.shape[0] // tensor.run_len):
             run_start = tensor.first_row + run * tensor.run_stride
@@ -240,10 +231,6 @@ def _read_weight(
                 offset = run * tensor.run_len - run_start  # A row's number in the tensor minus that in the weight.
                 for row, chunk in _chunks(checkpoint, tensor, (start + offset, stop + offset), rest):
                     write(row - offset - first, chunk)
-
-
-def _write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
-    target[first : first + len(rows)] = rows.astype(target.dtype, copy=False)
 
 
 def _chunks(
@@ -298,7 +285,7 @@ def _allocate_block(num_bytes: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
-def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
+def random_weights(config: ModelConfig, *, dtype: Any, seed: int, ops: LayerOps = XLA_OPS) -> Weights:
     """Return weights for one device, drawn from `seed`, for tests and for timing without a checkpoint."""
     rng = np.random.default_rng(seed)
 
@@ -306,7 +293,10 @@ def random_weights(config: ModelConfig, *, dtype: Any, seed: int) -> Weights:
         values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
         return jnp.asarray(values.astype(dtype))
 
-    make = WeightMaker(new, 1, jax.default_backend(), dtype)
+    return _split_model(config, WeightMaker(new, 1, dtype, ops))
+
+
+def _split_model(config: ModelConfig, make: WeightMaker) -> Weights:
     model = ARCHITECTURES[config.architecture]
     graph, state = nnx.split(model(config, make=make))
-    return Weights(graph, state, make.stream_dtype, model.logits_modules)
+    return Weights(graph, state, make.ops.stream_dtype(make.dtype), model.logits_modules)

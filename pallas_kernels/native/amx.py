@@ -41,19 +41,19 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 
 @cache
-def has_matrix_unit() -> bool:
+def has_amx_unit() -> bool:
     """Whether the processor has a matrix unit for bfloat16 and the system lets this process use it."""
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and host_has("amx-bf16")):
         return False
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
-def what_multiplies() -> str:
+def cpu_features() -> str:
     """What native code uses of this processor, for whoever wonders about its speed."""
     parts = [f"vectors of {16 if has_long_vectors() else 8} float32"]
     if host_has("avx512bf16"):
         parts.append("products of bfloat16 pairs")
-    if has_matrix_unit():
+    if has_amx_unit():
         parts.append("a matrix unit (AMX)")
     elif host_has("amx-bf16"):
         parts.append("no matrix unit: the system does not let this process use AMX")

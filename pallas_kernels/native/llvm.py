@@ -85,14 +85,14 @@ class Code:
         address = self.build.bitcast(self.at(base, offset, vector.type.element), vector.type.as_pointer())
         self.build.store(vector, address, align=SIZES[vector.type.element])
 
-    def store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value, *, at_once: bool) -> None:
-        """Float32 as bfloat16, to the nearest, to even: by the processor (`at_once`, 16 lanes), or in whole numbers.
+    def store_rounded(self, vector: ir.Value, base: ir.Value, offset: ir.Value, *, has_avx512_bf16: bool) -> None:
+        """Store float32 as bfloat16, rounded to nearest even: by one instruction (16 lanes) or by integer arithmetic.
 
-        What is no finite number may become another that is none.
+        An infinity or NaN may become another infinity or NaN.
         """
         build, lanes = self.build, vector.type.count
         short = ir.VectorType(I16, lanes)
-        if at_once:
+        if has_avx512_bf16:
             name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}"
             function = declared(build.module, name, ir.VectorType(BFLOAT16, lanes), vector.type)
             rounded = build.bitcast(build.call(function, [vector]), short)
@@ -164,13 +164,15 @@ class Code:
         function = declared(self.build.module, f"llvm.fmuladd.v{a.type.count}f32", a.type, *[a.type] * 3)
         return self.build.call(function, [a, b, c])
 
-    def add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value, *, at_once: bool) -> ir.Value:
-        """total + factor × words, lane by lane; of pairs of bfloat16, in int32, both products: `at_once` or one after
-        the other."""
+    def add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value, *, has_avx512_bf16: bool) -> ir.Value:
+        """Return total + factor × words, lane by lane.
+
+        Words of int32 are pairs of bfloat16: both products are added, by one instruction or one after the other.
+        """
         build = self.build
         if words.type.element is F32:
             return self.add_product(factor, words, total)
-        if at_once:
+        if has_avx512_bf16:
             pairs = ir.VectorType(BFLOAT16, 2 * total.type.count)
             name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
             function = declared(build.module, name, total.type, total.type, pairs, pairs)
@@ -264,6 +266,11 @@ def host_has(feature: str) -> bool:
     return _features().get(feature, False)
 
 
+def processor() -> str:
+    """Name and features of the processor, for which compiled code is kept."""
+    return f"{llvm.get_host_cpu_name()} {_features().flatten()}"
+
+
 def _machine() -> llvm.TargetMachine:
     """Another one for each engine, which takes it over and frees it."""
     features = _features().flatten()
@@ -306,7 +313,7 @@ class _KeptCode:
     """What LLVM once made of a text for this processor, in a file behind its checksum."""
 
     def __init__(self, text: str) -> None:
-        made_by = llvmlite.__version__, llvm.get_host_cpu_name(), _features().flatten(), text
+        made_by = llvmlite.__version__, processor(), text
         name = hashlib.sha256("\0".join(made_by).encode()).hexdigest()
         directory = jax.config.values.get("jax_compilation_cache_dir")
         self._path = Path(directory, f"native_{name}.o") if directory else None

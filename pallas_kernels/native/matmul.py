@@ -22,7 +22,7 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .amx import DEPTH, PANEL, WORTH_HELP, has_matrix_unit, tile_handler
+from .amx import DEPTH, PANEL, WORTH_HELP, has_amx_unit, tile_handler
 from .llvm import F32, I32, I64, Code, constant, has_long_vectors, host_has, register
 from .xla_call import Buffer, handler
 
@@ -97,15 +97,15 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
         raise ValueError(
             f"product: got a weight of shape {panels.shape}, wanted {wanted}: panels of {x.shape[1]} × {num_out}"
         )
-    are_pairs = x.dtype == jnp.bfloat16
-    if are_pairs and (rest := 2 * panels.shape[1] - x.shape[1]):
+    is_bf16_packed = x.dtype == jnp.bfloat16
+    if is_bf16_packed and (rest := 2 * panels.shape[1] - x.shape[1]):
         x = jnp.pad(x, ((0, 0), (0, rest)))
     num_rows, has_long = x.shape[0], has_long_vectors()
-    if are_pairs and has_matrix_unit():
+    if is_bf16_packed and has_amx_unit():
         name = tile_handler()
     else:
         num_groups = -(-num_rows // _most_rows(has_long))
-        name = _handler(are_pairs, are_pairs and host_has("avx512bf16"), has_long, num_rows // num_groups)
+        name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_long, num_rows // num_groups)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
     return out[:, :num_out]
 
@@ -116,12 +116,12 @@ def _most_rows(has_long: bool) -> int:
 
 
 @cache
-def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
-    """For groups of `group` rows and of one more. Of a pair, both are multiplied `at_once`, or one after the other."""
+def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_long: bool, group: int) -> str:
+    """Return the name of the custom call that takes rows in groups of `group` and of one more."""
     lanes, most_rows = 16 if has_long else 8, _most_rows(has_long)
     none = constant(ir.VectorType(F32, lanes), 0.0)
     # Of what is read at once of a row of x, and of a column.
-    kind = I32 if are_pairs else F32
+    kind = I32 if is_bf16_packed else F32
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         x, panels = args
@@ -157,7 +157,9 @@ def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
                 for i, start in enumerate(starts):
                     factor = code.in_all_lanes(code.load(x, add(start, k), kind), lanes)
                     for v in range(VECTORS):
-                        found.append(code.add_words(factor, w[v], sums[i * VECTORS + v], at_once=at_once))
+                        found.append(
+                            code.add_words(factor, w[v], sums[i * VECTORS + v], has_avx512_bf16=has_avx512_bf16)
+                        )
                 return found
 
             before = [build.select(is_begun, code.load_lanes(out, place, F32, lanes), none) for place in places]
@@ -182,6 +184,6 @@ def _handler(are_pairs: bool, at_once: bool, has_long: bool, group: int) -> str:
 
         code.loop(0, num_parts, some_depth)
 
-    sizes = are_pairs, at_once, lanes, group
+    sizes = is_bf16_packed, has_avx512_bf16, lanes, group
     name = "_".join(["jpaged_product", *(str(int(size)) for size in sizes)])
     return register(handler(name, 2, 1, prepare, body))

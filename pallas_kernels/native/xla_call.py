@@ -4,17 +4,14 @@
       └─ work(job)          takes one unit after the other until none is left: caller and helpers alike
            └─ body(unit)    what a kernel is
 
-Source of the interface: jaxlib's xla/ffi/api/c_api.h, whose structures only grow at their end.
+The interface of custom calls is described in `ffi`.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,17 +19,27 @@ import jax.numpy as jnp
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from .ffi import (
+    API_FUNCTIONS,
+    BUFFER_DATA,
+    BUFFER_DIMS,
+    DESTROY_ERROR,
+    EXTENSION_METADATA,
+    EXTENSION_TYPE,
+    FRAME_API,
+    FRAME_ARGS,
+    FRAME_CONTEXT,
+    FRAME_EXTENSION,
+    FRAME_RETS,
+    METADATA_TRAITS,
+    METADATA_VERSION,
+    NUM_THREADS,
+    SCHEDULE,
+    check_interface,
+    interface_header,
+)
 from .llvm import I32, I64, POINTER, Code, declared, register
 
-KNOWN_MAJOR = 0
-"""Version of XLA's structures; with another one, fields may have changed places."""
-# Where things stand in these, counted in words of 8 bytes.
-FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGS, FRAME_RETS = 1, 2, 3, 9, 14
-BUFFER_DATA, BUFFER_DIMS = 3, 5
-EXTENSION_TYPE, EXTENSION_METADATA, METADATA_VERSION, METADATA_TRAITS = 1, 3, 3, 4
-API_FUNCTIONS = 6
-DESTROY_ERROR, SCHEDULE, NUM_THREADS = 2, 11, 12
-"""Among the functions of the interface."""
 # And in a job's own block: units taken so far, units done, holders left, then its values.
 TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
@@ -102,27 +109,10 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
         is_metadata = build.icmp_signed("==", code.load(extension, 2 * EXTENSION_TYPE, I32), I32(1))
         with build.if_then(is_metadata):
             metadata = code.load(extension, EXTENSION_METADATA, POINTER)
-            for offset, number in enumerate(_interface_version(interface_header())):
+            for offset, number in enumerate(check_interface(interface_header())):
                 code.store(I32(number), metadata, 2 * METADATA_VERSION + offset)
             code.store(I32(0), metadata, 2 * METADATA_TRAITS)
             build.ret(ir.Constant(POINTER, None))
-
-
-@cache
-def interface_header() -> str:
-    """Text of jaxlib's header."""
-    return Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
-
-
-def _interface_version(header: str) -> tuple[int, int]:
-    """Major and minor. RuntimeError for a major one whose structures may not be those that this file knows."""
-    numbers = [int(number) for number in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header)]
-    if len(numbers) != 2 or numbers[0] != KNOWN_MAJOR:
-        raise RuntimeError(
-            f"jaxlib {version('jaxlib')}: got version {'.'.join(map(str, numbers))} of XLA's interface for native "
-            f"code, wanted {KNOWN_MAJOR}.x; install a jaxlib that jpaged was tested with, such as 0.10.2"
-        )
-    return numbers[0], numbers[1]
 
 
 def _work(module: ir.Module, kinds: list[ir.Type], body: Body) -> ir.Function:

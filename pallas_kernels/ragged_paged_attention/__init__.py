@@ -16,12 +16,14 @@ if TYPE_CHECKING:
         AttentionMetadata,
         AttentionShape,
         Backend,
+        BackendUnavailableError,
         KVLayout,
         KVShape,
         LayerPlace,
         PlanRows,
     )
     from .kv_scales import KVScales, quantize
+    from .native.backend import NativeBackend
     from .page_moves import MAX_MOVES, Page, copy_pages, put_pages, take_pages
     from .paged_cache import AttentionCache, PagedCache
     from .plain_steps import random_tables, step_of_rows
@@ -36,11 +38,13 @@ __all__ = [
     "AttentionMetadata",
     "AttentionShape",
     "Backend",
+    "BackendUnavailableError",
     "GpuBackend",
     "KVLayout",
     "KVScales",
     "KVShape",
     "LayerPlace",
+    "NativeBackend",
     "Page",
     "PagedCache",
     "PlanRows",
@@ -56,6 +60,7 @@ __all__ = [
 
 _HOMES = {
     "GpuBackend": ".gpu.backend",
+    "NativeBackend": ".native.backend",
     "TpuBackend": ".tpu.backend",
     "XlaBackend": ".xla.backend",
     **dict.fromkeys(("random_tables", "step_of_rows"), ".plain_steps"),

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ..layer_ops import XLA_OPS, LayerOps
 from .kv_scales import LayerScales
 
 NULL_PAGE = 0
@@ -176,6 +177,10 @@ class AttentionShape:
         return KVShape(num_layers, num_pages, page_size, self.num_kv_heads, self.head_size, self.kv_dtype)
 
 
+class BackendUnavailableError(ValueError):
+    """A backend cannot serve on this machine, whatever the model. The text says why, as a clause."""
+
+
 class PageTableLimit(NamedTuple):
     """Room that a device has for page tables, in int32 entries."""
 
@@ -201,6 +206,8 @@ class Backend(ABC):
     """Room for page tables on the device; None where nothing but memory limits them."""
     needs_check: ClassVar[bool] = True
     """Whether a start compares this backend with the `xla` backend on the device before it serves."""
+    layer_ops: ClassVar[LayerOps] = XLA_OPS
+    """Products, norms and weight storage that go with this backend."""
     tuned_table: ClassVar[str | None] = None
     """Name of the file in the user's cache with the sizes that `jpaged tune` found; None where nothing is tuned."""
 
@@ -208,6 +215,16 @@ class Backend(ABC):
     def read_tuned(cls, path: Path) -> tuple[Any, ...]:
         """Entries of a file of that kind. ValueError names the file and the entry that cannot be used."""
         raise NotImplementedError(f"nothing is tuned for the {cls.name} backend")
+
+    @classmethod
+    def hardware(cls, device: Any) -> str:
+        """The chip or processor that a comparison of this backend with `xla` holds for."""
+        return str(device.device_kind)
+
+    @classmethod
+    def describe(cls) -> str:
+        """What the backend uses of this machine, for the log; empty where the name says it."""
+        return ""
 
     @classmethod
     @abstractmethod
@@ -222,7 +239,8 @@ class Backend(ABC):
         """The backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 
         `deterministic`: a row's bits must not depend on the other rows of its step. `tuned` are entries that
-        `read_tuned` returned. ValueError names what this backend cannot take, and the way out.
+        `read_tuned` returned. ValueError names what this backend cannot take, and the way out;
+        BackendUnavailableError says what this machine lacks.
         """
 
     @abstractmethod

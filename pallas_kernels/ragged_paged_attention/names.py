@@ -33,6 +33,7 @@ class BackendEntry:
 
 BACKENDS = (
     BackendEntry("xla", "xla.backend.XlaBackend"),
+    BackendEntry("native", "native.backend.NativeBackend", platforms=("cpu",)),
     BackendEntry(
         "pallas-tpu",
         "tpu.backend.TpuBackend",

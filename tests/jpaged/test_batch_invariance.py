@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from jpaged import SamplingParams
-from jpaged.models.io.loading import abstract_weights
-from jpaged.models.layers import WeightMaker
 
 from .batch_invariance import (
     DIMENSIONS,
@@ -164,16 +162,11 @@ def test_logprobs_are_bitwise_equal_within_an_executable(tiny: Setup) -> None:
     assert len(seen) == 1
 
 
-def test_products_that_round_by_the_number_of_rows_need_deterministic(
-    tiny: Setup, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """Negative control. On a CPU our own products and norms have the same bits beside any number of rows; XLA's, as any
-    device has them, do not."""
-    monkeypatch.setattr(WeightMaker, "in_panels", False)
-    # Engines before this test have made the same model with them.
-    abstract_weights.cache_clear()
-    request.addfinalizer(abstract_weights.cache_clear)
-    setup, case = replace(tiny, is_deterministic=True), {**CASE, "num_requests": 32, "is_scored": True}
+def test_products_that_round_by_the_number_of_rows_need_deterministic(tiny: Setup) -> None:
+    """Negative control: native products have the same bits beside any number of rows, those of XLA have not."""
+    sizes = {**tiny.sizes, "attention_backend": "xla"}
+    setup = replace(tiny, sizes=sizes, is_deterministic=True)
+    case = {**CASE, "num_requests": 32, "is_scored": True}
     with setup.solo(CASE["block_size"]) as solo:
         run_all(setup, solo, [case]).check()
         with pytest.raises(AssertionError, match="token"):

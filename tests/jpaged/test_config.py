@@ -143,7 +143,7 @@ PAIRS = {
     ),
     "kernels whose rounding depends on the chunks": (
         {"attention_backend": "pallas-tpu", "deterministic": True},
-        "attention_backend: got 'pallas-tpu', allowed: auto, xla, pallas-gpu while deterministic is true",
+        "attention_backend: got 'pallas-tpu', allowed: auto, xla, native, pallas-gpu while deterministic is true",
     ),
 }  # fmt: skip
 

@@ -103,6 +103,13 @@ def test_conversations_are_written_out_as_transformers_does(engine: Engine) -> N
     assert [output.outputs[0].token_ids[0] for output in outputs] == [item["output_ids"][0] for item in chats]
 
 
+def test_plain_xla_gives_the_tokens_and_logprobs_of_transformers() -> None:
+    with Engine(**SIZES, attention_backend="xla") as engine:
+        assert engine.backend.name == "xla"
+        run(engine, ITEMS)
+        run(engine, SHORT, replace(PARAMS, logprobs=None))
+
+
 @pytest.mark.slow
 def test_several_tokens_a_dispatch_without_a_step_ahead() -> None:
     with Engine(**SIZES, async_scheduling=False) as engine:

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.pallas_kernels.ragged_paged_attention import KVShape, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaLayout
 
 SIZES: dict[str, Any] = {
@@ -71,7 +71,7 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
 def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
     """Return the layout of this model's cache on the XLA path, in float32."""
     head_size = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
-    return XlaBackend().layout(
+    return NativeBackend().layout(
         KVShape(CONFIG["num_hidden_layers"], num_pages, page_size, CONFIG["num_key_value_heads"], head_size, "float32")
     )
 

@@ -39,7 +39,7 @@ from ...pallas_kernels.ragged_paged_attention import (
     step_of_rows,
 )
 from ...pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
-from ...startup.attention_choice import backend_by_name
+from ...startup.attention_choice import choose_attention
 from ..flags import FlagParser
 from ..progress import say
 from .report import add_report_flags, machine, parse_bench, write_report
@@ -257,23 +257,23 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
     parser = FlagParser(prog="jpaged bench kernels", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--backend", default="xla", help=f"one of {', '.join(BACKEND_NAMES)}; default xla")
+    parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(BACKEND_NAMES)}")
     defaults = ", ".join(f"{entry.block_size} with {entry.name}" for entry in BACKENDS)
     help = f"tokens per page; default as the backend serves: {defaults}"
     parser.add_argument("--block-size", type=int, metavar="N", help=help)
     add_report_flags(parser, 7, "interleaved runs of everything")
     args = parse_bench(parser, argv, "block_size")
     device = jax.devices()[0]
-    check("--backend", args.backend, one_of(*BACKEND_NAMES), error=ConfigError)
-    entry = BACKENDS[BACKEND_NAMES.index(args.backend)]
-    if not entry.runs_on(device.platform):
+    check("--backend", args.backend, one_of("auto", *BACKEND_NAMES), error=ConfigError)
+    entry = next((entry for entry in BACKENDS if entry.name == args.backend), None)
+    if entry is not None and not entry.runs_on(device.platform):
         raise ConfigError(
             f"--backend: got {args.backend}, which runs on a {' or '.join(entry.platforms)}, this is a "
             f"{device.platform}; use --backend xla"
         )
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_dtype=dtype)
-    backend = backend_by_name(args.backend, shape, [device])
+    backend = choose_attention(args.backend, shape, [device]).backend
     sharing = backend.with_shared_prefixes()
     page_size = args.block_size or backend.block_sizes[0]
     try:
@@ -283,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "what": "attention over pages; medians of interleaved runs; 9 query and 3 KV heads of 64 if no model is named",
         **result,
-        "backend": args.backend,
+        "backend": backend.name,
         "block_size": page_size,
         "dtype": dtype,
         "runs": args.runs,

@@ -15,7 +15,6 @@ as all values are finite: a later token's, of weight 0, reaches the others of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import jax
@@ -24,10 +23,11 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from ...native.amx import has_matrix_unit
+from ...native.amx import has_amx_unit
 from ...native.llvm import F32, I64, Code, constant, has_long_vectors, host_has, register
 from ...native.xla_call import Buffer, handler
-from .pages import CpuPages, as_words
+from ..tile_plan import PlanSections
+from .pages import NativePages, as_words
 from .queries import Queries, Shape
 from .query_tiles import TiledQueries
 
@@ -35,40 +35,26 @@ WORTH_HELP = 1 << 17
 """Values of keys, from which on a second thread is worth waking."""
 
 
-@dataclass(frozen=True)
-class TilePlan:
-    """The tiles of a step. Each array holds places for more of them than there are."""
-
-    counts: Int[Array, 3]
-    """Shared tiles, decode rows, prefill tiles."""
-    prefill: Int[Array, "3 tiles"]
-    """Row, first token, tokens."""
-    shared: Int[Array, "3 tiles"]
-    """First place in `members`, rows, pages."""
-    members: Int[Array, " R"]
-    """The rows of all shared tiles, one tile after the other."""
-    num_seen: Int[Array, " R"]
-    """Pages that each row shares: rows that share none are tiles of their own."""
-
-
 def attend_tiles(
-    pages: CpuPages,
+    pages: NativePages,
     q: Float[Array, "T K G H"],
     tables: Int[Array, "R P"],
     positions: Int[Array, " T"],
-    tiles: TilePlan,
+    plan: PlanSections,
+    num_decode_rows: Int[Array, ""],
     *,
-    most_tokens: int,
+    max_tokens: int,
     sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "T K G H"]:
-    """What the tokens of all tiles, at most `most_tokens` each, see up to their positions; zeros for other tokens.
+    """Return the attention of decode rows, shared tiles and query tiles, in float32; zeros for other tokens.
 
-    Entries of `tables` up to a token's page must lie in the layer; others are not looked at.
+    A tile holds at most `max_tokens` tokens, and each token attends up to its position. Entries of `tables` up to a
+    token's page must lie in the layer; others are not read.
     """
     _, num_kv_heads, group, head_size = q.shape
     pages.check(num_kv_heads, head_size)
     shape = Shape(
-        are_pairs=pages.are_pairs,
+        is_bf16_packed=pages.is_bf16_packed,
         num_kv_heads=num_kv_heads,
         group=group,
         head_size=head_size,
@@ -76,17 +62,18 @@ def attend_tiles(
         window=pages.options.window,
         soft_cap=pages.options.soft_cap,
         has_sinks=sinks is not None,
-        most_tokens=most_tokens,
+        max_tokens=max_tokens,
         has_long=has_long_vectors(),
-        at_once=host_has("avx512bf16"),
-        has_unit=has_matrix_unit(),
+        has_avx512_bf16=host_has("avx512bf16"),
+        has_amx=has_amx_unit(),
     )
-    queries = as_words(q.astype(jnp.float32) * pages.options.scale, are_pairs=pages.are_pairs)
+    queries = as_words(q.astype(jnp.float32) * pages.options.scale, is_bf16_packed=pages.is_bf16_packed)
     arrays = [queries, pages.keys, pages.values, tables, positions, pages.first_page[None]]
-    plan = [tiles.counts, tiles.prefill, tiles.shared, tiles.members, tiles.num_seen]
+    counts = jnp.stack([plan.num_shared_tiles[0], num_decode_rows, plan.num_query_tiles[0]])
+    tiles = [counts, plan.query_tiles, plan.shared_tiles, plan.members, plan.num_shared_pages]
     no_sinks = jnp.zeros((0,), jnp.float32)
     out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    return ffi_call(_attend_handler(shape), out)(*arrays, *plan, no_sinks if sinks is None else sinks)
+    return ffi_call(_attend_handler(shape), out)(*arrays, *tiles, no_sinks if sinks is None else sinks)
 
 
 @cache

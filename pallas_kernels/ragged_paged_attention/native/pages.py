@@ -24,7 +24,7 @@ from ...native.llvm import F32, I16, I32, I64, Code, register
 from ...native.xla_call import Buffer, handler
 from ..layer_pages import LayerPages
 
-PAIRS = jnp.uint32
+PACKED_BF16 = jnp.uint32
 """Of bfloat16 numbers."""
 WORTH_HELP = 1 << 11
 """Values written, from which on a second thread is worth waking: a key lies in as many cache lines as it has words."""
@@ -35,12 +35,12 @@ MOST_IN_FEW = 64
 
 
 @dataclass(frozen=True)
-class CpuPages(LayerPages):
+class NativePages(LayerPages):
     """Keys [C, K, H, Z] and values [C, K, Z, H], or pairs [C, K, H ÷ 2, Z] and [C, K, Z ÷ 2, H]."""
 
     @property
-    def are_pairs(self) -> bool:
-        return bool(self.keys.dtype == PAIRS)
+    def is_bf16_packed(self) -> bool:
+        return bool(self.keys.dtype == PACKED_BF16)
 
     @property
     def page_size(self) -> int:
@@ -49,8 +49,8 @@ class CpuPages(LayerPages):
     def check(self, num_kv_heads: int, head_size: int) -> None:
         """ValueError for arrays that native code would misread: it takes them for what it was made for."""
         sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
-        dtype = PAIRS if self.are_pairs else jnp.float32
-        wanted = [(shape, dtype) for shape in pages_shapes(*sizes, are_pairs=self.are_pairs)]
+        dtype = PACKED_BF16 if self.is_bf16_packed else jnp.float32
+        wanted = [(shape, dtype) for shape in pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)]
         for name, array, (shape, dtype) in zip(("keys", "values"), (self.keys, self.values), wanted, strict=True):
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(
@@ -59,36 +59,36 @@ class CpuPages(LayerPages):
                 )
 
 
-def words_of(size: int, *, are_pairs: bool) -> int:
+def words_of(size: int, *, is_bf16_packed: bool) -> int:
     """That so many numbers lie in."""
-    return -(-size // 2) if are_pairs else size
+    return -(-size // 2) if is_bf16_packed else size
 
 
 def pages_shapes(
-    num_pages: int, num_kv_heads: int, page_size: int, head_size: int, *, are_pairs: bool
+    num_pages: int, num_kv_heads: int, page_size: int, head_size: int, *, is_bf16_packed: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of keys and of values."""
-    key_words, value_words = (words_of(size, are_pairs=are_pairs) for size in (head_size, page_size))
+    key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
     return (num_pages, num_kv_heads, key_words, page_size), (num_pages, num_kv_heads, value_words, head_size)
 
 
-def as_words(x: Float[Array, "*rows H"], *, are_pairs: bool) -> Float[Array, "*rows H2"]:
+def as_words(x: Float[Array, "*rows H"], *, is_bf16_packed: bool) -> Float[Array, "*rows H2"]:
     """For native code to read by the word: float32, or an even number of bfloat16, the last one a zero if it is new."""
-    if not are_pairs:
+    if not is_bf16_packed:
         return x.astype(jnp.float32)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)]).astype(jnp.bfloat16)
 
 
 def write_pages(
-    pages: CpuPages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
+    pages: NativePages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
 ) -> tuple[Array, Array]:
     """Write k and v into `slots` of the layer, in place; returns all keys and values."""
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
-    stored = jnp.dtype(jnp.bfloat16) if pages.are_pairs else pages.keys.dtype
+    stored = jnp.dtype(jnp.bfloat16) if pages.is_bf16_packed else pages.keys.dtype
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
     call = ffi_call(
-        _write_handler(pages.are_pairs, num_kv_heads, head_size, pages.page_size),
+        _write_handler(pages.is_bf16_packed, num_kv_heads, head_size, pages.page_size),
         shapes,
         input_output_aliases={0: 0, 1: 1},
     )
@@ -97,11 +97,11 @@ def write_pages(
 
 
 @cache
-def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
-    kind = I16 if are_pairs else F32
+def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
+    kind = I16 if is_bf16_packed else F32
     token_values = num_kv_heads * head_size
     (_, _, key_words, _), (_, _, value_words, _) = pages_shapes(
-        1, num_kv_heads, page_size, head_size, are_pairs=are_pairs
+        1, num_kv_heads, page_size, head_size, is_bf16_packed=is_bf16_packed
     )
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
@@ -120,7 +120,7 @@ def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size
 
         def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
             """Of a token's key."""
-            if not are_pairs:
+            if not is_bf16_packed:
                 return code.load(k, add(source, word), F32)
             at = add(source, mul(word, I64(2)))
             low = build.zext(code.load(k, at, I16), I32)
@@ -144,7 +144,7 @@ def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size
                     code.store(key_word(source, word), keys, add(target, mul(word, I64(page_size))))
 
                 def write_value(h: ir.Value, source: ir.Value = source, target: ir.Value = value_target) -> None:
-                    if are_pairs:
+                    if is_bf16_packed:
                         in_head = add(mul(build.sdiv(place, I64(2)), I64(head_size)), h)
                         at = add(mul(add(target, in_head), I64(2)), build.srem(place, I64(2)))
                     else:
@@ -156,5 +156,5 @@ def _write_handler(are_pairs: bool, num_kv_heads: int, head_size: int, page_size
 
         code.loop(begin, code.least(add(begin, in_unit), num_tokens), write)
 
-    name = "_".join(["jpaged_write", *map(str, (int(are_pairs), num_kv_heads, head_size, page_size))])
+    name = "_".join(["jpaged_write", *map(str, (int(is_bf16_packed), num_kv_heads, head_size, page_size))])
     return register(handler(name, 6, 2, prepare, body))

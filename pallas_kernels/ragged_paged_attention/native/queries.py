@@ -3,7 +3,7 @@
     page by page:  scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       an online softmax
 
 Queries, of all tokens one after the other, and their sums lie in the unit's own memory. Numbers of bfloat16 lie in
-pairs, see cpu_pages: queries are rounded to it, and so are weights, one relative to the greatest so far; sums are
+pairs, see cpu_pages: queries are rounded to it, and so are weights, one relative to the maximum so far; sums are
 float32.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
-from ..xla.softmax import LEAST_MAX
+from ..xla.softmax import INITIAL_MAX
 from .pages import words_of
 
 
@@ -22,7 +22,7 @@ from .pages import words_of
 class Shape:
     """What native attention is made for."""
 
-    are_pairs: bool
+    is_bf16_packed: bool
     num_kv_heads: int
     group: int
     """Queries of a KV head."""
@@ -31,29 +31,29 @@ class Shape:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
-    most_tokens: int
+    max_tokens: int
     """Of a tile."""
     has_long: bool
     """Vectors of 16 lanes, and not of 8."""
-    at_once: bool
+    has_avx512_bf16: bool
     """The processor multiplies pairs."""
-    has_unit: bool
-    """The processor has a matrix unit for them."""
+    has_amx: bool
+    """The processor has a matrix unit (AMX)."""
 
     @property
     def key_words(self) -> int:
         """Of a slot, and of a query."""
-        return words_of(self.head_size, are_pairs=self.are_pairs)
+        return words_of(self.head_size, is_bf16_packed=self.is_bf16_packed)
 
     @property
     def value_words(self) -> int:
         """Of a lane of a head, and of a query's weights."""
-        return words_of(self.page_size, are_pairs=self.are_pairs)
+        return words_of(self.page_size, is_bf16_packed=self.is_bf16_packed)
 
     @property
     def num_queries(self) -> int:
         """Of a tile, at most."""
-        return self.most_tokens * self.group
+        return self.max_tokens * self.group
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class Queries:
         """`keys` and `values`: where those of all layers begin."""
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
-        self.word = I32 if shape.are_pairs else F32
+        self.word = I32 if shape.is_bf16_packed else F32
         # With a vector of each query or of what it is multiplied with, as many sums stay in registers.
         vectors_at_once, queries_at_once = (4, 6) if shape.has_long else (2, 4)
         self.slot_lanes, self.slot_span = _lanes_and_span(shape.page_size, vectors_at_once)
@@ -86,11 +86,11 @@ class Queries:
         self.sums = code.allocate(F32, num_queries * shape.head_size)
         self.scores = code.allocate(F32, num_scored * shape.page_size)
         """And weights, if they are not rounded."""
-        self.weights = code.allocate(I32, num_scored * shape.value_words) if shape.are_pairs else self.scores
-        if shape.page_size % 2 and shape.are_pairs:
+        self.weights = code.allocate(I32, num_scored * shape.value_words) if shape.is_bf16_packed else self.scores
+        if shape.page_size % 2 and shape.is_bf16_packed:
             code.loop(0, num_scored * shape.value_words, lambda at: code.store(I32(0), self.weights, at))
-        self.greatest, self.totals = (code.allocate(F32, shape.num_queries) for _ in range(2))
-        self.tokens, self.rows, self.lens = (code.allocate(I64, shape.most_tokens) for _ in range(3))
+        self.max_scores, self.totals = (code.allocate(F32, shape.num_queries) for _ in range(2))
+        self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
 
     def room(self) -> tuple[int, int]:
         """Queries that there is room for, and how many of them have their scores kept at once."""
@@ -146,10 +146,10 @@ class Queries:
         first = build.mul(i, I64(shape.group))
 
         def start(g: ir.Value) -> None:
-            place, greatest = build.add(first, g), constant(F32, LEAST_MAX)
+            place, max_score = build.add(first, g), constant(F32, INITIAL_MAX)
             if shape.has_sinks:
-                greatest = code.load(sinks, build.add(build.mul(head, I64(shape.group)), g), F32)
-            code.store(greatest, self.greatest, place)
+                max_score = code.load(sinks, build.add(build.mul(head, I64(shape.group)), g), F32)
+            code.store(max_score, self.max_scores, place)
             code.store(constant(F32, 1.0 if shape.has_sinks else 0.0), self.totals, place)
 
         code.loop(0, shape.group, start)
@@ -194,10 +194,10 @@ class Queries:
         Its first slot is that position. `following` is the page to be seen next.
         """
         code, build = self.code, self.code.build
-        at_once, alone = self.tokens_at_once, first
-        if at_once > 1:
-            alone = build.sub(last, build.srem(build.sub(last, first), I64(at_once)))
-            code.loop(first, alone, lambda i: self._see(i, at_once, page, None, first_slot), step=at_once)
+        num_together, alone = self.tokens_at_once, first
+        if num_together > 1:
+            alone = build.sub(last, build.srem(build.sub(last, first), I64(num_together)))
+            code.loop(first, alone, lambda i: self._see(i, num_together, page, None, first_slot), step=num_together)
         code.loop(alone, last, lambda i: self._see(i, 1, page, following, first_slot))
 
     def _see(self, i: ir.Value, count: int, page: ir.Value, following: ir.Value | None, first_slot: ir.Value) -> None:
@@ -255,14 +255,14 @@ class Queries:
         code.loop(0, page_size, some_slots, step=self.slot_span)
 
     def _add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value) -> ir.Value:
-        return self.code.add_words(factor, words, total, at_once=self._at_once(words.type.count))
+        return self.code.add_words(factor, words, total, has_avx512_bf16=self._fills_avx512(words.type.count))
 
-    def _at_once(self, lanes: int) -> bool:
+    def _fills_avx512(self, lanes: int) -> bool:
         """A page or a head may be cut into vectors too short for the processor's instructions for pairs."""
-        return self.shape.at_once and lanes == LONG_LANES
+        return self.shape.has_avx512_bf16 and lanes == LONG_LANES
 
     def weigh(self, query: ir.Value, place: ir.Value, first_slot: ir.Value, end: ir.Value) -> None:
-        """Scores become weights, relative to the greatest so far; what was summed before shrinks accordingly.
+        """Scores become weights, relative to the maximum so far; what was summed before shrinks accordingly.
 
         The query's scores are those at `place`, of the slots up to `end`.
         """
@@ -271,7 +271,7 @@ class Queries:
         seen_from, seen_to = self.seen(build.sdiv(query, I64(shape.group)), first_slot)
         scores_of = mul(place, I64(shape.page_size))
         # In numbers of bfloat16.
-        weights_of = mul(place, I64(2 * shape.value_words)) if shape.are_pairs else scores_of
+        weights_of = mul(place, I64(2 * shape.value_words)) if shape.is_bf16_packed else scores_of
         none = constant(ir.VectorType(F32, slot_lanes), 0.0)
         places = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
         bounds = [code.in_all_lanes(build.trunc(bound, I32), slot_lanes) for bound in (seen_from, seen_to)]
@@ -284,33 +284,35 @@ class Queries:
             return code.load_vector(self.scores, add(scores_of, slot), F32, slot_lanes)
 
         def see(slot: ir.Value, most: ir.Value) -> list[ir.Value]:
-            score, least = scores(slot), constant(none.type, LEAST_MAX)
+            score, least = scores(slot), constant(none.type, INITIAL_MAX)
             if shape.soft_cap is not None:
                 score = _capped(code, score, shape.soft_cap)
                 code.store_vector(score, self.scores, add(scores_of, slot))
             return [code.greater(build.select(is_seen(slot), score, least), most)]
 
-        before = code.load(self.greatest, query, F32)
+        before = code.load(self.max_scores, query, F32)
         most = code.loop(0, end, see, step=slot_lanes, carried=[code.in_all_lanes(before, slot_lanes)])
         now = code.reduce(most[0], code.greater)
         in_lanes = code.in_all_lanes(now, slot_lanes)
 
         def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
             weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
-            if shape.are_pairs:
-                code.store_rounded(weight, self.weights, add(weights_of, slot), at_once=self._at_once(slot_lanes))
+            if shape.is_bf16_packed:
+                code.store_rounded(
+                    weight, self.weights, add(weights_of, slot), has_avx512_bf16=self._fills_avx512(slot_lanes)
+                )
             else:
                 code.store_vector(weight, self.weights, add(weights_of, slot))
             return [build.fadd(total, weight)]
 
         total = code.reduce(code.loop(0, end, exponentiate, step=slot_lanes, carried=[none])[0], build.fadd)
-        # Where the greatest has not changed, nothing shrinks.
+        # Where the maximum has not changed, nothing shrinks.
         has_changed = build.fcmp_unordered("!=", before, now)
         with build.if_then(has_changed):
             decay = code.exp(code.in_all_lanes(build.fsub(before, now), head_lanes))
             kept = code.load(self.totals, query, F32)
             code.store(build.fmul(kept, build.extract_element(decay, I32(0))), self.totals, query)
-            code.store(now, self.greatest, query)
+            code.store(now, self.max_scores, query)
             lane = mul(query, I64(shape.head_size))
 
             def shrink(h: ir.Value) -> None:
@@ -363,7 +365,7 @@ class Queries:
                 for place, value in zip(at, after, strict=True):
                     code.store_vector(value, self.sums, place)
 
-            if not shape.are_pairs:
+            if not shape.is_bf16_packed:
                 sum_words(seen_from, seen_to)
                 return
             whole = build.sdiv(seen_to, I64(2))

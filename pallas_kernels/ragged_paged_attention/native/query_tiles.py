@@ -25,7 +25,7 @@ class TiledQueries(Queries):
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
         is_small = 4 * words * (shape.num_queries + TILE) <= MOST_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
-        return shape.has_unit and shape.are_pairs and are_panels and is_small
+        return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
 
     def room(self) -> tuple[int, int]:
         """Rows are taken by the tile, and so beyond the last."""

@@ -1,25 +1,47 @@
-"""The pages of one layer as the loops of the XLA path see them: where they are, and how queries meet keys."""
+"""The pages of one layer as the loops of the `xla` backend see them: reads, writes, and the scores of queries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from ..layer_pages import LayerPages
+from ..page_writes import write_rows
 
 
 @dataclass(frozen=True)
 class XlaPages(LayerPages):
-    """Keys and values [C, K, Z, H]."""
+    """Keys and values [C, K, Z, H]; bfloat16 may be stored as its bits, in uint16."""
 
     @property
     def page_size(self) -> int:
         return self.values.shape[2]
+
+    def write(self, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]) -> XlaPages:
+        """Return these pages with k and v in `slots` of the layer."""
+        stored = [x if self.keys.dtype != jnp.uint16 else _bits(x) for x in (k, v)]
+        keys, values = (
+            write_rows(pages, new, self.first_page, slots)
+            for pages, new in zip((self.keys, self.values), stored, strict=True)
+        )
+        return replace(self, keys=keys, values=values)
 
     def scores(self, q: Float[Array, "*rows K M H"], keys: Float[Array, "*rows K S H"]) -> Array:
         """Products [*rows, K, M, S] of queries and keys, one of which the caller has scaled; capped if the layer is."""
         scores = jnp.einsum("...mh,...sh->...ms", q, keys, preferred_element_type=jnp.float32)
         soft_cap = self.options.soft_cap
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def as_float32(pages: Array) -> Float[Array, ...]:
+    """Convert pages that were gathered, numbers or bits of bfloat16, to float32."""
+    if pages.dtype == jnp.uint16:
+        pages = lax.bitcast_convert_type(pages, jnp.bfloat16)
+    return pages.astype(jnp.float32)
+
+
+def _bits(x: Float[Array, "T K H"]) -> Int[Array, "T K H"]:
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)

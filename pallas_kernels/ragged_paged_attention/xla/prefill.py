@@ -1,9 +1,9 @@
 """Many queries over the pages of one row, in plain XLA: tiles of prefill rows, or of rows that share first pages.
 
                  pages of the row ─▶
-tile of queries  ■ ■ ■ ■ ◧            one tile of pages a turn: k [K, H, S], v [K, S, H]
+tile of queries  ■ ■ ■ ■ ◧            one tile of pages per iteration: k [K, S, H], v [K, S, H]
   [K, M, H]      ■ seen by all        M = G × tile_q queries of one KV head in one product
-                 ◧ causal edge        turns from the window's start to the last query's page
+                 ◧ causal edge        iterations from the window's start to the last query's page
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..interface import AttentionMetadata
-from .pages import XlaPages
+from .pages import XlaPages, as_float32
 from .softmax import Softmax
 
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """How the pages of one row are taken."""
+    """Attention of a tile of queries, `pages_per_tile` pages of its row per iteration."""
 
     pages: XlaPages
-    pages_a_turn: int
+    pages_per_tile: int
 
     def attend(
         self,
@@ -34,14 +34,14 @@ class PrefillTiles:
         end: Int[Array, ""],
         state: Softmax,
     ) -> Softmax:
-        """Attend queries at `positions`, the least of which comes first, to the first `end` tokens of a row."""
-        tile_kv, window = self.pages_a_turn * self.pages.page_size, self.pages.options.window
-        table = jnp.pad(table, (0, -table.shape[0] % self.pages_a_turn)) + self.pages.first_page
+        """Attend queries at `positions`, the smallest of which comes first, to the first `end` tokens of a row."""
+        tile_kv, window = self.pages_per_tile * self.pages.page_size, self.pages.options.window
+        table = jnp.pad(table, (0, -table.shape[0] % self.pages_per_tile)) + self.pages.first_page
         q *= self.pages.options.scale
         first_key = jnp.int32(0) if window is None else jnp.maximum(positions[0] - window + 1, 0)
 
         def see_tile(tile: Array, state: Softmax) -> Softmax:
-            k, v = self._tile(lax.dynamic_slice_in_dim(table, tile * self.pages_a_turn, self.pages_a_turn))
+            k, v = self._tile(lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile))
             keys = tile * tile_kv + jnp.arange(tile_kv)
             # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
             is_alive = (keys < end) & (keys >= first_key)
@@ -59,15 +59,15 @@ class PrefillTiles:
         return lax.fori_loop(first_key // tile_kv, (end + tile_kv - 1) // tile_kv, see_tile, state)
 
     def _tile(self, pages: Int[Array, " p"]) -> tuple[Float[Array, "K S H"], Float[Array, "K S H"]]:
-        """Keys and values of some pages, in order of position."""
+        """Return the keys and values of some pages in order of position, float32."""
         return _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
 
 
 def _joined(pages: Float[Array, "p K Z H"]) -> Float[Array, "K S H"]:
-    """One page after the other, in float32."""
+    """Concatenate pages along their slots, in float32."""
     num_pages, num_kv_heads, page_size, head_size = pages.shape
     side_by_side = jnp.moveaxis(pages, 0, 1).reshape(num_kv_heads, num_pages * page_size, head_size)
-    return side_by_side.astype(jnp.float32)
+    return as_float32(side_by_side)
 
 
 def prefill(
@@ -75,20 +75,20 @@ def prefill(
     q: Float[Array, "T K G H"],
     out: Float[Array, "T2 K G H"],
     tables: Int[Array, "R P"],
-    plan: Int[Array, " plan"],
+    query_tiles: Int[Array, "3 tiles"],
     num_tiles: Int[Array, ""],
     step: AttentionMetadata,
     sinks: Float[Array, "K G"] | None,
     tile_q: int,
 ) -> Float[Array, "T2 K G H"]:
-    """Rows with many queries, a tile of them at a time, as `plan` cuts them: [3, tiles], row, first token, queries.
+    """Write the attention of all query tiles into `out`. `query_tiles` [3, tiles] holds row, first token, queries.
 
     Tiles run in token order, so what a short tile computes past its row's end is overwritten by the next; T2 leaves
     room for the last one.
     """
     group = q.shape[2]
     q_TKGH = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
-    rows, starts, lens = plan.reshape(3, -1)
+    rows, starts, lens = query_tiles
     # The context ends where the row's last query stands.
     first_positions = step.context_lens[rows] - step.query_starts[rows + 1] + starts
     ends = first_positions + lens
@@ -106,10 +106,10 @@ def prefill(
 
 
 def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:
-    """All queries of a KV head together, M = G × t."""
+    """Put all queries of a KV head side by side: M = G × t."""
     return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
 
 def by_row(x: Float[Array, "K M *rest"], group: int) -> Float[Array, "t K G *rest"]:
-    """The way back."""
+    """Undo `by_head`."""
     return jnp.moveaxis(x.reshape(x.shape[0], group, -1, *x.shape[2:]), 2, 0)

@@ -12,35 +12,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-LEAST_MAX = -1e30
-"""Where the running maximum starts: finite, so that masked scores, −inf, give weight 0 and not NaN."""
+INITIAL_MAX = -1e30
+"""Start of the running maximum: finite, so that masked scores, −inf, give weight 0 and not NaN."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Softmax:
-    """What some queries have seen so far: M queries a KV head in each of r rows."""
+    """Running softmax state of M queries per KV head in each of r rows."""
 
-    greatest: Float[Array, "r K M"]
+    max: Float[Array, "r K M"]
     total: Float[Array, "r K M"]
-    """Sum of the weights, relative to the greatest score."""
+    """Sum of the weights, relative to exp(max)."""
     values: Float[Array, "r K M H"]
 
     @classmethod
     def start(cls, queries: Float[Array, "r K M H"], sinks: Float[Array, "K M"] | None) -> Softmax:
-        """Nothing seen but the sinks."""
+        """Return the state before any key: empty, or with the sinks in the denominator."""
         shape = queries.shape[:3]
         values = jnp.zeros(queries.shape, jnp.float32)
         if sinks is None:
-            return cls(jnp.full(shape, LEAST_MAX, jnp.float32), jnp.zeros(shape, jnp.float32), values)
+            return cls(jnp.full(shape, INITIAL_MAX, jnp.float32), jnp.zeros(shape, jnp.float32), values)
         return cls(jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32), values)
 
-    def and_also(self, other: Softmax) -> Softmax:
-        """What two softmaxes of the same queries have seen together."""
-        greatest = jnp.maximum(self.greatest, other.greatest)
-        decay, other_decay = jnp.exp(self.greatest - greatest), jnp.exp(other.greatest - greatest)
+    def merge(self, other: Softmax) -> Softmax:
+        """Return the state of the same queries over the keys of both states."""
+        new_max = jnp.maximum(self.max, other.max)
+        decay, other_decay = jnp.exp(self.max - new_max), jnp.exp(other.max - new_max)
         return Softmax(
-            greatest,
+            new_max,
             self.total * decay + other.total * other_decay,
             self.values * decay[..., None] + other.values * other_decay[..., None],
         )
@@ -50,13 +50,13 @@ class Softmax:
         scores: Float[Array, "r K M S"],
         weigh: Callable[[Float[Array, "r K M S"]], Float[Array, "r K M H"]],
     ) -> Softmax:
-        """See S keys more of each row; `weigh` returns their values' sum under given weights."""
-        greatest = jnp.maximum(self.greatest, jnp.max(scores, axis=3))
-        weights = jnp.exp(scores - greatest[..., None])
-        decay = jnp.exp(self.greatest - greatest)
+        """Return the state after S more keys of each row; `weigh` sums their values under the weights it is given."""
+        new_max = jnp.maximum(self.max, jnp.max(scores, axis=3))
+        weights = jnp.exp(scores - new_max[..., None])
+        decay = jnp.exp(self.max - new_max)
         total = self.total * decay + jnp.sum(weights, axis=3)
-        return Softmax(greatest, total, self.values * decay[..., None] + weigh(weights))
+        return Softmax(new_max, total, self.values * decay[..., None] + weigh(weights))
 
     def result(self) -> Float[Array, "r K M H"]:
-        """The mean of the values; zeros where nothing was seen."""
+        """Return the weighted mean of the values; zeros where no key was seen."""
         return self.values / jnp.where(self.total == 0.0, 1.0, self.total)[..., None]

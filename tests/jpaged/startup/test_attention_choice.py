@@ -9,8 +9,10 @@ import pytest
 
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend, XlaBackend
+from jpaged.pallas_kernels.native import ffi
+from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend, TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.names import BACKENDS
+from jpaged.pallas_kernels.ragged_paged_attention.native import backend as native_backend
 from jpaged.startup.attention_choice import attention_shape, block_size_of, choose_attention, load_backend
 
 from ..tiny_model import CONFIG
@@ -34,7 +36,7 @@ def choose(asked, model, device, kv_dtype="bfloat16", **options):
 
 
 def test_each_platform_has_its_default():
-    assert choose("auto", MODEL, CPU).backend == XlaBackend(platform="cpu", share_prefixes=True)
+    assert choose("auto", MODEL, CPU).backend == NativeBackend()
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
     assert choose("auto", MODEL, gpu).backend == XlaBackend(platform="gpu")
     for kind, chip in (("TPU v5 lite", "v5e"), ("TPU v6 lite", "v6e"), ("TPU7x", "v7x")):
@@ -81,9 +83,25 @@ def test_a_deterministic_engine_is_not_given_kernels_that_are_not():
 
 def test_kernels_of_another_platform_are_refused():
     with pytest.raises(
-        ConfigError, match=r"attention_backend: got pallas-tpu, allowed on this device \(cpu\): auto, xla"
+        ConfigError, match=r"attention_backend: got pallas-tpu, allowed on this device \(cpu\): auto, xla, native;"
     ):
         choose("pallas-tpu", MODEL, CPU)
+
+
+def test_native_code_is_refused_by_name_where_it_cannot_serve(monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    with pytest.raises(ConfigError, match=r"got native, allowed on this device \(NVIDIA H200\): auto, xla, pallas"):
+        choose("native", MODEL, gpu)
+    shape = attention_shape(MODEL, "float32")
+    with pytest.raises(ConfigError, match=r"got native, .* one CPU device, and there are 2; use .* xla"):
+        choose_attention("native", shape, [CPU, CPU])
+    chosen = choose_attention("auto", shape, [CPU, CPU])
+    assert (chosen.backend, chosen.is_replacement) == (XlaBackend(), True)
+    header = ffi.interface_header().replace("_API_MAJOR 0", "_API_MAJOR 1")
+    monkeypatch.setattr(native_backend, "interface_header", lambda: header)
+    with pytest.raises(ConfigError, match=r"got native, which cannot serve here: jaxlib .*; use .* xla"):
+        choose("native", MODEL, CPU)
+    assert choose("auto", MODEL, CPU).backend == XlaBackend()
 
 
 def test_a_backend_asked_for_by_name_is_taken():

@@ -12,7 +12,7 @@ import pytest
 from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.models.config import config_from_hf
 from jpaged.models.io.loading import random_weights
-from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, NativeBackend, PagedCache
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
@@ -28,7 +28,7 @@ from ..tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
 MODEL = config_from_hf(CONFIG, Path("config.json"))
-BACKEND = XlaBackend()
+BACKEND = NativeBackend(share_prefixes=False)
 LAYOUT = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
 SIZES = StepSizes("float32", "float32", PAGE, MAX_PAGES * PAGE, MAX_SEQS, 64)
 BUCKETS = SIZES.buckets("cpu")
@@ -53,7 +53,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def weights():
-    return random_weights(MODEL, dtype=jnp.float32, seed=0)
+    return random_weights(MODEL, dtype=jnp.float32, seed=0, ops=BACKEND.layer_ops)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_swap_programs_exist_only_with_host_pages(weights, mesh, plan):
 
 
 def test_host_pages_are_pinned_when_first_written_and_freed_by_reset_and_close(mesh):
-    weights = random_weights(MODEL, dtype=jnp.float32, seed=0)
+    weights = random_weights(MODEL, dtype=jnp.float32, seed=0, ops=BACKEND.layer_ops)
     own = Runner(weights=weights, plan=new_plan(weights, mesh), buckets=BUCKETS, mesh=mesh)
     assert pinned_arrays() == []
     num_arrays = len(LAYOUT.shapes)

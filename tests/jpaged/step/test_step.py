@@ -11,7 +11,7 @@ import pytest
 from jpaged.models.config import config_from_hf
 from jpaged.models.io.loading import random_weights
 from jpaged.pallas_kernels.native.matmul import columns_of
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, NativeBackend, PagedCache
 from jpaged.sampling.logit_rules import new_rules
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS
@@ -28,12 +28,12 @@ from ..tiny_model import CONFIG, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 4, 24, 6, 4
 MODEL = config_from_hf(CONFIG, Path("config.json"))
-BACKEND = XlaBackend()
+BACKEND = NativeBackend(share_prefixes=False)
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return random_weights(MODEL, dtype=jnp.float32, seed=0)
+    return random_weights(MODEL, dtype=jnp.float32, seed=0, ops=BACKEND.layer_ops)
 
 
 @pytest.fixture

@@ -26,26 +26,27 @@ from jpaged.models.io.loading import (
     load_weights,
     random_weights,
 )
-from jpaged.pallas_kernels.native.matmul import columns_of
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def load(directory: Path, dtype: str = "float32") -> Weights:
+def load(directory: Path, dtype: str = "float32", ops: LayerOps = NATIVE_OPS) -> Weights:
     config, checkpoint = open_checkpoint(directory)
-    abstract = abstract_weights(config, dtype, device_mesh(jax.devices()[:1]))
+    abstract = abstract_weights(config, dtype, device_mesh(jax.devices()[:1]), ops)
     check_tensors(abstract, config, checkpoint)
     return load_weights(abstract, config, checkpoint)
 
 
 def as_stored(param: nnx.Param[Any]) -> np.ndarray:
     """Return a weight in the checkpoint's layout, in which matrices are [out, in]."""
-    if not param.get_metadata().get("in_panels"):
+    if "matrix" not in param.get_metadata():
         return np.asarray(param[...])
     num_in, num_out = param.matrix
-    return np.asarray(columns_of(param[...], jnp.arange(num_out), num_in))
+    return np.asarray(param.ops.columns(param[...], jnp.arange(num_out), num_in))
 
 
 def changed(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
@@ -57,10 +58,13 @@ def changed(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> P
     return tmp_path
 
 
+@pytest.mark.parametrize("ops", [NATIVE_OPS, XLA_OPS], ids=["native", "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_tensor_is_loaded_bit_for_bit_and_projections_of_one_input_side_by_side(dtype: str) -> None:
+def test_every_tensor_is_loaded_bit_for_bit_and_projections_of_one_input_side_by_side(
+    dtype: str, ops: LayerOps
+) -> None:
     """The checkpoint is bfloat16, which both dtypes hold exactly."""
-    weights, tensors = load(LLAMA, dtype), load_file(LLAMA / "model.safetensors")
+    weights, tensors = load(LLAMA, dtype, ops), load_file(LLAMA / "model.safetensors")
     model = nnx.merge(weights.graph, weights.state)
     attention, mlp = model.layers[1].attention, model.layers[1].mlp
     loaded = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import llvmlite.binding as binding
 import pytest
 
-from jpaged.pallas_kernels.native import amx, llvm, matmul, xla_call
+from jpaged.pallas_kernels.native import amx, ffi, llvm, matmul, xla_call
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
 from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
 
@@ -82,45 +82,24 @@ def test_without_a_cache_each_process_compiles(tmp_path: Path) -> None:
     assert multiply(tmp_path / "file") == "compiles\n", "a directory that cannot be"
 
 
-def places(header: str, struct: str) -> dict[str, int]:
-    """Where the fields of a structure stand, in words."""
-    found = re.search(rf"struct {struct} {{(.*?)\n}};", header, re.DOTALL)
-    assert found is not None, struct
-    words, place = {}, 0
-    for field in re.sub(r"//[^\n]*", "", found[1]).split(";")[:-1]:
-        kind, name = re.match(r"\s*(.*?)[ (](\w+)\)?$", " ".join(field.split()), re.DOTALL).groups()  # type: ignore[union-attr]
-        words[name] = place
-        place += {"XLA_FFI_Args": 5, "XLA_FFI_Rets": 5, "XLA_FFI_Api_Version": 3}.get(kind, 1)
-    return words
+def test_the_installed_interface_is_the_one_that_native_code_takes() -> None:
+    assert ffi.check_interface(ffi.interface_header())[0] == 0
 
 
-def test_the_interface_is_laid_out_as_native_code_takes_it() -> None:
-    header = xla_call.interface_header()
-    frame, buffer = places(header, "XLA_FFI_CallFrame"), places(header, "XLA_FFI_Buffer")
-    args, rets = places(header, "XLA_FFI_Args"), places(header, "XLA_FFI_Rets")
-    assert (frame["extension_start"], frame["api"], frame["ctx"]) == (
-        xla_call.FRAME_EXTENSION,
-        xla_call.FRAME_API,
-        xla_call.FRAME_CONTEXT,
-    )
-    assert frame["args"] + args["args"] == xla_call.FRAME_ARGS
-    assert frame["rets"] + rets["rets"] == xla_call.FRAME_RETS
-    assert (buffer["data"], buffer["dims"]) == (xla_call.BUFFER_DATA, xla_call.BUFFER_DIMS)
-    api = places(header, "XLA_FFI_Api")
-    for name, index in (
-        ("Error_Destroy", xla_call.DESTROY_ERROR),
-        ("ThreadPool_Schedule", xla_call.SCHEDULE),
-        ("ThreadPool_NumThreads", xla_call.NUM_THREADS),
-    ):
-        assert api[f"XLA_FFI_{name}"] == xla_call.API_FUNCTIONS + index
-
-
-def test_an_interface_of_another_major_version_is_refused() -> None:
-    header = xla_call.interface_header()
-    later = header.replace("#define XLA_FFI_API_MAJOR 0", "#define XLA_FFI_API_MAJOR 1")
-    assert xla_call._interface_version(header)[0] == 0
-    with pytest.raises(RuntimeError, match=r"got version 1\.\d+ of XLA's interface for native code, wanted 0\.x"):
-        xla_call._interface_version(later)
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("_API_MAJOR 0", "_API_MAJOR 1", r"got version 1\.\d+ in XLA's interface .*wanted 0\.x"),
+        ("  int64_t rank;\n", "", "got XLA_FFI_Buffer with .*wanted .*rank, dims"),
+        ("_FIELD(XLA_FFI_Stream_Get);", "_FIELD(XLA_FFI_A);\n  _FIELD(XLA_FFI_B);", "as number 11 of XLA_FFI_Api"),
+    ],
+    ids=["major version", "field", "function"],
+)
+def test_another_interface_is_refused(old: str, new: str, message: str) -> None:
+    header = ffi.interface_header()
+    assert old in header
+    with pytest.raises(RuntimeError, match=message):
+        ffi.check_interface(header.replace(old, new))
 
 
 @pytest.mark.parametrize(
@@ -136,9 +115,9 @@ def test_a_start_says_what_multiplies(
     features: tuple[str, ...], is_granted: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amx, "host_has", lambda name: name in features)
-    monkeypatch.setattr(amx, "has_matrix_unit", lambda: is_granted)
+    monkeypatch.setattr(amx, "has_amx_unit", lambda: is_granted)
     monkeypatch.setattr(amx, "has_long_vectors", lambda: False)
-    assert amx.what_multiplies() == wanted
+    assert amx.cpu_features() == wanted
 
 
 PROCESSORS = {
@@ -155,7 +134,7 @@ OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove"}
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What LLVM cannot say in instructions it calls by a name that nobody may have: the process would end there."""
-    architecture, has_long, has_pairs, has_unit = PROCESSORS[processor]
+    architecture, has_long, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
     for module in (xla_call, matmul, amx, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
@@ -166,7 +145,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             attention._attend_handler.__wrapped__(
                 Shape(
-                    are_pairs=dtype_is_pairs,
+                    is_bf16_packed=dtype_is_pairs,
                     num_kv_heads=3,
                     group=3,
                     head_size=64,
@@ -176,12 +155,12 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                     has_sinks=window is not None,
                     most_tokens=16,
                     has_long=has_long,
-                    at_once=has_pairs,
-                    has_unit=has_unit,
+                    has_avx512_bf16=has_pairs,
+                    has_amx=has_amx,
                 )
             )
     xla_call._nothing.__wrapped__(4, 4)
-    if has_unit:
+    if has_amx:
         amx.tile_handler.__wrapped__()
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -194,7 +173,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         assembly = machine.emit_assembly(parsed)
         called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))
         assert called - {"work", "help"} <= OF_LIBC
-    assert len(texts) == 9 + has_unit
+    assert len(texts) == 9 + has_amx
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with large pages")

@@ -7,7 +7,9 @@ import pytest
 from flax import nnx
 
 from jpaged.models.layers import Embedding, FusedLinear, Linear, WeightMaker
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native import matmul
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.matmul import columns_of, empty_panels, fill_panels, panels_shape, product
 
 DTYPES = "float32", "bfloat16"
@@ -60,7 +62,7 @@ def test_other_processors_multiply_as_well(
     """Those without a matrix unit; without pairs of bfloat16; with vectors of sixteen lanes and of eight."""
     if has_pairs and not matmul.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
-    monkeypatch.setattr(matmul, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(matmul, "has_amx_unit", lambda: False)
     monkeypatch.setattr(matmul, "host_has", lambda feature: has_pairs)
     monkeypatch.setattr(matmul, "has_long_vectors", lambda: has_long)
     for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):
@@ -121,12 +123,9 @@ def test_columns_come_out_of_panels_as_they_went_in(depth: int, num_out: int, dt
     assert np.array_equal(np.asarray(found), columns[ids])
 
 
-@pytest.mark.parametrize(
-    ("platform", "num_shards", "is_native"), [("cpu", 1, True), ("cpu", 2, False), ("tpu", 1, False)]
-)
-def test_layers_use_them_on_one_cpu(platform: str, num_shards: int, is_native: bool) -> None:
-    """Nobody else can: a mesh of CPUs would gather the weights for them."""
-    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), num_shards, platform, "float32")
+@pytest.mark.parametrize(("ops", "is_native"), [(NATIVE_OPS, True), (XLA_OPS, False)])
+def test_layers_multiply_by_the_operations_they_are_given(ops: LayerOps, is_native: bool) -> None:
+    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), 1, "float32", ops)
     parts = (("a", 32), ("b", 64))
     layers = {
         "linear": Linear(64, 96, axes=("embed", "mlp"), bias=False, make=make),
@@ -140,7 +139,7 @@ def test_layers_use_them_on_one_cpu(platform: str, num_shards: int, is_native: b
 
 
 def test_a_table_that_is_only_looked_up_stays_one() -> None:
-    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), 1, "cpu", "float32")
+    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5), 1, "float32", NATIVE_OPS)
     table = Embedding(96, 64, is_tied=False, make=make).weight
     assert isinstance(table, nnx.Param)
     assert table.shape == (96, 64)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jpaged.models.layers import RMSNorm, WeightMaker
+from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native import rms_norm as norm_module
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.pallas_kernels.native.rms_norm import rms_norm
 
 SIZES = (576, 2048, 96, 64, 40, 36, 7, 1)
@@ -75,16 +77,14 @@ def test_what_native_code_would_misread_is_refused() -> None:
         rms_norm(x, weight[1:], EPS)
 
 
-@pytest.mark.parametrize(
-    ("platform", "num_shards", "is_native"), [("cpu", 1, True), ("cpu", 2, False), ("tpu", 1, False)]
-)
+@pytest.mark.parametrize(("ops", "is_native"), [(NATIVE_OPS, True), (XLA_OPS, False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_use_it_on_one_cpu(platform: str, num_shards: int, is_native: bool, dtype: str) -> None:
-    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5, dtype), num_shards, platform, dtype)
+def test_norms_are_made_by_the_operations_they_are_given(ops: LayerOps, is_native: bool, dtype: str) -> None:
+    make = WeightMaker(lambda shape, axes, fill: jnp.full(shape, 0.5, dtype), 1, dtype, ops)
     layer = RMSNorm(64, eps=EPS, make=make)
-    x = rows_of(5, 64)[0].astype(make.stream_dtype)
+    x = rows_of(5, 64)[0].astype(ops.stream_dtype(dtype))
     assert ("jpaged_rms_norm" in jax.jit(layer).lower(x).as_text()) == is_native
     found = layer(x)
-    assert found.dtype == make.stream_dtype
+    assert found.dtype == ops.stream_dtype(dtype)
     wanted = exact(x, jnp.full(64, 0.5), EPS)
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=0.02 if x.dtype != jnp.float32 else 2e-6)

@@ -14,12 +14,11 @@ from jpaged.pallas_kernels.ragged_paged_attention import (
     KVScales,
     KVShape,
     LayerPlace,
+    NativeBackend,
     PagedCache,
-    XlaBackend,
     quantize,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
-from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
 
 from ...paged_steps import metadata, nan_cache
 
@@ -45,7 +44,7 @@ class Shape:
     layers: tuple[LayerPlace, ...] = ONE_LAYER
     num_group_layers: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    backend: Backend = XlaBackend(Tiles(strands=24, decode_keys=64, queries=16, prefill_keys=16))  # noqa: RUF009  (frozen)
+    backend: Backend = NativeBackend(share_prefixes=False)  # noqa: RUF009  (frozen)
     slot_axes: tuple[int, ...] = (3, 2)
     """The axis that counts the tokens of a page, in each array of the cache."""
     dtype: str = "float32"

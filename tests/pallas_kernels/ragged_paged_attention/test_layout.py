@@ -1,14 +1,16 @@
 """KV layouts: the arrays that a cache is made of, what a page costs, what is refused."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import KVLayout, KVShape, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import Backend, KVLayout, KVShape, NativeBackend, XlaBackend
 from jpaged.sharding import LOGICAL_TO_MESH
 
 
-def layout(backend: XlaBackend, dtype: str = "float32") -> KVLayout:
+def layout(backend: Backend, dtype: str = "float32") -> KVLayout:
     return backend.layout(KVShape(num_layers=3, num_pages=5, page_size=8, num_kv_heads=2, head_size=64, dtype=dtype))
 
 
@@ -29,18 +31,21 @@ def test_every_dimension_has_a_logical_axis_that_sharding_knows() -> None:
             assert axis != "kv_heads" or size == found.num_kv_heads
 
 
-def test_a_cpu_keeps_bfloat16_in_pairs() -> None:
-    on_cpu, on_gpu = layout(XlaBackend(), "bfloat16"), layout(XlaBackend(platform="gpu"), "bfloat16")
-    assert (on_cpu.dtype, on_cpu.stored_dtype) == (jnp.bfloat16, np.uint32)
-    assert (on_gpu.dtype, on_gpu.stored_dtype) == (jnp.bfloat16, jnp.bfloat16)
-    assert layout(XlaBackend()).stored_dtype == np.float32
-    assert on_cpu.page_bytes == on_gpu.page_bytes == layout(XlaBackend()).page_bytes // 2
+@pytest.mark.parametrize(
+    ("backend", "stored"),
+    [(NativeBackend(), np.uint32), (XlaBackend(), np.uint16), (XlaBackend(platform="gpu"), jnp.bfloat16)],
+)
+def test_a_cpu_keeps_bfloat16_as_integers(backend: Backend, stored: Any) -> None:
+    found = layout(backend, "bfloat16")
+    assert (found.dtype, found.stored_dtype) == (jnp.bfloat16, stored)
+    assert layout(backend).stored_dtype == np.float32
+    assert found.page_bytes == layout(backend).page_bytes // 2
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_other_dtypes_are_refused(platform: str) -> None:
+@pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
+def test_other_dtypes_are_refused(backend: Backend) -> None:
     with pytest.raises(ValueError, match=r"kv_cache_dtype: got int8.* takes float32, bfloat16"):
-        layout(XlaBackend(platform=platform), "int8")
+        layout(backend, "int8")
 
 
 def test_layouts_and_backends_are_values() -> None:

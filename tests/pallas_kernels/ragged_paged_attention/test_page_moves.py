@@ -13,6 +13,7 @@ from jpaged.pallas_kernels.ragged_paged_attention import (
     MAX_MOVES,
     KVLayout,
     KVShape,
+    NativeBackend,
     XlaBackend,
     copy_pages,
     put_pages,
@@ -40,7 +41,7 @@ class FusedLayout(KVLayout):
 SIZES = {"num_layers": NUM_LAYERS, "num_pages": NUM_PAGES, "page_size": 4, "num_kv_heads": 2, "head_size": 8}
 LAYOUTS = {
     "float32": XlaBackend().layout(KVShape(**SIZES, dtype="float32")),
-    "pairs of bfloat16": XlaBackend().layout(KVShape(**SIZES, dtype="bfloat16")),
+    "pairs of bfloat16": NativeBackend().layout(KVShape(**SIZES, dtype="bfloat16")),
     "bfloat16": XlaBackend(platform="gpu").layout(KVShape(**SIZES, dtype="bfloat16")),
     "another layout": FusedLayout(**SIZES, dtype=np.dtype(np.float32)),
 }

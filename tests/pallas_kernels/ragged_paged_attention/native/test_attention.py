@@ -16,13 +16,14 @@ import pytest
 from llvmlite import ir
 
 from jpaged.pallas_kernels.native import llvm
-from jpaged.pallas_kernels.native.amx import has_matrix_unit
+from jpaged.pallas_kernels.native.amx import has_amx_unit
 from jpaged.pallas_kernels.native.llvm import F32, I64, Code, register
 from jpaged.pallas_kernels.native.xla_call import Buffer, handler
 from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention
-from jpaged.pallas_kernels.ragged_paged_attention.native.attention import TilePlan, attend_tiles
-from jpaged.pallas_kernels.ragged_paged_attention.native.pages import PAIRS, CpuPages, write_pages
+from jpaged.pallas_kernels.ragged_paged_attention.native.attention import attend_tiles
+from jpaged.pallas_kernels.ragged_paged_attention.native.pages import PACKED_BF16, NativePages, write_pages
+from jpaged.pallas_kernels.ragged_paged_attention.tile_plan import PlanSections
 
 ROOT = Path(__file__).parents[4]
 NUM_PAGES = 40
@@ -61,7 +62,7 @@ def random_pages(rng: np.random.Generator, heads: int, head_size: int, page_size
 class Step:
     """Tokens of some rows over pages: the first rows have one each, and may share pages."""
 
-    pages: CpuPages
+    pages: NativePages
     q: np.ndarray
     tables: np.ndarray
     rows: np.ndarray
@@ -86,14 +87,16 @@ class Step:
             members[place : place + len(rows)], num_seen[rows] = rows, num_pages
             place += len(rows)
         prefill[:, : len(self.prefill)] = np.reshape(self.prefill, (-1, 3)).T
-        counts = np.array([len(self.shared), self.num_decode, len(self.prefill)], np.int32)
+        num_decode = np.int32(self.num_decode)
         most = max([1, *(count for _, _, count in self.prefill), *(len(rows) for rows, _ in self.shared)])
 
         def run(q: jax.Array, tables: jax.Array, positions: jax.Array, plan: tuple[jax.Array, ...]) -> jax.Array:
-            return attend_tiles(self.pages, q, tables, positions, TilePlan(*plan), most_tokens=most, sinks=sinks)
+            sections = PlanSections(*plan)
+            return attend_tiles(self.pages, q, tables, positions, sections, num_decode, max_tokens=most, sinks=sinks)
 
         sinks = None if self.sinks is None else jnp.asarray(self.sinks)
-        plan = tuple(jnp.asarray(array) for array in (counts, prefill, tiles, members, num_seen))
+        num_prefill, num_shared = (np.array([len(tiles)], np.int32) for tiles in (self.prefill, self.shared))
+        plan = tuple(jnp.asarray(array) for array in (num_prefill, prefill, num_shared, tiles, members, num_seen))
         return partial(jax.jit(run), self.q, self.tables, self.positions, plan)
 
     def error(self, out: np.ndarray) -> float:
@@ -102,10 +105,10 @@ class Step:
         Roundings of many weights are of either sign, and so do not add up but as squares do.
         """
         page_size, window, head_size = self.pages.page_size, self.pages.options.window, self.q.shape[3]
-        are_pairs = self.pages.keys.dtype == PAIRS
+        is_bf16_packed = self.pages.keys.dtype == PACKED_BF16
         keys, values = in_numbers(self.pages.keys, head_size), in_numbers(self.pages.values, page_size)
         q = self.q.astype(np.float32) * np.float32(self.pages.options.scale)
-        if are_pairs:
+        if is_bf16_packed:
             q = np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
         wanted, slack = np.zeros(q.shape), np.zeros(q.shape[:3])
         tokens = [*range(self.num_decode)]
@@ -124,8 +127,8 @@ class Step:
                 weights = np.exp(scores - np.maximum(scores.max(axis=1), sinks)[:, None])
                 total = weights.sum(axis=1) + np.exp(sinks - np.maximum(scores.max(axis=1), sinks))
                 wanted[token, head] = weights @ v / total[:, None]
-                slack[token, head] = ROUNDING * are_pairs * np.sqrt(weights**2 @ (v**2).sum(axis=1)) / total
-        if not are_pairs:
+                slack[token, head] = ROUNDING * is_bf16_packed * np.sqrt(weights**2 @ (v**2).sum(axis=1)) / total
+        if not is_bf16_packed:
             return float(np.abs(out - wanted).max())
         return float((np.linalg.norm(out - wanted, axis=-1) - slack).max())
 
@@ -155,7 +158,7 @@ def random_step(
     first = len(lens) - len(queries)
     prefill = [(row, int(starts[row]), counts[row]) for row in range(first, len(lens))]
     q = rng.normal(size=(len(rows) + padding, heads, group, head_size)).astype(np.float32)
-    layer = CpuPages(*pages, jnp.int32(first_page), AttendOptions(scale or head_size**-0.5, window, soft_cap))
+    layer = NativePages(*pages, jnp.int32(first_page), AttendOptions(scale or head_size**-0.5, window, soft_cap))
     padded = np.concatenate([positions, np.full(padding, 7)]).astype(np.int32)
     return Step(layer, q, tables, rows, padded, first, prefill)
 
@@ -193,7 +196,7 @@ def test_other_processors_attend_as_well(
         pytest.skip("this processor has no products of pairs")
     for module in (llvm, attention):
         monkeypatch.setattr(module, "has_long_vectors", lambda: has_long)
-    monkeypatch.setattr(attention, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(attention, "has_amx_unit", lambda: False)
     monkeypatch.setattr(attention, "host_has", lambda feature: has_pairs)
     rng = np.random.default_rng(0)
     for heads, group, head_size, page_size in ((3, 5, 80, 24), (2, 2, 64, 64)):
@@ -323,7 +326,7 @@ def test_a_page_as_large_as_a_stack_is_left_to_vectors() -> None:
 
 
 def test_a_matrix_unit_multiplies_where_there_is_one() -> None:
-    if not has_matrix_unit():
+    if not has_amx_unit():
         pytest.skip("this processor has no matrix unit, or the system does not let this process use it")
     rng = np.random.default_rng(0)
     for (dtype, page_size), is_used in zip(PAGES, (False, False, True), strict=True):
@@ -420,7 +423,7 @@ def check_writes(num_tokens: int, heads: int, head_size: int, page_size: int, dt
         wanted[1][page, :, place] = v[token]
 
     def write(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        layer = CpuPages(keys, values, jnp.int32(first_page), AttendOptions(1.0))
+        layer = NativePages(keys, values, jnp.int32(first_page), AttendOptions(1.0))
         return write_pages(layer, k, v, jnp.asarray(slots))
 
     found = jax.jit(write, donate_argnums=(0, 1))(*pages)
@@ -445,9 +448,9 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
     assert (np.abs(out - wanted) <= 2 * np.spacing(wanted.astype(np.float32))).all()
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_numbers_are_rounded_to_bfloat16_as_anybody_rounds(at_once: bool) -> None:
-    if at_once and not llvm.host_has("avx512bf16"):
+@pytest.mark.parametrize("has_avx512_bf16", [False, True])
+def test_numbers_are_rounded_to_bfloat16_as_anybody_rounds(has_avx512_bf16: bool) -> None:
+    if has_avx512_bf16 and not llvm.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> Any:
@@ -457,11 +460,11 @@ def test_numbers_are_rounded_to_bfloat16_as_anybody_rounds(at_once: bool) -> Non
         source, target, size = given
 
         def some(at: Any) -> None:
-            code.store_rounded(code.load_vector(source, at, F32, 16), target, at, at_once=at_once)
+            code.store_rounded(code.load_vector(source, at, F32, 16), target, at, has_avx512_bf16=has_avx512_bf16)
 
         code.loop(0, size, some, step=16)
 
-    name = register(handler(f"jpaged_test_rounded_{at_once}", 1, 1, prepare, body))
+    name = register(handler(f"jpaged_test_rounded_{has_avx512_bf16}", 1, 1, prepare, body))
     # Every pair of neighbours, what lies in their middle, and beside that.
     bits = np.arange(0x3800, 0x4000, dtype=np.uint32)[:, None] << 16 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     x = np.concatenate([bits.astype(np.uint32).ravel(), np.zeros(16, np.uint32)]).view(np.float32)

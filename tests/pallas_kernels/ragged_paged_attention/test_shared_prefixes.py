@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, NativeBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tile_plan import MAX_GROUPS, shared_prefixes
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
-from jpaged.pallas_kernels.ragged_paged_attention.xla.shared import MAX_GROUPS, shared_prefixes
 
-from ....paged_steps import plan_of
-from ..paged_world import Shape, World
+from ...paged_steps import plan_of
+from .paged_world import Shape, World
 
 PAGE = 8
-SHARING = XlaBackend(
-    Tiles(strands=48, decode_keys=64, queries=16, prefill_keys=16, shared_rows=3),
+SHARING = NativeBackend(shared_rows=3, min_saved_tokens=1)
+XLA_SHARING = XlaBackend(
+    Tiles(kv_splits=48, decode_keys=64, queries=16, prefill_keys=16, shared_rows=3),
     share_prefixes=True,
     min_saved_tokens=1,
 )
@@ -30,17 +31,13 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-PLATFORMS = {"cpu": {"platform": "cpu"}, "gpu": {"platform": "gpu", "slot_axes": (2, 2)}}
-"""Native code, and loops of XLA's."""
+BACKENDS = {"native": {"backend": SHARING}, "xla": {"backend": XLA_SHARING, "slot_axes": (2, 2)}}
 
 
-def sharing_world(platform: str, **changes: Any) -> World:
-    changes = {"options": {}, **changes, **PLATFORMS[platform]}
-    options = {"scale": 0.125, **changes.pop("options")}
-    backend = replace(SHARING, platform=changes.pop("platform"))
-    return World(
-        Shape(num_rows=12, num_tokens=64, table_len=8, backend=backend, options=options, **changes), num_pages=120
-    )
+def sharing_world(kind: str, **changes: Any) -> World:
+    options = {"scale": 0.125, **changes.pop("options", {})}
+    sizes: dict[str, Any] = dict(num_rows=12, num_tokens=64, table_len=8, options=options)
+    return World(Shape(**sizes, **BACKENDS[kind], **changes), num_pages=120)
 
 
 def family(world: World, num_children: int, num_shared: int) -> list[int]:
@@ -53,12 +50,12 @@ def family(world: World, num_children: int, num_shared: int) -> list[int]:
     return [parent, *children]
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 @pytest.mark.parametrize("num_shared", [1, 4])
-def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_shared: int, platform: str) -> None:
+def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_shared: int, kind: str) -> None:
     """Eight rows in tiles of three, and one that shares nothing."""
-    world = sharing_world(platform, options=options)
+    world = sharing_world(kind, options=options)
     rows = [*family(world, 7, num_shared), world.add_row()]
     world.step({rows[-1]: 20})
     for _ in range(3):
@@ -66,9 +63,9 @@ def test_rows_that_share_pages_match_the_oracle(options: dict[str, Any], num_sha
     world.step({rows[1]: 1, rows[2]: 1, rows[5]: 9, rows[6]: 3})
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_families_and_layers_of_two_groups_match_the_oracle(platform: str) -> None:
-    world = sharing_world(platform, layers=(LayerPlace(0, 0), LayerPlace(1, 0)))
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_families_and_layers_of_two_groups_match_the_oracle(kind: str) -> None:
+    world = sharing_world(kind, layers=(LayerPlace(0, 0), LayerPlace(1, 0)))
     rows = family(world, 3, 2) + family(world, 4, 5)
     for _ in range(10):  # Over the edge of a page.
         world.step(dict.fromkeys(rows, 1))
@@ -86,15 +83,15 @@ def families(draw: st.DrawFn) -> list[tuple[int | None, int, int]]:
     return rows
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_any_tree_of_rows_matches_the_oracle(platform: str) -> None:
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_any_tree_of_rows_matches_the_oracle(kind: str) -> None:
     run = None
 
     @settings(max_examples=25, deadline=None)
     @given(rows=families(), seed=st.integers(0, 2**16))
     def check(rows: list[tuple[int | None, int, int]], seed: int) -> None:
         nonlocal run
-        world = sharing_world(platform)
+        world = sharing_world(kind)
         world.rng = np.random.default_rng(seed)
         world.run = run = run or world.run
         for parent, num_shared, num_own in rows:
@@ -141,7 +138,7 @@ def test_groups_take_as_many_pages_as_save_most(
     assert [(members.tolist(), count) for members, count in found] == wanted
 
 
-def test_a_page_that_the_window_of_another_group_has_left_hinders_nobody() -> None:
+def test_a_page_that_the_window_of_another_group_has_left_does_not_matter() -> None:
     tables = np.array([[[1, 2, 3, 4], [1, 2, 3, 5]], [[0, 0, 6, 7], [0, 8, 6, 9]]], np.int32)
     assert NULL_PAGE == 0
     ((members, num_pages),) = shared_prefixes(np.array([32, 32]), tables, np.arange(2), PAGE)
@@ -159,23 +156,21 @@ def test_the_plan_names_tiles_rows_and_pages_seen_and_only_what_pays() -> None:
     query_lens, context_lens = [1] * 7 + [5], [30, 29, 20, 20, 19, 18, 17, 30]
     backend = replace(SHARING, min_saved_tokens=2 * PAGE)
     plan = plan_of(backend, query_lens, context_lens, 16, 8, tables)
-    place = backend._shared(8)
-    sections = place.sections(plan[-place.size :])
-    assert sections.count == [2]
-    assert sections.tiles[:, :2].T.tolist() == [[0, 3, 2], [3, 2, 2]]
-    assert sections.rows[:5].tolist() == [0, 1, 3, 4, 6]
-    assert sections.num_seen.tolist() == [2, 2, 0, 2, 2, 0, 2, 0]
+    sections = backend.planner.sections(plan, 16, 8)
+    assert sections.num_shared_tiles == [2]
+    assert sections.shared_tiles[:, :2].T.tolist() == [[0, 3, 2], [3, 2, 2]]
+    assert sections.members[:5].tolist() == [0, 1, 3, 4, 6]
+    assert sections.num_shared_pages.tolist() == [2, 2, 0, 2, 2, 0, 2, 0]
     assert plan[0] == 1  # The prefill row's tile.
 
 
 def test_no_number_of_families_overflows_the_plan() -> None:
     tables = np.repeat(np.arange(1, 33, dtype=np.int32), 2)[None, :, None] * np.ones((1, 1, 4), np.int32)
     plan = plan_of(SHARING, [1] * 64, [30] * 64, 64, 64, tables)
-    place = SHARING._shared(64)
-    assert place.sections(plan[-place.size :]).count == [MAX_GROUPS]
+    assert SHARING.planner.sections(plan, 64, 64).num_shared_tiles == [MAX_GROUPS]
 
 
 def test_without_sharing_nothing_is_looked_for() -> None:
-    alone = replace(SHARING, share_prefixes=False)
-    assert alone.plan_len(64, 12) + SHARING._shared(12).size == SHARING.plan_len(64, 12)
+    plan = plan_of(replace(SHARING, share_prefixes=False), [1] * 4, [30] * 4, 8, 4, np.ones((1, 4, 4), np.int32))
+    assert not plan.any()
     assert not XlaBackend().share_prefixes

@@ -1,4 +1,4 @@
-"""The XLA path against the dense oracle: ragged rows, windows, shared pages, NaN wherever nothing may be read."""
+"""The `xla` and `native` backends against the dense oracle: ragged rows, windows, NaN wherever nothing may be read."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,14 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions, KVShape, LayerPlace, PagedCache, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import (
+    AttendOptions,
+    Backend,
+    KVShape,
+    LayerPlace,
+    NativeBackend,
+    PagedCache,
+    XlaBackend,
+)
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
-from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import CPU_TILES, Tiles
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
 from jpaged.pallas_kernels.ragged_paged_attention.xla.pages import XlaPages
 
-from ....paged_steps import metadata, plan_of
-from ..paged_world import ATOL, Shape, World, shape_of
-from ..scenarios import (
+from ...paged_steps import metadata, plan_of
+from .paged_world import ATOL, Shape, World, shape_of
+from .scenarios import (
     TWO_GROUPS,
     check_any_order,
     check_that_a_wrong_window_is_noticed,
@@ -34,68 +42,74 @@ from ..scenarios import (
 FEATURES = features(page_size=8)
 
 
-# All is native code on a CPU, in pairs of bfloat16 by a matrix unit if there is one, and loops of XLA's elsewhere; the
-# pages' slots are the last axis of keys there.
-ON_PLATFORM = {
-    "cpu": {},
-    "cpu, bfloat16": {"page_size": 32, "dtype": "bfloat16"},
-    "gpu": {"backend": replace(shape_of().backend, platform="gpu"), "slot_axes": (2, 2)},
+XLA = XlaBackend(Tiles(kv_splits=24, decode_keys=64, queries=16, prefill_keys=16, shared_rows=8), platform="gpu")
+BACKENDS = {
+    "native": {},
+    "native, bfloat16": {"page_size": 32, "dtype": "bfloat16"},
+    "xla": {"backend": XLA, "slot_axes": (2, 2)},
 }
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("page_size", [8, 12, 16, 64, 128])
-def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int, platform: str) -> None:
-    run_ragged(World(shape_of(**{**ON_PLATFORM[platform], "page_size": page_size})))
+def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int, kind: str) -> None:
+    run_ragged(World(shape_of(**{**BACKENDS[kind], "page_size": page_size})))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (16, 2), (5, 1)])
-def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int, platform: str) -> None:
-    run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads, **ON_PLATFORM[platform])))
+def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int, kind: str) -> None:
+    run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads, **BACKENDS[kind])))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
-def test_a_step_with_room_for_more_rows_than_tokens(platform: str) -> None:
-    some = World(replace(shape_of(**ON_PLATFORM[platform]), num_tokens=4, num_rows=16))
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_step_with_room_for_more_rows_than_tokens(kind: str) -> None:
+    some = World(replace(shape_of(**BACKENDS[kind]), num_tokens=4, num_rows=16))
     some.add_rows(2)
     for work in ({0: 3, 1: 1}, {0: 1, 1: 1}, {1: 4}):
         some.step(work)
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("head_size", [24, 80, 96, 128])
-def test_every_head_size(head_size: int, platform: str) -> None:
-    run_ragged(World(shape_of(head_size=head_size, **ON_PLATFORM[platform])))
+def test_every_head_size(head_size: int, kind: str) -> None:
+    run_ragged(World(shape_of(head_size=head_size, **BACKENDS[kind])))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
-def test_window_soft_cap_and_sinks(options: dict[str, Any], platform: str) -> None:
-    run_ragged(World(shape_of(options=options, **ON_PLATFORM[platform])))
+def test_window_soft_cap_and_sinks(options: dict[str, Any], kind: str) -> None:
+    run_ragged(World(shape_of(options=options, **BACKENDS[kind])))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+BFLOAT16_PAGES = {
+    "uint32": BACKENDS["native"],
+    "bfloat16": BACKENDS["xla"],
+    "uint16": {**BACKENDS["xla"], "backend": replace(XLA, platform="cpu")},
+}
+
+
+@pytest.mark.parametrize("stored", BFLOAT16_PAGES)
 @pytest.mark.parametrize("step_dtype", ["bfloat16", "float32"])
-def test_pages_of_bfloat16(platform: str, step_dtype: str) -> None:
-    """On a CPU in pairs, elsewhere as numbers: NaN in dead slots included."""
+def test_pages_of_bfloat16(stored: str, step_dtype: str) -> None:
+    """In pairs for native code, as bits for XLA on a CPU, elsewhere as numbers: NaN in dead slots included."""
     options: dict[str, Any] = dict(dtype="bfloat16", step_dtype=step_dtype, options=FEATURES["all of them"])
-    world = World(shape_of(**options, **ON_PLATFORM[platform]))
-    assert world.cache.pages[0].dtype == ("uint32" if platform == "cpu" else "bfloat16")
+    world = World(shape_of(**options, **BFLOAT16_PAGES[stored]))
+    assert world.cache.pages[0].dtype == stored
     run_ragged(world)
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
-def test_pages_that_the_window_has_left_may_be_null(window: int, platform: str) -> None:
-    world = World(shape_of(options={"window": window}, **ON_PLATFORM[platform]))
+def test_pages_that_the_window_has_left_may_be_null(window: int, kind: str) -> None:
+    world = World(shape_of(options={"window": window}, **BACKENDS[kind]))
     run_beyond_the_window(world, num_steps=10, chunk=world.shape.page_size // 4)
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
-def test_a_single_token_step(platform: str) -> None:
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_single_token_step(kind: str) -> None:
     """No prefill code at all."""
-    run_single_tokens(World(shape_of(**ON_PLATFORM[platform])))
+    run_single_tokens(World(shape_of(**BACKENDS[kind])))
 
 
 def test_more_rows_than_a_tile_and_no_multiple_of_it() -> None:
@@ -105,10 +119,10 @@ def test_more_rows_than_a_tile_and_no_multiple_of_it() -> None:
         world.step(dict.fromkeys(range(count), 1))
 
 
-def test_default_tiles_over_a_long_context() -> None:
-    world = World(
-        Shape(page_size=64, num_tokens=512, num_rows=9, table_len=20, options={"scale": 0.125}, backend=XlaBackend())
-    )
+@pytest.mark.parametrize(("backend", "slot_axes"), [(NativeBackend(), (3, 2)), (XlaBackend(), (2, 2))])
+def test_default_tiles_over_a_long_context(backend: Backend, slot_axes: tuple[int, int]) -> None:
+    sizes: dict[str, Any] = dict(page_size=64, num_tokens=512, num_rows=9, table_len=20, options={"scale": 0.125})
+    world = World(Shape(**sizes, backend=backend, slot_axes=slot_axes))
     world.add_rows(9)
     world.step({0: 512})
     world.step({0: 490, 1: 13, 2: 1, 3: 1})
@@ -116,19 +130,19 @@ def test_default_tiles_over_a_long_context() -> None:
     world.step(dict.fromkeys(range(9), 1))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
-def test_rows_that_share_their_first_pages(platform: str) -> None:
-    run_shared_pages(World(shape_of(**ON_PLATFORM[platform])))
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_rows_that_share_their_first_pages(kind: str) -> None:
+    run_shared_pages(World(shape_of(**BACKENDS[kind])))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
-def test_groups_have_their_own_pages_and_layers_their_own_places(platform: str) -> None:
-    run_ragged(World(shape_of(**TWO_GROUPS, **ON_PLATFORM[platform]), num_pages=96))
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_groups_have_their_own_pages_and_layers_their_own_places(kind: str) -> None:
+    run_ragged(World(shape_of(**TWO_GROUPS, **BACKENDS[kind]), num_pages=96))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
-def test_a_layer_without_keys_reads_those_of_the_layer_it_names(platform: str) -> None:
-    run_layer_without_keys(World(shape_of(**ON_PLATFORM[platform])))
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_layer_without_keys_reads_those_of_the_layer_it_names(kind: str) -> None:
+    run_layer_without_keys(World(shape_of(**BACKENDS[kind])))
 
 
 def test_keys_without_values_are_refused_by_name() -> None:
@@ -173,10 +187,10 @@ def test_what_does_not_fit_the_cache_is_refused_before_any_backend_sees_it(given
         world.cache.attend(layer, step=step, scale=0.125, soft_cap=soft_cap, **arguments)
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("error", [-1, 1])
-def test_a_window_off_by_one_would_be_noticed(error: int, platform: str) -> None:
-    check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12}, **ON_PLATFORM[platform])), error)
+def test_a_window_off_by_one_would_be_noticed(error: int, kind: str) -> None:
+    check_that_a_wrong_window_is_noticed(World(shape_of(options={"window": 12}, **BACKENDS[kind])), error)
 
 
 def test_a_causal_mask_off_by_one_would_be_noticed() -> None:
@@ -208,11 +222,11 @@ FUZZED = {
 }
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("options", FUZZED.values(), ids=FUZZED.keys())
-def test_any_order_of_chunks_and_decodes(options: dict[str, Any], platform: str) -> None:
+def test_any_order_of_chunks_and_decodes(options: dict[str, Any], kind: str) -> None:
     steps = ragged_steps(most_steps=4, most_tokens=40, most_context=64, lengths=(7, 8, 9))
-    shape = shape_of(options=options, **ON_PLATFORM[platform])
+    shape = shape_of(options=options, **BACKENDS[kind])
     check_any_order(lambda seed: World(shape, seed=seed), steps, max_examples=15)
 
 
@@ -226,11 +240,12 @@ def chain_of_layers(
     return q, cache
 
 
+@pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_tokens", [1, 8, 64])
-def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype: str) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype: str, backend: Backend) -> None:
     """Temporary memory is a small part of the cache and does not grow with it; the donated pages are the output's."""
-    backend, temps = XlaBackend(), []
+    temps = []
     for num_pages in (256, 512):
         layout = backend.layout(KVShape(2, num_pages, page_size=64, num_kv_heads=2, head_size=64, dtype=dtype))
         pages = tuple(jax.ShapeDtypeStruct(shape, layout.stored_dtype) for shape in layout.shapes)
@@ -250,9 +265,10 @@ def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype
     assert temps[0] == temps[1]
 
 
-def test_temporary_memory_does_not_grow_with_the_layers() -> None:
+@pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
+def test_temporary_memory_does_not_grow_with_the_layers(backend: Backend) -> None:
     """XLA:CPU may make early, for all layers at once, whatever of a layer depends on none before it."""
-    backend, temps = XlaBackend(), []
+    temps = []
     layout = backend.layout(KVShape(8, 64, page_size=64, num_kv_heads=2, head_size=64, dtype="float32"))
     pages = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in layout.shapes)
     step = metadata(backend, [1], [1], [[[1]]], page_size=64, num_tokens=16, num_rows=16, table_len=16)
@@ -268,34 +284,37 @@ def test_temporary_memory_does_not_grow_with_the_layers() -> None:
 
 
 def test_plan_cuts_prefill_rows_into_tiles_in_token_order() -> None:
-    plan = plan_of(XlaBackend(replace(CPU_TILES, queries=16)), [1, 1, 16, 17, 2], [9, 1, 16, 40, 50], 64, 5)
-    assert plan[0] == 4
-    rows, starts, lens = plan[1:].reshape(3, -1)[:, :4]
+    backend = NativeBackend(tile_q=16)
+    plan = plan_of(backend, [1, 1, 16, 17, 2], [9, 1, 16, 40, 50], 64, 5)
+    sections = backend.planner.sections(plan, 64, 5)
+    assert sections.num_query_tiles == [4]
+    rows, starts, lens = sections.query_tiles[:, :4]
     assert rows.tolist() == [2, 3, 3, 4]
     assert starts.tolist() == [2, 18, 34, 35]
     assert lens.tolist() == [16, 16, 1, 2]
 
 
 def test_plan_of_decode_rows_has_no_tile() -> None:
-    assert plan_of(XlaBackend(), [1] * 8, range(1, 9), 8, 8)[0] == 0
+    assert plan_of(NativeBackend(), [1] * 8, range(1, 9), 8, 8)[0] == 0
 
 
 @given(query_lens=st.lists(st.integers(2, 40), min_size=1, max_size=8), num_decode_rows=st.integers(0, 4))
 def test_plan_covers_every_prefill_token_once_and_fits(query_lens: list[int], num_decode_rows: int) -> None:
     lens = [1] * num_decode_rows + query_lens
-    backend = XlaBackend(replace(CPU_TILES, queries=8))
+    backend = NativeBackend(tile_q=8)
     plan = plan_of(backend, lens, [length + 3 for length in lens], sum(lens), len(lens))
-    rows, starts, counts = plan[1:].reshape(3, -1)[:, : plan[0]]
+    sections = backend.planner.sections(plan, sum(lens), len(lens))
+    rows, starts, counts = sections.query_tiles[:, : sections.num_query_tiles[0]]
     owners = np.repeat(np.arange(len(lens)), lens)
     covered = [token for start, count in zip(starts, counts, strict=True) for token in range(start, start + count)]
     assert covered == list(range(num_decode_rows, sum(lens)))
     assert all((owners[s : s + c] == r).all() for r, s, c in zip(rows, starts, counts, strict=True))
 
 
-@pytest.mark.parametrize("platform", ON_PLATFORM)
-def test_a_row_has_the_same_bits_in_any_company(platform: str) -> None:
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_row_has_the_same_bits_in_any_company(kind: str) -> None:
     """Alone, among longer and shorter rows, in another place of another tile: not one bit differs."""
-    world = World(shape_of(num_rows=12, table_len=8, **ON_PLATFORM[platform]))
+    world = World(shape_of(num_rows=12, table_len=8, **BACKENDS[kind]))
     rng, layout = np.random.default_rng(0), world.layout
     in_one = layout.stored_dtype.itemsize // layout.dtype.itemsize
     numbers = [rng.normal(size=(*shape[:-1], shape[-1] * in_one)).astype(layout.dtype) for shape in layout.shapes]
@@ -332,10 +351,10 @@ def test_a_row_has_the_same_bits_in_any_company(platform: str) -> None:
         ((32, 32), 256, 64, (1, 1, 2)),
     ],
 )
-def test_a_turn_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, expected):
+def test_a_batch_of_kv_splits_takes_as_many_pages_as_a_core_keeps(heads, head_size, num_rows, expected):
     layout = XlaBackend(platform="gpu").layout(KVShape(1, 1, 64, heads[1], head_size, "float32"))
     keys, values = (jax.ShapeDtypeStruct(shape, layout.dtype) for shape in layout.shapes)
     pages = XlaPages(keys, values, 0, AttendOptions(1.0))
-    sizes = Tiles(queries=64, prefill_keys=64, strands=64, decode_keys=1024, strand_keys=128, decode_bytes=1 << 20)
-    dealt = sizes.deal(pages, num_rows)
-    assert (dealt.strands_a_turn, dealt.most_strands, dealt.strand_pages) == expected
+    sizes = Tiles(64, 64, shared_rows=8, kv_splits=64, decode_keys=1024, split_keys=128, decode_bytes=1 << 20)
+    splits = sizes.kv_splits_of(pages, num_rows)
+    assert (splits.batch_size, splits.max_splits, splits.min_pages) == expected

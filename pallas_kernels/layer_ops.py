@@ -1,0 +1,75 @@
+"""Operations of a model's layers beside attention: matrix products, norms, and how their weights are stored.
+
+`LayerOps` computes all of them by plain XLA, on any devices. An attention backend names the operations that go with it
+(`Backend.layer_ops`); models call them without knowing how a matrix is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+Bounds = tuple[int, int]
+"""Start and stop of a slice."""
+RowWriter = Callable[[int, np.ndarray], None]
+"""Called with a row's number and rows from there on."""
+
+
+@dataclass(frozen=True)
+class LayerOps:
+    """Products, norms and weight storage in plain XLA. Instances compare equal by type: they are static metadata."""
+
+    stores_tied_table_as_matrix = False
+    """Whether an embedding table that also makes the logits is stored as the matrix W [hidden, vocabulary]."""
+
+    def stream_dtype(self, dtype: Any) -> Any:
+        """Return the dtype of the hidden states of a model whose weights are `dtype`."""
+        return jnp.dtype(dtype)
+
+    def matrix_shape(self, num_in: int, num_out: int, dtype: Any) -> tuple[int, ...]:
+        """Return the shape of the array that stores a matrix W [num_in, num_out]."""
+        return num_in, num_out
+
+    def matrix_rows(
+        self, out: np.ndarray, bounds: Sequence[Bounds], matrix: tuple[int, int]
+    ) -> tuple[list[Bounds], RowWriter]:
+        """Prepare to fill `out`, the slice `bounds` of a stored matrix, with rows as a checkpoint has them.
+
+        A checkpoint stores Wᵀ [num_out, num_in]. Returns the rows and columns of Wᵀ that are wanted, and the function
+        that writes some of these rows, counted from the first wanted one. `matrix` is (num_in, num_out).
+        """
+        return list(bounds)[::-1], partial(write_rows, out.T)
+
+    def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
+        """Return x · W in float32, accumulated in float32, for a stored matrix W of `num_out` columns."""
+        return jnp.dot(x, weight, preferred_element_type=jnp.float32)
+
+    def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
+        """Return the columns `ids` of a stored matrix W [num_in, O] as rows."""
+        return weight[:, ids].T
+
+    def rms_norm(self, x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
+        """Return x ÷ √(mean(x²) + eps) × weight in x's dtype, normalised in float32."""
+        x_f32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
+        normed = (x_f32 * lax.rsqrt(mean_square + eps)).astype(x.dtype)
+        return normed * weight.astype(x.dtype)[None, :]
+
+    def uninitialized(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return an array whose elements may hold anything. XLA fills it with zeros on a CPU."""
+        return lax.empty(shape, dtype)
+
+
+XLA_OPS = LayerOps()
+
+
+def write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:
+    """Write `rows` to `target[first:]`, in the target's dtype."""
+    target[first : first + len(rows)] = rows.astype(target.dtype, copy=False)

@@ -1,0 +1,53 @@
+"""The operations of a model's layers in native code, for one CPU device. Matrices are stored in panels (`matmul`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..layer_ops import Bounds, LayerOps, RowWriter
+from .matmul import columns_of, empty_panels, fill_panels, panels_shape, product
+from .rms_norm import rms_norm
+from .xla_call import uninitialized
+
+
+@dataclass(frozen=True)
+class NativeOps(LayerOps):
+    """Products and norms whose bits, for one row, do not depend on the other rows. See `LayerOps` for the methods."""
+
+    stores_tied_table_as_matrix = True
+
+    def stream_dtype(self, dtype: Any) -> Any:
+        """Return float32: products and norms return it, and XLA:CPU computes bfloat16 by way of float32 anyway."""
+        return jnp.dtype(jnp.float32)
+
+    def matrix_shape(self, num_in: int, num_out: int, dtype: Any) -> tuple[int, ...]:
+        return panels_shape(num_in, num_out, dtype)
+
+    def matrix_rows(
+        self, out: np.ndarray, bounds: Sequence[Bounds], matrix: tuple[int, int]
+    ) -> tuple[list[Bounds], RowWriter]:
+        # Panels are for a single device, so the slice is the whole matrix.
+        num_in, num_out = matrix
+        return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
+
+    def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
+        return product(x.astype(weight.dtype), weight, num_out)
+
+    def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
+        return columns_of(weight, ids, num_in)
+
+    def rms_norm(self, x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
+        return rms_norm(x.astype(jnp.float32), weight.astype(jnp.float32), eps).astype(x.dtype)
+
+    def uninitialized(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return uninitialized(shape, dtype)
+
+
+NATIVE_OPS = NativeOps()

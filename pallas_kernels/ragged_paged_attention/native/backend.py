@@ -1,0 +1,205 @@
+"""The `native` backend: attention, products, norms and page writes by code that LLVM compiles for this processor.
+
+For one CPU device. The order of the additions behind each number depends on its row alone, so a row has the same bits
+in any company, shared prefixes included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ...native.amx import cpu_features
+from ...native.ffi import check_interface, interface_header
+from ...native.layer_ops import NATIVE_OPS
+from ...native.llvm import processor
+from ..interface import (
+    AttendOptions,
+    AttentionMetadata,
+    AttentionShape,
+    Backend,
+    BackendUnavailableError,
+    KVLayout,
+    KVShape,
+    LayerPlace,
+    PlanRows,
+    refuse_one_of,
+)
+from ..kv_scales import LayerScales
+from ..tile_plan import TilePlanner
+from .attention import attend_tiles
+from .pages import PACKED_BF16, NativePages, pages_shapes, write_pages
+
+
+@dataclass(frozen=True)
+class NativeLayout(KVLayout):
+    """Keys and values as native code reads them, see `pages`: float32, or pairs of bfloat16 in uint32."""
+
+    @property
+    def is_bf16_packed(self) -> bool:
+        """Whether the arrays hold pairs of bfloat16 numbers."""
+        return bool(self.dtype == jnp.bfloat16)
+
+    @property
+    def stored_dtype(self) -> Any:
+        """Dtype of the arrays."""
+        return np.dtype(PACKED_BF16) if self.is_bf16_packed else self.dtype
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the keys and of the values."""
+        sizes = self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size
+        return pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)
+
+    @property
+    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
+        """KV heads are the only axis that could be spread, if there were several devices."""
+        return ((None, "kv_heads", None, None),) * 2
+
+
+@dataclass(frozen=True)
+class NativeBackend(Backend):
+    """Attention by native code over tiles of queries. The fields are those of `TilePlanner`."""
+
+    tile_q: int = 16
+    shared_rows: int = 8
+    share_prefixes: bool = True
+    min_saved_tokens: int = 2048
+
+    name = "native"
+    kv_dtypes = ("float32", "bfloat16")
+    layer_ops = NATIVE_OPS
+
+    @property
+    def planner(self) -> TilePlanner:
+        """What writes and reads this backend's plans."""
+        return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
+
+    @classmethod
+    def for_devices(
+        cls,
+        devices: Sequence[Any],
+        shape: AttentionShape,
+        *,
+        deterministic: bool = False,
+        tuned: tuple[Any, ...] = (),
+    ) -> NativeBackend:
+        """See `Backend.for_devices`."""
+        if len(devices) > 1:
+            raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
+        try:
+            check_interface(interface_header())
+        except RuntimeError as error:
+            raise BackendUnavailableError(str(error)) from error
+        backend = cls()
+        backend.layout(shape.kv_shape(cls.block_sizes[0]))
+        return backend
+
+    @classmethod
+    def hardware(cls, device: Any) -> str:
+        """See `Backend.hardware`: JAX calls every processor "cpu"."""
+        return processor()
+
+    @classmethod
+    def describe(cls) -> str:
+        """See `Backend.describe`."""
+        return cpu_features()
+
+    def layout(self, shape: KVShape) -> NativeLayout:
+        """Layout of a cache of that many pages; ValueError names a dtype that is not taken."""
+        self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
+        return NativeLayout.of(shape)
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """See `Backend.plan_len`."""
+        return self.planner.plan_len(num_tokens, num_rows)
+
+    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
+        """See `Backend.plan`."""
+        self.planner.fill(rows, out)
+
+    def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
+        """See `Backend.check_context_len`: some pages, whose last one is not full."""
+        return 4 * layout.page_size + 7
+
+    def with_shared_prefixes(self) -> NativeBackend:
+        """See `Backend.with_shared_prefixes`."""
+        return replace(self, share_prefixes=True)
+
+    def attend(
+        self,
+        pages: tuple[Array, ...],
+        layout: KVLayout,
+        place: LayerPlace,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        options: AttendOptions,
+        *,
+        kv_scales: LayerScales | None,
+        sinks: Float[Array, " N"] | None,
+    ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+        """See `PagedCache.attend`. `kv_scales` is None: `layout` refuses pages that need them."""
+        refuse_one_of(k, v)
+        # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
+        return _attend_layer(
+            pages,
+            jnp.int32(place.index * layout.num_pages),
+            q,
+            k,
+            v,
+            step.slot_mapping[place.group],
+            step.page_tables[place.group],
+            step,
+            sinks,
+            backend=self,
+            options=options,
+        )
+
+
+@partial(jax.jit, static_argnames=("backend", "options"))
+def _attend_layer(
+    kv_pages: tuple[Array, ...],
+    first_page: Int[Array, ""],
+    q: Float[Array, "T N H"],
+    k: Float[Array, "T K H"] | None,
+    v: Float[Array, "T K H"] | None,
+    slots: Int[Array, " T"],
+    tables: Int[Array, "R P"],
+    step: AttentionMetadata,
+    sinks: Float[Array, " N"] | None,
+    *,
+    backend: NativeBackend,
+    options: AttendOptions,
+) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    """Write and attend in the layer whose pages begin at `first_page`."""
+    keys, values = kv_pages
+    pages = NativePages(keys, values, first_page, options)
+    if k is not None and v is not None:
+        keys, values = write_pages(pages, k, v, slots)
+        pages = replace(pages, keys=keys, values=values)
+    num_kv_heads, (num_tokens, num_heads, head_size) = pages.keys.shape[1], q.shape
+    num_rows, grouped = step.context_lens.shape[0], (num_kv_heads, num_heads // num_kv_heads)
+    plan = backend.planner.sections(step.plan, num_tokens, num_rows)
+    if options.window is not None:
+        # The rows of a tile attend to all of its pages, which a window may have left.
+        plan = plan.without_shared_tiles()
+    out = attend_tiles(
+        pages,
+        q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size),
+        tables,
+        step.positions,
+        plan,
+        step.num_decode_rows,
+        max_tokens=max(backend.tile_q, min(backend.shared_rows, num_rows)),
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
+    )
+    return out.reshape(q.shape).astype(q.dtype), (pages.keys, pages.values)

@@ -1,0 +1,141 @@
+"""Plans a step for backends that take queries in tiles: query tiles of prefill rows, and rows that share first pages.
+
+    row 0  A B C D e            shared tile: rows 0, 1 and 3 begin with pages A B C and attend to these together, as a
+    row 1  A B C f g            tile of queries; each row then goes on alone with its other pages
+    row 2  h i j                decode rows that share nothing need no entry in the plan
+    row 3  A B C k
+    rows with many queries      query tiles in token order
+
+Pure numpy on the host. The plan is one int32 array, whose parts `TilePlanner.sections` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .interface import NULL_PAGE, PlanRows
+
+MAX_GROUPS = 8
+"""Groups of rows with the same first pages that the host looks for in a step, the largest first: each costs it time."""
+
+
+class PlanSections(NamedTuple):
+    """Parts of a plan: views of a numpy array, slices of a traced one."""
+
+    num_query_tiles: Any
+    """[1]: query tiles in use."""
+    query_tiles: Any
+    """[3, tiles]: row, first token, number of queries."""
+    num_shared_tiles: Any
+    """[1]: shared tiles in use."""
+    shared_tiles: Any
+    """[3, tiles]: index of the tile's first row in `members`, number of rows, number of pages."""
+    members: Any
+    """[R]: the rows of all shared tiles, one tile after the other."""
+    num_shared_pages: Any
+    """[R]: pages that each row of the step attends to in a shared tile; 0 for rows that share none."""
+
+    def without_shared_tiles(self) -> PlanSections:
+        """Return the plan in which each decode row goes through its pages alone."""
+        return self._replace(num_shared_tiles=0 * self.num_shared_tiles, num_shared_pages=0 * self.num_shared_pages)
+
+
+@dataclass(frozen=True)
+class TilePlanner:
+    """Writes and reads plans."""
+
+    tile_q: int
+    """Queries of a query tile."""
+    shared_rows: int
+    """Rows of a shared tile."""
+    is_sharing: bool
+    """Whether rows with the same first pages are looked for."""
+    min_saved_tokens: int
+    """Tokens that a group of rows must be spared reading to become shared tiles."""
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """Length of the plan of a step that is padded to that many tokens and rows."""
+        return sum(self._lens(num_tokens, num_rows))
+
+    def sections(self, plan: Any, num_tokens: int, num_rows: int) -> PlanSections:
+        """Parts of the plan of a step that is padded to that many tokens and rows."""
+        *starts, end = np.cumsum([0, *self._lens(num_tokens, num_rows)]).tolist()
+        parts = [plan[a:b] for a, b in zip(starts, [*starts[1:], end], strict=True)]
+        return PlanSections(parts[0], parts[1].reshape(3, -1), parts[2], parts[3].reshape(3, -1), *parts[4:])
+
+    def fill(self, rows: PlanRows, out: np.ndarray) -> None:
+        """Write the plan for these rows into `out`, which holds zeros."""
+        sections = self.sections(out, rows.padded_tokens, rows.padded_rows)
+        self._fill_query_tiles(rows, sections)
+        if self.is_sharing:
+            self._fill_shared_tiles(rows, sections)
+
+    def _lens(self, num_tokens: int, num_rows: int) -> tuple[int, ...]:
+        # Each prefill row may end in a query tile that is not full, and each group in such a shared tile.
+        num_shared_tiles = MAX_GROUPS + num_rows // min(self.shared_rows, num_rows)
+        return 1, 3 * (num_tokens // self.tile_q + num_rows), 1, 3 * num_shared_tiles, num_rows, num_rows
+
+    def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
+        num_tiles, start = 0, rows.num_decode_rows
+        for row in range(rows.num_decode_rows, len(rows.query_lens)):
+            end = start + int(rows.query_lens[row])
+            for tile in range(start, end, self.tile_q):
+                out.query_tiles[:, num_tiles] = row, tile, min(self.tile_q, end - tile)
+                num_tiles += 1
+            start = end
+        out.num_query_tiles[:] = num_tiles
+
+    def _fill_shared_tiles(self, rows: PlanRows, out: PlanSections) -> None:
+        decode = slice(rows.num_decode_rows)
+        groups = shared_prefixes(rows.context_lens[decode], rows.page_tables, rows.table_rows[decode], rows.page_size)
+        num_tiles = first = 0
+        for members, num_pages in groups:
+            if (len(members) - 1) * num_pages * rows.page_size < self.min_saved_tokens:
+                continue
+            out.members[first : first + len(members)] = members
+            out.num_shared_pages[members] = num_pages
+            for start in range(0, len(members), self.shared_rows):
+                num_rows = min(self.shared_rows, len(members) - start)
+                out.shared_tiles[:, num_tiles] = first + start, num_rows, num_pages
+                num_tiles += 1
+            first += len(members)
+        out.num_shared_tiles[:] = num_tiles
+
+
+def shared_prefixes(
+    context_lens: np.ndarray, page_tables: np.ndarray, table_rows: np.ndarray, page_size: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield groups of rows, [n] row numbers, and the number of full pages that all rows of the group begin with.
+
+    No row is in two groups, and a row's last page is never shared. Rows with the same first page are compared with the
+    longest of them, and as many pages are taken as save most reads; the rows that do not have so many are looked at
+    again. A null entry of a page-table group equals any page: the window of that group's layers has passed, and the
+    other groups decide.
+    """
+    num_full = (context_lens - 1) // page_size
+    rows = np.flatnonzero(num_full)
+    rows = rows[np.argsort(page_tables[0, table_rows[rows], 0], kind="stable")]
+    starts = np.flatnonzero(np.diff(page_tables[0, table_rows[rows], 0]))
+    parts = [part for part in np.split(rows, starts + 1) if len(part) > 1]
+    for _ in range(MAX_GROUPS):
+        if not parts:
+            return
+        members = parts.pop(int(np.argmax([len(part) for part in parts])))
+        longest = members[np.argmax(num_full[members])]
+        length = num_full[longest]
+        tables = page_tables[:, table_rows[members], :length]
+        first = page_tables[:, table_rows[longest], None, :length]
+        is_other = ((tables != first) & (tables != NULL_PAGE) & (first != NULL_PAGE)).any(axis=0)
+        num_same = np.where(is_other.any(axis=1), is_other.argmax(axis=1), length)
+        num_same = np.minimum(num_same, num_full[members])
+        num_pages = np.sort(num_same)[::-1]
+        best = num_pages[(np.arange(len(members)) * num_pages).argmax()]
+        if best:
+            yield members[num_same >= best], int(best)
+        rest = members[num_same < best]
+        if best and len(rest) > 1:
+            parts.append(rest)
