@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -88,6 +88,27 @@ class AttendOptions:
     """Bound of the scores, by a hyperbolic tangent; None for none."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerInputs:
+    """What one attention layer computes in a step. Arrays are those of `PagedCache.attend`."""
+
+    q: Float[Array, "T N H"]
+    k: Float[Array, "T K H"] | None
+    v: Float[Array, "T K H"] | None
+    sinks: Float[Array, " N"] | None
+    kv_scales: LayerScales | None
+    """Scales of the layer's keys and values, for pages of one byte a number."""
+    first_page: Int[Array, ""]
+    """Index of the layer's first page in the arrays of the cache."""
+    slots: Int[Array, " T"]
+    """`AttentionMetadata.slot_mapping` of the layer's page-table group."""
+    tables: Int[Array, "R P"]
+    """`AttentionMetadata.page_tables` of the layer's page-table group."""
+    step: AttentionMetadata
+    options: AttendOptions = field(metadata={"static": True})
+
+
 @dataclass(frozen=True)
 class LayerPlace:
     """Where a layer's pages are: its page-table group, and its index among the layers of that group."""
@@ -136,9 +157,9 @@ class KVLayout(KVShape, ABC):
         """Shape of each array of the cache."""
 
     @property
-    @abstractmethod
     def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
-        """Logical axis names of each array, which `sharding` maps to mesh axes."""
+        """Logical axis names of each array, which `sharding` maps to mesh axes: the second axis counts KV heads."""
+        return tuple((None, "kv_heads", *[None] * (len(shape) - 2)) for shape in self.shapes)
 
     @property
     def stored_dtype(self) -> Any:
@@ -257,22 +278,12 @@ class Backend(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        pages: tuple[Array, ...],
-        layout: KVLayout,
-        place: LayerPlace,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K H"] | None,
-        step: AttentionMetadata,
-        options: AttendOptions,
-        *,
-        kv_scales: LayerScales | None,
-        sinks: Float[Array, " N"] | None,
+        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """Write k and v into the `pages` of the layer at `place`, attend, and return the output and the new pages.
+        """Write k and v into the layer's pages, attend, and return the output and the new pages.
 
-        Arguments fit the cache: `PagedCache.attend`, which says what they mean, has checked them.
+        Inputs fit the cache: `PagedCache.attend`, which says what they mean, has checked them. Traced once for all
+        layers of the same options, whose places are data.
         """
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
@@ -289,12 +300,3 @@ class Backend(ABC):
             raise ValueError(
                 f"{name}: got {got}, the {self.name} backend takes {', '.join(map(str, allowed))}; {way_out}"
             )
-
-
-def refuse_one_of(k: Array | None, v: Array | None) -> None:
-    """ValueError for keys without values, or values without keys: for backends that do not take them."""
-    if (k is None) is not (v is None):
-        raise ValueError(
-            "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; "
-            "values that lie in the keys (MLA, v = None) are not available in this version"
-        )

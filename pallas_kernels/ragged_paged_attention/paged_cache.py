@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from .interface import AttendOptions, AttentionMetadata, Backend, KVLayout, LayerPlace
+from .interface import AttendOptions, AttentionMetadata, Backend, KVLayout, LayerInputs, LayerPlace
 from .kv_scales import KVScales, is_quantized
 
 
@@ -68,7 +70,7 @@ class PagedCache:
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
         take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
         shares the pages of the layer it names. v = None alone means that the values are the first lanes of
-        the keys (MLA); ValueError from a backend that does not take it. ValueError, too, for a window below 1,
+        the keys (MLA), which is not available in this version. ValueError for that, for a window below 1,
         a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
         for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
 
@@ -81,10 +83,20 @@ class PagedCache:
         self._refuse_scales()
         if self.mesh is not None:
             return self._attend_on_chips(layer, q, k, v, step, sinks, options)
-        kv_scales = None if self.scales is None else self.scales.of_layer(layer)
-        out, pages = self.backend.attend(
-            self.pages, self.layout, self.layers[layer], q, k, v, step, options, kv_scales=kv_scales, sinks=sinks
+        place = self.layers[layer]
+        inputs = LayerInputs(
+            q,
+            k,
+            v,
+            sinks,
+            None if self.scales is None else self.scales.of_layer(layer),
+            jnp.int32(place.index * self.layout.num_pages),
+            step.slot_mapping[place.group],
+            step.page_tables[place.group],
+            step,
+            options,
         )
+        out, pages = _attend_layer(self.backend, self.layout, self.pages, inputs)
         return out, dataclasses.replace(self, pages=pages)
 
     def _attend_on_chips(
@@ -137,6 +149,11 @@ class PagedCache:
 
     def _refuse_misfits(self, q: Array, new: dict[str, Array | None], sinks: Array | None) -> None:
         """ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory."""
+        if (new["k"] is None) is not (new["v"] is None):
+            raise ValueError(
+                "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; values "
+                "that lie in the keys (MLA, v = None) are not available in this version"
+            )
         layout = self.layout
         wanted = f"{layout.num_kv_heads} KV heads of {layout.head_size}"
         if q.ndim != 3 or q.shape[2] != layout.head_size or q.shape[1] % layout.num_kv_heads or not q.shape[1]:
@@ -167,3 +184,11 @@ class PagedCache:
                         f"attend: got scales of {name} {list(scales.shape)}, wanted {list(wanted)}: one for each "
                         "layer and KV head of the cache"
                     )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _attend_layer(
+    backend: Backend, layout: KVLayout, pages: tuple[Array, ...], inputs: LayerInputs
+) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
+    """Call the backend in a function of its own, which JAX traces once and not once a layer."""
+    return backend.attend(pages, layout, inputs)

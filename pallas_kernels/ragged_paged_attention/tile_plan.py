@@ -11,13 +11,14 @@ Pure numpy on the host. The plan is one int32 array, whose parts `TilePlanner.se
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .interface import NULL_PAGE, PlanRows
+from .interface import NULL_PAGE, Backend, PlanRows
 
 MAX_GROUPS = 8
 """Groups of rows with the same first pages that the host looks for in a step, the largest first: each costs it time."""
@@ -139,3 +140,20 @@ def shared_prefixes(
         rest = members[num_same < best]
         if best and len(rest) > 1:
             parts.append(rest)
+
+
+class TiledBackend(Backend):
+    """A backend whose steps `TilePlanner` plans."""
+
+    @property
+    @abstractmethod
+    def planner(self) -> TilePlanner:
+        """What writes and reads this backend's plans."""
+
+    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+        """See `Backend.plan_len`."""
+        return self.planner.plan_len(num_tokens, num_rows)
+
+    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
+        """See `Backend.plan`."""
+        self.planner.fill(rows, out)

@@ -19,9 +19,8 @@ def blind(backend: type[Backend]) -> type[Backend]:
     """Return a backend that ignores windows and is otherwise this one."""
 
     class Blind(backend):
-        def attend(self, *args: Any, **arrays: Any) -> Any:
-            *arguments, options = args
-            return super().attend(*arguments, replace(options, window=None), **arrays)
+        def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+            return super().attend(pages, layout, replace(inputs, options=replace(inputs.options, window=None)))
 
     return Blind
 

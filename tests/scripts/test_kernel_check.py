@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, LayerPlace, XlaBackend, quantize
+from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend, quantize
 
 from .check_scripts import Script, blind
 
@@ -22,8 +22,8 @@ from .check_scripts import Script, blind
 class Forgetful(XlaBackend):
     """A kernel whose writes are lost."""
 
-    def attend(self, pages: Any, *args: Any, **arrays: Any) -> Any:
-        return super().attend(pages, *args, **arrays)[0], pages
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        return super().attend(pages, layout, inputs)[0], pages
 
 
 def run(
@@ -112,18 +112,17 @@ def test_the_oracle_stores_what_the_kernels_are_told_to_store(script: Script, dt
 class FirstLayer(XlaBackend):
     """A kernel that reads and writes the first layer, whichever it is told."""
 
-    def attend(self, pages: Any, layout: Any, place: Any, *args: Any, **arrays: Any) -> Any:
-        return super().attend(pages, layout, LayerPlace(0, 0), *args, **arrays)
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        return super().attend(pages, layout, dataclasses.replace(inputs, first_page=jnp.int32(0)))
 
 
 class Unclamped(XlaBackend):
     """A kernel that also reads the pages before the window of each row, with a weight of zero."""
 
-    def attend(self, pages: Any, layout: Any, place: Any, *args: Any, **arrays: Any) -> Any:
-        out, pages = super().attend(pages, layout, place, *args, **arrays)
-        step = next(argument for argument in args if isinstance(argument, AttentionMetadata))
-        (tables,), size = step.page_tables, layout.page_size
-        is_whole = (jnp.arange(tables.shape[1])[None] + 1) * size <= step.context_lens[:, None]
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        out, pages = super().attend(pages, layout, inputs)
+        tables, size = inputs.tables, layout.page_size
+        is_whole = (jnp.arange(tables.shape[1])[None] + 1) * size <= inputs.step.context_lens[:, None]
         of_pages = pages[0][tables].sum(axis=(2, 3, 4))
         return out + 0 * jnp.where(is_whole, of_pages, 0).sum(), pages
 
@@ -133,8 +132,8 @@ class Racing(XlaBackend):
 
     times = itertools.count()
 
-    def attend(self, *args: Any, **options: Any) -> Any:
-        out, pages = super().attend(*args, **options)
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        out, pages = super().attend(pages, layout, inputs)
         shape = jax.ShapeDtypeStruct((), np.float32)
         noise = io_callback(lambda: np.float32(next(self.times) % 2 * 1e-6), shape)
         return out * (1 + noise).astype(out.dtype), pages

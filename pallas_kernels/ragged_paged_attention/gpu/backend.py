@@ -14,26 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..interface import (
     AttendOptions,
-    AttentionMetadata,
     AttentionShape,
     Backend,
     KVLayout,
     KVShape,
-    LayerPlace,
+    LayerInputs,
     PlanRows,
-    refuse_one_of,
 )
-from ..kv_scales import LayerScales, quantize
+from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
 from .attention import AttentionInputs, Launch, ragged_attention, repeat_sinks
@@ -58,11 +54,6 @@ class GpuLayout(KVLayout):
         """Shapes of the keys and of the values."""
         shape = (self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size)
         return shape, shape
-
-    @property
-    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
-        """KV heads are the only axis that may be spread."""
-        return (None, "kv_heads", None, None), (None, "kv_heads", None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,21 +192,11 @@ class GpuBackend(Backend):
         ]
 
     def attend(
-        self,
-        pages: tuple[Array, ...],
-        layout: KVLayout,
-        place: LayerPlace,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K H"] | None,
-        step: AttentionMetadata,
-        options: AttendOptions,
-        *,
-        kv_scales: LayerScales | None,
-        sinks: Float[Array, " N"] | None,
+        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `PagedCache.attend`."""
-        refuse_one_of(k, v)
+        """See `Backend.attend`."""
+        q, k, v, step, options = inputs.q, inputs.k, inputs.v, inputs.step, inputs.options
+        tables, first_page, kv_scales, sinks = inputs.tables, inputs.first_page, inputs.kv_scales, inputs.sinks
         if q.dtype != COMPUTE_DTYPE:
             raise ValueError(
                 f"attend: got queries of {q.dtype.name}, the pallas-gpu kernels compute in {np.dtype(COMPUTE_DTYPE)}; "
@@ -235,65 +216,32 @@ class GpuBackend(Backend):
                 f"attend: got a plan of {step.plan.shape[0]} numbers, this pallas-gpu backend takes {wanted_len} for "
                 f"{num_tokens} tokens in {num_rows} rows; make the plan with the backend that attends"
             )
-        # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
-        return _attend_layer(
-            pages,
-            jnp.int32(place.index * layout.num_pages),
-            q,
-            k,
-            v,
-            step.slot_mapping[place.group],
-            step.page_tables[place.group],
-            step,
-            kv_scales,
-            sinks,
-            backend=self,
-            attend_options=options,
-        )
-
-
-@partial(jax.jit, static_argnames=("backend", "attend_options"))
-def _attend_layer(
-    kv_pages: tuple[Array, ...],
-    first_page: Int[Array, ""],
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"] | None,
-    v: Float[Array, "T K H"] | None,
-    slots: Int[Array, " T"],
-    tables: Int[Array, "R P"],
-    step: AttentionMetadata,
-    kv_scales: LayerScales | None,
-    sinks: Float[Array, " N"] | None,
-    *,
-    backend: GpuBackend,
-    attend_options: AttendOptions,
-) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-    """Write and attend in the layer whose pages begin at `first_page`."""
-    k_pages, v_pages = kv_pages
-    if k is not None and v is not None:
-        if kv_scales is not None:
-            k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
-        k_pages, v_pages = (write_rows(pages, new, first_page, slots) for pages, new in ((k_pages, k), (v_pages, v)))
-    planner = backend.planner
-    rows = QueryRows(step, backend.num_kv_heads, planner.group, planner.large_tile_rows)
-    queries = jax.new_ref(rows.align(q))
-    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
-    for launch in backend.launches(q.shape[0], step.context_lens.shape[0], attend_options):
-        tile_rows = launch.section.tiles.tile_rows
-        inputs = AttentionInputs(
-            queries,
-            k_pages,
-            v_pages,
-            tables.reshape(-1),
-            step.context_lens,
-            step.query_starts,
-            step.plan,
-            first_page[None],
-            k_scales,
-            v_scales,
-            None if sinks is None else repeat_sinks(sinks, backend.num_kv_heads, tile_rows),
-        )
-        partials = ragged_attention(inputs, launch)
-        if partials is not None:
-            merge(queries, partials, step.plan, launch.section, launch.chip)
-    return rows.restore(queries[...]), (k_pages, v_pages)
+        k_pages, v_pages = pages
+        if k is not None and v is not None:
+            if kv_scales is not None:
+                k, v = (quantize(x, s, k_pages.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+            k_pages = write_rows(k_pages, k, first_page, inputs.slots)
+            v_pages = write_rows(v_pages, v, first_page, inputs.slots)
+        planner = self.planner
+        rows = QueryRows(step, self.num_kv_heads, planner.group, planner.large_tile_rows)
+        queries = jax.new_ref(rows.align(q))
+        k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
+        for launch in self.launches(q.shape[0], step.context_lens.shape[0], options):
+            tile_rows = launch.section.tiles.tile_rows
+            arguments = AttentionInputs(
+                queries,
+                k_pages,
+                v_pages,
+                tables.reshape(-1),
+                step.context_lens,
+                step.query_starts,
+                step.plan,
+                first_page[None],
+                k_scales,
+                v_scales,
+                None if sinks is None else repeat_sinks(sinks, self.num_kv_heads, tile_rows),
+            )
+            partials = ragged_attention(arguments, launch)
+            if partials is not None:
+                merge(queries, partials, step.plan, launch.section, launch.chip)
+        return rows.restore(queries[...]), (k_pages, v_pages)

@@ -8,32 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
 from ..interface import (
-    AttendOptions,
-    AttentionMetadata,
     AttentionShape,
-    Backend,
     BackendUnavailableError,
     KVLayout,
     KVShape,
-    LayerPlace,
-    PlanRows,
-    refuse_one_of,
+    LayerInputs,
 )
-from ..kv_scales import LayerScales
-from ..tile_plan import TilePlanner
+from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
 from .pages import PACKED_BF16, NativePages, pages_shapes, write_pages
 
@@ -58,14 +50,9 @@ class NativeLayout(KVLayout):
         sizes = self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size
         return pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)
 
-    @property
-    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
-        """KV heads are the only axis that could be spread, if there were several devices."""
-        return ((None, "kv_heads", None, None),) * 2
-
 
 @dataclass(frozen=True)
-class NativeBackend(Backend):
+class NativeBackend(TiledBackend):
     """Attention by native code over tiles of queries. The fields are those of `TilePlanner`."""
 
     tile_q: int = 16
@@ -117,14 +104,6 @@ class NativeBackend(Backend):
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         return NativeLayout.of(shape)
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """See `Backend.plan_len`."""
-        return self.planner.plan_len(num_tokens, num_rows)
-
-    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """See `Backend.plan`."""
-        self.planner.fill(rows, out)
-
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
         """See `Backend.check_context_len`: some pages, whose last one is not full."""
         return 4 * layout.page_size + 7
@@ -134,72 +113,29 @@ class NativeBackend(Backend):
         return replace(self, share_prefixes=True)
 
     def attend(
-        self,
-        pages: tuple[Array, ...],
-        layout: KVLayout,
-        place: LayerPlace,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K H"] | None,
-        step: AttentionMetadata,
-        options: AttendOptions,
-        *,
-        kv_scales: LayerScales | None,
-        sinks: Float[Array, " N"] | None,
+        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `PagedCache.attend`. `kv_scales` is None: `layout` refuses pages that need them."""
-        refuse_one_of(k, v)
-        # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
-        return _attend_layer(
-            pages,
-            jnp.int32(place.index * layout.num_pages),
-            q,
-            k,
-            v,
-            step.slot_mapping[place.group],
-            step.page_tables[place.group],
-            step,
-            sinks,
-            backend=self,
-            options=options,
+        """See `Backend.attend`. There are no `kv_scales`: `layout` refuses pages that need them."""
+        q, sinks, step = inputs.q, inputs.sinks, inputs.step
+        keys, values = pages
+        layer = NativePages(keys, values, inputs.first_page, inputs.options)
+        if inputs.k is not None and inputs.v is not None:
+            keys, values = write_pages(layer, inputs.k, inputs.v, inputs.slots)
+            layer = replace(layer, keys=keys, values=values)
+        num_tokens, num_heads, head_size = q.shape
+        num_rows, grouped = len(step.context_lens), (layout.num_kv_heads, num_heads // layout.num_kv_heads)
+        plan = self.planner.sections(step.plan, num_tokens, num_rows)
+        if inputs.options.window is not None:
+            # The rows of a tile attend to all of its pages, which a window may have left.
+            plan = plan.without_shared_tiles()
+        out = attend_tiles(
+            layer,
+            q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size),
+            inputs.tables,
+            step.positions,
+            plan,
+            step.num_decode_rows,
+            max_tokens=max(self.tile_q, min(self.shared_rows, num_rows)),
+            sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
         )
-
-
-@partial(jax.jit, static_argnames=("backend", "options"))
-def _attend_layer(
-    kv_pages: tuple[Array, ...],
-    first_page: Int[Array, ""],
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"] | None,
-    v: Float[Array, "T K H"] | None,
-    slots: Int[Array, " T"],
-    tables: Int[Array, "R P"],
-    step: AttentionMetadata,
-    sinks: Float[Array, " N"] | None,
-    *,
-    backend: NativeBackend,
-    options: AttendOptions,
-) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-    """Write and attend in the layer whose pages begin at `first_page`."""
-    keys, values = kv_pages
-    pages = NativePages(keys, values, first_page, options)
-    if k is not None and v is not None:
-        keys, values = write_pages(pages, k, v, slots)
-        pages = replace(pages, keys=keys, values=values)
-    num_kv_heads, (num_tokens, num_heads, head_size) = pages.keys.shape[1], q.shape
-    num_rows, grouped = step.context_lens.shape[0], (num_kv_heads, num_heads // num_kv_heads)
-    plan = backend.planner.sections(step.plan, num_tokens, num_rows)
-    if options.window is not None:
-        # The rows of a tile attend to all of its pages, which a window may have left.
-        plan = plan.without_shared_tiles()
-    out = attend_tiles(
-        pages,
-        q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size),
-        tables,
-        step.positions,
-        plan,
-        step.num_decode_rows,
-        max_tokens=max(backend.tile_q, min(backend.shared_rows, num_rows)),
-        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
-    )
-    return out.reshape(q.shape).astype(q.dtype), (pages.keys, pages.values)
+        return out.reshape(q.shape).astype(q.dtype), (layer.keys, layer.values)

@@ -16,23 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from ..interface import (
-    AttendOptions,
-    AttentionMetadata,
     AttentionShape,
     Backend,
     KVLayout,
     KVShape,
-    LayerPlace,
+    LayerInputs,
     PageTableLimit,
     PlanRows,
-    refuse_one_of,
 )
-from ..kv_scales import QUANTIZED_DTYPES, LayerScales, quantize
+from ..kv_scales import QUANTIZED_DTYPES, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL
 from .lanes import LANES, HeadLanes
@@ -75,11 +71,6 @@ class TpuLayout(KVLayout):
         """Shape of the one array."""
         pages, rows = self.num_layers * self.num_pages, HeadLanes(self.head_size).num_rows
         return ((pages, self.num_kv_heads, rows, self.page_size, LANES),)
-
-    @property
-    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
-        """KV heads are the only axis that may be spread."""
-        return ((None, "kv_heads", None, None, None),)
 
 
 def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
@@ -212,25 +203,14 @@ class TpuBackend(Backend):
         out[0] = num_tiles
 
     def attend(
-        self,
-        pages: tuple[Array, ...],
-        layout: KVLayout,
-        place: LayerPlace,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K H"] | None,
-        step: AttentionMetadata,
-        options: AttendOptions,
-        *,
-        kv_scales: LayerScales | None,
-        sinks: Float[Array, " N"] | None,
+        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `PagedCache.attend`."""
-        refuse_one_of(k, v)
+        """See `Backend.attend`."""
+        q, k, v, step, options = inputs.q, inputs.k, inputs.v, inputs.step, inputs.options
+        tables, first_page, kv_scales, sinks = inputs.tables, inputs.first_page, inputs.kv_scales, inputs.sinks
         (kv_pages,) = pages
         num_tokens, num_heads, _ = q.shape
         sizes = self.sizes_for(num_heads, layout, q.dtype)
-        first_page, tables = jnp.int32(place.index * layout.num_pages), step.page_tables[place.group]
         rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
         how: dict[str, Any] = dict(interpret=self.interpret, check_bounds=self.check_bounds)
         tiles = QueryTiles(rows, tokens, positions, tile_lens, step.plan[0])

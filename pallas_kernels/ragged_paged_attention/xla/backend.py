@@ -14,28 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from ..interface import (
-    AttendOptions,
-    AttentionMetadata,
     AttentionShape,
-    Backend,
     KVLayout,
     KVShape,
-    LayerPlace,
-    PlanRows,
-    refuse_one_of,
+    LayerInputs,
 )
-from ..kv_scales import LayerScales
-from ..tile_plan import TilePlanner
+from ..tile_plan import TiledBackend, TilePlanner
 from .decode import KVSplits
 from .pages import XlaPages
 from .prefill import PrefillTiles, prefill
@@ -97,14 +89,9 @@ class XlaLayout(KVLayout):
         """Shapes of the keys and of the values."""
         return ((self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size),) * 2
 
-    @property
-    def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
-        """KV heads are the only axis that may be spread."""
-        return ((None, "kv_heads", None, None),) * 2
-
 
 @dataclass(frozen=True)
-class XlaBackend(Backend):
+class XlaBackend(TiledBackend):
     """Attention by loops over pages.
 
     `tiles`: None for those of the platform. `share_prefixes`: decode rows that begin with the same pages attend to
@@ -154,88 +141,36 @@ class XlaBackend(Backend):
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         return XlaLayout.of(shape, is_bits=self.platform == "cpu" and shape.dtype.name == "bfloat16")
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """See `Backend.plan_len`."""
-        return self.planner.plan_len(num_tokens, num_rows)
-
-    def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """See `Backend.plan`."""
-        self.planner.fill(rows, out)
-
     def attend(
-        self,
-        pages: tuple[Array, ...],
-        layout: KVLayout,
-        place: LayerPlace,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K H"] | None,
-        step: AttentionMetadata,
-        options: AttendOptions,
-        *,
-        kv_scales: LayerScales | None,
-        sinks: Float[Array, " N"] | None,
+        self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-        """See `PagedCache.attend`. `kv_scales` is None: `layout` refuses pages that need them."""
-        refuse_one_of(k, v)
-        # One function for all layers, with the layer's place as data: it is traced once and not once a layer.
-        return _attend_layer(
-            pages,
-            jnp.int32(place.index * layout.num_pages),
-            q,
-            k,
-            v,
-            step.slot_mapping[place.group],
-            step.page_tables[place.group],
-            step,
-            sinks,
-            backend=self,
-            options=options,
-        )
-
-
-@partial(jax.jit, static_argnames=("backend", "options"))
-def _attend_layer(
-    kv_pages: tuple[Array, ...],
-    first_page: Int[Array, ""],
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"] | None,
-    v: Float[Array, "T K H"] | None,
-    slots: Int[Array, " T"],
-    tables: Int[Array, "R P"],
-    step: AttentionMetadata,
-    sinks: Float[Array, " N"] | None,
-    *,
-    backend: XlaBackend,
-    options: AttendOptions,
-) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
-    """Write and attend in the layer whose pages begin at `first_page`."""
-    keys, values = kv_pages
-    pages = XlaPages(keys, values, first_page, options)
-    if k is not None and v is not None:
-        pages = pages.write(k, v, slots)
-    num_kv_heads, (num_tokens, num_heads, head_size) = pages.keys.shape[1], q.shape
-    num_rows, sizes = step.context_lens.shape[0], backend.sizes
-    grouped = num_kv_heads, num_heads // num_kv_heads
-    q_TKGH = q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
-    sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(grouped)
-    plan = backend.planner.sections(step.plan, num_tokens, num_rows)
-    tiles = PrefillTiles(pages, pages_per_tile=max(1, sizes.prefill_keys // pages.page_size))
-    q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
-    before = None if sinks is None else Softmax.start(q_RKGH, sinks_KG)
-    lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
-    num_seen = jnp.zeros_like(lens)
-    if backend.share_prefixes and options.window is None:
-        tile_rows = min(sizes.shared_rows, num_rows)
-        before = see_shared(tiles, q_RKGH, tables, plan, tile_rows, before or Softmax.start(q_RKGH, None))
-        num_seen = plan.num_shared_pages
-    decoded = sizes.kv_splits_of(pages, num_rows).attend(q_RKGH, tables, lens, num_seen)
-    if before is not None:
-        decoded = decoded.merge(before)
-    # The output has room for what the last query tile computes past the end.
-    tile_q = min(sizes.queries, num_tokens)
-    room = max(num_tokens, num_rows) + tile_q
-    out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded.result(), 0, 0)
-    if num_tokens > 1:  # A step of one token has no prefill row.
-        out = prefill(tiles, q_TKGH, out, tables, plan.query_tiles, plan.num_query_tiles[0], step, sinks_KG, tile_q)
-    return out[:num_tokens].reshape(q.shape).astype(q.dtype), (pages.keys, pages.values)
+        """See `Backend.attend`. There are no `kv_scales`: `layout` refuses pages that need them."""
+        (keys, values), step, tables = pages, inputs.step, inputs.tables
+        layer = XlaPages(keys, values, inputs.first_page, inputs.options)
+        if inputs.k is not None and inputs.v is not None:
+            layer = layer.write(inputs.k, inputs.v, inputs.slots)
+        num_tokens, num_heads, head_size = inputs.q.shape
+        num_rows, sizes = step.context_lens.shape[0], self.sizes
+        grouped = layout.num_kv_heads, num_heads // layout.num_kv_heads
+        q_TKGH = inputs.q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
+        sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(grouped)
+        plan = self.planner.sections(step.plan, num_tokens, num_rows)
+        tiles = PrefillTiles(layer, pages_per_tile=max(1, sizes.prefill_keys // layer.page_size))
+        q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
+        before = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
+        lens = jnp.where(jnp.arange(num_rows) < step.num_decode_rows, step.context_lens, 0)
+        num_seen = jnp.zeros_like(lens)
+        if self.share_prefixes and inputs.options.window is None:
+            tile_rows = min(sizes.shared_rows, num_rows)
+            before = see_shared(tiles, q_RKGH, tables, plan, tile_rows, before or Softmax.start(q_RKGH, None))
+            num_seen = plan.num_shared_pages
+        decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, lens, num_seen)
+        if before is not None:
+            decoded = decoded.merge(before)
+        # The output has room for what the last query tile computes past the end.
+        tile_q = min(sizes.queries, num_tokens)
+        room = max(num_tokens, num_rows) + tile_q
+        out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded.result(), 0, 0)
+        if num_tokens > 1:  # A step of one token has no prefill row.
+            out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q)
+        return out[:num_tokens].reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)

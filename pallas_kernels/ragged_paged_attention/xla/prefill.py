@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..interface import AttentionMetadata
+from ..tile_plan import PlanSections
 from .pages import XlaPages, as_float32
 from .softmax import Softmax
 
@@ -75,20 +76,19 @@ def prefill(
     q: Float[Array, "T K G H"],
     out: Float[Array, "T2 K G H"],
     tables: Int[Array, "R P"],
-    query_tiles: Int[Array, "3 tiles"],
-    num_tiles: Int[Array, ""],
+    plan: PlanSections,
     step: AttentionMetadata,
     sinks: Float[Array, "K G"] | None,
     tile_q: int,
 ) -> Float[Array, "T2 K G H"]:
-    """Write the attention of all query tiles into `out`. `query_tiles` [3, tiles] holds row, first token, queries.
+    """Return `out` with the attention of the plan's query tiles.
 
     Tiles run in token order, so what a short tile computes past its row's end is overwritten by the next; T2 leaves
     room for the last one.
     """
     group = q.shape[2]
     q_TKGH = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
-    rows, starts, lens = query_tiles
+    rows, starts, lens = plan.query_tiles
     # The context ends where the row's last query stands.
     first_positions = step.context_lens[rows] - step.query_starts[rows + 1] + starts
     ends = first_positions + lens
@@ -102,7 +102,7 @@ def prefill(
         )
         return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group), starts[index], 0)
 
-    return lax.fori_loop(0, num_tiles, attend_tile, out)
+    return lax.fori_loop(0, plan.num_query_tiles[0], attend_tile, out)
 
 
 def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
 from jpaged.pallas_kernels.native.llvm import processor
-from jpaged.pallas_kernels.ragged_paged_attention import KVShape, LayerPlace, NativeBackend, TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import KVShape, NativeBackend, TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes
@@ -44,8 +44,8 @@ class Kernels(XlaBackend):
 class WrongHeads(Kernels):
     """A backend that attends with the query heads of the neighbour."""
 
-    def attend(self, pages, layout, place, q, *args, **arrays):
-        return super().attend(pages, layout, place, jnp.roll(q, 1, axis=1), *args, **arrays)
+    def attend(self, pages, layout, inputs):
+        return super().attend(pages, layout, dataclasses.replace(inputs, q=jnp.roll(inputs.q, 1, axis=1)))
 
 
 def check(backend):
@@ -102,17 +102,18 @@ def test_a_start_without_a_place_for_files_makes_the_check_and_has_no_table(home
 class Blind(XlaBackend):
     """A backend that ignores windows."""
 
-    def attend(self, *args, **arrays):
-        *arguments, options = args
-        return super().attend(*arguments, dataclasses.replace(options, window=None), **arrays)
+    def attend(self, pages, layout, inputs):
+        options = dataclasses.replace(inputs.options, window=None)
+        return super().attend(pages, layout, dataclasses.replace(inputs, options=options))
 
 
 class ReadsFirstLayer(XlaBackend):
     """A backend that writes the layer it is told to, and reads the first one."""
 
-    def attend(self, pages, layout, place, q, k, v, *args, **arrays):
-        _, pages = super().attend(pages, layout, place, q, k, v, *args, **arrays)
-        return super().attend(pages, layout, LayerPlace(0, 0), q, None, None, *args, **arrays)
+    def attend(self, pages, layout, inputs):
+        _, pages = super().attend(pages, layout, inputs)
+        first = dataclasses.replace(inputs, k=None, v=None, first_page=jnp.int32(0))
+        return super().attend(pages, layout, first)
 
 
 def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():

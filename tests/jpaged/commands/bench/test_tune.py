@@ -209,14 +209,14 @@ class Fails(XlaBackend):
     first: int = 0
     runs: list[int] = field(default_factory=list, compare=False)
 
-    def attend(self, *args: Any, **arrays: Any) -> Any:
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
         def run() -> np.ndarray:
             self.runs.append(1)
             if len(self.runs) > self.first:
                 raise MemoryError("no room")
             return np.zeros((), np.float32)
 
-        out, pages = super().attend(*args, **arrays)
+        out, pages = super().attend(pages, layout, inputs)
         return out + jax.pure_callback(run, jax.ShapeDtypeStruct((), np.float32)), pages
 
 
