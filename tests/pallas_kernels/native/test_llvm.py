@@ -153,7 +153,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                     window=window,
                     soft_cap=soft_cap,
                     has_sinks=window is not None,
-                    most_tokens=16,
+                    max_tokens=16,
                     has_long=has_long,
                     has_avx512_bf16=has_pairs,
                     has_amx=has_amx,
