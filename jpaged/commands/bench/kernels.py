@@ -35,6 +35,7 @@ from ...pallas_kernels.ragged_paged_attention import (
     KVShape,
     LayerPlace,
     PagedCache,
+    XlaBackend,
     random_tables,
     step_of_rows,
 )
@@ -135,30 +136,27 @@ def paged(backend: Backend, workload: Workload, page_size: int, dtype: str, *, n
     return _compiled(attend, cache, workload, dtype)
 
 
-def full_gather(backend: Backend, workload: Workload, page_size: int, kind: str) -> Program:
+def full_gather(workload: Workload, page_size: int, kind: str) -> Program:
     """Return a program that copies, for every row, all pages that its table has room for, to [R, P × Z, heads, H].
 
     Attention is then dense and masked. `kind` is one of `GATHER_KINDS`: "full gather" repeats the KV heads for each
     query head, "grouped" does not, and "naive" repeats them and keeps its pages as tokens [C, Z, K, H], while the
-    others keep the XLA backend's layout. Keys and values of the step are written first, as that backend writes them.
+    others keep the `xla` backend's layout [C, K, Z, H]. Keys and values of the step are written first.
     """
-    cache, step = _pages(backend, workload, page_size, "float32", 1)
+    cache, step = _pages(XlaBackend(), workload, page_size, "float32", 1)
     num_pages, is_naive = cache.layout.num_pages, kind == "naive"
-    k_pages, v_pages = cache.pages
-    pages = (k_pages.transpose(0, 3, 1, 2), v_pages.transpose(0, 2, 1, 3)) if is_naive else (k_pages, v_pages)
+    pages = tuple(x.transpose(0, 2, 1, 3) for x in cache.pages) if is_naive else cache.pages
 
     def attend(layer: int, pages: tuple[Any, Any], q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, Any]]:
         first = layer * num_pages
         page, offset = first + step.slot_mapping[0] // page_size, step.slot_mapping[0] % page_size
         tables = first + step.page_tables[0]
         is_seen = jnp.arange(tables.shape[1] * page_size)[None] < step.context_lens[:, None]
-        k_pages, v_pages = pages
-        if is_naive:
-            pages = k_pages.at[page, offset].set(k), v_pages.at[page, offset].set(v)
-            keys, values = (jnp.take(x, tables, axis=0) for x in pages)
-        else:
-            pages = k_pages.at[page, :, :, offset].set(k), v_pages.at[page, :, offset].set(v)
-            keys, values = pages[0][tables].transpose(0, 1, 4, 2, 3), pages[1][tables].transpose(0, 1, 3, 2, 4)
+        slots = (page, offset) if is_naive else (page, slice(None), offset)
+        pages = pages[0].at[slots].set(k), pages[1].at[slots].set(v)
+        keys, values = (jnp.take(x, tables, axis=0) for x in pages)
+        if not is_naive:
+            keys, values = (x.transpose(0, 1, 3, 2, 4) for x in (keys, values))
         keys, values = (x.reshape(len(q), -1, workload.num_kv_heads, workload.head_size) for x in (keys, values))
         if not is_naive:
             values = jnp.where(is_seen[:, :, None, None], values, 0.0)
@@ -240,7 +238,7 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
         }
     if sharing is not None:
         for name, workload in GATHERS.items():
-            gathers = {kind: full_gather(backend, workload, page_size, kind) for kind in GATHER_KINDS}
+            gathers = {kind: full_gather(workload, page_size, kind) for kind in GATHER_KINDS}
             found = compare("full gather", name, {"paged": paged(backend, workload, page_size, "float32"), **gathers})
             ratios[f"full gather, {name}"] = {f"{kind} ÷ paged": _ratio(found, kind, "paged", 1) for kind in gathers}
         for name, workload in SHARED.items():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jpaged.commands.bench import kernels
 from jpaged.commands.bench.kernels import GATHER_KINDS, Workload, dense, full_gather, paged
 from jpaged.commands.cli import main
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend, XlaBackend
 
 SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
 
@@ -33,19 +34,17 @@ OTHER_HEADS = Workload(
     ids=["full, ragged", "grouped, 4/1 heads", "naive, 9/3 heads", "full, 4/1 heads"],
 )
 def test_every_gather_computes_what_paged_attention_does(baseline, workload):
-    backend = XlaBackend()
-    gathered = full_gather(backend, workload, 16, baseline)
-    for got, wanted in zip(final(paged(backend, workload, 16, "float32")), final(gathered), strict=True):
+    gathered = full_gather(workload, 16, baseline)
+    for got, wanted in zip(final(paged(XlaBackend(), workload, 16, "float32")), final(gathered), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)  # Means of unit normals in another order.
 
 
 def test_shared_prefixes_compute_what_each_row_would_alone_and_are_found():
     workload = Workload(num_rows=6, context_len=70, num_layers=2, num_shared=48)
-    sharing = XlaBackend(share_prefixes=True, min_saved_tokens=1)
+    sharing = NativeBackend(min_saved_tokens=1)
     _, step = kernels._pages(sharing, workload, 16, "float32", 1)
-    place = sharing._shared(6)
-    assert place.sections(step.plan[-place.size :]).num_seen.tolist() == [3] * 6
-    alone = final(paged(XlaBackend(), workload, 16, "float32"))
+    assert sharing.planner.sections(step.plan, 6, 6).num_shared_pages.tolist() == [3] * 6
+    alone = final(paged(replace(sharing, share_prefixes=False), workload, 16, "float32"))
     for got, wanted in zip(final(paged(sharing, workload, 16, "float32")), alone, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
@@ -74,7 +73,9 @@ def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeyp
 def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
         main(["bench", "kernels", "--help"])
-    assert "64 with xla, 128 with pallas-tpu, 64 with pallas-gpu" in " ".join(capsys.readouterr().out.split())
+    assert "64 with xla, 64 with native, 128 with pallas-tpu, 64 with pallas-gpu" in " ".join(
+        capsys.readouterr().out.split()
+    )
     for name in ("NUM_READS", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
         monkeypatch.setattr(kernels, name, {"NUM_READS": 1, "DECODES": {"small": SMALL}}.get(name, {}))
     assert main(["bench", "kernels", "--runs", "1"]) == 0
