@@ -138,7 +138,7 @@ class EngineCore:
         """Let the scheduler know which request to compute alone, if earlier steps have failed."""
         if self.quarantine.note_step(self.num_generated):
             self._start_anew()
-        self.scheduler.isolate(self.quarantine.isolated_request)
+        self.scheduler.isolated_request = self.quarantine.isolated_request
 
     def dispatch_ahead(self, num_steps: int) -> None:
         """Dispatch steps until `num_steps` are in flight or there is nothing to schedule."""

@@ -12,7 +12,6 @@ Knows pages and token ids; no array, no device, no time.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -21,17 +20,6 @@ from ..request import RequestState, SampleSequence
 from .page_pool import NULL_PAGE, PagePool
 from .page_store import PageMove, PageStore
 from .prefix_cache import PrefixCache, PrefixMatch
-
-
-class AllocStatus(enum.Enum):
-    """Whether a request's pages can be had from a pool."""
-
-    OK = "ok"
-    """They are free now."""
-    LATER = "later"
-    """They can be had once other requests have given pages back."""
-    NEVER = "never"
-    """The pool has too few beside its pinned pages."""
 
 
 class TableEntry(NamedTuple):
@@ -175,12 +163,6 @@ class BlockManager:
     def release_pins(self) -> None:
         """Let pinned pages be evicted. Their prefixes are pinned again once a sequence computes them anew."""
         self.store.unpin_all()
-
-    def status_of(self, max_pages: int, num_pages: int) -> AllocStatus:
-        """Return whether a request of at most `max_pages` pages fits the pool, and `num_pages` can be taken now."""
-        if max_pages > self.num_available:
-            return AllocStatus.NEVER
-        return AllocStatus.OK if num_pages <= self.num_free else AllocStatus.LATER
 
     # The life of a page table
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..checks import refusal
-from ..errors import InvalidRequestError
 from ..request import Request, SampleSequence
-from .block_manager import AllocStatus, BlockManager
+from .block_manager import BlockManager
 from .sample_tree import children_of, common_len
 
 
@@ -29,16 +28,17 @@ class PageDemand:
 
     def check(self, request: Request, max_num_seqs: int) -> None:
         """Raise InvalidRequestError if the request could not run even if it ran alone."""
-        if len(request.live) > max_num_seqs:
+        num_samples = len(request.live)
+        if num_samples > max_num_seqs:
             way_out = "ask for fewer samples or start the engine with a higher max_num_seqs"
-            raise refusal("n", len(request.live), f"at most max_num_seqs, {max_num_seqs}", way_out)
+            raise refusal("n", num_samples, f"at most max_num_seqs, {max_num_seqs}", way_out)
         if not self.fits_alone(request):
-            raise InvalidRequestError(
-                f"prompt: got {request.prompt_len} tokens and up to {request.max_tokens} more for each of "
-                f"{len(request.live)} samples, which take {self.max_pages(request)} pages; allowed: "
-                f"{self.available}; shorten it, lower max_tokens or n, or start the engine with more num_blocks",
-                param="prompt",
+            got = (
+                f"{request.prompt_len} tokens and up to {request.max_tokens} more for each of {num_samples} samples, "
+                f"which take {self.max_pages(request)} pages"
             )
+            way_out = "shorten it, lower max_tokens or n, or start the engine with more num_blocks"
+            raise refusal("prompt", got, self.available, way_out)
 
     def check_fork(self, parent: SampleSequence, num_forks: int, max_num_seqs: int) -> None:
         """Raise InvalidRequestError if the parent's request could not run alone with so many samples more."""
@@ -47,24 +47,19 @@ class PageDemand:
         shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
         num_pages = self._max_pages(request, shared_len, num_samples)
         if num_samples > max_num_seqs or num_pages > self.blocks.num_available:
-            raise InvalidRequestError(
-                f"n: got {num_samples} samples of one request, which would take {num_samples} of {max_num_seqs} slots "
-                f"and up to {num_pages} pages; allowed: {self.available}; fork fewer, or start the engine with a "
-                "larger max_num_seqs or num_blocks",
-                param="n",
-            )
+            slots = f"{num_samples} of {max_num_seqs} slots"
+            got = f"{num_samples} samples of one request, which would take {slots} and up to {num_pages} pages"
+            way_out = "fork fewer, or start the engine with a larger max_num_seqs or num_blocks"
+            raise refusal("n", got, self.available, way_out)
 
     def check_pin(self, num_pages: int, requests: Iterable[Request]) -> None:
         """Raise InvalidRequestError if one of these requests could never run beside so many newly pinned pages."""
-        num_needed = max(map(self.max_pages, requests), default=1)
-        num_available = self.blocks.num_available
+        num_needed, num_available = max(map(self.max_pages, requests), default=1), self.blocks.num_available
         if num_pages + num_needed > num_available:
-            raise InvalidRequestError(
-                f"prompt: got a prompt whose pin takes {num_pages} pages, allowed: "
-                f"{max(0, num_available - num_needed)}, since {num_needed} of {num_available} must be left for "
-                "requests; pin less, or start the engine with more num_blocks",
-                param="prompt",
-            )
+            room = max(0, num_available - num_needed)
+            allowed = f"{room}, since {num_needed} of {num_available} must be left for requests"
+            way_out = "pin less, or start the engine with more num_blocks"
+            raise refusal("prompt", f"a prompt whose pin takes {num_pages} pages", allowed, way_out)
 
     def max_pages(self, request: Request) -> int:
         """Return the pages that the request takes, beside pinned ones, once all its samples are as long as they may."""
@@ -83,10 +78,6 @@ class PageDemand:
     def fits_alone(self, request: Request) -> bool:
         """Return whether the request could run to its end if no other request ran."""
         return self.max_pages(request) <= self.blocks.num_available
-
-    def status_of(self, request: Request, num_pages: int) -> AllocStatus:
-        """Return NEVER if the request would not fit even alone, LATER if `num_pages` pages are not free now."""
-        return self.blocks.status_of(self.max_pages(request), num_pages)
 
     def can_never_run(self, request: Request) -> bool:
         """Return whether an accepted request cannot run any more.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..kv_cache.block_manager import AllocStatus, BlockManager
+from ..kv_cache.block_manager import BlockManager
 from ..kv_cache.page_demand import PageDemand
 from ..kv_cache.prefix_cache import PrefixMatch
 from ..request import Request, RequestState, SampleSequence
@@ -33,41 +33,21 @@ MAX_DELAYED = 32
 they await a prefix; one that was passed too often for that computes the prefix itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRoom:
-    """The room that the step being scheduled has left for further requests, and the requests that run already."""
+    """The step that is being scheduled, and the room that it has left. The scheduler keeps it up to date."""
 
+    step: int
+    start_time: float
+    """When the step began, in seconds of the scheduler's clock."""
     num_tokens: int
-    """Tokens that the step may still compute."""
+    """Tokens that chunks of the step may still take."""
     num_scored: int
     """Prompt tokens whose logprobs the step may still return."""
-    num_slots: int
-    """Free state slots."""
+    free_slots: Sequence[int]
     running: Sequence[Request]
     retired_step: int
     """The last step whose results the host has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A waiting request that fits: it starts with the pages of `match`."""
-
-    request: Request
-    match: PrefixMatch
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedIn:
-    """A swapped request that fits: its pages are copied back."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class Infeasible:
-    """A queued request that the pool, which has become smaller, can never hold: it ends."""
-
-    request: Request
 
 
 class Admission:
@@ -80,13 +60,9 @@ class Admission:
         self.policy = Policy(config.policy)
         self.waiting = RequestQueue(config.limits)
         self.swapped = RequestQueue()
-        self.isolated_request: Request | None = None
-        """While set, only this request is admitted, and only once no other request runs."""
         self.counts: Counter[str] = Counter()
         """`bypass`: admissions past an earlier request. `await_prefix`: times that a request awaited a prefix."""
         self._arrivals = itertools.count()
-        self._step_time = 0.0
-        """When the step that is being scheduled began."""
         self._admitting: deque[tuple[int, float]] = deque()
         """(step, time at which it began) of steps with newcomers that have not retired."""
         self._last_admission_s = 0.0
@@ -118,69 +94,66 @@ class Admission:
 
     def clear(self) -> None:
         """Empty both queues."""
-        self.waiting = RequestQueue(self.config.limits)
-        self.swapped = RequestQueue()
+        self.waiting.clear()
+        self.swapped.clear()
 
     # The steps
-
-    def begin_step(self, now: float) -> None:
-        """Note when the step that is being scheduled began, in seconds of the scheduler's clock."""
-        self._step_time = now
 
     def retire(self, step: int, now: float) -> None:
         """Note that every step up to `step` is done by `now`, and how long the last one with newcomers took."""
         while self._admitting and self._admitting[0][0] <= step:
             self._last_admission_s = now - self._admitting.popleft()[1]
 
-    def choose_swapped(self, room: Callable[[], StepRoom]) -> Iterator[SwappedIn | Infeasible]:
-        """Yield the swapped requests that fit, in order; `room` is asked anew after each was carried out."""
+    def choose_swapped(self, room: StepRoom) -> Iterator[tuple[Request, bool]]:
+        """Yield (request, whether it can run at all) for the swapped requests that fit, in order.
+
+        The scheduler lets each of them run, or ends it, before it asks for the next; so it does with `choose_waiting`.
+        """
         while self.swapped:
             request = self.swapped.first()
             if self.demand.can_never_run(request):
-                yield Infeasible(request)
+                yield request, False
                 continue
-            now = room()
-            if not self._gate_admits(request) or not self._is_worth_checking(request, now):
+            if not self._gate_admits(request) or not self._is_worth_checking(request, room):
                 return
-            if not self._fits_again(request, now) and not (self._gave_up_pins(now) and self._fits_again(request, now)):
+            fits_again = self._fits_again(request, room)
+            if not fits_again and not (self._gave_up_pins(room) and self._fits_again(request, room)):
                 return
             self.swapped.pop()
-            request.num_bypassed = 0
-            yield SwappedIn(request)
+            yield request, True
 
-    def choose_waiting(self, room: Callable[[], StepRoom], step: int) -> Iterator[Admitted | Infeasible]:
-        """Yield the waiting requests that fit step number `step`, in order, but none before a swapped one that goes
-        before it; `room` is asked anew after each was carried out.
+    def choose_waiting(self, room: StepRoom, isolated: Request | None) -> Iterator[tuple[Request, PrefixMatch | None]]:
+        """Yield the waiting requests that fit, in order, with the pages to start from, but none before a swapped one
+        that goes before it. A request without a match is one that the pool, which has become smaller, can never hold.
 
         A request that does not fit yet, or awaits a prefix that a running one computes, may be passed by a few later
-        ones. One that only the gate refuses may be passed by any number.
+        ones. One that only the gate refuses may be passed by any number. If `isolated` is set, only that request is
+        admitted, and only once no other runs.
         """
         if not self.waiting:
             return
-        if self.isolated_request is not None:
-            yield from self._choose_isolated(self.isolated_request, room())
+        if isolated is not None:
+            yield from self._choose_isolated(isolated, room)
             return
         skipped: list[Request] = []
         awaiting_prefix: list[Request] = []
         refused: list[Request] = []
         has_admitted = False
-        now = room()
-        self._publishing = [other for other in now.running if self._is_publishing(other)]
-        while self.waiting and now.num_tokens > 0 and now.num_slots:
+        self._publishing = [other for other in room.running if self._is_publishing(other)]
+        while self.waiting and room.num_tokens > 0 and room.free_slots:
             request = self.waiting.first()
-            if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request, now):
+            if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request, room):
                 break
             if self.demand.can_never_run(request):
-                yield Infeasible(request)
+                yield request, None
                 continue
             self.waiting.pop()
             if not self._gate_admits(request):
                 refused.append(request)
-            elif match := self._match_that_fits(request, now):
+            elif match := self._match_that_fits(request, room):
                 has_admitted = True
                 request.num_bypassed = 0
-                yield Admitted(request, match)
-                now = room()
+                yield request, match
                 self._publishing.append(request)
                 for other in skipped + awaiting_prefix:
                     other.num_bypassed += 1
@@ -194,48 +167,49 @@ class Admission:
         for request in skipped + awaiting_prefix + refused:
             self.waiting.push(request)
         if has_admitted:
-            self._admitting.append((step, self._step_time))
+            self._admitting.append((room.step, room.start_time))
 
-    def _choose_isolated(self, request: Request, now: StepRoom) -> Iterator[Admitted | Infeasible]:
-        if now.running or request.state is not RequestState.WAITING:
+    def _choose_isolated(self, request: Request, room: StepRoom) -> Iterator[tuple[Request, PrefixMatch | None]]:
+        if room.running or request.state is not RequestState.WAITING:
             return
         if self.demand.can_never_run(request):
-            yield Infeasible(request)
+            yield request, None
             return
         self._publishing = []
-        if match := self._match_that_fits(request, now):
+        if match := self._match_that_fits(request, room):
             self.waiting.remove(request)
             request.num_bypassed = 0
-            yield Admitted(request, match)
+            yield request, match
 
     # Whether a request fits
 
     def _gate_admits(self, request: Request) -> bool:
         return self.gate is None or self.gate.admits(request)
 
-    def _has_waited(self, request: Request, now: StepRoom) -> bool:
+    def _has_waited(self, request: Request, room: StepRoom) -> bool:
         """Return whether newcomers may be admitted now, or wait a little longer for others to join them."""
-        if not self.config.delay_factor or not now.running:
+        if not self.config.delay_factor or not room.running:
             return True
-        return self._step_time - request.arrival_time > self.config.delay_factor * self._last_admission_s
+        return room.start_time - request.arrival_time > self.config.delay_factor * self._last_admission_s
 
-    def _is_worth_checking(self, request: Request, now: StepRoom) -> bool:
+    def _is_worth_checking(self, request: Request, room: StepRoom) -> bool:
         """Return whether a closer look may find room: for slots, results in flight, and what the last look missed."""
-        if len(request.live) > now.num_slots or any(is_in_flight(one, now.retired_step) for one in request.live):
+        if len(request.live) > len(room.free_slots) or any(
+            is_in_flight(one, room.retired_step) for one in request.live
+        ):
             return False
-        if not now.running or request.pages_needed + self._num_reserved(now) <= self.blocks.num_free:
-            return True
-        return self.prefixes.has_page(request.missing_hash)
+        has_room = not room.running or self._has_free_pages(request, room)
+        return has_room or self.prefixes.has_page(request.missing_hash)
 
-    def _match_that_fits(self, request: Request, now: StepRoom) -> PrefixMatch | None:
+    def _match_that_fits(self, request: Request, room: StepRoom) -> PrefixMatch | None:
         """Return what the prefix cache has of a waiting request, if there is room for the rest of it now."""
         request.awaits_prefix = False
-        if not self._is_worth_checking(request, now):
+        if not self._is_worth_checking(request, room):
             return None
-        match = self._check_fit(request, now)
-        return match or (self._check_fit(request, now) if self._gave_up_pins(now) else None)
+        match = self._check_fit(request, room)
+        return match or (self._check_fit(request, room) if self._gave_up_pins(room) else None)
 
-    def _check_fit(self, request: Request, now: StepRoom) -> PrefixMatch | None:
+    def _check_fit(self, request: Request, room: StepRoom) -> PrefixMatch | None:
         """Do what `_match_that_fits` does, and note in the request what was found missing."""
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
@@ -247,36 +221,35 @@ class Admission:
         if may_wait and self._is_being_computed(first, match, num_pending):
             request.awaits_prefix = True
             return None
-        end = scored_end(first, start, now.num_scored)
-        if self.config.enable_chunked_prefill:
-            is_too_long = end <= start
-        else:
-            is_too_long = num_pending > now.num_tokens or end < first.num_tokens
-        status = self.demand.status_of(request, request.pages_needed + self._num_reserved(now))
-        return match if status is AllocStatus.OK and not is_too_long else None
+        end = scored_end(first, start, room.num_scored)
+        is_too_long = end <= start
+        if not self.config.enable_chunked_prefill:
+            is_too_long = num_pending > room.num_tokens or end < first.num_tokens
+        return match if not is_too_long and self._has_free_pages(request, room) else None
 
-    def _fits_again(self, request: Request, now: StepRoom) -> bool:
+    def _fits_again(self, request: Request, room: StepRoom) -> bool:
         """Return whether a swapped request has room now for its pages and for those that it needs next."""
         # It may hold more than it needs now: a sample that could share nothing has pages of its own.
         num_next = max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
         num_pages = self.blocks.num_to_swap_in(request.live) + num_next
         # Beside others, each of its sequences may need its next page before another request gives pages back.
-        request.pages_needed = num_pages + (len(request.live) if now.running else 0)
-        return request.pages_needed + self._num_reserved(now) <= self.blocks.num_free
+        request.pages_needed = num_pages + (len(request.live) if room.running else 0)
+        return self._has_free_pages(request, room)
 
-    def _gave_up_pins(self, now: StepRoom) -> bool:
+    def _gave_up_pins(self, room: StepRoom) -> bool:
         """Let pinned pages be evicted if no running request or step in flight can free any; return whether it did.
 
         A request is accepted as if it had the pinned pages of its prefix, but it may hold or find other pages.
         """
-        if now.running or self.blocks.has_deferred:
+        if room.running or self.blocks.has_deferred:
             return False
         self.blocks.release_pins()
         return True
 
-    def _num_reserved(self, now: StepRoom) -> int:
-        """Return the pages that a newcomer leaves free beside running requests."""
-        return int(self.config.watermark * self.blocks.num_usable) if now.running else 0
+    def _has_free_pages(self, request: Request, room: StepRoom) -> bool:
+        """Return whether `pages_needed` are free beside those that a newcomer leaves to running requests."""
+        num_reserved = int(self.config.watermark * self.blocks.num_usable) if room.running else 0
+        return request.pages_needed + num_reserved <= self.blocks.num_free
 
     # Prefixes that running requests compute
 

@@ -5,19 +5,22 @@
        └──recompute────┘  └──swap in── swapped ◀── swap out ── running
 
 A running request holds a state slot for each of its samples, and pages. What steps in flight may still write is
-taken by no other sequence before those steps have retired. Decides nothing. The only writer of `state` of sequences
-and requests, of `seq_slot` of sequences, and of `error`, `finished_time`, `num_preemptions` and `num_swaps` of
-requests.
+taken by no other sequence before those steps have retired. Samples of a request may share pages: each gets a copy of
+a partly filled page before it writes it, except the last sample that still has it.
+
+Decides nothing: the scheduler, which is a `Lifecycle`, does. The only writer of `state` of sequences and requests, of
+`seq_slot` of sequences, and of `error`, `finished_time`, `num_preemptions` and `num_swaps` of requests.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from ..checks import refusal
 from ..kv_cache import sample_tree
 from ..kv_cache.block_manager import BlockManager
+from ..kv_cache.page_demand import PageDemand
 from ..request import Request, RequestState, SampleSequence
 from . import progress
 from .admission import Admission
@@ -27,24 +30,25 @@ from .scheduler_output import AdmissionGate
 
 
 class Lifecycle:
-    """The running and the ended requests, their slots, and the numbers of the steps in flight."""
+    """The unfinished and the ended requests, their slots, and the numbers of the steps in flight."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        admission: Admission,
         config: SchedulerConfig,
         *,
         clock: Callable[[], float],
-        gate: AdmissionGate | None,
+        gate: AdmissionGate | None = None,
     ):
-        """Start without requests. `admission` has the queues of those that do not run; `clock` gives seconds."""
+        """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
         self.blocks, self.prefixes = blocks, blocks.prefixes
-        self.admission = admission
-        self.preemption = config.preemption
-        self.max_num_seqs = config.max_num_seqs
-        self.clock = clock
-        self.gate = gate
+        self.config, self.preemption = config, config.preemption
+        self.clock, self.gate = clock, gate
+        self.demand = PageDemand(blocks)
+        self.admission = Admission(blocks, self.demand, config, gate)
+        self.waiting, self.swapped = self.admission.waiting, self.admission.swapped
+        self.counts = self.admission.counts
+        """Counts since start, by name: preemptions, swap-ins, chunks, forks, aborts by stage, bypasses and more."""
         self.running: list[Request] = []
         """Running requests by `Request.order`: the last one is preempted first."""
         self.free_slots = self._all_slots()
@@ -56,7 +60,6 @@ class Lifecycle:
         """The last step that was scheduled."""
         self.retired_step = 0
         """The last step whose results the host has."""
-        self.counts: Counter[str] = Counter()
         self._sequences: list[SampleSequence] = []
         self._has_changed = False
         """Sequences have come or gone since `_sequences` was made."""
@@ -70,36 +73,33 @@ class Lifecycle:
         return self._sequences
 
     @property
-    def has_steps_in_flight(self) -> bool:
-        return self.step > self.retired_step
+    def has_unfinished(self) -> bool:
+        return bool(self.unfinished)
 
     def is_in_flight(self, sequence: SampleSequence) -> bool:
         """Return whether a step that was scheduled and has not retired computes tokens of this sequence."""
         return progress.is_in_flight(sequence, self.retired_step)
 
+    # Requests come
+
     def add(self, request: Request) -> None:
-        """Queue a new request that was checked. Raise QueueFullError if too many wait."""
+        """Queue a request. Raise InvalidRequestError if it can never fit, QueueFullError if too many wait."""
+        self.check(request)
         self.admission.add(request)
         self.unfinished[request] = None
 
-    def join(self, sequence: SampleSequence) -> None:
-        """Give a new sample the state of its parent."""
-        assert sequence.parent is not None, "a new sample has a parent"
-        sequence.state = sequence.parent.state
-        self.mark_changed()
-
-    def mark_changed(self) -> None:
-        """Note that a request's live samples have changed, or their order."""
-        self._has_changed = True
-
-    def count_step(self, step: int) -> None:
-        """Note that the step of this number was scheduled."""
-        self.step = step
-
-    def retire(self, step: int) -> None:
-        """Note that every step up to this one is done: what only those could write may be taken again."""
-        self.retired_step = step
-        self.blocks.retire(step)
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequestError if the request can never fit, or its policy's key cannot be sorted."""
+        self.demand.check(request, self.config.max_num_seqs)
+        max_len = self.config.max_scored_tokens + 1
+        if request.needs_prompt_scores and not self.config.enable_chunked_prefill and request.prompt_len > max_len:
+            raise refusal(
+                "prompt_logprobs",
+                f"a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false",
+                f"at most {max_len}, as many as a step has room for while max_logprobs is -1",
+                "leave chunked prefill on, or start the engine with a max_logprobs that is a number of tokens",
+            )
+        self.admission.check(request)
 
     # Slots and pages
 
@@ -126,7 +126,7 @@ class Lifecycle:
             sequence.seq_slot = 0
 
     def _all_slots(self) -> list[int]:
-        return list(range(self.max_num_seqs, 0, -1))
+        return list(range(self.config.max_num_seqs, 0, -1))
 
     # From state to state
 
@@ -143,9 +143,8 @@ class Lifecycle:
 
     def preempt(self, request: Request) -> Preemption:
         """Take the pages and slots of all samples of a running request. It keeps its place in the order."""
-        mode, reason = self.preemption.choose(
-            num_tokens=sample_tree.num_distinct_tokens(request), num_pages=self.blocks.num_held(request.live)
-        )
+        num_tokens, num_pages = sample_tree.num_distinct_tokens(request), self.blocks.num_held(request.live)
+        mode, reason = self.preemption.choose(num_tokens=num_tokens, num_pages=num_pages)
         if request.beams is not None:
             mode, reason = PreemptionMode.RECOMPUTE, "its beams may continue each other while it is away"
             request.beams.forget_rows()
@@ -210,7 +209,7 @@ class Lifecycle:
         self.admission.clear()
         self.free_slots = self._all_slots()
         self.blocks.clear(sequence for request in self.unfinished for sequence in request.live)
-        self.retire(self.step)
+        self._note_retired(self.step)
         for request in list(self.unfinished):
             if request.beams is not None:
                 self._restart_beams(request)
@@ -238,6 +237,11 @@ class Lifecycle:
         sample_tree.reset_to_prompt(request)
         for sequence in request.live:
             self.prefixes.forget_tokens(sequence)
+
+    def _note_retired(self, step: int) -> None:
+        """Note that every step up to this one is done: what only those could write may be taken again."""
+        self.retired_step = step
+        self.blocks.retire(step)
 
     def _queue(self, request: Request, state: RequestState) -> None:
         """Put a request that has stopped running back into a queue, in this state."""
@@ -268,3 +272,85 @@ class Lifecycle:
         if sequence.state is not RequestState.RUNNING:
             return sequence.state.label
         return "decoding" if sequence.is_last_token_on_device else "prefilling"
+
+    # Samples that begin with the pages of another sample
+
+    def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
+        """Return new samples of the parent's request, equal to it so far, with these sample indices.
+
+        They share the parent's pages; whichever writes the partly filled last one first gets a copy. Raise
+        InvalidRequestError, changing nothing, if the request could not run alone with so many samples.
+        """
+        self.demand.check_fork(parent, len(indices), self.config.max_num_seqs)
+        return [self._fork(parent, index) for index in indices]
+
+    def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
+        child = parent.request.new_sequence(index, parent.token_ids, self.blocks.num_groups)
+        child.state = parent.state
+        # They share all but the last token, which the child computes itself to draw its next one. What the parent has
+        # not computed yet, it computes for both.
+        num_shared = child.num_tokens - 1
+        sample_tree.attach(child, parent, awaits_parent=parent.num_computed < max(1, num_shared))
+        if not child.awaits_parent:
+            self._share_all(parent, child, num_shared)
+        self._has_changed = True
+        self.counts["fork"] += 1
+        return child
+
+    def branch(self, request: Request, parents: Sequence[SampleSequence]) -> list[SampleSequence]:
+        """Let the live samples of a request go on as these ones, which may repeat; return which sample continues each.
+
+        A parent continues itself once. Samples that are no parent take the place of further continuations and share
+        the parent's pages; the caller copies the tokens. Samples beyond that end. Nothing of the request may be in
+        flight.
+        """
+        idle = [one for one in request.live if all(one is not parent for parent in parents)]
+        successors: list[SampleSequence] = []
+        for parent in parents:
+            successor = idle.pop() if parent in successors else parent
+            if successor is not parent:
+                self._clone(parent, successor)
+            successors.append(successor)
+        for one in idle:
+            self.finish(one, RequestState.FINISHED_STOPPED)
+        return successors
+
+    def _clone(self, parent: SampleSequence, sequence: SampleSequence) -> None:
+        """Let a sample that gives up its own pages continue a parent that has computed all of its tokens."""
+        self.release(sequence)
+        self.prefixes.forget_tokens(sequence)
+        progress.set_num_tokens(sequence, parent.num_tokens)
+        sample_tree.move_under(sequence, parent, awaits_parent=parent.num_computed < parent.num_tokens)
+        self._has_changed = True
+        if not sequence.awaits_parent:
+            self._share_all(parent, sequence, parent.num_tokens)
+
+    def share_with_parent(self, sequence: SampleSequence) -> None:
+        """Give a sample that has a slot its parent's pages of the tokens they share, which the parent has computed.
+
+        If its parent has ended, or a window has passed what they would share, it starts with what the prefix cache has.
+        """
+        parent, num_shared = sequence.parent, min(sequence.fork_len, sequence.num_tokens - 1)
+        if parent is not None and self.blocks.can_share(parent, num_shared):
+            self._share_all(parent, sequence, num_shared)
+            return
+        sample_tree.share_nothing(sequence)
+        match = self.prefixes.match(sequence, self.demand.match_limit(sequence))
+        if self.prefixes.num_free_needed(match) <= self.blocks.num_free:
+            progress.start_at(sequence, self.blocks.adopt(sequence, match))
+
+    def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
+        """Give a sample the pages of so many tokens that its parent has computed, or computes in this step."""
+        self.blocks.share(parent, child, num_tokens)
+        progress.start_at(child, num_tokens)
+        sample_tree.set_waiting(child, False)
+
+    def _share_all(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
+        """Share pages with a parent that may decode: both are checked before they write the last of these pages again.
+
+        A copy of that page may be due. A step in flight may still write it for the parent, so it is not reused before,
+        whichever of the two gives it back.
+        """
+        self.share(parent, child, num_tokens)
+        progress.set_decode_limit(parent, 0)
+        self.defer_free(parent)

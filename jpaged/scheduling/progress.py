@@ -7,9 +7,8 @@ no page and no queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..request import SampleSequence
+from .scheduler_output import SchedulerOutput
 
 
 def is_in_flight(sequence: SampleSequence, retired_step: int) -> bool:
@@ -17,44 +16,33 @@ def is_in_flight(sequence: SampleSequence, retired_step: int) -> bool:
     return sequence.num_tokens > len(sequence.token_ids) or sequence.last_chunk_step > retired_step
 
 
-def count_decodes(decodes: Sequence[SampleSequence], decode_lens: Sequence[int]) -> None:
-    """Count the tokens of sequences that decode: `decode_lens` says how many each; empty: one each."""
-    if decode_lens:
-        for sequence, num_steps in zip(decodes, decode_lens, strict=True):
+def count_step(work: SchedulerOutput) -> None:
+    """Count the tokens of a step as computed, and those that it draws in state slots as existing."""
+    if work.decode_lens:
+        for sequence, num_steps in zip(work.decodes, work.decode_lens, strict=True):
             sequence.num_computed += num_steps
             sequence.num_tokens += num_steps
     else:
-        for sequence in decodes:
+        for sequence in work.decodes:
             num_tokens = sequence.num_tokens
             sequence.num_computed = num_tokens
             sequence.num_tokens = num_tokens + 1
+    for chunk in work.chunks:
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        sequence.num_computed, sequence.last_chunk_step = end, work.step
+        if sequence.request.beams is None:  # The next token of a beam is chosen by the host.
+            for sampler in chunk.samplers:
+                sampler.is_last_token_on_device, sampler.num_tokens = True, end + 1
 
 
-def count_chunk(sequence: SampleSequence, end: int, step: int) -> None:
-    """Count a chunk of known tokens that ends before position `end` and is computed in step number `step`."""
-    sequence.num_computed = end
-    sequence.last_chunk_step = step
-
-
-def count_drawn_token(sequence: SampleSequence, end: int) -> None:
-    """Count the token that follows position `end` − 1 and is drawn in the state slot of the sequence."""
-    sequence.is_last_token_on_device = True
-    sequence.num_tokens = end + 1
-
-
-def count_chosen_token(sequence: SampleSequence) -> None:
-    """Count a token that the host has chosen, as a beam search does."""
-    sequence.num_tokens += 1
+def set_num_tokens(sequence: SampleSequence, num_tokens: int) -> None:
+    """Count the tokens of a sequence to which the host gives tokens, as a beam search does."""
+    sequence.num_tokens = num_tokens
 
 
 def start_at(sequence: SampleSequence, num_computed: int) -> None:
     """Count as computed what the pages hold that the sequence has got from its parent or from the prefix cache."""
     sequence.num_computed = num_computed
-
-
-def start_as(sequence: SampleSequence, parent: SampleSequence) -> None:
-    """Give a sequence that has lost its pages as many tokens as another one has."""
-    sequence.num_tokens = parent.num_tokens
 
 
 def set_decode_limit(sequence: SampleSequence, num_tokens: int) -> None:

@@ -83,6 +83,10 @@ class RequestQueue:
 
     def __init__(self, limits: QueueLimits | None = None):
         self.limits = limits or QueueLimits()
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all requests."""
         self.num_tokens = 0
         """Prompt tokens of all requests in the queue."""
         self._members: dict[Request, None] = {}
@@ -98,13 +102,11 @@ class RequestQueue:
 
     def check_room(self, request: Request) -> None:
         """Raise QueueFullError if the queue has no room for this request."""
-        for name, num_waiting, num_more in (
-            ("waiting_requests", len(self), 1),
-            ("waiting_tokens", self.num_tokens, request.prompt_len),
-        ):
-            limit = getattr(self.limits, name)
-            if limit is not None and num_waiting + num_more > limit:
-                raise QueueFullError(name, got=num_waiting + num_more, allowed=limit)
+        limits, num_waiting, num_tokens = self.limits, len(self) + 1, self.num_tokens + request.prompt_len
+        if limits.waiting_requests is not None and num_waiting > limits.waiting_requests:
+            raise QueueFullError("waiting_requests", got=num_waiting, allowed=limits.waiting_requests)
+        if limits.waiting_tokens is not None and num_tokens > limits.waiting_tokens:
+            raise QueueFullError("waiting_tokens", got=num_tokens, allowed=limits.waiting_tokens)
 
     def push(self, request: Request) -> None:
         self._members[request] = None

@@ -11,27 +11,25 @@ that it is. Knows requests and pages; no array, no device, no text. The only wri
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from ..errors import InvalidRequestError
 from ..kv_cache import sample_tree
 from ..kv_cache.block_manager import BlockManager
-from ..kv_cache.page_demand import PageDemand
 from ..kv_cache.prefix_cache import PrefixMatch
 from ..request import Request, RequestState, SampleSequence
 from . import progress
-from .admission import Admission, Infeasible, StepRoom
+from .admission import StepRoom
 from .lifecycle import Lifecycle
-from .request_queue import RequestQueue
-from .sample_forks import SampleForks
 from .scheduler_config import SchedulerConfig
 from .scheduler_output import AdmissionGate, Chunk, SchedulerOutput, scored_end
 from .step_shape import StepShape
 
 
-class Scheduler:
-    """Continuous batching with chunked prefill, priorities, and preemption by recompute or by swap."""
+class Scheduler(Lifecycle):
+    """Continuous batching with chunked prefill, priorities, and preemption by recompute or by swap.
+
+    How a request gets from state to state is inherited from `Lifecycle`; which one does, and when, is decided here.
+    """
 
     def __init__(
         self,
@@ -42,73 +40,20 @@ class Scheduler:
         gate: AdmissionGate | None = None,
     ):
         """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
-        self.blocks, self.prefixes = blocks, blocks.prefixes
-        self.config = config
-        self.clock = clock
-        self.demand = PageDemand(blocks)
-        self.admission = Admission(blocks, self.demand, config, gate)
-        self.lifecycle = Lifecycle(blocks, self.admission, config, clock=clock, gate=gate)
-        self.forks = SampleForks(blocks, self.demand, self.lifecycle)
+        super().__init__(blocks, config, clock=clock, gate=gate)
+        self.isolated_request: Request | None = None
+        """While set, only this request is admitted, and only once no other request runs."""
         self.shape = StepShape(config)
-        self._counts: Counter[str] = Counter()
         self._work = SchedulerOutput(0)
         """The step that is being scheduled, or was scheduled last."""
-        self._step_time = 0.0
-        """When that step began, by the clock."""
-        self._budget = 0
-        """Tokens that chunks of the step may still take."""
-        self._num_scored = 0
-        """Prompt tokens whose logprobs the step returns."""
-
-    # What the engine sees
-
-    @property
-    def running(self) -> list[Request]:
-        """Running requests in order."""
-        return self.lifecycle.running
-
-    @property
-    def waiting(self) -> RequestQueue:
-        return self.admission.waiting
-
-    @property
-    def swapped(self) -> RequestQueue:
-        return self.admission.swapped
-
-    @property
-    def unfinished(self) -> dict[Request, None]:
-        """Every request that was added and has not ended."""
-        return self.lifecycle.unfinished
-
-    @property
-    def ended(self) -> dict[Request, None]:
-        """Requests that have ended and whose callers do not know it yet. The engine takes them out."""
-        return self.lifecycle.ended
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.lifecycle.unfinished)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Counts since start, by name: preemptions, swap-ins, chunks, forks, aborts by stage, bypasses and more."""
-        return self._counts + self.lifecycle.counts + self.admission.counts + self.forks.counts
-
-    @property
-    def isolated_request(self) -> Request | None:
-        """While set, only this request is admitted, and only once no other request runs."""
-        return self.admission.isolated_request
-
-    def isolate(self, request: Request | None) -> None:
-        """Set `isolated_request`; None lets all requests be admitted again."""
-        self.admission.isolated_request = request
+        self._room: StepRoom
+        """The room that chunks have left in that step."""
 
     def stats(self) -> dict[str, int]:
         """Return counts of requests, preemptions and chunks, under the names of `Engine.stats`."""
-        counts = self.counts
-        num_recomputed, num_swapped = counts["preemptions_recompute"], counts["preemptions_swap"]
+        num_recomputed, num_swapped = self.counts["preemptions_recompute"], self.counts["preemptions_swap"]
         return {
-            "prefill_chunks": counts["prefill_chunks"],
+            "prefill_chunks": self.counts["prefill_chunks"],
             "preemptions": num_recomputed + num_swapped,
             "preemptions_recompute": num_recomputed,
             "preemptions_swap": num_swapped,
@@ -116,59 +61,6 @@ class Scheduler:
             "requests_waiting": len(self.waiting),
             "requests_swapped": len(self.swapped),
         }
-
-    # Requests come and go
-
-    def add(self, request: Request) -> None:
-        """Queue a request. Raise InvalidRequestError if it can never fit, QueueFullError if too many wait."""
-        self.check(request)
-        self.lifecycle.add(request)
-
-    def check(self, request: Request) -> None:
-        """Raise InvalidRequestError if the request can never fit, or its policy's key cannot be sorted."""
-        max_scored = self.config.max_scored_tokens
-        self.demand.check(request, self.config.max_num_seqs)
-        if (
-            request.needs_prompt_scores
-            and not self.config.enable_chunked_prefill
-            and request.prompt_len - 1 > max_scored
-        ):
-            raise InvalidRequestError(
-                f"prompt_logprobs: got a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false, "
-                f"allowed: at most {max_scored + 1}, as many as a step has room for while max_logprobs is -1; "
-                "leave chunked prefill on, or start the engine with a max_logprobs that is a number of tokens",
-                param="prompt_logprobs",
-            )
-        self.admission.check(request)
-
-    def fork(self, parent: SampleSequence, indices: Sequence[int]) -> list[SampleSequence]:
-        """Return new samples of the parent's request, equal to it so far, with these sample indices.
-
-        They share the parent's pages; whichever writes the partly filled last one first gets a copy. Raises
-        InvalidRequestError, changing nothing, if the request could not run alone with so many samples.
-        """
-        self.demand.check_fork(parent, len(indices), self.config.max_num_seqs)
-        return [self.forks.fork(parent, index) for index in indices]
-
-    def branch(self, request: Request, parents: Sequence[SampleSequence]) -> list[SampleSequence]:
-        """See `SampleForks.branch`."""
-        return self.forks.branch(request, parents)
-
-    def finish(self, sequence: SampleSequence, state: RequestState) -> None:
-        """End one sequence and free what it holds; its request ends with its last one. Later calls do nothing."""
-        self.lifecycle.finish(sequence, state)
-
-    def fail(self, request: Request, message: str) -> None:
-        """End all live samples of a request by an error, with this message for its caller."""
-        self.lifecycle.fail(request, message)
-
-    def restart(self) -> None:
-        """Queue every unfinished request anew: the device has lost what it held, and all results in flight."""
-        self.lifecycle.restart()
-
-    def is_in_flight(self, sequence: SampleSequence) -> bool:
-        """Return whether a step that was scheduled and has not retired computes tokens of this sequence."""
-        return self.lifecycle.is_in_flight(sequence)
 
     # The step
 
@@ -179,15 +71,16 @@ class Scheduler:
         the last running request gives all of its pages back. Then swapped requests come back, then waiting ones are
         admitted; neither in a step that preempted one: memory is short then, and they would cause the next preemption.
         """
-        work = self._work = SchedulerOutput(self.lifecycle.step + 1)
-        self._step_time = self.clock()
-        self.admission.begin_step(self._step_time)
-        sequences, tokens_ahead = self.lifecycle.sequences, self.config.tokens_ahead
+        work = self._work = SchedulerOutput(self.step + 1)
+        now = self.clock()
+        sequences, tokens_ahead = self.sequences, self.config.tokens_ahead
         asking = [s for s in sequences if s.num_computed + tokens_ahead > s.decode_limit]
         prefilling = [sequence for sequence in asking if self._provide(sequence)]
         decodes = [s for s in sequences if s.num_computed < s.decode_limit]
         if not (decodes and self.shape.must_decode):
-            self._budget, self._num_scored = self.shape.prefill_budget(len(decodes)), 0
+            budget, max_scored = self.shape.prefill_budget(len(decodes)), self.config.max_scored_tokens
+            slots, running = self.free_slots, self.running
+            self._room = StepRoom(work.step, now, budget, max_scored, slots, running, self.retired_step)
             for sequence in prefilling:
                 self._add_chunk(sequence)
             self._swap_in()
@@ -196,16 +89,19 @@ class Scheduler:
         self._drop_preempted(decodes)
         decodes = self.shape.choose_decodes(decodes, work.chunks)
         if work.chunks and self.config.enable_chunked_prefill:
-            self._counts["chunks_cut"] += self.shape.cut_to_bucket(work.chunks, len(decodes))
+            self.counts["chunks_cut"] += self.shape.cut_to_bucket(work.chunks, len(decodes))
         if self._may_decode_several(sequences, decodes):
             work.decode_lens.extend(self._decode_lens(decodes))
-        self._count_as_computed(decodes)
-        self._take_changes()
+        work.decodes.extend(decodes)
+        self._count_as_computed(work)
+        work.table_changes[:], work.moves[:] = self.blocks.take_changes()
+        if not work.is_empty:
+            self.step = work.step
         return work
 
     def retire(self, work: SchedulerOutput) -> None:
         """Note that the oldest step in flight is done: its tokens are computed, and freed pages may be reused."""
-        self.lifecycle.retire(work.step)
+        self._note_retired(work.step)
         self.admission.retire(work.step, self.clock())
         for chunk in work.chunks:
             sequence, request = chunk.sequence, chunk.sequence.request
@@ -229,7 +125,7 @@ class Scheduler:
 
     def count_chosen_token(self, sequence: SampleSequence) -> None:
         """Note a new token that was chosen by the host, as a beam search does, and not drawn on the device."""
-        progress.count_chosen_token(sequence)
+        progress.set_num_tokens(sequence, sequence.num_tokens + 1)
         self.update_pages(sequence)
 
     # Running sequences
@@ -238,7 +134,7 @@ class Scheduler:
         """Give a running sequence the slot and pages that it needs next; return True if it then needs a chunk."""
         if sequence.state is not RequestState.RUNNING:
             return False  # Its request was preempted in this step, for an earlier one.
-        if not sequence.seq_slot and not self._take_slot(sequence):
+        if not sequence.seq_slot and not self._provide_slot(sequence):
             return False
         if sequence.awaits_parent and not self._attach(sequence):
             return False
@@ -262,39 +158,39 @@ class Scheduler:
         """Add a chunk of the next tokens that a sequence knows to the step, as long as the step has room for."""
         if sequence.state is not RequestState.RUNNING:
             return
-        config, start = self.config, sequence.num_computed
+        config, room, start = self.config, self._room, sequence.num_computed
         # Samples that wait for pages of this sequence get them before it goes on.
         fork_lens = [child.fork_len for child in sample_tree.children_of(sequence) if child.awaits_parent]
         end = min([sequence.num_tokens, *(fork_len for fork_len in fork_lens if fork_len > start)])
-        max_end = scored_end(sequence, start, config.max_scored_tokens - self._num_scored)
+        max_end = scored_end(sequence, start, room.num_scored)
         if config.enable_chunked_prefill:
-            end = min(end, start + self._budget, start + config.max_chunk, max_end)
-        elif end - start > self._budget or end > max_end:
+            end = min(end, start + room.num_tokens, start + config.max_chunk, max_end)
+        elif end - start > room.num_tokens or end > max_end:
             return
         if end <= start or not self._make_room(sequence, end):
             return
         chunk = Chunk(sequence, start, end - start, tuple(sample_tree.samplers_of(sequence, end)))
         self._work.chunks.append(chunk)
-        self._budget -= chunk.num_tokens
-        self._num_scored += len(chunk.scored)
+        room.num_tokens -= chunk.num_tokens
+        room.num_scored -= len(chunk.scored)
 
     def _make_room(self, sequence: SampleSequence, num_tokens: int) -> bool:
         """Get pages for so many tokens, if need be from the last running requests; False if the sequence must wait."""
         while not self.blocks.prepare(sequence, num_tokens):
             if self.blocks.has_deferred:
-                self._counts["awaited_retirement"] += 1
+                self.counts["awaited_retirement"] += 1
                 return False
             if not self._preempt_last(sequence.request):
                 return False
         return True
 
-    def _take_slot(self, sequence: SampleSequence) -> bool:
+    def _provide_slot(self, sequence: SampleSequence) -> bool:
         """Give a fork a slot, if need be of a later request; False if its own request is the last."""
-        while not self.lifecycle.free_slots:
+        while not self.free_slots:
             if self.running[-1] is sequence.request:
                 return False
             self._preempt_last(sequence.request)
-        self.lifecycle.take_slot(sequence)
+        self.take_slot(sequence)
         self._work.new_in_slots.append(sequence)
         return True
 
@@ -304,7 +200,7 @@ class Scheduler:
         if parent is not None and parent.num_computed < sequence.fork_len:
             return False
         could_decode = parent is not None and parent.decode_limit > 0
-        self.forks.attach(sequence)
+        self.share_with_parent(sequence)
         if parent is not None and could_decode and not parent.decode_limit:
             self._extend(parent)  # This may take the pages of both, where no other request has any to give.
         return sequence.state is RequestState.RUNNING
@@ -315,10 +211,10 @@ class Scheduler:
         False if that is the asking one itself, which keeps its pages while steps are in flight.
         """
         request = self.running[-1]
-        if request is asking and self.lifecycle.has_steps_in_flight:
+        if request is asking and self.step > self.retired_step:
             return False  # Results in flight may end a sequence, and waiting for them costs less.
         if self.demand.fits_alone(request):
-            self._work.preempted.append(self.lifecycle.preempt(request))
+            self._work.preempted.append(self.preempt(request))
         else:
             self._ignore(request)
         return request is not asking
@@ -327,33 +223,24 @@ class Scheduler:
         """End an accepted request that can never fit any more, since the pool has become smaller."""
         max_pages, available = self.demand.max_pages(request), self.demand.available
         message = f"the pool has become too small: it needs up to {max_pages} pages, and there are {available}"
-        self.lifecycle.fail(request, message, RequestState.FINISHED_IGNORED)
-        self._counts["ignored"] += 1
+        self.fail(request, message, RequestState.FINISHED_IGNORED)
+        self.counts["ignored"] += 1
         self._work.ignored.append(request)
 
     # Requests that begin to run
-
-    def _room(self) -> StepRoom:
-        return StepRoom(
-            num_tokens=self._budget,
-            num_scored=self.config.max_scored_tokens - self._num_scored,
-            num_slots=len(self.lifecycle.free_slots),
-            running=self.running,
-            retired_step=self.lifecycle.retired_step,
-        )
 
     def _swap_in(self) -> None:
         """Let swapped requests run again as long as they fit and none is preempted."""
         if self._work.preempted:
             return
-        for decision in self.admission.choose_swapped(self._room):
-            if isinstance(decision, Infeasible):
-                self._ignore(decision.request)
+        for request, can_run in self.admission.choose_swapped(self._room):
+            if not can_run:
+                self._ignore(request)
                 continue
-            request = decision.request
             self.blocks.swap_in(request.live)
-            self._run(request)
-            self._counts["swap_in"] += 1
+            self.run(request)
+            self._work.new_in_slots.extend(request.live)
+            self.counts["swap_in"] += 1
             for sequence in request.live:
                 if not sequence.awaits_parent:
                     self._add_chunk(sequence)
@@ -362,11 +249,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting requests run as long as they fit."""
-        for decision in self.admission.choose_waiting(self._room, self._work.step):
-            if isinstance(decision, Infeasible):
-                self._ignore(decision.request)
+        for request, match in self.admission.choose_waiting(self._room, self.isolated_request):
+            if match is None:
+                self._ignore(request)
             else:
-                self._start(decision.request, decision.match)
+                self._start(request, match)
 
     def _start(self, request: Request, match: PrefixMatch) -> None:
         """Let a waiting request run, from the pages that the prefix cache has of it."""
@@ -374,18 +261,15 @@ class Scheduler:
         num_cached = self.blocks.adopt(first, match)
         progress.start_at(first, num_cached)
         sample_tree.set_waiting(first, False)
-        self._run(request)
+        self.run(request)
+        self._work.new_in_slots.extend(request.live)
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = self._step_time
+            request.first_scheduled_time = self._room.start_time
             request.num_cached_tokens = num_cached
             self.prefixes.count_query(first.num_tokens, num_cached)
         num_chunks = len(self._work.chunks)
         self._add_chunk(first)
         assert len(self._work.chunks) > num_chunks, "its pages were counted"
-
-    def _run(self, request: Request) -> None:
-        self.lifecycle.run(request)
-        self._work.new_in_slots.extend(request.live)
 
     # The end of the step
 
@@ -421,26 +305,12 @@ class Scheduler:
             lens.append(min(sequence.decode_limit - sequence.num_computed, max_steps))
         return self.shape.even_out(lens)
 
-    def _count_as_computed(self, decodes: list[SampleSequence]) -> None:
-        """Count the step's tokens as computed, and those that it draws as existing."""
-        work = self._work
-        progress.count_decodes(decodes, work.decode_lens)
-        work.decodes.extend(decodes)
+    def _count_as_computed(self, work: SchedulerOutput) -> None:
+        """Count the step's tokens as computed, and let samples share the pages of the chunks that they draw from."""
         for chunk in work.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-            progress.count_chunk(sequence, end, work.step)
-            self._counts["prefill_chunks"] += end < sequence.num_tokens
+            self.counts["prefill_chunks"] += end < sequence.num_tokens
             for sampler in chunk.samplers:
                 if sampler is not sequence:
-                    self.forks.share_chunk(sequence, sampler, end)
-                if sequence.request.beams is None:  # What is drawn for a beam is not its next token.
-                    progress.count_drawn_token(sampler, end)
-
-    def _take_changes(self) -> None:
-        """Complete the step by what the device must change and copy before it."""
-        work = self._work
-        table_changes, moves = self.blocks.take_changes()
-        work.table_changes.extend(table_changes)
-        work.moves.extend(moves)
-        if not work.is_empty:
-            self.lifecycle.count_step(work.step)
+                    self.share(sequence, sampler, end)
+        progress.count_step(work)

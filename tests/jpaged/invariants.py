@@ -33,7 +33,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     orders = [request.order for request in scheduler.running]
     assert orders == sorted(orders), "running requests out of order"
     slots = [sequence.seq_slot for sequence in running if sequence.seq_slot]
-    assert sorted([*slots, *scheduler.lifecycle.free_slots]) == list(range(1, scheduler.config.max_num_seqs + 1)), (
+    assert sorted([*slots, *scheduler.free_slots]) == list(range(1, scheduler.config.max_num_seqs + 1)), (
         "a slot is lost or held twice"
     )
     check_pages(scheduler.blocks, running, swapped)
@@ -97,7 +97,7 @@ def _check_sequence(scheduler: Scheduler, sequence: SampleSequence, state: Reque
     assert sequence.state is state, "a sequence in another state than its request"
     assert sequence.num_computed <= sequence.num_tokens <= sequence.max_len, "tokens computed that do not exist"
     num_in_flight = sequence.num_tokens - len(sequence.token_ids)
-    most_in_flight = (scheduler.lifecycle.step - scheduler.lifecycle.retired_step) * scheduler.config.max_decode_steps
+    most_in_flight = (scheduler.step - scheduler.retired_step) * scheduler.config.max_decode_steps
     assert 0 <= num_in_flight <= most_in_flight, "tokens in flight without a step"
     assert sequence.parent is None or sequence.parent in sequence.request.live, "a parent that ended"
     if state is not RequestState.RUNNING:

@@ -69,9 +69,7 @@ def simulate(seed, log=None):
     try:
         return life.run()
     except Exception as error:
-        error.add_note(
-            f"seed {seed}, step {life.host.scheduler.lifecycle.step}; replay: python scripts/simulate.py {seed}"
-        )
+        error.add_note(f"seed {seed}, step {life.host.scheduler.step}; replay: python scripts/simulate.py {seed}")
         raise
 
 
@@ -218,7 +216,7 @@ class Life:
             self.log_event("retire", len(samples))
             return
         host.now += self.rng.random()
-        before = host.scheduler.lifecycle.step
+        before = host.scheduler.step
         work = host.dispatch()
         if work.is_empty:
             for request in work.ignored:
@@ -226,7 +224,7 @@ class Life:
             if in_flight:
                 self.log_event("retire", len(host.retire()))
             return
-        assert host.scheduler.lifecycle.step == before + 1
+        assert host.scheduler.step == before + 1
         self.num_steps += 1
         assert self.num_steps < MAX_STEPS, "no end"
         self.events["several tokens a step"] += bool(work.decode_lens)
@@ -323,7 +321,7 @@ class Life:
         if parent is None or len(parent.request.sequences) >= 6:
             return
         request = parent.request
-        stage = host.scheduler.lifecycle.stage_of(parent)
+        stage = host.scheduler.stage_of(parent)
         is_in_flight = host.scheduler.is_in_flight(parent)
         try:
             host.fork(parent, rng.choice([1, 1, 2]))

@@ -718,7 +718,7 @@ class Host:
         for pool in (device, host):
             assert not pool.deferred, "a page is deferred for ever"
             assert pool.num_free + len(pool.withdrawn) + pool.num_used == pool.num_pages - 1
-        assert len(self.scheduler.lifecycle.free_slots) == self.scheduler.config.max_num_seqs, "slots are left behind"
+        assert len(self.scheduler.free_slots) == self.scheduler.config.max_num_seqs, "slots are left behind"
 
     def _running(self):
         return [sequence for request in self.scheduler.running for sequence in request.live]

@@ -133,7 +133,7 @@ def samples(output: RequestOutput) -> list[tuple[int, ...]]:
 def check_everything_came_back(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats["blocks_used"], stats["host_blocks_used"], stats["requests"], stats["recompiles"]) == (0, 0, 0, 0)
-    assert len(engine.scheduler.lifecycle.free_slots) == engine.step_sizes.max_num_seqs
+    assert len(engine.scheduler.free_slots) == engine.step_sizes.max_num_seqs
     pools = engine.blocks.device, engine.blocks.host
     assert all(pool.num_free == pool.num_usable and not any(pool.ref_counts) for pool in pools)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jpaged.errors import InvalidRequestError
-from jpaged.kv_cache.block_manager import AllocStatus, BlockManager
+from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_demand import PageDemand
 from jpaged.request import CacheKey
 from jpaged.sampling.sampling_params import SamplingParams
@@ -104,16 +104,6 @@ def test_a_request_has_at_most_as_many_samples_as_there_are_slots():
     with pytest.raises(InvalidRequestError, match="n: got 3, allowed: at most max_num_seqs, 2") as caught:
         demand.check(request_of(4, 4, n=3), max_num_seqs=2)
     assert caught.value.param == "n"
-
-
-def test_later_means_that_a_request_fits_alone_and_not_beside_others():
-    blocks = blocks_of(6)
-    demand, request = PageDemand(blocks), request_of(10, 7)
-    assert demand.status_of(request, 6) is AllocStatus.OK
-    blocks.device.take()
-    assert demand.status_of(request, 5) is AllocStatus.OK
-    assert demand.status_of(request, 6) is AllocStatus.LATER
-    assert demand.status_of(request_of(10, 16), 0) is AllocStatus.NEVER
 
 
 def shrunk(blocks, request):

@@ -201,12 +201,12 @@ def test_an_interrupted_end_is_reported_once_after_a_restart(n):
     request = host.add(prompt(5), max_tokens=2, params=samples(n))
     other = host.add(prompt(6, 100), max_tokens=9)
     host.step()
-    lifecycle = host.scheduler.lifecycle
-    clock, lifecycle.clock = lifecycle.clock, None
+    scheduler = host.scheduler
+    clock, scheduler.clock = scheduler.clock, None
     with pytest.raises(TypeError):
         host.core.abort(request)
     assert not request.state.is_finished
-    lifecycle.clock = clock
+    scheduler.clock = clock
     host.restart()
     assert (request.state, list(host.scheduler.ended)) == (RequestState.FINISHED_ABORTED, [request])
     host.run()
@@ -322,10 +322,10 @@ def test_after_a_restart_no_request_is_in_the_gate_nothing_in_flight_and_every_s
         host.dispatch()
     assert gate.inside == requests
     host.restart()
-    lifecycle = host.scheduler.lifecycle
+    scheduler = host.scheduler
     assert gate.inside == []
-    assert not any(lifecycle.is_in_flight(sequence) for request in requests for sequence in request.live)
-    assert sorted(lifecycle.free_slots) == [1, 2, 3]
-    assert lifecycle.retired_step == host.blocks.device.retired_step == lifecycle.step == 1 + num_ahead
+    assert not any(scheduler.is_in_flight(sequence) for request in requests for sequence in request.live)
+    assert sorted(scheduler.free_slots) == [1, 2, 3]
+    assert scheduler.retired_step == host.blocks.device.retired_step == scheduler.step == 1 + num_ahead
     assert chunks(host.step()) == [(0, 0, 6, [0]), (0, 0, 6, [0]), (0, 0, 4, [])]  # 6 known tokens of each.
     host.run()

@@ -311,7 +311,7 @@ def test_a_fork_takes_the_slot_of_a_later_request():
     assert decodes(work) == [(0, 0)]
     assert chunks(work) == [(0, 1, 3, 1, [1])]
     host.step()
-    assert host.scheduler.lifecycle.sequences == first.sequences
+    assert host.scheduler.sequences == first.sequences
     host.run()
 
 
@@ -396,7 +396,7 @@ def test_a_swapped_request_goes_on_where_it_was_though_a_sample_has_still_to_att
     host.step()
     host.fork(second.sequences[0])  # Amid the prompt, which its parent computes for both; and no slot is left.
     assert preempted(step_until(host, lambda work: work.preempted)) == [(1, "swap")]
-    assert (len(host.scheduler.lifecycle.free_slots), second.sequences[0].num_computed) == (1, num_computed)
+    assert (len(host.scheduler.free_slots), second.sequences[0].num_computed) == (1, num_computed)
     host.abort(first)
     work = host.step()
     assert chunks(work) == [(1, 0, num_computed, 1, [0])]
