@@ -49,14 +49,7 @@ class RequestBuilder:
         return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
 
     def build(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: Any,
-        *,
-        number: Any,
-        priority: Any = None,
-        arrival_time: Any = None,
+        self, request_id: str, prompt: Any, params: Any, *, number: Any, priority: Any = None, arrival_time: Any = None
     ) -> Request:
         """Return a request from arguments that are not checked yet; raise InvalidRequestError if one is wrong.
 
@@ -76,13 +69,7 @@ class RequestBuilder:
         return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time)
 
     def build_encoded(
-        self,
-        request_id: str,
-        encoded: EncodedPrompt,
-        params: Params,
-        *,
-        number: int,
-        arrival_time: float | None = None,
+        self, request_id: str, encoded: EncodedPrompt, params: Params, *, number: int, arrival_time: float | None = None
     ) -> Request:
         """Return a request for a prompt that was encoded and checked, with its parameters, for this engine's model.
 

@@ -17,10 +17,7 @@ from ..request import Request
 PolicyKey = Callable[[Request], Any]
 """Returns a request's key: requests with lower keys go first, equal ones in the order of their arrival."""
 
-POLICIES: dict[str, PolicyKey] = {
-    "fcfs": lambda request: 0,
-    "priority": lambda request: request.priority,
-}
+POLICIES: dict[str, PolicyKey] = {"fcfs": lambda request: 0, "priority": lambda request: request.priority}
 
 
 def key_shape(key: object) -> object:

@@ -30,15 +30,7 @@ from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated
 from .compile_plan import CompilePlan
-from .programs import (
-    ALLOCATE_KEY,
-    COPY_KEY,
-    SET_RULES_KEY,
-    SWAP_IN_KEY,
-    SWAP_OUT_KEY,
-    TABLES_KEY,
-    sample_key,
-)
+from .programs import ALLOCATE_KEY, COPY_KEY, SET_RULES_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, TABLES_KEY, sample_key
 from .step import DeviceState
 from .step_inputs import BuiltStep
 from .step_layout import StepInputs, StepLayout

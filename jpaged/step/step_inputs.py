@@ -25,15 +25,7 @@ from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
 from ..sampling.sampling_params import SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
-from .step_layout import (
-    CHANGE_FIELDS,
-    FORCED_TOKEN,
-    OUTPUT_INDEX,
-    SLOT,
-    TOKEN,
-    StepInputs,
-    StepLayout,
-)
+from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TOKEN, StepInputs, StepLayout
 from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
@@ -277,11 +269,7 @@ class StepInputBuilder:
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
         self.sample_rows[:, slot] = pack_columns(
-            request.params,
-            seq_slot=slot,
-            sample_index=sequence.index,
-            seed=request.seed,
-            stop_ids=sequence.stop_ids,
+            request.params, seq_slot=slot, sample_index=sequence.index, seed=request.seed, stop_ids=sequence.stop_ids
         )
 
     def _rules_row(self, sequence: SampleSequence) -> np.ndarray:
