@@ -13,7 +13,8 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from .scheduling.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from .sampling.sampler import SampledRows
+    from .step.runner import Runner, StepOutputs
     from .step.step_inputs import BuiltStep, StepInputBuilder
     from .text.output_processor import OutputProcessor
 
@@ -36,69 +38,34 @@ OUTPUT_FAILED = "internal error while its output was made"
 STEPS_FAILED = "internal error while its steps were computed"
 
 
-class StepResults(Protocol):
-    """The results of a dispatched step, which the device may still be computing."""
-
-    def read(self) -> SampledRows | None:
-        """Wait for the device; return one numpy row per sequence of `BuiltStep.samples`, in order, then padding.
-
-        A step with `decode_lens` has rows by decode step and sequence, [K, R]. None if the step samples nothing.
-        """
-        ...
-
-    def read_scores(self) -> SampledRows | None:
-        """Wait for the device; return one numpy row per scored prompt token, in the order of `BuiltStep.scored`."""
-        ...
-
-
-class StepRunner(Protocol):
-    """The part of a runner that the host core uses."""
-
-    def dispatch(self, step: BuiltStep) -> StepResults:
-        """Start a step and return before it is done. Steps run in the order of the calls."""
-        ...
-
-    def reset(self) -> None:
-        """Replace the device's state, which a failed step may have left half written or deleted, by an empty one."""
-        ...
-
-
 class StepInFlight(NamedTuple):
     """A step that was dispatched and has not retired."""
 
     work: SchedulerOutput
     step: BuiltStep
-    results: StepResults
+    results: StepOutputs
 
 
+@dataclass(eq=False, kw_only=True)
 class EngineCore:
     """Scheduler, step builder, runner and output processor, driven one step at a time."""
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        builder: StepInputBuilder,
-        runner: StepRunner,
-        outputs: OutputProcessor,
-        clock: Callable[[], float],
-    ):
-        """`clock` gives seconds, by which the times of requests are taken."""
-        self.scheduler = scheduler
-        self.builder = builder
-        self.runner = runner
-        self.outputs = outputs
-        self.clock = clock
-        self.quarantine = Quarantine()
-        self.in_flight: deque[StepInFlight] = deque()
-        """Steps in the order of their dispatch; the oldest one retires first."""
-        self.num_steps = 0
-        self.num_step_tokens = 0
-        """Tokens that all steps so far have computed."""
-        self.num_padded_tokens = 0
-        """Tokens that all steps so far had room for: `num_step_tokens` and the padding up to their buckets."""
-        self.num_generated = 0
-        """Output tokens that requests have been given."""
+    scheduler: Scheduler
+    builder: StepInputBuilder
+    runner: Runner
+    outputs: OutputProcessor
+    clock: Callable[[], float]
+    """Gives seconds, by which the times of requests are taken."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    in_flight: deque[StepInFlight] = field(default_factory=deque)
+    """Steps in the order of their dispatch; the oldest one retires first."""
+    num_steps: int = 0
+    num_step_tokens: int = 0
+    """Tokens that all steps so far have computed."""
+    num_padded_tokens: int = 0
+    """Tokens that all steps so far had room for: `num_step_tokens` and the padding up to their buckets."""
+    num_generated: int = 0
+    """Output tokens that requests have been given."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise InvalidRequestError if it can never fit, QueueFullError if too many wait."""
@@ -172,10 +139,8 @@ class EngineCore:
         if sampled is not None and step.decode_lens:
             self._append_decode_steps(step, sampled)
         elif sampled is not None:
-            num_samples = len(step.samples)
-            self._append_sampled(
-                step.samples, sampled.token_ids[:num_samples], sampled.is_finite[:num_samples], sampled
-            )
+            rows = slice(len(step.samples))
+            self._append_sampled(step.samples, sampled.token_ids[rows], sampled.is_finite[rows], sampled)
         return step.samples
 
     def drop_finished(self) -> None:
@@ -259,17 +224,12 @@ class EngineCore:
 
     def _append_decode_steps(self, step: BuiltStep, sampled: SampledRows) -> None:
         """Append the tokens of a step that decoded several times, in their order; none behind a sequence's end."""
-        for index in range(max(step.decode_lens)):
-            rows = [
-                row
-                for row, (sequence, count) in enumerate(zip(step.samples, step.decode_lens, strict=True))
-                if index < count and not sequence.state.is_finished
-            ]
-            samples = [step.samples[row] for row in rows]
-            num_left = [step.decode_lens[row] - index - 1 for row in rows]
-            self._append_sampled(
-                samples, sampled.token_ids[index, rows], sampled.is_finite[index, rows], sampled, num_left
-            )
+        samples, lens = step.samples, step.decode_lens
+        for index in range(max(lens)):
+            rows = [row for row, one in enumerate(samples) if index < lens[row] and not one.state.is_finished]
+            live, num_left = [samples[row] for row in rows], [lens[row] - index - 1 for row in rows]
+            token_ids, is_finite = sampled.token_ids[index, rows], sampled.is_finite[index, rows]
+            self._append_sampled(live, token_ids, is_finite, sampled, num_left)
 
     def _append_sampled(
         self,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -64,11 +64,9 @@ class SampleSearch(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether the search has ended, so that its samples have no next token."""
-        ...
 
     def forget_rows(self) -> None:
         """Drop the scores collected since the last choice: the samples lose their pages and compute them anew."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -143,9 +141,13 @@ class SampleSequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """One prompt and its samples, which are admitted, preempted and resumed together."""
+    """One prompt and its samples, which are admitted, preempted and resumed together.
+
+    A new request waits, with `params.n` samples that are numbered from 0 unless `sample_indices` are given. All but the
+    first wait for the first one to compute the prompt, and share its pages. `num_groups` counts page-table groups.
+    """
 
     # Fixed at creation.
     request_id: str
@@ -157,19 +159,22 @@ class Request:
     """Seconds of the engine's clock, as all times below."""
     max_tokens: int
     """Output tokens of a sample at most: as its parameters ask, or what the context has left."""
-    seed: int
-    """64 bits, from which every draw of this request comes."""
+    engine_seed: InitVar[int]
+    num_groups: InitVar[int]
+    sample_indices: InitVar[Iterable[int] | None] = None
     prompt: str | None = None
     priority: int = 0
     """Lower is sooner, under the policy `priority`."""
     cache_key: CacheKey = NO_EXTRAS
-    may_decode_several: bool = True
+    seed: int = field(init=False)
+    """64 bits, from which every draw of this request comes."""
+    may_decode_several: bool = field(init=False)
     """A step may decode several of its tokens: it needs no work of the host, no rule and no logprob between them."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be generated."""
     beams: SampleSearch | None = None
     """The search whose running beams its samples are: the host chooses their next tokens."""
-    needs_prompt_scores: bool = False
+    needs_prompt_scores: bool = field(init=False)
     """Its prompt's logprobs are wanted: every position of the prompt must be computed, not found in the cache."""
     sequences: list[SampleSequence] = field(default_factory=list)
     """All samples, ended ones too, in order of creation."""
@@ -227,6 +232,17 @@ class Request:
     has_emitted_prompt_logprobs: bool = False
     """A stream of deltas has shown them."""
 
+    def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
+        params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)
+        self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
+        self.may_decode_several = params.logprobs is None and not params.has_rules
+        self.needs_prompt_scores = params.prompt_logprobs is not None
+        for index in range(params.n) if sample_indices is None else sample_indices:
+            sequence = self.new_sequence(index, self.prompt_token_ids, num_groups)
+            first = self.sequences[0]
+            if sequence is not first:
+                sequence.parent, sequence.fork_len, sequence.awaits_parent = first, self.prompt_len, True
+
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
@@ -252,52 +268,6 @@ class Request:
         self.sequences.append(sequence)
         self.live.append(sequence)
         return sequence
-
-
-def make_request(
-    *,
-    request_id: str,
-    number: int,
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    arrival_time: float,
-    max_tokens: int,
-    engine_seed: int,
-    num_groups: int,
-    prompt: str | None = None,
-    priority: int = 0,
-    cache_key: CacheKey = NO_EXTRAS,
-    bad_words: tuple[tuple[int, ...], ...] = (),
-    beams: SampleSearch | None = None,
-    sample_indices: Iterable[int] | None = None,
-) -> Request:
-    """Return a waiting request with its `params.n` sequences, whose sample indices count from 0 unless given.
-
-    All but the first wait for the first one to compute the prompt, and share its pages. `num_groups` counts page-table
-    groups.
-    """
-    request = Request(
-        request_id=request_id,
-        number=number,
-        prompt_token_ids=array("i", prompt_token_ids),
-        params=params,
-        arrival_time=arrival_time,
-        max_tokens=max_tokens,
-        seed=params.seed % SEED_MODULUS if params.seed is not None else derived_seed(engine_seed, number),
-        prompt=prompt,
-        priority=priority,
-        cache_key=cache_key,
-        may_decode_several=params.logprobs is None and not params.has_rules,
-        bad_words=bad_words,
-        beams=beams,
-        needs_prompt_scores=params.prompt_logprobs is not None,
-    )
-    for index in range(params.n) if sample_indices is None else sample_indices:
-        sequence = request.new_sequence(index, request.prompt_token_ids, num_groups)
-        first = request.sequences[0]
-        if sequence is not first:
-            sequence.parent, sequence.fork_len, sequence.awaits_parent = first, request.prompt_len, True
-    return request
 
 
 def derived_seed(engine_seed: int, number: int) -> int:

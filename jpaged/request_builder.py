@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
@@ -13,7 +14,7 @@ from typing import Any
 from .checks import is_integer, refusal, shown
 from .config import EngineConfig
 from .errors import InvalidRequestError
-from .request import CacheKey, Request, SampleSequence, make_request
+from .request import CacheKey, Request, SampleSequence
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .scheduling.beam_search import BeamSearch
 from .startup.build_engine import EngineComponents
@@ -81,10 +82,10 @@ class RequestBuilder:
         if isinstance(params, BeamSearchParams):
             beams = BeamSearch(params, params.end_ids(self.eos_token_ids), max_tokens)
             params = params.as_samples(beams.num_top_tokens)
-        return make_request(
+        return Request(
             request_id=request_id,
             number=number,
-            prompt_token_ids=encoded.token_ids,
+            prompt_token_ids=array("i", encoded.token_ids),
             params=params,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             max_tokens=max_tokens,

@@ -14,20 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ..request import RequestState, SampleSequence
 from .page_pool import NULL_PAGE, PagePool
 from .page_store import PageMove, PageStore
 from .prefix_cache import PrefixCache, PrefixMatch
-
-
-class TableEntry(NamedTuple):
-    """One entry of the page tables on the device: page number `entry` of the sequence in state slot `slot`."""
-
-    group: int
-    slot: int
-    entry: int
 
 
 class BlockManager:
@@ -58,19 +49,14 @@ class BlockManager:
         self.block_size = block_size
         self.windows = windows
         self.max_chunk = max_chunk
-        self.store = PageStore(
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            max_cached_blocks=max_cached_blocks,
-            keep_evicted=keep_evicted,
-        )
+        self.store = PageStore(num_blocks, num_host_blocks, max_cached_blocks, keep_evicted=keep_evicted)
         self.device, self.host = self.store.device, self.store.host
-        self.prefixes = PrefixCache(
-            self.store, block_size=block_size, windows=windows, is_enabled=enable_prefix_caching
-        )
-        self.table_changes: dict[TableEntry, int] = {}
-        """Entry → page, for the device to be told. An entry that changes twice between two steps is sent once. What is
-        sent for a slot that has changed hands since, its new owner overwrites or never reads."""
+        self.prefixes = PrefixCache(self.store, block_size, windows, is_enabled=enable_prefix_caching)
+        self.table_changes: dict[tuple[int, int, int], int] = {}
+        """(group, state slot, index) → page, for each entry of the device's page tables that has changed since the last
+        step. An entry that changes twice is sent once. What is sent for a slot that another sequence has got since is
+        overwritten by that sequence, or never read."""
+        self.num_groups = len(windows)
         self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
 
     def clear(self, sequences: Iterable[SampleSequence] = ()) -> None:
@@ -110,10 +96,6 @@ class BlockManager:
     # How many pages there are, and how many are needed
 
     @property
-    def num_groups(self) -> int:
-        return len(self.windows)
-
-    @property
     def num_free(self) -> int:
         """Device pages that can be taken now."""
         return self.device.num_free
@@ -132,11 +114,6 @@ class BlockManager:
     def num_pinned(self) -> int:
         """Pages that pinned prefixes keep, or will keep once they are computed."""
         return len(self.store.pins) * self.num_groups
-
-    @property
-    def num_pin_changes(self) -> int:
-        """How often prefixes were pinned or unpinned."""
-        return self.store.num_pin_changes
 
     @property
     def has_deferred(self) -> bool:
@@ -171,7 +148,7 @@ class BlockManager:
         slot = sequence.seq_slot
         for group, pages in enumerate(sequence.pages):
             for index in range(sequence.num_passed[group], len(pages)):
-                self.table_changes[TableEntry(group, slot, index)] = pages[index]
+                self.table_changes[group, slot, index] = pages[index]
 
     def prepare(self, sequence: SampleSequence, num_tokens: int) -> bool:
         """Get pages to write the first `num_tokens` tokens of a sequence; False, changing nothing, if too few are free.
@@ -182,7 +159,8 @@ class BlockManager:
         """
         first = sequence.num_computed // self.block_size
         tails = [(group, pages[first]) for group, pages in enumerate(sequence.pages) if first < len(pages)]
-        shared = [group for group, page in tails if self._is_shared(page)]
+        ref_counts, key_of = self.device.ref_counts, self.device.key_of
+        shared = [group for group, page in tails if ref_counts[page] > 1 or page in key_of]
         missing = [
             self.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
             for window, pages in zip(self.windows, sequence.pages, strict=True)
@@ -326,13 +304,13 @@ class BlockManager:
     def _copy_on_write(self, sequence: SampleSequence, group: int, index: int) -> None:
         shared = sequence.pages[group][index]
         own = sequence.pages[group][index] = self.store.copy(shared)
-        self.table_changes[TableEntry(group, sequence.seq_slot, index)] = own
+        self.table_changes[group, sequence.seq_slot, index] = own
         self.device.drop_ref(shared)
 
     def _append(self, sequence: SampleSequence, group: int, page: int) -> None:
         pages = sequence.pages[group]
         if sequence.seq_slot and page != NULL_PAGE:
-            self.table_changes[TableEntry(group, sequence.seq_slot, len(pages))] = page
+            self.table_changes[group, sequence.seq_slot, len(pages)] = page
         pages.append(page)
 
     def _drop_refs(self, sequence: SampleSequence) -> None:
@@ -350,9 +328,6 @@ class BlockManager:
 
     def _pool_of(self, sequence: SampleSequence) -> PagePool:
         return self.host if sequence.state is RequestState.SWAPPED else self.device
-
-    def _is_shared(self, page: int) -> bool:
-        return self.device.ref_counts[page] > 1 or page in self.device.key_of
 
     def _computed(self, sequence: SampleSequence) -> list[list[int]]:
         """Return the sequence's pages that hold something, per group."""

@@ -17,7 +17,7 @@ class PageDemand:
     """Compares what requests take with what the pool of one block manager has."""
 
     def __init__(self, blocks: BlockManager):
-        self.blocks, self.prefixes = blocks, blocks.prefixes
+        self.blocks, self.prefixes, self.store = blocks, blocks.prefixes, blocks.store
 
     @property
     def available(self) -> str:
@@ -84,7 +84,7 @@ class PageDemand:
 
         It is computed only when the pool, the pins or the number of its samples have changed.
         """
-        limits = (self.blocks.num_available, self.blocks.num_pin_changes, len(request.live))
+        limits = (self.blocks.num_available, self.store.num_pin_changes, len(request.live))
         if request.fits_limits == limits:
             return False
         request.fits_limits = limits

@@ -39,7 +39,7 @@ MAX_KEPT = 16
 class PageStore:
     """The pools of device and host, and the moves that were asked of them since the last step."""
 
-    def __init__(self, *, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None, keep_evicted: bool):
+    def __init__(self, num_blocks: int, num_host_blocks: int, max_cached_blocks: int | None, *, keep_evicted: bool):
         """Make two empty pools. `keep_evicted`: prefixes that the device evicts are copied to the host pool."""
         self.device = PagePool(num_blocks, max_cached=max_cached_blocks)
         self.host = PagePool(max(1, num_host_blocks))

@@ -38,7 +38,7 @@ class PrefixCache:
     The only writer of `page_hashes` and `num_published` of sequences.
     """
 
-    def __init__(self, store: PageStore, *, block_size: int, windows: tuple[int | None, ...], is_enabled: bool):
+    def __init__(self, store: PageStore, block_size: int, windows: tuple[int | None, ...], *, is_enabled: bool):
         """Use the pages of `store`; `windows` as for `BlockManager`."""
         self.store, self.device, self.host = store, store.device, store.host
         self.block_size = block_size

@@ -89,12 +89,9 @@ class AdmissionGate(Protocol):
 
     def admits(self, request: Request) -> bool:
         """Return whether this request may run now, as far as the gate knows."""
-        ...
 
     def enter(self, request: Request) -> None:
         """Note that this request runs now."""
-        ...
 
     def leave(self, request: Request) -> None:
         """Note that this request runs no more."""
-        ...

@@ -21,7 +21,7 @@ from jpaged.engine_core import EngineCore
 from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
-from jpaged.request import CacheKey, RequestState, make_request
+from jpaged.request import CacheKey, Request, RequestState
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from jpaged.sampling.sampler import SampledRows, TokenScores
@@ -545,7 +545,7 @@ class Host:
         """Queue a request, whose number is its index in `requests`."""
         assert max_tokens >= 1
         params = params or SamplingParams(detokenize=False)
-        request = make_request(
+        request = Request(
             request_id=f"r{len(self.requests)}",
             number=len(self.requests),
             prompt_token_ids=list(prompt),

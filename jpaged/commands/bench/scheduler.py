@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import random
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from ...kv_cache.block_manager import BlockManager
 from ...kv_cache.prefix_hash import extend_hashes
 from ...models.io.loading import Weights
 from ...pallas_kernels.ragged_paged_attention import KVShape, PagedCache, XlaBackend
-from ...request import NO_EXTRAS, Request, make_request
+from ...request import NO_EXTRAS, Request
 from ...sampling.logit_rules_spec import LogitRulesSpec
 from ...sampling.sample_columns import SAMPLE_FIELDS
 from ...sampling.sampler import SampledRows
@@ -170,10 +171,10 @@ class Host:
     def add(self, *, prompt_len: int = PROMPT_LEN, max_tokens: int = OUTPUT_LEN) -> Request:
         """Queue a request whose prompt shares no prefix with another."""
         start = self.random.randrange(len(self.tokens) - prompt_len)
-        request = make_request(
+        request = Request(
             request_id=str(self.num_requests),
             number=self.num_requests,
-            prompt_token_ids=self.tokens[start : start + prompt_len],
+            prompt_token_ids=array("i", self.tokens[start : start + prompt_len]),
             params=PARAMS,
             arrival_time=time.monotonic(),
             max_tokens=max_tokens,
@@ -241,10 +242,10 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
 def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
     """Measure the microseconds to hash a full page of 16 tokens and look it up, as matching a long prompt does."""
     tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
-    request = make_request(
+    request = Request(
         request_id="long",
         number=0,
-        prompt_token_ids=tokens,
+        prompt_token_ids=array("i", tokens),
         params=PARAMS,
         arrival_time=0.0,
         max_tokens=1,
