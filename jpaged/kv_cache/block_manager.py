@@ -12,7 +12,7 @@ Knows pages and token ids; no array, no device, no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from ..request import RequestState, SampleSequence
@@ -256,28 +256,19 @@ class BlockManager:
         nothing.
         """
         held = self._held(sequences)
-        copies = {page: copy for page in held if (copy := self.store.host_copy_of(page)) is not None}
+        copies = self._copies(held, self.device, self.host)
         num_free_copies = sum(self.host.ref_counts[copy] == 0 for copy in copies.values())
         if len(held) - len(copies) + num_free_copies > self.host.num_free:
             self.store.counts["host_pool_full"] += 1
             return False
-        for copy in copies.values():  # Before any page is taken, which may evict pages without a reference.
-            self.host.add_ref(copy)
-        for page in held:
-            if page not in copies:
-                copies[page] = self.store.swap_out(page)
-        for sequence in sequences:
-            tables = self._computed(sequence)
-            self._drop_refs(sequence)
-            sequence.pages = [_translated(pages, copies, self.host) for pages in tables]
-        for copy in copies.values():
-            self.host.drop_ref(copy)
+        self._move(sequences, held, copies, self.store.swap_out, self.host)
         return True
 
     def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
         """Count the free pages that swapping these sequences in takes: pages in use on the device are there already."""
-        copies = [self.store.device_copy_of(page) for page in self._held(sequences)]
-        return sum(copy is None or self.device.ref_counts[copy] == 0 for copy in copies)
+        held = self._held(sequences)
+        copies = self._copies(held, self.host, self.device)
+        return len(held) - sum(self.device.ref_counts[copy] > 0 for copy in copies.values())
 
     def swap_in(self, sequences: Sequence[SampleSequence]) -> None:
         """Move back what `swap_out` moved; `num_to_swap_in` pages must be free.
@@ -285,19 +276,8 @@ class BlockManager:
         What the device still has under its hash is not copied.
         """
         held = self._held(sequences)
-        copies = {page: copy for page in held if (copy := self.store.device_copy_of(page)) is not None}
-        for copy in copies.values():
-            self.device.add_ref(copy)
-        for page in held:
-            if page not in copies:
-                copies[page] = self.store.swap_in(page)
-        for sequence in sequences:
-            tables, sequence.pages = sequence.pages, [_translated(p, copies, self.device) for p in sequence.pages]
-            for page in chain.from_iterable(tables):
-                if page != NULL_PAGE:
-                    self.host.drop_ref(page)
-        for copy in copies.values():
-            self.device.drop_ref(copy)
+        copies = self._copies(held, self.host, self.device)
+        self._move(sequences, held, copies, self.store.swap_in, self.device)
 
     # Parts of the above
 
@@ -338,11 +318,31 @@ class BlockManager:
         tables = chain.from_iterable(self._computed(sequence) for sequence in sequences)
         return [page for page in dict.fromkeys(chain.from_iterable(tables)) if page != NULL_PAGE]
 
+    def _copies(self, pages: Iterable[int], source: PagePool, target: PagePool) -> dict[int, int]:
+        """Return source page → target page for those pages that both pools have under one hash."""
+        keys = {page: source.key_of[page] for page in pages if page in source.key_of}
+        return {page: target.page_of[key] for page, key in keys.items() if key in target.page_of}
 
-def _translated(pages: list[int], copies: dict[int, int], pool: PagePool) -> list[int]:
-    """Return the copies of these pages in another pool, and reference each of them there once more."""
-    translated = [NULL_PAGE if page == NULL_PAGE else copies[page] for page in pages]
-    for page in translated:
-        if page != NULL_PAGE:
-            pool.add_ref(page)
-    return translated
+    def _move(
+        self,
+        sequences: Sequence[SampleSequence],
+        held: list[int],
+        copies: dict[int, int],
+        take: Callable[[int], int],
+        pool: PagePool,
+    ) -> None:
+        """Let sequences own pages of `pool` instead of those that they hold: `copies`, and else what `take` returns."""
+        for copy in copies.values():  # Before any page is taken, which may evict pages without a reference.
+            pool.add_ref(copy)
+        for page in held:
+            if page not in copies:
+                copies[page] = take(page)
+        for sequence in sequences:
+            tables = [[copies[page] if page else NULL_PAGE for page in pages] for pages in self._computed(sequence)]
+            self._drop_refs(sequence)
+            for page in chain.from_iterable(tables):
+                if page != NULL_PAGE:
+                    pool.add_ref(page)
+            sequence.pages = tables
+        for copy in copies.values():
+            pool.drop_ref(copy)

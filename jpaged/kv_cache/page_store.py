@@ -86,16 +86,6 @@ class PageStore:
             self.publish(page, self.host.key_of[host_page])
         return page
 
-    def host_copy_of(self, page: int) -> int | None:
-        """Return the host page with a device page's content; None unless it is published in both pools."""
-        key = self.device.key_of.get(page)
-        return None if key is None else self.host.page_of.get(key)
-
-    def device_copy_of(self, host_page: int) -> int | None:
-        """Return the device page with a host page's content; None unless it is published in both pools."""
-        key = self.host.key_of.get(host_page)
-        return None if key is None else self.device.page_of.get(key)
-
     def publish(self, page: int, key: PageKey) -> None:
         """Let a device page be found by `key`, and pin it if its prefix is pinned."""
         if self.device.publish(page, key) and key[1] in self.pins:
