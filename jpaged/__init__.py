@@ -20,24 +20,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "BeamSearchParams": "sampling.sampling_params",
-    "CompletionOutput": "outputs",
-    "ConfigError": "errors",
-    "Engine": "engine",
-    "EngineConfig": "config",
-    "InvalidRequestError": "errors",
-    "JpagedError": "errors",
-    "LLM": "llm",
-    "LogitsProcessor": "sampling.logits_processor",
-    "Logprob": "outputs",
-    "ModelLoadError": "errors",
-    "QueueFullError": "errors",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
-    "RequestOutputKind": "sampling.sampling_params",
-    "SamplingParams": "sampling.sampling_params",
+_HOMES = {
+    "config": ("EngineConfig",),
+    "engine": ("Engine",),
+    "errors": ("ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"),
+    "llm": ("LLM",),
+    "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "sampling.logits_processor": ("LogitsProcessor",),
+    "sampling.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
 }
+"""Module → the public names that it defines."""
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
@@ -66,8 +59,8 @@ if (_CHECKOUT / "pyproject.toml").is_file() and str(_CHECKOUT) not in __path__:
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use; raise AttributeError for any other, with the names that there are."""
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
     from .not_available import EXPORTS
 
     if name in EXPORTS:

@@ -115,26 +115,25 @@ class Engine:
             sampling_params = self.default_sampling_params()
         each_params = one_for_each(sampling_params, len(prompts), "sampling_params", Params, "SamplingParams")
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
-        results: list[RequestOutput | None] = [None] * len(prompts)
+        outputs: dict[str, RequestOutput | None] = {}
         requests: list[Request] = []
-        index_of: dict[str, int] = {}
         num_before = self._num_requests
         for index, (prompt, params, own_priority) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
             request_id = f"generate-{self._num_requests}"
+            outputs[request_id] = None  # So that outputs keep the order of the prompts.
             try:
                 requests.append(self._new_request(request_id, prompt, params, priority=own_priority))
-                index_of[request_id] = index
             except InvalidRequestError as error:
                 if on_error == "raise":
                     self._num_requests = num_before  # Later requests draw as if this call had never been.
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
                 self._num_requests += 1  # The others draw as they would beside a good one.
-                results[index] = error_output(request_id, prompt, str(error))
+                outputs[request_id] = error_output(request_id, prompt, str(error))
         with progress_bar(len(requests), is_shown=use_tqdm) as count_finished:
             for output in self.run_until_done(requests):
-                results[index_of[output.request_id]] = output
+                outputs[output.request_id] = output
                 count_finished()
-        return [result for result in results if result is not None]
+        return [output for output in outputs.values() if output is not None]
 
     def chat(
         self,

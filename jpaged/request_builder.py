@@ -8,12 +8,9 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from numbers import Real
 from typing import Any
 
-from .checks import is_integer, refusal, shown
-from .config import EngineConfig
-from .errors import InvalidRequestError
+from .checks import is_integer, is_number, refusal, shown
 from .request import CacheKey, Request, SampleSequence
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .scheduling.beam_search import BeamSearch
@@ -30,24 +27,19 @@ class RequestBuilder:
 
     def __init__(self, parts: EngineComponents, *, num_groups: int):
         """`num_groups` counts the page-table groups that a sequence has pages in."""
-        self.config: EngineConfig = parts.config
-        self.max_model_len = parts.sizes.step.max_model_len
-        self.max_num_seqs = parts.sizes.step.max_num_seqs
-        self.block_size = parts.sizes.step.block_size
+        self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes.step
         self.num_groups = num_groups
-        self.eos_token_ids = parts.handle.eos_token_ids
-        self.sampling_defaults = parts.handle.sampling_defaults
         self.encoder = PromptEncoder(
-            parts.handle.tokenizer,
+            self.handle.tokenizer,
             parts.rules_spec,
-            self.max_model_len,
+            self.sizes.max_model_len,
             max_waiting_tokens=self.config.limits["waiting_tokens"],
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=self.handle.eos_token_ids,
         )
 
     def default_params(self) -> SamplingParams:
         """Return what the model's generation config recommends, with output up to the end of the context."""
-        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
+        return SamplingParams(**{"max_tokens": None, **self.handle.sampling_defaults})
 
     def build(
         self, request_id: str, prompt: Any, params: Any, *, number: Any, priority: Any = None, arrival_time: Any = None
@@ -63,7 +55,7 @@ class RequestBuilder:
         params = self.default_params() if params is None else params
         if not isinstance(params, Params):
             raise refusal("sampling_params", type(params).__name__, "SamplingParams, BeamSearchParams")
-        self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.max_num_seqs)
+        self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.sizes.max_num_seqs)
         encoded = self.encoder.encode(prompt)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
@@ -76,11 +68,11 @@ class RequestBuilder:
 
         `arrival_time` is in seconds of `time.monotonic()`; None stands for now.
         """
-        room = self.max_model_len - len(encoded.token_ids)
+        room = self.sizes.max_model_len - len(encoded.token_ids)
         max_tokens = min(room, params.max_tokens or room)
         beams = None
         if isinstance(params, BeamSearchParams):
-            beams = BeamSearch(params, params.end_ids(self.eos_token_ids), max_tokens)
+            beams = BeamSearch(params, params.end_ids(self.handle.eos_token_ids), max_tokens)
             params = params.as_samples(beams.num_top_tokens)
         return Request(
             request_id=request_id,
@@ -101,15 +93,16 @@ class RequestBuilder:
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
         """Return the token ids and the cache key of a prompt to pin; raise InvalidRequestError if it fills no page."""
         if not self.config.enable_prefix_caching:
-            raise InvalidRequestError(
-                "prompt: got one to pin while enable_prefix_caching is off; start the engine with it on", param="prompt"
-            )
+            got = "a prompt to pin while enable_prefix_caching is off"
+            raise refusal("prompt", got, "none", "start the engine with it on")
         if cache_salt is not None:
-            prompt = {**(prompt if isinstance(prompt, Mapping) else _as_mapping(prompt)), "cache_salt": cache_salt}
+            if not isinstance(prompt, Mapping):
+                prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+            prompt = {**prompt, "cache_salt": cache_salt}
         encoded = self.encoder.encode(prompt)
-        if len(encoded.token_ids) < self.block_size:
-            got = f"{len(encoded.token_ids)} tokens to pin"
-            raise refusal("prompt", got, f"at least {self.block_size}, a full page")
+        num_tokens, page_len = len(encoded.token_ids), self.sizes.block_size
+        if num_tokens < page_len:
+            raise refusal("prompt", f"{num_tokens} tokens to pin", f"at least {page_len}, a full page")
         return encoded.token_ids, CacheKey(cache_salt=encoded.cache_salt)
 
 
@@ -118,9 +111,7 @@ def check_new_id(request_id: Any, used: Mapping[str, Request]) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise refusal("request_id", shown(request_id), "a non-empty string")
     if request_id in used:
-        raise InvalidRequestError(
-            f"request_id: {request_id!r} is in use; allowed: an id that no unfinished request has", param="request_id"
-        )
+        raise refusal("request_id", f"{shown(request_id)}, which is in use", "an id that no unfinished request has")
 
 
 def unfinished_request(request_id: Any, requests: Mapping[str, Request]) -> Request:
@@ -153,18 +144,13 @@ def fork_source(
     if parent is None:
         raise refusal("sample", shown(sample), f"a sample that has not ended, {[one.index for one in request.live]}")
     if request.params.is_greedy:
-        raise InvalidRequestError(
-            "temperature: got a greedy request, whose samples would all be equal; fork one with temperature > 0",
-            param="temperature",
-        )
-    room = max_num_seqs - len(request.live)
+        got = "a greedy request, whose samples would all be equal"
+        raise refusal("temperature", got, "a request that draws", "fork one with temperature > 0")
+    num_live, room = len(request.live), max_num_seqs - len(request.live)
     if not is_integer(n) or not 1 <= n <= room:
-        raise InvalidRequestError(
-            f"n: got {shown(n)}, allowed: {f'an integer in [1, {room}]' if room else 'none'}, which max_num_seqs, "
-            f"{max_num_seqs}, leaves beside {len(request.live)} samples that have not ended; fork fewer, or start the "
-            "engine with a larger max_num_seqs",
-            param="n",
-        )
+        left = f"which max_num_seqs, {max_num_seqs}, leaves beside {num_live} samples that have not ended"
+        allowed = f"{f'an integer in [1, {room}]' if room else 'none'}, {left}"
+        raise refusal("n", shown(n), allowed, "fork fewer, or start the engine with a larger max_num_seqs")
     used = {one.index for one in request.sequences}
     if sample_indices is None:
         return parent, list(islice((index for index in count() if index not in used), n))
@@ -178,17 +164,12 @@ def fork_source(
     return parent, indices
 
 
-def _as_mapping(prompt: Any) -> dict[str, Any]:
-    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-
-
 def _as_arrival_time(arrival_time: Any) -> float | None:
     """Return an arrival time in seconds of `time.monotonic()` as a float, or None; InvalidRequestError if not past."""
     if arrival_time is None:
         return None
     now = time.monotonic()
-    is_number = isinstance(arrival_time, Real) and not isinstance(arrival_time, bool)
-    if not (is_number and -math.inf < arrival_time <= now):
+    if not (is_number(arrival_time) and -math.inf < arrival_time <= now):
         allowed = f"seconds of time.monotonic(), at most now, {now:.3f}"
         raise refusal("arrival_time", shown(arrival_time), allowed, "leave it out to take the present")
     return float(arrival_time)

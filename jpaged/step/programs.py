@@ -171,21 +171,15 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     placement = tuple(array.sharding for array in pages)
     page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in pages)
 
-    def lower_copy() -> jax.stages.Lowered:
-        run = partial(copy_pages, layout=layout)
-        return jax.jit(run, donate_argnums=0, out_shardings=placement).lower(pages, page_list, page_list)
+    def lower(function: Callable[..., Any], arguments: Any, placement: Any, **options: Any) -> Lower:
+        return lambda: jax.jit(partial(function, layout=layout), out_shardings=placement, **options).lower(*arguments)
 
-    def lower_swap_out() -> jax.stages.Lowered:
-        run = partial(take_pages, layout=layout)
-        return jax.jit(run, out_shardings=(placement,) * MAX_MOVES).lower(pages, page_list)
-
-    def lower_swap_in() -> jax.stages.Lowered:
-        run = partial(put_pages, layout=layout)
-        jitted = jax.jit(run, donate_argnums=0, out_shardings=(placement, page_list.sharding))
-        return jitted.lower(pages, (page,) * MAX_MOVES, page_list)
-
-    swaps: dict[Key, Lower] = {SWAP_OUT_KEY: lower_swap_out, SWAP_IN_KEY: lower_swap_in} if num_host_blocks else {}
-    return {COPY_KEY: lower_copy, **swaps}
+    copied, moved = (pages, page_list, page_list), (pages, (page,) * MAX_MOVES, page_list)
+    programs = {COPY_KEY: lower(copy_pages, copied, placement, donate_argnums=0)}
+    if num_host_blocks:
+        programs[SWAP_OUT_KEY] = lower(take_pages, (pages, page_list), (placement,) * MAX_MOVES)
+        programs[SWAP_IN_KEY] = lower(put_pages, moved, (placement, page_list.sharding), donate_argnums=0)
+    return programs
 
 
 def _cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:

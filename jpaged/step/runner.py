@@ -83,10 +83,8 @@ class Runner:
         cache = self.state.cache
         self.page_bytes = cache.layout.page_bytes
         """Bytes of one page in all layers together."""
-        self.num_copies = 0
-        """Pages copied within the cache so far."""
-        self.swap_out_bytes = 0
-        self.swap_in_bytes = 0
+        self.swap_bytes = 0
+        """Bytes moved to and from the host so far."""
         self._whole = replicated(mesh) if mesh.size > 1 else None
         self._on_device = tuple(array.sharding for array in cache.pages)
         self._on_host = tuple(sharding.with_memory_kind("pinned_host") for sharding in self._on_device)
@@ -95,11 +93,6 @@ class Runner:
         self._host_pages: dict[int, Page] = {}
         self._staged: deque[Any] = deque()
         """Arrays of the swap batches that may still be under way, oldest first."""
-
-    @property
-    def swap_bytes(self) -> int:
-        """Bytes moved to and from the host so far."""
-        return self.swap_out_bytes + self.swap_in_bytes
 
     def dispatch(self, step: BuiltStep) -> StepOutputs:
         """Start a step: its page moves in order, its page-table changes and logit rules, then its rows.
@@ -185,18 +178,16 @@ class Runner:
         for kind, batch in _batches(moves):
             sources = [move.source for move in batch]
             destinations = [move.destination for move in batch]
-            num_bytes = len(batch) * self.page_bytes
+            if kind is not MoveKind.COPY:
+                self.swap_bytes += len(batch) * self.page_bytes
             match kind:
                 case MoveKind.COPY:
                     lists = self._page_list(sources), self._page_list(destinations)
                     self._replace_pages(self.plan.get(COPY_KEY)(self._pages, *lists))
-                    self.num_copies += len(batch)
                 case MoveKind.SWAP_OUT:
                     self._host_pages.update(zip(destinations, self._swap_out(sources), strict=True))
-                    self.swap_out_bytes += num_bytes
                 case MoveKind.SWAP_IN:
                     self._swap_in([self._host_pages[source] for source in sources], destinations)
-                    self.swap_in_bytes += num_bytes
 
     def _swap_out(self, sources: list[int]) -> list[Page]:
         """Start copying device pages to the host; return the host pages.

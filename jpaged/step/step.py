@@ -30,7 +30,7 @@ from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows
 from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
-from .step_layout import COUNT_FIELDS, StepInputs, StepLayout
+from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepInputs, StepLayout
 
 DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
 """Sampling modes of a decode program, indexed by the count `is_random`."""
@@ -60,12 +60,9 @@ def new_state(shapes: DeviceState) -> DeviceState:
 
     ops = shapes.cache.backend.layer_ops
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
-    return DeviceState(
-        cache=replace(shapes.cache, pages=pages),
-        page_tables=jnp.zeros(shapes.page_tables.shape, jnp.int32),
-        last_tokens=jnp.zeros(shapes.last_tokens.shape, jnp.int32),
-        hidden=jnp.zeros(shapes.hidden.shape, shapes.hidden.dtype),
-    )
+    others = shapes.page_tables, shapes.last_tokens, shapes.hidden
+    zeros = (jnp.zeros(leaf.shape, leaf.dtype) for leaf in others)
+    return DeviceState(replace(shapes.cache, pages=pages), *zeros)
 
 
 def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N"]) -> Int[Array, "groups slots P"]:
@@ -126,8 +123,8 @@ def sample_rows(
     `columns` are the SAMPLE_FIELDS of the rows; they say which hidden state each row is drawn from, or scored.
     """
     columns = columns[:, :num_rows]
-    slots, rows = columns[SAMPLE_FIELDS.index("slot")], SamplingRows.from_columns(columns)
-    logits_RV = nnx.merge(graph, weights).logits(hidden_TD[columns[SAMPLE_FIELDS.index("token")]])
+    slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
+    logits_RV = nnx.merge(graph, weights).logits(hidden_TD[columns[TOKEN]])
     last_tokens, rules = state
     ruled_RV = None
     if rules is not None:
@@ -155,8 +152,8 @@ def decode(
     mesh, kv_layout = state.cache.mesh, state.cache.layout
     page_size = kv_layout.page_size
     samples = view["samples"][:, : layout.num_rows]
-    row_of_sample = samples[SAMPLE_FIELDS.index("token")]
-    slots, params = samples[SAMPLE_FIELDS.index("slot")], SamplingRows.from_columns(samples)
+    row_of_sample = samples[TOKEN]
+    slots, params = samples[SLOT], SamplingRows.from_columns(samples)
     stops = samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :]
     num_steps = jnp.where(jnp.arange(layout.num_rows) < counts["num_samples"], view["decode_lens"][row_of_sample], 0)
     model = nnx.merge(graph, weights)

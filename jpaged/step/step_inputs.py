@@ -190,9 +190,7 @@ class StepInputBuilder:
         rows = _Rows(zeros, zeros, np.full(num_rows, row_len), np.arange(num_rows), num_rows if row_len == 1 else 0)
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
-        self._fill_rows(view, rows)
-        self._fill_plan(view, rows, layout)
-        self._fill_positions(view, rows)
+        self._fill_rows(view, rows, layout)
         view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0, False
         return BuiltStep([], (), {}, StepInputs(packed), layout), rows.num_tokens
 
@@ -207,26 +205,14 @@ class StepInputBuilder:
         packed = np.zeros(layout.size, np.int32)  # As fast as cleaning a used buffer would be.
         view = layout.view(packed)
         updates = self._fill_changes(view, changes, layout)
-        self._fill_rows(view, rows)
-        self._fill_plan(view, rows, layout)
-        self._fill_positions(view, rows)
+        self._fill_rows(view, rows, layout)
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
         is_random = mode is not SampleMode.GREEDY
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples), is_random
         scored, score_columns = self._score_rows(rows, work.chunks)
-        step = BuiltStep(
-            moves=work.moves,
-            table_updates=updates,
-            rules=rules,
-            inputs=StepInputs(packed),
-            layout=layout,
-            samples=samples,
-            mode=mode,
-            decode_lens=work.decode_lens,
-            scored=scored,
-            score_columns=score_columns,
-        )
+        inputs, decode_lens = StepInputs(packed), work.decode_lens
+        step = BuiltStep(work.moves, updates, rules, inputs, layout, samples, mode, decode_lens, scored, score_columns)
         return step, rows
 
     def _next_decode(
@@ -322,8 +308,8 @@ class StepInputBuilder:
         view["changes"][:, : changes.shape[1]] = changes
         return ()
 
-    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
-        """Write what is one number per row."""
+    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
+        """Write what is one number per row, the plan, and the positions."""
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
         view["query_starts"][num_rows + 1 :] = rows.num_tokens
@@ -331,6 +317,8 @@ class StepInputBuilder:
         view["seq_slots"][:num_rows] = rows.seq_slots
         if rows.decode_lens is not None:
             view["decode_lens"][:num_rows] = rows.decode_lens
+        self._fill_plan(view, rows, layout)
+        self._fill_positions(view, rows)
 
     def _fill_plan(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
         """Let the backend plan its work for the final context lengths.
