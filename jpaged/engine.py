@@ -129,10 +129,10 @@ class Engine:
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
                 self._num_requests += 1  # The others draw as they would beside a good one.
                 outputs[request_id] = error_output(request_id, prompt, str(error))
-        with progress_bar(len(requests), is_shown=use_tqdm) as count_finished:
+        with progress_bar(len(requests), is_shown=use_tqdm) as bar:
             for output in self.run_until_done(requests):
                 outputs[output.request_id] = output
-                count_finished()
+                bar.update()
         return [output for output in outputs.values() if output is not None]
 
     def chat(

@@ -200,12 +200,9 @@ class EngineCore:
 
     def _check_progress(self, work: SchedulerOutput) -> None:
         """Raise RuntimeError if an empty step means that no later one will have work either."""
-        is_stuck = self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored)
-        if is_stuck:
-            raise RuntimeError(
-                "the scheduler has unfinished requests and no work for them: this is a defect of jpaged, or an "
-                "admission gate that never opens"
-            )
+        if self.scheduler.has_unfinished and not (self.in_flight or work.preempted or work.ignored):
+            cause = "this is a defect of jpaged, or an admission gate that never opens"
+            raise RuntimeError(f"the scheduler has unfinished requests and no work for them: {cause}")
 
     def _append_scores(self, step: BuiltStep, scores: SampledRows) -> None:
         """Give each request the logprobs of its prompt tokens that the step has scored."""

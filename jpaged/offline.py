@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from .checks import is_integer, refusal, shown
 
@@ -54,13 +54,6 @@ def one_for_each(values: Any, num_prompts: int, name: str, kind: Any, kind_name:
     return list(values)
 
 
-@contextmanager
-def progress_bar(num_requests: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar if stderr is a terminal; give a function that counts one request as finished."""
-    if not is_shown:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=num_requests, desc="requests", unit="req", disable=None) as bar:
-        yield lambda: bar.update(1) and None
+def progress_bar(num_requests: int, *, is_shown: bool) -> tqdm:
+    """Return a progress bar, which is shown if stderr is a terminal."""
+    return tqdm(total=num_requests, desc="requests", unit="req", disable=None if is_shown else True)

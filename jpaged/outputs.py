@@ -85,13 +85,7 @@ class RequestOutput:
 def error_output(request_id: str, prompt: Any, message: str) -> RequestOutput:
     """Return the output of a request that failed before it was queued, or whose own output could not be made."""
     now = time.monotonic()
-    return RequestOutput(
-        request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=(),
-        outputs=(CompletionOutput(index=0, text="", token_ids=(), finish_reason="error"),),
-        finished=True,
-        metrics=RequestMetrics(now, None, None, None, now, None, 0, 0, 0),
-        num_cached_tokens=0,
-        error=message,
-    )
+    text = prompt if isinstance(prompt, str) else None
+    sample = CompletionOutput(index=0, text="", token_ids=(), finish_reason="error")
+    metrics = RequestMetrics(now, None, None, None, now, None, 0, 0, 0)
+    return RequestOutput(request_id, text, (), (sample,), True, metrics, num_cached_tokens=0, error=message)

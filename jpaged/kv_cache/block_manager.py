@@ -12,7 +12,7 @@ Knows pages and token ids; no array, no device, no time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ..request import RequestState, SampleSequence
@@ -261,7 +261,7 @@ class BlockManager:
         if len(held) - len(copies) + num_free_copies > self.host.num_free:
             self.store.counts["host_pool_full"] += 1
             return False
-        self._move(sequences, held, copies, self.store.swap_out, self.host)
+        self._move(sequences, held, copies, to_host=True)
         return True
 
     def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
@@ -277,7 +277,7 @@ class BlockManager:
         """
         held = self._held(sequences)
         copies = self._copies(held, self.host, self.device)
-        self._move(sequences, held, copies, self.store.swap_in, self.device)
+        self._move(sequences, held, copies, to_host=False)
 
     # Parts of the above
 
@@ -324,14 +324,10 @@ class BlockManager:
         return {page: target.page_of[key] for page, key in keys.items() if key in target.page_of}
 
     def _move(
-        self,
-        sequences: Sequence[SampleSequence],
-        held: list[int],
-        copies: dict[int, int],
-        take: Callable[[int], int],
-        pool: PagePool,
+        self, sequences: Sequence[SampleSequence], held: list[int], copies: dict[int, int], *, to_host: bool
     ) -> None:
-        """Let sequences own pages of `pool` instead of those that they hold: `copies`, and else what `take` returns."""
+        """Let sequences own pages of the other pool instead of those that they hold: `copies`, and else new ones."""
+        pool, take = (self.host, self.store.swap_out) if to_host else (self.device, self.store.swap_in)
         for copy in copies.values():  # Before any page is taken, which may evict pages without a reference.
             pool.add_ref(copy)
         for page in held:

@@ -236,9 +236,8 @@ class PrefixCache:
     def _num_leading(self, group: int, hashes: list[bytes], length: int) -> int:
         """Count the pages from the start on that are cached in a group, at most `length`."""
         on_device, on_host = self.device.page_of, self.host.page_of
-        for index in range(length):
-            key = (group, hashes[index])
-            if key not in on_device and key not in on_host:
+        for index, page_hash in enumerate(hashes[:length]):
+            if (group, page_hash) not in on_device and (group, page_hash) not in on_host:
                 return index
         return length
 

@@ -31,15 +31,11 @@ class LogitsProcessor:
             self._refuse(f"the name {shown(self.name)}", "a string that says what it does, since errors name it")
         names = self.arguments if isinstance(self.arguments, list | tuple) else ()
         if not names or not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
-            self._refuse(
-                f"the arguments {shown(self.arguments)} of {shown(self.name)}",
-                "a tuple of different names, at least one, since requests ask for the processor by them",
-            )
+            got = f"the arguments {shown(self.arguments)} of {shown(self.name)}"
+            self._refuse(got, "a tuple of different names, at least one, since requests ask for the processor by them")
         if not callable(self.apply):
-            self._refuse(
-                f"{shown(self.apply)} to apply for {shown(self.name)}",
-                "a function of a row's logits and the processor's arguments",
-            )
+            got = f"{shown(self.apply)} to apply for {shown(self.name)}"
+            self._refuse(got, "a function of a row's logits and the processor's arguments")
         object.__setattr__(self, "arguments", tuple(names))
 
     def _refuse(self, got: str, allowed: str) -> None:

@@ -234,10 +234,6 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
         """Return the tokens that end a beam, for a model with these end-of-sequence tokens."""
         return frozenset() if self.ignore_eos else eos_token_ids
 
-    def num_candidates(self, num_end_ids: int) -> int:
-        """Return how many continuations of all beams a step chooses from, where so many tokens end a beam."""
-        return max(2, 1 + num_end_ids) * self.beam_width
-
     def num_top_tokens(self, num_end_ids: int) -> int:
         """Return how many most likely next tokens of one beam a step needs.
 

@@ -87,11 +87,6 @@ class BeamSearch:
         return self.num_generated > 0 and not self.running
 
     @property
-    def num_candidates(self) -> int:
-        """Continuations of all beams that are considered at each token."""
-        return self.params.num_candidates(len(self.end_ids))
-
-    @property
     def num_top_tokens(self) -> int:
         """Continuations of one beam that may be among these."""
         return self.params.num_top_tokens(len(self.end_ids))
@@ -119,7 +114,8 @@ class BeamSearch:
             for parent, before in running
             for token_id, log_prob in zip(*(column.tolist() for column in self._rows[parent]), strict=True)
         ]
-        best = nlargest(self.num_candidates, continuations, key=lambda continuation: continuation[1].score)
+        num_candidates = max(2, 1 + len(self.end_ids)) * width
+        best = nlargest(num_candidates, continuations, key=lambda continuation: continuation[1].score)
         is_last = num_generated == self.max_tokens
         are_ends = [is_last or beam.last_token in self.end_ids for _, beam in best]
         ended = [beam for (_, beam), is_end in zip(best[:width], are_ends, strict=False) if is_end]

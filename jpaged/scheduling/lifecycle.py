@@ -15,7 +15,7 @@ Decides nothing: the scheduler, which is a `Lifecycle`, does. The only writer of
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..checks import refusal
 from ..kv_cache import sample_tree
@@ -25,7 +25,7 @@ from ..request import Request, RequestState, SampleSequence
 from . import progress
 from .admission import Admission
 from .preemption import Preemption, PreemptionMode
-from .scheduler_config import SchedulerConfig
+from .scheduler_config import Clock, SchedulerConfig
 from .scheduler_output import AdmissionGate
 
 
@@ -33,12 +33,7 @@ class Lifecycle:
     """The unfinished and the ended requests, their slots, and the numbers of the steps in flight."""
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        config: SchedulerConfig,
-        *,
-        clock: Callable[[], float],
-        gate: AdmissionGate | None = None,
+        self, blocks: BlockManager, config: SchedulerConfig, *, clock: Clock, gate: AdmissionGate | None = None
     ):
         """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
         self.blocks, self.prefixes = blocks, blocks.prefixes
@@ -93,12 +88,10 @@ class Lifecycle:
         self.demand.check(request, self.config.max_num_seqs)
         max_len = self.config.max_scored_tokens + 1
         if request.needs_prompt_scores and not self.config.enable_chunked_prefill and request.prompt_len > max_len:
-            raise refusal(
-                "prompt_logprobs",
-                f"a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false",
-                f"at most {max_len}, as many as a step has room for while max_logprobs is -1",
-                "leave chunked prefill on, or start the engine with a max_logprobs that is a number of tokens",
-            )
+            got = f"a prompt of {request.prompt_len} tokens while enable_chunked_prefill is false"
+            allowed = f"at most {max_len}, as many as a step has room for while max_logprobs is -1"
+            way_out = "leave chunked prefill on, or start the engine with a max_logprobs that is a number of tokens"
+            raise refusal("prompt_logprobs", got, allowed, way_out)
         self.admission.check(request)
 
     # Slots and pages

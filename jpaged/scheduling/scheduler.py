@@ -11,8 +11,6 @@ that it is. Knows requests and pages; no array, no device, no text. The only wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..kv_cache import sample_tree
 from ..kv_cache.block_manager import BlockManager
 from ..kv_cache.prefix_cache import PrefixMatch
@@ -20,7 +18,7 @@ from ..request import Request, RequestState, SampleSequence
 from . import progress
 from .admission import StepRoom
 from .lifecycle import Lifecycle
-from .scheduler_config import SchedulerConfig
+from .scheduler_config import Clock, SchedulerConfig
 from .scheduler_output import AdmissionGate, Chunk, SchedulerOutput, scored_end
 from .step_shape import StepShape
 
@@ -32,12 +30,7 @@ class Scheduler(Lifecycle):
     """
 
     def __init__(
-        self,
-        blocks: BlockManager,
-        config: SchedulerConfig,
-        *,
-        clock: Callable[[], float],
-        gate: AdmissionGate | None = None,
+        self, blocks: BlockManager, config: SchedulerConfig, *, clock: Clock, gate: AdmissionGate | None = None
     ):
         """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
         super().__init__(blocks, config, clock=clock, gate=gate)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .buckets import MIN_FILLED
 from .preemption import PreemptionPolicy
 from .request_queue import POLICIES, PolicyKey, QueueLimits
+
+Clock = Callable[[], float]
+"""Returns the present time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
 from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
-from .step_layout import CHANGE_FIELDS, StepInputs
+from .step_layout import CHANGE_FIELDS
 
 TABLES_KEY = ("tables",)
 ALLOCATE_KEY = ("allocate",)
@@ -130,12 +130,11 @@ class Programs:
         layout = self._layouts[num_tokens]
         leaves, tree = jax.tree.flatten(self.weights.state)
 
-        def run(leaves: tuple[Any, ...], state: DeviceState, inputs: StepInputs) -> Any:
-            return function(self.weights.graph, jax.tree.unflatten(tree, leaves), state, inputs, layout)
+        def run(leaves: tuple[Any, ...], state: DeviceState, packed: Any) -> Any:
+            return function(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
         run.__name__ = f"{function.__name__}_{num_tokens}"
-        inputs = StepInputs(self._shape((layout.size,), jnp.int32))
-        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, inputs)
+        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
     def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
         """Lower the sampler of this many rows."""

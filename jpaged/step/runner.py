@@ -33,7 +33,6 @@ from .compile_plan import CompilePlan
 from .programs import ALLOCATE_KEY, COPY_KEY, SET_RULES_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, TABLES_KEY, sample_key
 from .step import DeviceState
 from .step_inputs import BuiltStep
-from .step_layout import StepInputs, StepLayout
 
 MAX_STAGED = 4
 """Most swap batches under way at once; bounds the device memory that pages take on their way."""
@@ -105,13 +104,11 @@ class Runner:
             self.state = replace(self.state, page_tables=tables)
         for slot, row in step.rules.items():
             self.rules = self.plan.get(SET_RULES_KEY)(self.rules, self._put(row), self._put(np.array(slot, np.int32)))
-        if step.layout is None or step.inputs is None:
+        if step.layout is None:
             return StepOutputs(None)
         if step.decode_lens:
-            run_decode = self.plan.get(("decode", step.layout.num_tokens))
-            self.state, sampled = run_decode(self._leaves, self.state, StepInputs(self._put(step.inputs.packed)))
-            return StepOutputs(sampled)
-        columns = self._forward(step.layout, step.inputs)
+            return StepOutputs(self._run("decode", step))
+        columns = self._run("forward", step)
         sampled = self._sample(columns, len(step.samples), step.mode) if step.samples else None
         return StepOutputs(sampled, tuple(self._score(step)))
 
@@ -134,10 +131,7 @@ class Runner:
 
         Waits for the device; must not be called while a step is in flight.
         """
-        assert step.layout is not None
-        assert step.inputs is not None
-        layout, inputs = step.layout, step.inputs
-        return _shortest_s(lambda: jax.block_until_ready(self._forward(layout, inputs)))
+        return _shortest_s(lambda: jax.block_until_ready(self._run("forward", step)))
 
     def reset(self) -> None:
         """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
@@ -150,11 +144,13 @@ class Runner:
         self._drop_state()
         _delete(self.weights.state)
 
-    def _forward(self, layout: StepLayout, inputs: StepInputs) -> jax.Array:
-        """Start the forward program; return the SAMPLE_FIELDS of the rows to sample, on the device."""
-        run_forward = self.plan.get(("forward", layout.num_tokens))
-        self.state, columns = run_forward(self._leaves, self.state, StepInputs(self._put(inputs.packed)))
-        return columns
+    def _run(self, name: str, step: BuiltStep) -> Any:
+        """Start the program of a step, "forward" or "decode"; return what it returns beside the new state."""
+        assert step.layout is not None
+        assert step.packed is not None
+        run = self.plan.get((name, step.layout.num_tokens))
+        self.state, result = run(self._leaves, self.state, self._put(step.packed))
+        return result
 
     def _score(self, step: BuiltStep) -> Iterator[SampledRows]:
         """Start a sampler for each batch of prompt tokens that the step scores."""

@@ -30,7 +30,7 @@ from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows
 from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
-from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepInputs, StepLayout
+from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepLayout
 
 DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
 """Sampling modes of a decode program, indexed by the count `is_random`."""
@@ -72,13 +72,13 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 
 
 def forward(
-    graph: Any, weights: Any, state: DeviceState, inputs: StepInputs, layout: StepLayout
+    graph: Any, weights: Any, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
     """Compute every token of the step; return the new state and the buffer's SAMPLE_FIELDS, for the sampler.
 
     `graph` and `weights` are the two halves of the model (`nnx.merge`). `state` is donated.
     """
-    view = inputs.view(layout)
+    view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     ids = view["token_ids"]
     from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
@@ -136,7 +136,7 @@ def sample_rows(
 
 
 def decode(
-    graph: Any, weights: Any, state: DeviceState, inputs: StepInputs, layout: StepLayout
+    graph: Any, weights: Any, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
 ) -> tuple[DeviceState, SampledRows]:
     """Decode up to MAX_DECODE_STEPS tokens of every row, one after another; return rows by iteration, [K, R].
 
@@ -145,7 +145,7 @@ def decode(
     the others with unchanged inputs, so they write again what they have written. A row whose last token ends its
     sequence already draws nothing. `state` is donated.
     """
-    view = inputs.view(layout)
+    view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     counts = _counts(view)
     step, seq_slots = _metadata(view, tables), view["seq_slots"]

@@ -25,7 +25,7 @@ from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
 from ..sampling.sampling_params import SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
-from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TOKEN, StepInputs, StepLayout
+from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TOKEN, StepLayout
 from .step_sizes import StepSizes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ MODES = tuple(SampleMode)
 class BuiltStep:
     """A step as the runner executes it: page moves, then page-table changes, then its rows.
 
-    `inputs` and `layout` are None for a step without rows, which only moves pages and changes page tables.
+    `packed` and `layout` are None for a step without rows, which only moves pages and changes page tables.
     """
 
     moves: list[PageMove]
@@ -50,7 +50,8 @@ class BuiltStep:
     """Page-table changes that do not fit the step's buffer, int32 [4, N] each; applied before the buffer's own."""
     rules: dict[int, np.ndarray]
     """State slot → `LogitRulesSpec.row` of a sequence that has just got the slot; set before anything is sampled."""
-    inputs: StepInputs | None = None
+    packed: np.ndarray | None = None
+    """The buffer of `layout`, int32."""
     layout: StepLayout | None = None
     samples: list[SampleSequence] = field(default_factory=list)
     """Sequences that get a token, in the order of the sampled rows."""
@@ -192,7 +193,7 @@ class StepInputBuilder:
         view = layout.view(packed)
         self._fill_rows(view, rows, layout)
         view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0, False
-        return BuiltStep([], (), {}, StepInputs(packed), layout), rows.num_tokens
+        return BuiltStep([], (), {}, packed, layout), rows.num_tokens
 
     def _pack(
         self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]
@@ -211,8 +212,8 @@ class StepInputBuilder:
         is_random = mode is not SampleMode.GREEDY
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples), is_random
         scored, score_columns = self._score_rows(rows, work.chunks)
-        inputs, decode_lens = StepInputs(packed), work.decode_lens
-        step = BuiltStep(work.moves, updates, rules, inputs, layout, samples, mode, decode_lens, scored, score_columns)
+        decode_lens = work.decode_lens
+        step = BuiltStep(work.moves, updates, rules, packed, layout, samples, mode, decode_lens, scored, score_columns)
         return step, rows
 
     def _next_decode(
@@ -222,9 +223,9 @@ class StepInputBuilder:
 
         Most steps are of this kind, and differ from the one before only in positions, pages and the plan.
         """
-        assert last.inputs is not None
+        assert last.packed is not None
         assert last.layout is not None
-        rows, layout, packed = last_rows.advanced(), last.layout, np.array(last.inputs.packed)
+        rows, layout, packed = last_rows.advanced(), last.layout, last.packed.copy()
         view, num_rows = layout.view(packed), len(rows.seq_slots)
         view["changes"][:] = 0
         view["plan"][:] = 0
@@ -234,7 +235,7 @@ class StepInputBuilder:
         self._fill_positions(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
-        return BuiltStep(moves, updates, {}, StepInputs(packed), layout, last.samples, last.mode), rows
+        return BuiltStep(moves, updates, {}, packed, layout, last.samples, last.mode), rows
 
     def _layout(self, num_tokens: int, num_groups: int) -> StepLayout:
         """Return the layout of the buffer for this token bucket."""

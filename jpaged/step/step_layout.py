@@ -27,9 +27,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import jax
-import numpy as np
-
 from ..sampling.sample_columns import SAMPLE_FIELDS
 
 TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN = map(SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token"))
@@ -88,15 +85,3 @@ class StepLayout:
             name: packed[offset : offset + prod(shape)].reshape(shape)
             for name, (offset, shape) in self.sections.items()
         }
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepInputs:
-    """The packed buffer of one step: numpy on the host, a traced array inside the compiled step."""
-
-    packed: np.ndarray | jax.Array
-
-    def view(self, layout: StepLayout) -> dict[str, Any]:
-        """Return the buffer's sections by name."""
-        return layout.view(self.packed)

@@ -171,7 +171,7 @@ class SymbolicDevice:
             self._change_tables(changes.tolist())
         if step.layout is None:
             return []
-        view = {name: array.tolist() for name, array in step.layout.view(step.inputs.packed).items() if name != "plan"}
+        view = {name: array.tolist() for name, array in step.layout.view(step.packed).items() if name != "plan"}
         self._change_tables(view["changes"])
         num_tokens, num_rows, num_decode_rows, num_samples, _ = view["counts"]
         self._check_padding(view, num_tokens, num_rows)
@@ -859,7 +859,7 @@ class Host:
         sharers = {chunk.sequence: set(chunk.samplers) | {chunk.sequence} for chunk in work.chunks}
         written = {}
         if step.layout is not None:
-            view = step.layout.view(step.inputs.packed)
+            view = step.layout.view(step.packed)
             starts, seq_slots = view["query_starts"].tolist(), view["seq_slots"].tolist()
             for row in range(view["counts"][1]):
                 sequence = owner_of_slot[seq_slots[row]]

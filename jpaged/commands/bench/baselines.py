@@ -120,8 +120,8 @@ class RecordedEngine:
     def _record(self, step: BuiltStep) -> None:
         """Record a step that is about to be dispatched."""
         assert step.layout is not None
-        assert step.inputs is not None
-        counts = dict(zip(COUNT_FIELDS, step.inputs.view(step.layout)["counts"].tolist(), strict=True))
+        assert step.packed is not None
+        counts = dict(zip(COUNT_FIELDS, step.layout.view(step.packed)["counts"].tolist(), strict=True))
         num_tokens = counts["num_tokens"]
         self.steps.append(step)
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
@@ -141,8 +141,8 @@ class ReplayBaseline:
 
     def run(self, workload: Workload) -> float:
         """Return the seconds for all steps of the engine's last run; they write what it wrote into its pages."""
-        steps = [replace(step, inputs=jax.device_put(step.inputs)) for step in self.recorded.steps]
-        jax.block_until_ready([step.inputs for step in steps])
+        steps = [replace(step, packed=jax.device_put(step.packed)) for step in self.recorded.steps]
+        jax.block_until_ready([step.packed for step in steps])
         start = time.perf_counter()
         for step in steps:
             self.recorded.dispatch(step)

@@ -47,7 +47,6 @@ from ...step.programs import ALLOCATE_KEY
 from ...step.runner import Runner
 from ...step.step import DeviceState
 from ...step.step_inputs import StepInputBuilder
-from ...step.step_layout import StepInputs
 from ...step.step_sizes import StepSizes
 from ...text.detokenizer import Detokenizer
 from ...text.output_processor import OutputProcessor
@@ -102,7 +101,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for size in buckets.num_tokens:
-        packed = StepInputs(jnp.zeros(builder.layouts[size].size, jnp.int32))
+        packed = jnp.zeros(builder.layouts[size].size, jnp.int32)
         programs["forward", size] = lower(forward, leaves, state, packed)
     for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         for size in buckets.num_samples:

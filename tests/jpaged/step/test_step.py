@@ -20,7 +20,6 @@ from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.step.step import DeviceState, forward, sample_rows, update_tables
 from jpaged.step.step_inputs import StepInputBuilder
-from jpaged.step.step_layout import StepInputs
 from jpaged.step.step_sizes import StepSizes
 
 from ..host_requests import new_request
@@ -84,8 +83,8 @@ def run(weights, builder, state, *work):
     step = builder.build(scheduled)
     for changes in step.table_updates:
         state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
-    inputs = StepInputs(jnp.asarray(step.inputs.packed))
-    state, columns = jitted_forward(weights.graph, weights.state, state, inputs, step.layout)
+    packed = jnp.asarray(step.packed)
+    state, columns = jitted_forward(weights.graph, weights.state, state, packed, step.layout)
     for one, num_tokens in work:
         one.num_computed += num_tokens
     hidden = np.asarray(state.hidden)[np.asarray(columns)[SAMPLE_FIELDS.index("token")]]
@@ -168,7 +167,7 @@ def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot
         if is_on_device:
             one.token_ids[5] = 2  # The host's own copy of the token is not read.
         _, hidden, _, step = run(weights, builder, state, (one, 1))
-        sent = step.inputs.view(step.layout)["token_ids"][0]
+        sent = step.layout.view(step.packed)["token_ids"][0]
         assert sent == (-(slot + 1) if is_on_device else token_ids[5])
         results.append(hidden[0])
     assert np.array_equal(*results)

@@ -86,7 +86,7 @@ def table_of(sequence, *pages_of_group):
 def build(builder, **work):
     """Build a step; return it and the sections of its buffer."""
     built = builder.build(work_of(**work))
-    return built, built.inputs.view(built.layout)
+    return built, built.layout.view(built.packed)
 
 
 def prefill(builder, sequence, pages=(3, 4, 5)):
@@ -185,7 +185,7 @@ def test_in_deterministic_engines_a_chunk_is_packed_as_if_it_came_token_by_token
         after, _ = build(builder, decodes=[decoding, *siblings])
         packed += [built, after]
     for one, other in zip(packed[:2], packed[2:], strict=True):
-        assert np.array_equal(one.inputs.packed, other.inputs.packed)
+        assert np.array_equal(one.packed, other.packed)
         assert np.array_equal(one.score_columns, other.score_columns)
 
 
@@ -249,12 +249,12 @@ def test_steps_in_flight_share_no_memory():
     steps = [builder.build(work_of(chunks=prompts, placed=sequences, changes=many))]
     copies, on_device = [], []
     for _ in range(4):
-        copies.append(steps[-1].inputs.packed.copy())
-        on_device.append(jax.device_put(steps[-1].inputs.packed))
+        copies.append(steps[-1].packed.copy())
+        on_device.append(jax.device_put(steps[-1].packed))
         steps.append(builder.build(work_of(decodes=sequences)))
     for copy, array in zip(copies, on_device, strict=True):
         np.testing.assert_array_equal(array, copy)
-    buffers = [step.inputs.packed for step in steps] + list(steps[0].table_updates)
+    buffers = [step.packed for step in steps] + list(steps[0].table_updates)
     assert len(steps[0].table_updates) > 1
     kept = [value for value in vars(builder).values() if isinstance(value, np.ndarray)]
     for index, buffer in enumerate(buffers):
@@ -267,7 +267,7 @@ def test_a_step_without_rows_has_only_moves_and_table_changes():
     [sequence] = running(6, slots=[2], params=SCORED)
     moves = [PageMove(MoveKind.COPY, 3, 4), PageMove(MoveKind.SWAP_OUT, 5, 6)]
     built = builder.build(work_of(moves=moves, placed=[sequence], changes=table_of(sequence, [8, 9])))
-    assert built.inputs is None
+    assert built.packed is None
     assert built.layout is None
     assert built.samples == []
     assert built.moves == moves
@@ -286,7 +286,7 @@ def test_a_null_prefill_fills_its_bucket_with_rows_as_long_as_page_tables_allow(
     sizes = StepSizes("float32", "float32", 4, 20, 8, 64)
     builder = StepInputBuilder(sizes, sizes.buckets("cpu"), XlaBackend(), rules_spec=LogitRulesSpec(10))
     built, num_tokens = builder.null_prefill(bucket)
-    view, num_rows = built.inputs.view(built.layout), len(row_lens)
+    view, num_rows = built.layout.view(built.packed), len(row_lens)
     assert num_tokens == sum(row_lens)
     assert view["counts"].tolist() == [num_tokens, num_rows, num_rows if row_lens == [1] else 0, 0, 0]
     assert view["context_lens"][:num_rows].tolist() == row_lens
