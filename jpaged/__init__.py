@@ -33,23 +33,10 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LLM",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "ConfigError",
-    "Engine",
-    "EngineConfig",
-    "InvalidRequestError",
-    "JpagedError",
-    "LogitsProcessor",
-    "Logprob",
-    "ModelLoadError",
-    "QueueFullError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-]
+    "LLM", "BeamSearchParams", "CompletionOutput", "ConfigError", "Engine", "EngineConfig", "InvalidRequestError",
+    "JpagedError", "LogitsProcessor", "Logprob", "ModelLoadError", "QueueFullError", "RequestMetrics", "RequestOutput",
+    "RequestOutputKind", "SamplingParams",
+]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.
 _CHECKOUT = Path(__file__).resolve().parent.parent

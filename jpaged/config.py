@@ -9,23 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
-from . import not_available
-from .checks import (
-    INT64,
-    CheckedFields,
-    Rule,
-    Unfit,
-    boolean,
-    check_name,
-    checked,
-    integer,
-    is_integer,
-    number,
-    one_of,
-    or_none,
-    shown,
-    text,
-)
+from . import checks, not_available
+from .checks import INT64, CheckedFields, Rule, Unfit, integer, number, one_of, or_none
 from .errors import ConfigError
 from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
 from .sampling.logits_processor import LogitsProcessor
@@ -52,7 +37,7 @@ ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
 
 def _option(default: Any, help_text: str, rule: Rule) -> Any:
-    return checked(default, rule, help=help_text)
+    return checks.checked(default, rule, help=help_text)
 
 
 def _block_size(value: Any) -> int:
@@ -78,7 +63,7 @@ def _policy(value: Any) -> Any:
 def _decode_steps(value: Any) -> int | str:
     if isinstance(value, str) and value == "auto":
         return value
-    if not is_integer(value) or not 1 <= value <= MAX_DECODE_STEPS:
+    if not checks.is_integer(value) or not 1 <= value <= MAX_DECODE_STEPS:
         raise Unfit(f"auto, or an integer in [1, {MAX_DECODE_STEPS}]")
     return int(value)
 
@@ -99,9 +84,9 @@ def _limits(value: Any) -> dict[str, int | None]:
         raise Unfit(f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
     limits: dict[str, int | None] = dict.fromkeys(LIMITS)
     for name, limit in value.items():
-        check_name(name, LIMITS, "key of limits", error=ConfigError)
-        if limit is not None and (not is_integer(limit) or not 1 <= limit <= INT64[1]):
-            raise Unfit("an integer ≥ 1, or leave it out for no limit", got=f"{shown(limit)} for {name}")
+        checks.check_name(name, LIMITS, "key of limits", error=ConfigError)
+        if limit is not None and (not checks.is_integer(limit) or not 1 <= limit <= INT64[1]):
+            raise Unfit("an integer ≥ 1, or leave it out for no limit", got=f"{checks.shown(limit)} for {name}")
         limits[name] = None if limit is None else int(limit)
     return limits
 
@@ -117,10 +102,12 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     model: str = _option(
         DEFAULT_MODEL,
         "a directory of safetensors, a .gguf file, org/name[@revision], or the built-in smollm2-135m",
-        text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
+        checks.text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
     )
     revision: str | None = _option(
-        None, "revision of a model from the hub", or_none(text("a branch, a tag or a commit of a model from the hub"))
+        None,
+        "revision of a model from the hub",
+        or_none(checks.text("a branch, a tag or a commit of a model from the hub")),
     )
     dtype: str = _option(
         "auto", f"weights and activations: {', '.join(DTYPES)}; auto is float32 on a CPU", one_of(*DTYPES)
@@ -184,12 +171,14 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         f"what is done when pages run out: {', '.join(PREEMPTION_MODES)}; auto takes the cheaper one",
         one_of(*PREEMPTION_MODES),
     )
-    enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes", boolean)
+    enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes", checks.boolean)
     max_cached_blocks: int | None = _option(
         None, "most pages kept for later prefixes; default: all that are free", or_none(_COUNT)
     )
     enable_chunked_prefill: bool = _option(
-        True, "compute long prompts in pieces beside decoding; without it prompts go first, each in one step", boolean
+        True,
+        "compute long prompts in pieces beside decoding; without it prompts go first, each in one step",
+        checks.boolean,
     )
     long_prefill_token_threshold: int = _option(0, "most tokens of one prompt per step; 0: no limit of its own", _COUNT)
     max_num_batched_tokens: int | None = _option(
@@ -215,7 +204,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     """Share of the page pool that stays free when a request is admitted, so that running sequences can grow; else
     an admission would often cause the next preemption."""
     async_scheduling: bool = _option(
-        True, "prepare and start each step while the one before is computed; without it they take turns", boolean
+        True, "prepare and start each step while the one before is computed; without it they take turns", checks.boolean
     )
     num_decode_steps: int | str = _option(
         "auto",
@@ -226,7 +215,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     deterministic: bool = _option(
         False,
         "compute each token bitwise alike in any company: every step in one padded size, one token a dispatch; slower",
-        boolean,
+        checks.boolean,
     )
     warmup: str = _option(
         "lazy",
@@ -235,7 +224,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         one_of(*WARMUPS),
     )
     compilation_cache_dir: str | None = _option(
-        None, "where executables are kept; default: the user's cache folder", or_none(text("a directory"))
+        None, "where executables are kept; default: the user's cache folder", or_none(checks.text("a directory"))
     )
     generation_config: str = _option(
         "auto", "auto: sampling defaults from the model; none: plain defaults", one_of("auto", "none")

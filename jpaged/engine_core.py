@@ -248,19 +248,17 @@ class EngineCore:
                     self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
         row = 0
         try:
-            for row, sequence, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
-                known = sequence.token_ids
-                if len(known) < sequence.check_at_len and not (
-                    token_id in sequence.stop_ids or sequence.needs_every_token
-                ):
+            for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
+                known = one.token_ids
+                if len(known) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
                     known.append(token_id)
-                elif sequence.state.is_finished:
+                elif one.state.is_finished:
                     self.num_generated -= 1  # It ended while this step was in flight, or its logits were not finite.
-                elif sequence.request.beams is not None:
-                    self._append_beam(sequence, sampled, row)
+                elif one.request.beams is not None:
+                    self._append_beam(one, sampled, row)
                 else:
                     known.append(token_id)
-                    self._process_token(sequence, sampled, row)
+                    self._process_token(one, sampled, row)
         except BaseException:  # An interrupt: the restart that follows draws the tokens from here on again.
             self.num_generated += row
             self._roll_back(samples[row], num_left[row] if num_left else 0)

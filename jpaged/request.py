@@ -12,11 +12,10 @@ import hashlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .outputs import Logprob
-    from .sampling.sampling_params import SamplingParams
+from .outputs import Logprob
+from .sampling.sampling_params import SamplingParams
 
 SEED_MODULUS = 1 << 64
 
@@ -256,14 +255,10 @@ class Request:
 
     def new_sequence(self, index: int, token_ids: array[int], num_groups: int) -> SampleSequence:
         """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it."""
+        max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
+        pages: list[list[int]] = [[] for _ in range(num_groups)]
         sequence = SampleSequence(
-            request=self,
-            index=index,
-            max_len=self.prompt_len + self.max_tokens,
-            token_ids=token_ids[:],
-            num_tokens=len(token_ids),
-            pages=[[] for _ in range(num_groups)],
-            num_passed=[0] * num_groups,
+            self, index, max_len, token_ids[:], len(token_ids), pages=pages, num_passed=num_passed
         )
         self.sequences.append(sequence)
         self.live.append(sequence)

@@ -261,7 +261,7 @@ class BlockManager:
         if len(held) - len(copies) + num_free_copies > self.host.num_free:
             self.store.counts["host_pool_full"] += 1
             return False
-        self._move(sequences, held, copies, to_host=True)
+        self._move(sequences, held, copies, is_out=True)
         return True
 
     def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
@@ -277,7 +277,7 @@ class BlockManager:
         """
         held = self._held(sequences)
         copies = self._copies(held, self.host, self.device)
-        self._move(sequences, held, copies, to_host=False)
+        self._move(sequences, held, copies, is_out=False)
 
     # Parts of the above
 
@@ -323,17 +323,15 @@ class BlockManager:
         keys = {page: source.key_of[page] for page in pages if page in source.key_of}
         return {page: target.page_of[key] for page, key in keys.items() if key in target.page_of}
 
-    def _move(
-        self, sequences: Sequence[SampleSequence], held: list[int], copies: dict[int, int], *, to_host: bool
-    ) -> None:
-        """Let sequences own pages of the other pool instead of those that they hold: `copies`, and else new ones."""
-        pool, take = (self.host, self.store.swap_out) if to_host else (self.device, self.store.swap_in)
+    def _move(self, owners: Sequence[SampleSequence], held: list[int], copies: dict[int, int], *, is_out: bool) -> None:
+        """Let these sequences own, instead of the pages they hold, pages of the other pool: `copies`, else new ones."""
+        pool, take = (self.host, self.store.swap_out) if is_out else (self.device, self.store.swap_in)
         for copy in copies.values():  # Before any page is taken, which may evict pages without a reference.
             pool.add_ref(copy)
         for page in held:
             if page not in copies:
                 copies[page] = take(page)
-        for sequence in sequences:
+        for sequence in owners:
             tables = [[copies[page] if page else NULL_PAGE for page in pages] for pages in self._computed(sequence)]
             self._drop_refs(sequence)
             for page in chain.from_iterable(tables):

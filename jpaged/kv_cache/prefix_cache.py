@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..request import CacheKey, RequestState, SampleSequence
 from .page_pool import NULL_PAGE
@@ -177,19 +178,18 @@ class PrefixCache:
 
     # Pins
 
-    def pin(self, token_ids: Sequence[int], key: CacheKey) -> int:
+    def pin(self, token_ids: Sequence[int], cache_key: CacheKey) -> int:
         """Keep this prefix's full pages from eviction, now or once they are computed; return the tokens kept now."""
-        hashes = self._prefix_hashes(token_ids, key)
+        hashes = self._prefix_hashes(token_ids, cache_key)
         if not hashes:
             return 0
         self.pinned_prefixes[hashes[-1]] += 1
         self.store.num_pin_changes += 1
+        self.store.pins.update(hashes)
         keys = [[(group, page_hash) for group in range(len(self.windows))] for page_hash in hashes]
-        for page_hash, page_keys in zip(hashes, keys, strict=True):
-            self.store.pins[page_hash] += 1
-            for page_key in page_keys:
-                self.store.pin(page_key)
-        are_kept = [all(page_key in self.store.pinned_pages for page_key in page_keys) for page_keys in keys]
+        for key in chain.from_iterable(keys):
+            self.store.pin(key)
+        are_kept = [all(key in self.store.pinned_pages for key in page_keys) for page_keys in keys]
         return [*are_kept, False].index(False) * self.block_size
 
     def unpin(self, token_ids: Sequence[int], key: CacheKey) -> bool:

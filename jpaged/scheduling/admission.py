@@ -40,9 +40,9 @@ class StepRoom:
     step: int
     start_time: float
     """When the step began, in seconds of the scheduler's clock."""
-    num_tokens: int
+    token_budget: int
     """Tokens that chunks of the step may still take."""
-    num_scored: int
+    score_budget: int
     """Prompt tokens whose logprobs the step may still return."""
     free_slots: Sequence[int]
     running: Sequence[Request]
@@ -140,7 +140,7 @@ class Admission:
         refused: list[Request] = []
         has_admitted = False
         self._publishing = [other for other in room.running if self._is_publishing(other)]
-        while self.waiting and room.num_tokens > 0 and room.free_slots:
+        while self.waiting and room.token_budget > 0 and room.free_slots:
             request = self.waiting.first()
             if (self.swapped and self.swapped.first().order < request.order) or not self._has_waited(request, room):
                 break
@@ -194,9 +194,7 @@ class Admission:
 
     def _is_worth_checking(self, request: Request, room: StepRoom) -> bool:
         """Return whether a closer look may find room: for slots, results in flight, and what the last look missed."""
-        if len(request.live) > len(room.free_slots) or any(
-            is_in_flight(one, room.retired_step) for one in request.live
-        ):
+        if len(request.live) > len(room.free_slots) or any(is_in_flight(s, room.retired_step) for s in request.live):
             return False
         has_room = not room.running or self._has_free_pages(request, room)
         return has_room or self.prefixes.has_page(request.missing_hash)
@@ -221,10 +219,10 @@ class Admission:
         if may_wait and self._is_being_computed(first, match, num_pending):
             request.awaits_prefix = True
             return None
-        end = scored_end(first, start, room.num_scored)
+        end = scored_end(first, start, room.score_budget)
         is_too_long = end <= start
         if not self.config.enable_chunked_prefill:
-            is_too_long = num_pending > room.num_tokens or end < first.num_tokens
+            is_too_long = num_pending > room.token_budget or end < first.num_tokens
         return match if not is_too_long and self._has_free_pages(request, room) else None
 
     def _fits_again(self, request: Request, room: StepRoom) -> bool:

@@ -32,9 +32,7 @@ from .scheduler_output import AdmissionGate
 class Lifecycle:
     """The unfinished and the ended requests, their slots, and the numbers of the steps in flight."""
 
-    def __init__(
-        self, blocks: BlockManager, config: SchedulerConfig, *, clock: Clock, gate: AdmissionGate | None = None
-    ):
+    def __init__(self, blocks: BlockManager, config: SchedulerConfig, *, clock: Clock, gate: AdmissionGate | None):
         """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
         self.blocks, self.prefixes = blocks, blocks.prefixes
         self.config, self.preemption = config, config.preemption

@@ -155,17 +155,17 @@ class Scheduler(Lifecycle):
         # Samples that wait for pages of this sequence get them before it goes on.
         fork_lens = [child.fork_len for child in sample_tree.children_of(sequence) if child.awaits_parent]
         end = min([sequence.num_tokens, *(fork_len for fork_len in fork_lens if fork_len > start)])
-        max_end = scored_end(sequence, start, room.num_scored)
+        max_end = scored_end(sequence, start, room.score_budget)
         if config.enable_chunked_prefill:
-            end = min(end, start + room.num_tokens, start + config.max_chunk, max_end)
-        elif end - start > room.num_tokens or end > max_end:
+            end = min(end, start + room.token_budget, start + config.max_chunk, max_end)
+        elif end - start > room.token_budget or end > max_end:
             return
         if end <= start or not self._make_room(sequence, end):
             return
         chunk = Chunk(sequence, start, end - start, tuple(sample_tree.samplers_of(sequence, end)))
         self._work.chunks.append(chunk)
-        room.num_tokens -= chunk.num_tokens
-        room.num_scored -= len(chunk.scored)
+        room.token_budget -= chunk.num_tokens
+        room.score_budget -= len(chunk.scored)
 
     def _make_room(self, sequence: SampleSequence, num_tokens: int) -> bool:
         """Get pages for so many tokens, if need be from the last running requests; False if the sequence must wait."""

@@ -225,10 +225,8 @@ def _draw(
     if mesh is None:
         return draw(is_random, logits_RV, rows)
     specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-    draw_on_chips = jax.shard_map(
-        gather_and_draw, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-    )
-    return draw_on_chips(is_random, logits_RV, rows)
+    on_chips = jax.shard_map(gather_and_draw, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    return on_chips(is_random, logits_RV, rows)
 
 
 @jax.tree_util.register_dataclass

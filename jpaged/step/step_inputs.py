@@ -16,22 +16,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..kv_cache.page_store import PageMove
 from ..pallas_kernels.ragged_paged_attention import Backend, PlanRows
+from ..request import Request, SampleSequence
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
 from ..sampling.sampling_params import SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
+from ..scheduling.scheduler_output import Chunk, SchedulerOutput
 from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TOKEN, StepLayout
 from .step_sizes import StepSizes
-
-if TYPE_CHECKING:
-    from ..kv_cache.page_store import PageMove
-    from ..request import Request, SampleSequence
-    from ..scheduling.scheduler_output import Chunk, SchedulerOutput
 
 MODES = tuple(SampleMode)
 """Sampling modes in ascending order: each can do what the ones before it do."""
@@ -123,6 +120,11 @@ class _Rows:
         return replace(self, starts=self.starts + 1)
 
 
+_Packed = tuple[BuiltStep, _Rows]
+_View = dict[str, np.ndarray]
+"""Section of a step's buffer → its part of the buffer."""
+
+
 class StepInputBuilder:
     """Builds the steps of one engine, in the order in which the device runs them.
 
@@ -149,7 +151,7 @@ class StepInputBuilder:
         self.prompt_lens = np.zeros(num_slots, np.intp)
         self.modes = np.zeros(num_slots, np.intp)
         self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - len(STEP_FIELDS), num_slots), np.int32)
-        self._last_decode: tuple[BuiltStep, _Rows] | None = None
+        self._last_decode: _Packed | None = None
         """The previous step and its rows, if each row decoded one token and every sequence still has its slot."""
 
     def build(self, work: SchedulerOutput) -> BuiltStep:
@@ -195,9 +197,7 @@ class StepInputBuilder:
         view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0, False
         return BuiltStep([], (), {}, packed, layout), rows.num_tokens
 
-    def _pack(
-        self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]
-    ) -> tuple[BuiltStep, _Rows]:
+    def _pack(self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]) -> _Packed:
         """Pack a step with rows."""
         if self.sizes.is_deterministic:
             work = replace(work, chunks=[one for chunk in work.chunks for one in chunk.tokens()])
@@ -216,9 +216,7 @@ class StepInputBuilder:
         step = BuiltStep(work.moves, updates, rules, packed, layout, samples, mode, decode_lens, scored, score_columns)
         return step, rows
 
-    def _next_decode(
-        self, last: BuiltStep, last_rows: _Rows, changes: np.ndarray, moves: list[PageMove]
-    ) -> tuple[BuiltStep, _Rows]:
+    def _next_decode(self, last: BuiltStep, last_rows: _Rows, changes: np.ndarray, moves: list[PageMove]) -> _Packed:
         """Return what `_pack` would return for a step in which the rows of the previous step decode their next token.
 
         Most steps are of this kind, and differ from the one before only in positions, pages and the plan.
@@ -300,16 +298,14 @@ class StepInputBuilder:
         decode_lens = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
         return _Rows(slots[order], starts[order], query_lens[order], row_of_work, num_decode_rows, decode_lens)
 
-    def _fill_changes(
-        self, view: dict[str, np.ndarray], changes: np.ndarray, layout: StepLayout
-    ) -> tuple[np.ndarray, ...]:
+    def _fill_changes(self, view: _View, changes: np.ndarray, layout: StepLayout) -> tuple[np.ndarray, ...]:
         """Write the page-table changes into the buffer; if they are too many, return all of them in batches instead."""
         if changes.shape[1] > layout.num_changes:
             return self._split_changes(changes)
         view["changes"][:, : changes.shape[1]] = changes
         return ()
 
-    def _fill_rows(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
+    def _fill_rows(self, view: _View, rows: _Rows, layout: StepLayout) -> None:
         """Write what is one number per row, the plan, and the positions."""
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
@@ -321,7 +317,7 @@ class StepInputBuilder:
         self._fill_plan(view, rows, layout)
         self._fill_positions(view, rows)
 
-    def _fill_plan(self, view: dict[str, np.ndarray], rows: _Rows, layout: StepLayout) -> None:
+    def _fill_plan(self, view: _View, rows: _Rows, layout: StepLayout) -> None:
         """Let the backend plan its work for the final context lengths.
 
         A plan holds for all shorter contexts too: the device reads the true lengths.
@@ -338,7 +334,7 @@ class StepInputBuilder:
         )
         self.backend.plan(plan_rows, view["plan"])
 
-    def _fill_positions(self, view: dict[str, np.ndarray], rows: _Rows) -> None:
+    def _fill_positions(self, view: _View, rows: _Rows) -> None:
         """Write each token's position in its sequence, and the KV slot where its key and value go."""
         num_tokens, block_size = rows.num_tokens, self.sizes.block_size
         slots, positions = rows.seq_slots, rows.starts
@@ -375,11 +371,9 @@ class StepInputBuilder:
             scored.append((chunk.sequence.request, positions))
         pieces = []
         for start in range(0, len(tokens), size := self.buckets.max_samples):
-            piece = np.zeros((len(SAMPLE_FIELDS), size), np.int32)
-            num_rows = min(size, len(tokens) - start)
+            piece, num_rows = np.zeros((len(SAMPLE_FIELDS), size), np.int32), min(size, len(tokens) - start)
             piece[TOKEN, :num_rows] = tokens[start : start + size]
-            piece[FORCED_TOKEN, :num_rows] = forced[start : start + size]
-            piece[FORCED_TOKEN, :num_rows] += 1
+            piece[FORCED_TOKEN, :num_rows] = np.add(forced[start : start + size], 1)
             pieces.append(piece)
         return scored, pieces
 

@@ -68,7 +68,7 @@ def test_a_request_is_accepted_if_it_could_run_to_its_end_alone(num_pages, fits)
         demand.check(request, max_num_seqs=1)
         return
     message = (
-        "prompt: got 10 tokens and up to 7 more for each of 1 samples, which take 4 pages; allowed: 3 pages of 4 tokens"
+        "prompt: got 10 tokens and up to 7 more for each of 1 samples, which take 4 pages, allowed: 3 pages of 4 tokens"
     )
     with pytest.raises(InvalidRequestError, match=message) as caught:
         demand.check(request, max_num_seqs=1)
@@ -94,7 +94,7 @@ def test_a_fork_counts_pinned_pages_as_samples_do():
         if fits:
             demand.check_fork(parent, 2, max_num_seqs=3)
         else:
-            with pytest.raises(InvalidRequestError, match="up to 6 pages; allowed: 5 pages of 4 tokens beside 2"):
+            with pytest.raises(InvalidRequestError, match="up to 6 pages, allowed: 5 pages of 4 tokens beside 2"):
                 demand.check_fork(parent, 2, max_num_seqs=3)
 
 
