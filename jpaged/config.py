@@ -33,6 +33,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LIMITS = ("waiting_requests", "waiting_tokens")
 """Keys of `limits`."""
+LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
 ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
 
@@ -230,12 +231,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         "auto", "auto: sampling defaults from the model; none: plain defaults", one_of("auto", "none")
     )
     limits: Mapping[str, int | None] = field(
-        default_factory=dict,
-        hash=False,
-        metadata={
-            "rule": _limits,
-            "help": f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit",
-        },
+        default_factory=dict, hash=False, metadata={"rule": _limits, "help": LIMITS_HELP}
     )
     gpu_memory_utilization: InitVar[float | None] = None
     """vLLM's name of `device_memory_utilization`."""

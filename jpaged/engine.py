@@ -282,10 +282,8 @@ class Engine:
         but may lose a place to the new samples. Raise InvalidRequestError, changing nothing, if the request or the
         sample has ended or is unknown, is greedy or a beam search, or if so many samples can never fit.
         """
-        request = unfinished_request(request_id, self.requests)
-        parent, indices = fork_source(
-            request, n, sample=sample, sample_indices=sample_indices, max_num_seqs=self.step_sizes.max_num_seqs
-        )
+        request, max_seqs = unfinished_request(request_id, self.requests), self.step_sizes.max_num_seqs
+        parent, indices = fork_source(request, n, sample=sample, sample_indices=sample_indices, max_num_seqs=max_seqs)
         self.core.fork(parent, indices)
         return indices
 

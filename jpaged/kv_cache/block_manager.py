@@ -57,7 +57,7 @@ class BlockManager:
         step. An entry that changes twice is sent once. What is sent for a slot that another sequence has got since is
         overwritten by that sequence, or never read."""
         self.num_groups = len(windows)
-        self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self.window_groups = self.prefixes.window_groups
 
     def clear(self, sequences: Iterable[SampleSequence] = ()) -> None:
         """Make every page free and empty, since the device has lost everything; `sequences` owned some of them."""
@@ -198,10 +198,8 @@ class BlockManager:
 
     def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
         """Return whether the parent still has all pages that a query behind its first `num_tokens` tokens sees."""
-        return all(
-            parent.num_passed[group] <= self.prefixes.first_visible_page(group, num_tokens)
-            for group, _ in self.window_groups
-        )
+        first_visible = self.prefixes.first_visible_page
+        return all(parent.num_passed[group] <= first_visible(group, num_tokens) for group, _ in self.window_groups)
 
     def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
         """Give the child, which owns no page, the parent's pages of the first `num_tokens` computed tokens.

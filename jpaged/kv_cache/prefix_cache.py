@@ -44,6 +44,7 @@ class PrefixCache:
         self.store, self.device, self.host = store, store.device, store.host
         self.block_size = block_size
         self.windows = windows
+        self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
         self.is_enabled = is_enabled
         self.pinned_prefixes: Counter[bytes] = Counter()
         """Hash of a pinned prefix's last page → how often that prefix was pinned."""
@@ -243,9 +244,7 @@ class PrefixCache:
 
     def _last_missing(self, hashes: list[bytes], length: int) -> int | None:
         """Return the index of the last page that a window needs for a prefix of `length` pages and the cache lacks."""
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
+        for group, _ in self.window_groups:
             for index in reversed(range(self.first_visible_page(group, length * self.block_size), length)):
                 key = (group, hashes[index])
                 if key not in self.device.page_of and key not in self.host.page_of:

@@ -64,11 +64,6 @@ def remove(sequence: SampleSequence) -> None:
     reparent_children(sequence)
 
 
-def remove_all(request: Request) -> None:
-    """Leave a request without live samples."""
-    request.live.clear()
-
-
 def reset_to_prompt(request: Request) -> None:
     """Let all live samples of a request share its prompt, which the first of them computes for all."""
     first, *others = request.live

@@ -48,12 +48,8 @@ class LogitRulesSpec:
     @property
     def widths(self) -> dict[str, int]:
         """Return how many 32-bit values each field of one slot's rules has."""
-        return {
-            "tokens": self.vocab_size,
-            "bias": self.vocab_size,
-            "words": MAX_BAD_TOKENS,
-            "values": len(RULE_PARAMETERS) + len(self.arguments),
-        }
+        num_values = len(RULE_PARAMETERS) + len(self.arguments)
+        return {"tokens": self.vocab_size, "bias": self.vocab_size, "words": MAX_BAD_TOKENS, "values": num_values}
 
     @property
     def width(self) -> int:

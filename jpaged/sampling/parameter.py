@@ -7,7 +7,7 @@ packs, unpacks, parses and documents parameters reads that table; only code that
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,18 @@ def parameter(
     return checked(default, rule, hash=hash, flag=flag, column=column, is_rule=is_rule or column is Column.RULE)
 
 
+def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[Any]:
+    """Take a list or a tuple of items; None is an empty one."""
+    items = () if value is None else value
+    if not isinstance(items, list | tuple) or not all(map(is_item, items)):
+        raise Unfit(allowed)
+    return items
+
+
 def stop_strings(value: Any) -> tuple[str, ...]:
     """Take a string or a list of strings as a tuple; None is an empty one."""
-    strings = [value] if isinstance(value, str) else () if value is None else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one for one in strings):
-        raise Unfit("a non-empty string or a list of them")
+    given, allowed = [value] if isinstance(value, str) else value, "a non-empty string or a list of them"
+    strings = _items(given, lambda one: isinstance(one, str) and one, allowed)
     if len(strings) > MAX_STOPS or any(len(one) > MAX_STOP_CHARS for one in strings):
         raise Unfit(f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
     if any("\ud800" <= character <= "\udfff" for one in strings for character in one):
@@ -71,10 +78,7 @@ def stop_strings(value: Any) -> tuple[str, ...]:
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """Take a list of token ids as a tuple; None is an empty one. The vocabulary is checked with the prompt."""
-    ids = () if value is None else value
-    if not isinstance(ids, list | tuple) or not all(is_integer(one) and one >= 0 for one in ids):
-        raise Unfit("a list of token ids ≥ 0")
-    return tuple(map(int, ids))
+    return tuple(map(int, _items(value, lambda one: is_integer(one) and one >= 0, "a list of token ids ≥ 0")))
 
 
 def some_token_ids(value: Any) -> tuple[int, ...]:
@@ -86,9 +90,8 @@ def some_token_ids(value: Any) -> tuple[int, ...]:
 
 def words(value: Any) -> tuple[str, ...]:
     """Take a list of strings as a tuple; None is an empty one."""
-    strings = () if value is None else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(one, str) and one.strip() for one in strings):
-        raise Unfit("a list of strings that are not empty or all spaces")
+    allowed = "a list of strings that are not empty or all spaces"
+    strings = _items(value, lambda one: isinstance(one, str) and one.strip(), allowed)
     if len(strings) > MAX_BAD_WORDS:
         raise Unfit(f"at most {MAX_BAD_WORDS} words")
     return tuple(map(str, strings))

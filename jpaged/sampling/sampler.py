@@ -193,10 +193,8 @@ def sample_full(
         new = token_scores(logprobs, token_ids[group], settings.max_logprobs)
         return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), scores, new)
 
-    no_scores = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-        jax.eval_shape(lambda: token_scores(logits_RV, token_ids, settings.max_logprobs)),
-    )
+    shapes = jax.eval_shape(lambda: token_scores(logits_RV, token_ids, settings.max_logprobs))
+    no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return SampledRows(token_ids, is_finite, _for_groups(rows.forced_token != UNSCORED, score, no_scores))
 
 
@@ -239,11 +237,9 @@ def _first_maximum(
     """
     last = logits_RV.shape[1] - 1
     indices = jnp.where(logits_RV == row_max, jnp.arange(last + 1, dtype=jnp.int32)[None, :], last)
+    operands, starts = (indices, logits_RV <= row_max), (jnp.int32(last), jnp.bool_(True))
     first, is_ordered = lax.reduce(
-        (indices, logits_RV <= row_max),
-        (jnp.int32(last), jnp.bool_(True)),
-        lambda best, item: (jnp.minimum(best[0], item[0]), best[1] & item[1]),
-        (1,),
+        operands, starts, lambda best, item: (jnp.minimum(best[0], item[0]), best[1] & item[1]), (1,)
     )
     return first, is_ordered & jnp.isfinite(row_max[:, 0])
 

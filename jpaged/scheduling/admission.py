@@ -172,11 +172,10 @@ class Admission:
     def _choose_isolated(self, request: Request, room: StepRoom) -> Iterator[tuple[Request, PrefixMatch | None]]:
         if room.running or request.state is not RequestState.WAITING:
             return
+        self._publishing = []
         if self.demand.can_never_run(request):
             yield request, None
-            return
-        self._publishing = []
-        if match := self._match_that_fits(request, room):
+        elif match := self._match_that_fits(request, room):
             self.waiting.remove(request)
             request.num_bypassed = 0
             yield request, match

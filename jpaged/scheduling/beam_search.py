@@ -7,7 +7,7 @@ on. Knows scores and tokens; neither pages nor arrays of a device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Any
@@ -34,13 +34,11 @@ class Beam:
     @property
     def token_ids(self) -> list[int]:
         """All generated tokens, in order."""
-        return list(self._backwards())[::-1]
-
-    def _backwards(self) -> Iterator[int]:
-        beam: Beam | None = self
-        while beam is not None and beam.token_id is not None:
-            yield beam.token_id
+        token_ids, beam = list[int](), self
+        while beam.before is not None:
+            token_ids.append(beam.last_token)
             beam = beam.before
+        return token_ids[::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,15 +141,13 @@ class Lifecycle:
             request.beams.forget_rows()
         if mode is PreemptionMode.SWAP and not self._swap_out(request):
             mode, reason = PreemptionMode.RECOMPUTE, "the host pool is full"
+        is_swapped = mode is PreemptionMode.SWAP
+        for sequence in () if is_swapped else request.live:
+            self.release(sequence)
         self._leave(request)
-        if mode is PreemptionMode.SWAP:
-            request.num_swaps += 1
-            self._queue(request, RequestState.SWAPPED)
-        else:
-            for sequence in request.live:
-                self.release(sequence)
-            self._queue(request, RequestState.WAITING)
+        self._queue(request, RequestState.SWAPPED if is_swapped else RequestState.WAITING)
         request.num_preemptions += 1
+        request.num_swaps += is_swapped
         self.counts[f"preemptions_{mode.value}"] += 1
         return Preemption(request, mode, reason)
 
@@ -221,9 +219,9 @@ class Lifecycle:
         assert request.beams is not None
         request.beams.forget_rows()
         if request.beams.is_over:
-            for sequence in request.live:
+            for sequence in list(request.live):
                 sequence.state = RequestState.FINISHED_STOPPED
-            sample_tree.remove_all(request)
+                sample_tree.remove(sequence)
             return
         sample_tree.reset_to_prompt(request)
         for sequence in request.live:

@@ -65,7 +65,5 @@ class PreemptionPolicy:
             return PreemptionMode.RECOMPUTE, "no costs of swapping are known"
         swap_s, recompute_s = self.costs.swap_s(num_pages), self.costs.recompute_s(num_tokens)
         mode = PreemptionMode.SWAP if swap_s < recompute_s else PreemptionMode.RECOMPUTE
-        return mode, (
-            f"{num_pages} pages out and in take {1e3 * swap_s:.3g} ms, "
-            f"{num_tokens} tokens anew {1e3 * recompute_s:.3g} ms"
-        )
+        swap = f"{num_pages} pages out and in take {1e3 * swap_s:.3g} ms"
+        return mode, f"{swap}, {num_tokens} tokens anew {1e3 * recompute_s:.3g} ms"

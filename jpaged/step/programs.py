@@ -174,7 +174,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
         return lambda: jax.jit(partial(function, layout=layout), out_shardings=placement, **options).lower(*arguments)
 
     copied, moved = (pages, page_list, page_list), (pages, (page,) * MAX_MOVES, page_list)
-    programs = {COPY_KEY: lower(copy_pages, copied, placement, donate_argnums=0)}
+    programs: dict[Key, Lower] = {COPY_KEY: lower(copy_pages, copied, placement, donate_argnums=0)}
     if num_host_blocks:
         programs[SWAP_OUT_KEY] = lower(take_pages, (pages, page_list), (placement,) * MAX_MOVES)
         programs[SWAP_IN_KEY] = lower(put_pages, moved, (placement, page_list.sharding), donate_argnums=0)

@@ -154,7 +154,7 @@ class Runner:
 
     def _score(self, step: BuiltStep) -> Iterator[SampledRows]:
         """Start a sampler for each batch of prompt tokens that the step scores."""
-        num_left = step.num_scored
+        num_left = sum(len(positions) for _, positions in step.scored)
         for columns in step.score_columns:
             num_rows = min(num_left, columns.shape[1])
             yield self._sample(self._put(columns), num_rows, SampleMode.FULL)

@@ -216,16 +216,15 @@ def _draw(
     """
     modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode) for mode in DECODE_MODES]
 
-    def draw(is_random: Int[Array, ""], logits_RV: Float[Array, "R V"], rows: SamplingRows) -> SampledRows:
-        return lax.switch(is_random, modes, logits_RV, rows)
-
-    def gather_and_draw(is_random: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
-        return draw(is_random, lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True), rows)
+    def draw(is_random: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
+        if mesh is not None:
+            logits_RX = lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True)
+        return lax.switch(is_random, modes, logits_RX, rows)
 
     if mesh is None:
         return draw(is_random, logits_RV, rows)
     specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-    on_chips = jax.shard_map(gather_and_draw, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    on_chips = jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     return on_chips(is_random, logits_RV, rows)
 
 

@@ -63,11 +63,6 @@ class BuiltStep:
     """SAMPLE_FIELDS of the rows that are scored, int32 [fields, S] each, as many rows as one sampler takes; only the
     last array is padded."""
 
-    @property
-    def num_scored(self) -> int:
-        """Prompt tokens that the step scores."""
-        return sum(len(positions) for _, positions in self.scored)
-
 
 @dataclass(frozen=True)
 class _Rows:
@@ -114,10 +109,6 @@ class _Rows:
     def chunk_starts(self, num_chunks: int) -> list[int]:
         """Return where each chunk begins among the tokens of the step; chunks are the last `num_chunks` of the work."""
         return self.query_starts[self.row_of_work[len(self.row_of_work) - num_chunks :]].tolist()
-
-    def advanced(self) -> _Rows:
-        """Return the rows of the next step if every row decodes its next token."""
-        return replace(self, starts=self.starts + 1)
 
 
 _Packed = tuple[BuiltStep, _Rows]
@@ -223,7 +214,7 @@ class StepInputBuilder:
         """
         assert last.packed is not None
         assert last.layout is not None
-        rows, layout, packed = last_rows.advanced(), last.layout, last.packed.copy()
+        rows, layout, packed = replace(last_rows, starts=last_rows.starts + 1), last.layout, last.packed.copy()
         view, num_rows = layout.view(packed), len(rows.seq_slots)
         view["changes"][:] = 0
         view["plan"][:] = 0
@@ -283,10 +274,8 @@ class StepInputBuilder:
 
     def _rows(self, work: SchedulerOutput) -> _Rows:
         """Order the rows. A chunk of one token is a decode row whose token the host knows."""
-        slots = np.array(
-            [sequence.seq_slot for sequence in work.decodes] + [chunk.sequence.seq_slot for chunk in work.chunks],
-            np.intp,
-        )
+        sequences = work.decodes + [chunk.sequence for chunk in work.chunks]
+        slots = np.array([sequence.seq_slot for sequence in sequences], np.intp)
         query_lens = np.ones_like(slots)
         query_lens[len(work.decodes) :] = [chunk.num_tokens for chunk in work.chunks]
         starts = self.next_positions[slots]

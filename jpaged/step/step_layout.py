@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -67,11 +68,8 @@ class StepLayout:
             "decode_lens": (self.num_rows,),
             "plan": (self.plan_len,),
         }
-        sections, offset = {}, 0
-        for name, shape in shapes.items():
-            sections[name] = (offset, shape)
-            offset += prod(shape)
-        return sections
+        offsets = accumulate(map(prod, shapes.values()), initial=0)
+        return {name: (offset, shape) for offset, (name, shape) in zip(offsets, shapes.items(), strict=False)}
 
     @cached_property
     def size(self) -> int:

@@ -35,6 +35,5 @@ class StepSizes:
         """Return the padded sizes that steps are compiled for on this platform ("cpu", "gpu" or "tpu")."""
         if self.is_deterministic:
             return one_bucket(self.max_num_seqs)
-        return make_buckets(
-            max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs, platform=platform
-        )
+        max_tokens, max_seqs = self.max_num_batched_tokens, self.max_num_seqs
+        return make_buckets(max_num_batched_tokens=max_tokens, max_num_seqs=max_seqs, platform=platform)

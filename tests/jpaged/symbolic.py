@@ -207,7 +207,9 @@ class SymbolicDevice:
         pieces = [piece.tolist() for piece in step.score_columns]
         assert all(len(columns[0]) == step.layout.num_samples for columns in pieces), "no sampler takes that"
         tokens, targets = (
-            [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][: step.num_scored]
+            [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][
+                : sum(len(positions) for _, positions in step.scored)
+            ]
             for name in ("token", "forced_token")
         )
         self.scored = [(row_of_token[token][1] - 1, target - 1) for token, target in zip(tokens, targets, strict=True)]

@@ -32,7 +32,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once_while_others_go_on(tiny
         wanted = samples(engine.generate([PROMPTS[0]], GREEDY, use_tqdm=False))
         engine.add_request("a", PROMPTS[0], GREEDY)
         engine.step()
-        with pytest.raises(InvalidRequestError, match=r"which take \d+ pages; allowed: 24 pages") as caught:
+        with pytest.raises(InvalidRequestError, match=r"which take \d+ pages, allowed: 24 pages") as caught:
             engine.add_request("b", PROMPTS[1], replace(SAMPLED, n=4, max_tokens=100))
         assert caught.value.param == "prompt"
         with pytest.raises(InvalidRequestError, match="max_num_seqs, 8") as caught:

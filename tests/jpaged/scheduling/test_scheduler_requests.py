@@ -57,7 +57,7 @@ def test_a_fork_is_refused_if_the_pool_lacks_one_page_for_both_at_full_length(ma
         request = host.add(prompt(5), max_tokens=max_tokens)
         host.step()
         refusal = refusal_of_a_fork(host, request.sequences[0])
-        assert (f"up to {num_pages} pages; allowed: {num_pages - 1} pages" in refusal) == bool(refusal) == num_missing
+        assert (f"up to {num_pages} pages, allowed: {num_pages - 1} pages" in refusal) == bool(refusal) == num_missing
         host.run()
 
 
