@@ -232,7 +232,7 @@ class Request:
     """A stream of deltas has shown them."""
 
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
-        params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)
+        params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.
         self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
         self.may_decode_several = params.logprobs is None and not params.has_rules
         self.needs_prompt_scores = params.prompt_logprobs is not None

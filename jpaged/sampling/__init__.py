@@ -1,1 +1,1 @@
-"""What users ask of sampling, and how logits become tokens on the device."""
+"""The parameters of sampling and beam search, and the sampler that turns logits into tokens on the device."""

@@ -1,4 +1,4 @@
-"""What is known of one sampling parameter, and rules for values that only sampling parameters have.
+"""The description of one sampling parameter, and rules for values that only sampling parameters have.
 
 `SamplingParams` is the table: each of its fields carries its rule, its flag, and how it travels to the device. What
 packs, unpacks, parses and documents parameters reads that table; only code that computes with one names it.
@@ -28,7 +28,7 @@ class Column(enum.Enum):
     INT32 = "int32"
     """In a column of each sampled row (`sample_columns.py`), limited to what an int32 holds."""
     FLOAT32 = "float32"
-    """The same, as a float32."""
+    """In a column of each sampled row, as the bits of a float32."""
     RULE = "rule"
     """As a float32 among the rules of its sequence's state slot (`LogitRulesSpec.values`)."""
 

@@ -43,7 +43,7 @@ Bounds = tuple[Array, Array, Array, Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
-    """What R rows are sampled by. Each field is a column of SAMPLE_FIELDS."""
+    """The parameters that R rows are sampled by. Each field is a column of SAMPLE_FIELDS."""
 
     seed_low: Int[Array, " R"]
     """The low 32 bits of the seed; `seed_high` are the high ones."""
@@ -119,7 +119,7 @@ class SampledRows:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """What is fixed for an engine: its logits processors and how it gives logprobs."""
+    """The settings of the sampler that are fixed for an engine: its logits processors and how it gives logprobs."""
 
     processors: tuple[LogitsProcessor, ...] = ()
     max_logprobs: int = 0

@@ -1,4 +1,6 @@
-"""What a caller asks of the sampler, checked as soon as an object is made. `SamplingParams` is the table of parameters.
+"""The parameters of sampling and of beam search. A value is checked as soon as an object is made.
+
+`SamplingParams` is the one table of sampling parameters.
 
 To add a parameter, add a field here and compute with it: in `sampler.py` if it has a column of its own, in
 `logit_rules.py` if it is a rule.
@@ -25,7 +27,7 @@ MAX_LENGTH_PENALTY = 10.0
 
 
 class RequestOutputKind(enum.Enum):
-    """What the outputs of a step hold: all so far, what is new, or nothing before the end."""
+    """Selects what the outputs of a step hold: everything so far, only what is new, or nothing before the end."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
@@ -148,7 +150,8 @@ class SamplingParams(
     """Gives the logprob of each output token and of this many most likely tokens beside it; −1: of the vocabulary,
     if the engine's `max_logprobs` is −1; None: no logprobs."""
     prompt_logprobs: int | None = parameter(None, or_none(integer(-1)), Flag("N", "the same for the prompt's tokens"))
-    """Like `logprobs`, for the tokens of the prompt."""
+    """Gives the logprob of each token of the prompt but the first, and of this many most likely tokens beside it; −1
+    and None mean what they do for `logprobs`."""
     detokenize: bool = parameter(True, boolean)
     """Whether outputs hold text; without it they hold token ids only, and `stop` must be empty."""
     skip_special_tokens: bool = parameter(True, boolean)
@@ -158,7 +161,7 @@ class SamplingParams(
     include_stop_str_in_output: bool = parameter(False, boolean)
     """Whether the text ends with the stop string that ended it, instead of before it."""
     output_kind: RequestOutputKind = parameter(RequestOutputKind.CUMULATIVE, _output_kind)
-    """What the outputs of a step hold; the name of a kind in lower case is taken too."""
+    """Selects what the outputs of a step hold; the name of a kind in lower case is accepted too."""
     logit_bias: Mapping[int, float] | None = parameter(
         None, or_none(biases), Flag("ID=X", "add X to a token's logit (repeatable)"), is_rule=True, hash=False
     )
@@ -252,7 +255,7 @@ class BeamSearchParams(CheckedFields, kind="parameter", error=InvalidRequestErro
 
 
 class SampleMode(enum.Enum):
-    """What the rows of a step need: each mode is an executable of its own, and computes what the ones before it do."""
+    """How much a sampler computes. Each mode has its own executables, and also computes what the modes before it do."""
 
     GREEDY = "greedy"
     RANDOM = "random"

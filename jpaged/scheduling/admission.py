@@ -207,7 +207,7 @@ class Admission:
         return match or (self._check_fit(request, room) if self._gave_up_pins(room) else None)
 
     def _check_fit(self, request: Request, room: StepRoom) -> PrefixMatch | None:
-        """Do what `_match_that_fits` does, and note in the request what was found missing."""
+        """Return the cached pages of a waiting request if its rest fits now; note in the request what is missing."""
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
         request.pages_needed = self.demand.pages_now(request) - self.prefixes.num_shared(match)

@@ -62,7 +62,7 @@ def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """What an engine's programs depend on beside its model, cache and step shapes."""
+    """The options that an engine's programs depend on beside its model, cache and step shapes."""
 
     settings: SampleSettings = PLAIN
     num_decode_steps: int = 1

@@ -36,7 +36,8 @@ DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
 """Sampling modes of a decode program, indexed by the count `is_random`."""
 
 SamplingState = tuple[Int[Array, " slots"], LogitRulesState | None]
-"""What samplers keep by state slot: the last token, and the logit rules; None in modes that read no rules."""
+"""The state that samplers keep by state slot: the last token, and the logit rules, which are None in modes that read
+no rules."""
 
 
 @jax.tree_util.register_dataclass

@@ -48,7 +48,7 @@ class BuiltStep:
     rules: dict[int, np.ndarray]
     """State slot → `LogitRulesSpec.row` of a sequence that has just got the slot; set before anything is sampled."""
     packed: np.ndarray | None = None
-    """The buffer of `layout`, int32."""
+    """The packed buffer, int32 [layout.size]."""
     layout: StepLayout | None = None
     samples: list[SampleSequence] = field(default_factory=list)
     """Sequences that get a token, in the order of the sampled rows."""
