@@ -1,6 +1,6 @@
 """Requests for tests of the host core, and what a step computes of them, as tuples that are short to compare."""
 
-from jpaged.request import make_request
+from jpaged.request import Request
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
@@ -8,12 +8,12 @@ SWAP = PreemptionPolicy(PreemptionMode.SWAP)
 
 
 def new_request(prompt_token_ids, **options):
-    """Return a request outside any engine; `options` replace arguments of `make_request`."""
+    """Return a request outside any engine; `options` replace arguments of `Request`."""
     defaults = {
         "request_id": "r", "number": 0, "params": SamplingParams(), "arrival_time": 0.0, "max_tokens": 10,
         "engine_seed": 0, "num_groups": 1,
     }  # fmt: skip
-    return make_request(**{**defaults, "prompt_token_ids": prompt_token_ids, **options})
+    return Request(**{**defaults, "prompt_token_ids": prompt_token_ids, **options})
 
 
 def prompt(length, start=0):
