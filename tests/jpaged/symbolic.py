@@ -206,10 +206,9 @@ class SymbolicDevice:
         # The position that each scored prompt token is scored from, and the position of that token.
         pieces = [piece.tolist() for piece in step.score_columns]
         assert all(len(columns[0]) == step.layout.num_samples for columns in pieces), "no sampler takes that"
+        num_scored = sum(len(positions) for _, positions in step.scored)
         tokens, targets = (
-            [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][
-                : sum(len(positions) for _, positions in step.scored)
-            ]
+            [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][:num_scored]
             for name in ("token", "forced_token")
         )
         self.scored = [(row_of_token[token][1] - 1, target - 1) for token, target in zip(tokens, targets, strict=True)]
