@@ -228,8 +228,7 @@ class Engine:
         error. If several fail alone, all unfinished requests end with errors and the exception is raised; the next
         step returns their outputs. An interrupt such as KeyboardInterrupt is raised at once, and later steps go on.
         """
-        outputs = [self._output_of(request) for request in self._advance()]
-        return [output for output in outputs if output is not None]
+        return [output for request in self._advance() if (output := self._output_of(request)) is not None]
 
     def run_until_done(
         self, requests: Iterable[Request] = (), *, stream: bool = False, on_error: str = "raise"

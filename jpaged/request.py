@@ -257,12 +257,10 @@ class Request:
         """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it."""
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
-        sequence = SampleSequence(
-            self, index, max_len, token_ids[:], len(token_ids), pages=pages, num_passed=num_passed
-        )
-        self.sequences.append(sequence)
-        self.live.append(sequence)
-        return sequence
+        sample = SampleSequence(self, index, max_len, token_ids[:], len(token_ids), pages=pages, num_passed=num_passed)
+        self.sequences.append(sample)
+        self.live.append(sample)
+        return sample
 
 
 def derived_seed(engine_seed: int, number: int) -> int:

@@ -76,7 +76,8 @@ class Scheduler(Lifecycle):
             self._room = StepRoom(work.step, now, budget, max_scored, slots, running, self.retired_step)
             for sequence in prefilling:
                 self._add_chunk(sequence)
-            self._swap_in()
+            if not work.preempted:
+                self._swap_in()
             if not work.preempted:
                 self._admit()
         self._drop_preempted(decodes)
@@ -224,8 +225,6 @@ class Scheduler(Lifecycle):
 
     def _swap_in(self) -> None:
         """Let swapped requests run again as long as they fit and none is preempted."""
-        if self._work.preempted:
-            return
         for request, can_run in self.admission.choose_swapped(self._room):
             if not can_run:
                 self._ignore(request)
