@@ -180,7 +180,8 @@ class SamplingParams(
     def __post_init__(self) -> None:
         self._check_fields()
         if self.n > 1 and self.is_greedy:
-            self._refuse("n", f"1 at temperature {self.temperature:g}, where samples are equal", "raise temperature")
+            allowed = f"1 at temperature {self.temperature:g}, where all samples are equal"
+            self._refuse("n", allowed, "raise temperature")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             self._refuse("min_tokens", f"at most max_tokens, {self.max_tokens}", "lower it or raise max_tokens")
         if self.stop and not self.detokenize:
