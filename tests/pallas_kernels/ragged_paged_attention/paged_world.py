@@ -72,7 +72,14 @@ class World:
         self.tables: list[list[list[int]]] = [[] for _ in range(self.num_groups)]
         self.keys: list[list[np.ndarray]] = []  # [row][layer] → [S, K, H]
         self.values: list[list[np.ndarray]] = []
-        self.run = jax.jit(partial(attend_layers, options=shape.options), donate_argnums=0)
+        is_interpreted = bool(getattr(shape.backend, "interpret", None))
+        self.compiler_options = COMPILER_OPTIONS if is_interpreted else None
+        if is_interpreted:
+            options = dict(shape.options)
+            sinks = options.pop("sinks", None)
+            self.run = partial(attend_interpreted, sinks=sinks, options=tuple(options.items()))
+        else:
+            self.run = jax.jit(partial(attend_layers, options=shape.options), donate_argnums=0)
 
     def add_row(self, prefix_of: int | None = None, num_shared: int = 0) -> int:
         """Add a sequence whose first `num_shared` pages are those of another, as after a cache hit; return its row."""
@@ -208,6 +215,20 @@ def attend_layers(
         out, cache = cache.attend(layer, q[layer], k[layer], v[layer], step, **options)
         outs.append(out)
     return outs, cache
+
+
+COMPILER_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": "0"}
+"""An interpreted kernel is hundreds of calls of Python: XLA's optimizations take longer than they save."""
+if jax.__version_info__ < (0, 11):
+    COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="options", compiler_options=COMPILER_OPTIONS)
+def attend_interpreted(
+    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: Any, *, sinks: Any, options: tuple[Any, ...]
+) -> tuple[list[jax.Array], PagedCache]:
+    """As `attend_layers`, by one program for all worlds of the same shape: it compiles for longer than it runs."""
+    return attend_layers(cache, q, k, v, step, options={**dict(options), "sinks": sinks})
 
 
 def shape_of(page_size: int = 8, **changes: Any) -> Shape:
