@@ -1,4 +1,4 @@
-"""The pages of one layer, as the loops over them are given them."""
+"""The pages of one layer, as the loops over pages take them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .interface import AttendOptions
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Keys and values of one layer, and its options. A subclass says how they lie in their arrays."""
+    """Keys and values of one layer, and its options. A subclass defines the layout of the two arrays."""
 
     keys: Array
     """Keys of all layers."""

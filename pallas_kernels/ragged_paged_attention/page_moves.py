@@ -1,13 +1,13 @@
 """Moves whole pages: within a KV cache, out of it and back into it, bit for bit, in all layers at once.
 
 A page outside of the cache is a tuple of small arrays, one per array of the cache: the entries of its layers,
-[L, …]. A host pool is a table of such pages in pinned host memory, each an array of its own, because what
-happens to it is then nothing but transfers, which need no compiler. One array for the whole pool was tried: the
-TPU's compiler refuses a scatter into pinned host memory (it takes a loop of slices), and a GPU that is only
-compiled for has no host memory, so that there nothing could be proven.
+[L, …]. A host pool is a table of such pages in pinned host memory, each an array of its own, so that a swap is only
+transfers, which need no compiled program. One array for the whole pool does not work: the TPU's compiler refuses a
+scatter into pinned host memory (it accepts a loop of slices), and ahead-of-time compilation for a GPU has no host
+memory to test it with.
 
-Each page and array is one gather and one scatter, in order: that is done in place everywhere. To take all pages of
-a batch before putting the first, or to use dynamic slices, made XLA copy the whole cache on CPU or GPU (measured).
+Each page and array is one gather and one scatter, in order, which XLA does in place on every platform. Taking all
+pages of a batch before putting the first, or dynamic slices, made XLA copy the whole cache on CPU or GPU (measured).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxtyping import Array, Int
 from .interface import KVLayout
 
 MAX_MOVES = 8
-"""Pages that one call moves. The pages under way take as much room beside the cache: 64 MiB for a model of 8e9
-parameters in bfloat16 with 64 tokens a page, and with that much to transfer, a call's dispatch is nothing."""
+"""Pages that one call moves. They take as much memory beside the cache: 64 MiB for a model of 8e9 parameters in
+bfloat16 with 64 tokens a page. Transferring that much takes far longer than dispatching the call."""
 
 Page = tuple[Array, ...]
 """One page outside of the cache: the shapes of `KVLayout.shapes`, each with `num_layers` entries."""
@@ -30,7 +30,7 @@ def copy_pages(
 ) -> tuple[Array, ...]:
     """Copy pages within the cache, in the order given. Padding copies the null page to itself.
 
-    Returns the new arrays; `pages`, to be donated, are overwritten. Needs the room of one page.
+    Return the new arrays; `pages`, to be donated, are overwritten. The copy needs memory for one page.
     """
     for source, destination in zip(sources, destinations, strict=True):
         to, at = _entries(destination, layout), _entries(source, layout)
@@ -39,17 +39,17 @@ def copy_pages(
 
 
 def take_pages(pages: tuple[Array, ...], sources: Int[Array, " N"], *, layout: KVLayout) -> tuple[Page, ...]:
-    """The N pages, as arrays of their own: what later happens to the cache does not touch them."""
+    """Return the N pages as arrays of their own, which later writes to the cache do not change."""
     return tuple(tuple(array[_entries(source, layout)] for array in pages) for source in sources)
 
 
 def put_pages(
     pages: tuple[Array, ...], taken: tuple[Page, ...], destinations: Int[Array, " N"], *, layout: KVLayout
 ) -> tuple[tuple[Array, ...], Int[Array, ""]]:
-    """Write N pages that `take_pages` returned into the cache. Padding writes some page to the null page.
+    """Write N pages that `take_pages` returned into the cache. Padding writes any page to the null page.
 
-    Returns the new arrays and a number without meaning that is there once they are: the arrays themselves,
-    being donated to whatever comes next, cannot be waited for. `pages`, to be donated, are overwritten.
+    Return the new arrays, and a scalar to wait for in their place, since the next step takes the arrays' memory. Its
+    value has no meaning. `pages`, to be donated, are overwritten.
     """
     for page, destination in zip(taken, destinations, strict=True):
         at = _entries(destination, layout)
@@ -58,5 +58,5 @@ def put_pages(
 
 
 def _entries(page: Int[Array, ""], layout: KVLayout) -> Int[Array, " L"]:
-    """Where a page lies in each layer."""
+    """Return the index of a page's entry for each layer."""
     return jnp.arange(layout.num_layers, dtype=jnp.int32) * layout.num_pages + page

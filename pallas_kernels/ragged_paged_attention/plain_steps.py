@@ -1,6 +1,6 @@
-"""`AttentionMetadata` of rows given by their lengths: for checks and benches of a backend by itself.
+"""Builds `AttentionMetadata` from the lengths of rows, for checks and benches that run a backend without the engine.
 
-The engine packs its steps in `jpaged.step.step_inputs`; what both make is the contract of `AttentionMetadata`.
+The engine builds its steps in `jpaged.step.step_inputs`; `AttentionMetadata` is the contract of both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .interface import NULL_PAGE, AttentionMetadata, Backend, PlanRows
 def random_tables(
     context_lens: Sequence[int], page_size: int, rng: np.random.Generator, *, first: int = NULL_PAGE + 1
 ) -> np.ndarray:
-    """Page tables [rows, P] of rows that share no page: numbers from `first` on in random order, then null pages."""
+    """Return page tables [rows, P] of rows that share no page: pages from `first` on, shuffled, then null pages."""
     lens = -(-np.asarray(context_lens) // page_size)
     tables = np.full((len(lens), lens.max()), NULL_PAGE, np.int32)
     tables[np.arange(lens.max()) < lens[:, None]] = first + rng.permutation(lens.sum())
@@ -34,7 +34,7 @@ def step_of_rows(
     num_tokens: int,
     num_rows: int,
 ) -> AttentionMetadata:
-    """A step of these rows, those with one query first, padded to room for `num_tokens` and `num_rows`.
+    """Build a step of these rows, those with one query first, padded to `num_tokens` and `num_rows`.
 
     `tables` are the page numbers of each row [rows, P], in one page-table group.
     """

@@ -1,4 +1,4 @@
-"""The oracle: attention written down as its definition, dense, in numpy and float64. It knows no page."""
+"""The oracle of the tests: dense attention straight from its definition, in numpy and float64, without pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dense_attention(
     """Attend the last `query_lens[r]` positions of each row to that row's keys and values, causally.
 
     q is [T, N, H], rows one after the other; keys[r] and values[r] are [S, K, H], S the row's whole context.
-    Returns [T, N, H] in float64; rows without queries take no place in it.
+    Return [T, N, H] in float64; rows without queries have no tokens in it.
     """
     out = np.zeros((q.shape[0], q.shape[1], values[0].shape[2]), np.float64)
     start = 0

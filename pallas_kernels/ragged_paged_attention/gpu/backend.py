@@ -2,18 +2,19 @@
 
     keys and values     scattered by XLA into the donated pages
     queries [T, N, H]   ─ gather ─▶ aligned by KV head [K, A, H]
-    attention           in their place; one launch over small tiles, of rows with few queries (decode), one over large
-                        tiles, of all others (prefill), each followed by one that merges what was cut
+    attention           outputs to the memory of the queries; one launch over small tiles, of rows with few queries
+                        (decode), one over large tiles, of all others (prefill), each followed by one that merges the
+                        pieces of split tiles
     out [T, N, H]       ◀─ gather ─
 
 Pages are [L × C, K, Z, H], one array of keys and one of values, so that the slots of one page and KV head lie side by
-side. Nothing here asks which chip there is: what has to be known of it is said to the constructor.
+side. This module asks no device: the constructor takes what the kernels must know of the chip.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -61,13 +62,13 @@ class GpuBackend(Backend):
     """Attention by Pallas kernels for NVIDIA GPUs, Ampere and later.
 
     `num_heads` and `num_kv_heads` are those on one chip. `windows` are the windows of the model's layers, each of which
-    gets an order of work of its own; a layer with another window does the work of full attention's order and skips
-    what it does not see. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory that one
-    thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and an
-    H200's. `split_kv` False computes every row's result in the same order in any company, which costs time where rows
-    are few or of very different length; `min_share` counts 64 keys each that a thread block gets before the next one
-    gets any. `prefill` is the instruction of large tiles, mma or, on a Hopper and for heads of 64 and 128, wgmma.
-    `interpret` runs the kernels anywhere, step by step: `plgpu.InterpretGPUParams`, for tests.
+    gets a section of the plan of its own; a layer with another window takes the section of full attention and skips
+    the keys that its window hides. `num_sms` counts the chip's multiprocessors, `block_memory` is the shared memory
+    that one thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and
+    an H200's. With `split_kv` False, a row's bits do not depend on the other rows of its step, which costs time where
+    rows are few or of very different length. `min_share` counts granules of 64 keys that a thread block gets before
+    the next one gets any. `prefill` is the instruction of large tiles: mma or, on a Hopper and for heads of 64 and 128,
+    wgmma. `interpret`, a `plgpu.InterpretGPUParams`, runs the kernels on any platform, for tests.
     """
 
     num_heads: int
@@ -87,14 +88,9 @@ class GpuBackend(Backend):
 
     @classmethod
     def for_devices(
-        cls,
-        devices: Sequence[Any],
-        shape: AttentionShape,
-        *,
-        deterministic: bool = False,
-        tuned: tuple[Any, ...] = (),
+        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
     ) -> GpuBackend:
-        """See `Backend.for_devices`. `shape` is what lies on one of them."""
+        """See `Backend.for_devices`; `shape` holds the heads of one device."""
         device: Any = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
         if (major, minor) < MIN_CAPABILITY:
@@ -141,21 +137,11 @@ class GpuBackend(Backend):
 
     @property
     def planner(self) -> GpuPlanner:
-        """Makes the order of work of a step."""
-        names = (
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-            "windows",
-            "num_sms",
-            "block_memory",
-            "split_kv",
-            "min_share",
-        )
-        return GpuPlanner(**{name: getattr(self, name) for name in names})
+        """The planner of this backend's steps, which takes the fields of the same names."""
+        return GpuPlanner(**{field.name: getattr(self, field.name) for field in fields(GpuPlanner)})
 
     def layout(self, shape: KVShape) -> GpuLayout:
-        """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        """Return the layout of such a cache; ValueError names what these kernels cannot take."""
         # The cache's dtype is auto by default, which is the model's.
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)
@@ -164,11 +150,11 @@ class GpuBackend(Backend):
         return GpuLayout.of(shape)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """Room for all classes of tiles and all windows."""
+        """Return the int32 numbers of a plan, with room for both classes of tiles and all windows."""
         return self.planner.plan_len(num_tokens, num_rows)
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Cut the rows into tiles and these into pieces of equal length: see gpu_plan."""
+        """Cut the rows into tiles and these into pieces of equal length, as `plan` describes."""
         self.planner.plan(
             rows.query_lens, rows.context_lens, num_tokens=rows.padded_tokens, num_rows=rows.padded_rows, out=out
         )
@@ -211,7 +197,7 @@ class GpuBackend(Backend):
             )
         num_tokens, num_rows = q.shape[0], step.context_lens.shape[0]
         if step.plan.shape[0] != (wanted_len := self.plan_len(num_tokens, num_rows)):
-            # The kernels find the order of each class and window by its place: in another plan that lies elsewhere.
+            # The kernels find the section of each class and window by its offset, which differs in another plan.
             raise ValueError(
                 f"attend: got a plan of {step.plan.shape[0]} numbers, this pallas-gpu backend takes {wanted_len} for "
                 f"{num_tokens} tokens in {num_rows} rows; make the plan with the backend that attends"
@@ -228,19 +214,9 @@ class GpuBackend(Backend):
         k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
         for launch in self.launches(q.shape[0], step.context_lens.shape[0], options):
             tile_rows = launch.section.tiles.tile_rows
-            arguments = AttentionInputs(
-                queries,
-                k_pages,
-                v_pages,
-                tables.reshape(-1),
-                step.context_lens,
-                step.query_starts,
-                step.plan,
-                first_page[None],
-                k_scales,
-                v_scales,
-                None if sinks is None else repeat_sinks(sinks, self.num_kv_heads, tile_rows),
-            )
+            numbers = tables.reshape(-1), step.context_lens, step.query_starts, step.plan, first_page[None]
+            head_sinks = None if sinks is None else repeat_sinks(sinks, self.num_kv_heads, tile_rows)
+            arguments = AttentionInputs(queries, k_pages, v_pages, *numbers, k_scales, v_scales, head_sinks)
             partials = ragged_attention(arguments, launch)
             if partials is not None:
                 merge(queries, partials, step.plan, launch.section, launch.chip)

@@ -1,12 +1,11 @@
 """Ragged paged attention on TPU: the layout of the pages, and the way of a step through the kernels.
 
     tokens of a step:  │ decode rows, one token each │ prefill rows │ padding │
-    keys and values:     tpu_decode puts them            tpu_write, by tiles of tokens
-                         into the page itself
-    attention:           tpu_decode, by blocks of rows   tpu_prefill, by tiles of queries
+    keys and values:     `decode` writes them            `write`, by tiles of tokens
+    attention:           `decode`, by blocks of rows     `prefill`, by tiles of queries
 
-Pages are [L × C, K, S, Z, 128]: see tpu_tiles. Queries, keys and values are taken as the model made them, and outputs
-take the place of the queries. Nothing here asks which chip there is.
+Pages are [L × C, K, S, Z, 128], as `lanes` describes. Queries, keys and values are taken as the model made them, and
+outputs take the memory of the queries. This module asks no device: `TpuBackend.chip` names the chip.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from ..interface import (
 from ..kv_scales import QUANTIZED_DTYPES, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL
+from .kernel_call import CallOptions
 from .lanes import LANES, HeadLanes
 from .prefill import prefill_attention
 from .query_tiles import QueryTiles
@@ -57,7 +57,7 @@ TPU_CHIPS = {
     "TPU7x": "v7x",
     "TPU v7x": "v7x",
 }
-"""Kind that a device says it is of → the chip that the kernels have sizes for."""
+"""Device kind as JAX reports it → the chip that the kernels have sizes for."""
 LEAST_PAGE = 16
 PLAN_HEADER = 1
 
@@ -68,13 +68,13 @@ class TpuLayout(KVLayout):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of the one array."""
+        """Shape of the one array, keys and values of all layers."""
         pages, rows = self.num_layers * self.num_pages, HeadLanes(self.head_size).num_rows
         return ((pages, self.num_kv_heads, rows, self.page_size, LANES),)
 
 
 def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
-    """ValueError if decode's tiles, of a page or of 128 tokens at least, would not fit into the chip's VMEM."""
+    """Raise ValueError if decode's tiles, of at least a page and at least 128 tokens, do not fit into the VMEM."""
     token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
     needed = decode_vmem_bytes(max(layout.page_size, LANES) * token_bytes)
     if needed > VMEM_BYTES[chip]:
@@ -91,9 +91,10 @@ def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
 class TpuBackend(Backend):
     """Attention by Pallas kernels for TPU.
 
-    `chip` is what sizes are looked up for, in `tuned` before our own table; `sizes` are taken instead if given.
-    `tile_q` is the most queries of a tile, a power of two. `interpret` runs the kernels anywhere, step by step:
-    `pltpu.InterpretParams`, for tests. `check_bounds` has a TPU stop at a copy beyond its memory, which takes time.
+    Sizes of KV tiles are looked up for `chip`, in `tuned` before the package's own table, unless `sizes` gives them.
+    `tile_q` is the largest number of queries of a tile, a power of two. `interpret`, a `pltpu.InterpretParams`, runs
+    the kernels on any platform, for tests. With `check_bounds` a TPU stops at a copy beyond its memory, which takes
+    time.
     """
 
     chip: str = "v6e"
@@ -135,7 +136,7 @@ class TpuBackend(Backend):
         deterministic: bool = False,
         tuned: tuple[TunedEntry, ...] = (),
     ) -> TpuBackend:
-        """See `Backend.for_devices`. `shape` is what lies on one of them."""
+        """See `Backend.for_devices`; `shape` holds the heads of one device."""
         kind = devices[0].device_kind
         if kind not in TPU_CHIPS:
             raise ValueError(
@@ -152,11 +153,11 @@ class TpuBackend(Backend):
 
     @classmethod
     def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
-        """With tiles of queries that fit into the chip's VMEM."""
+        """Make a backend for that many heads on one chip, with tiles of queries that fit into its VMEM."""
         return cls(chip, tile_q=tile_q_of(num_heads, head_size), tuned=tuned)
 
     def layout(self, shape: KVShape) -> TpuLayout:
-        """Layout of a cache of that many pages; ValueError names what these kernels cannot take."""
+        """Return the layout of such a cache; ValueError names what these kernels cannot take."""
         page_size = shape.page_size
         if shape.num_kv_heads < 1:
             raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, allowed: an integer ≥ 1")
@@ -173,7 +174,7 @@ class TpuBackend(Backend):
         return layout
 
     def sizes_for(self, num_heads: int, layout: KVLayout, dtype: Any) -> TpuSizes:
-        """Of the tiles of keys, for so many query heads of `dtype` over such pages."""
+        """Return the sizes of the KV tiles for that many query heads of `dtype` over pages of `layout`."""
         if self.sizes is not None:
             return self.sizes
         shape = TpuShape(num_heads, layout.num_kv_heads, layout.head_size, layout.dtype.name, layout.page_size)
@@ -183,13 +184,17 @@ class TpuBackend(Backend):
         return sizes_of(self.chip, shape, self.tuned)
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """One count and four values per tile of queries; each prefill row may begin and end with a short one."""
+        """Return the int32 numbers of a plan: the number of query tiles, and four values per tile.
+
+        Each prefill row may begin and end with a tile that is not full.
+        """
         return PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.
 
-        These are positions and not tokens: the mask's diagonal then lies alike in all tiles but a row's first and last.
+        The multiples are positions in the sequence, so that the mask's diagonal lies alike in all tiles but a row's
+        first and last.
         """
         tile_rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
         num_tiles, token = 0, rows.num_decode_rows
@@ -206,50 +211,23 @@ class TpuBackend(Backend):
         self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `Backend.attend`."""
-        q, k, v, step, options = inputs.q, inputs.k, inputs.v, inputs.step, inputs.options
-        tables, first_page, kv_scales, sinks = inputs.tables, inputs.first_page, inputs.kv_scales, inputs.sinks
+        q, k, v, step = inputs.q, inputs.k, inputs.v, inputs.step
         (kv_pages,) = pages
         num_tokens, num_heads, _ = q.shape
-        sizes = self.sizes_for(num_heads, layout, q.dtype)
-        rows, tokens, positions, tile_lens = step.plan[PLAN_HEADER:].reshape(4, -1)
-        how: dict[str, Any] = dict(interpret=self.interpret, check_bounds=self.check_bounds)
-        tiles = QueryTiles(rows, tokens, positions, tile_lens, step.plan[0])
+        sizes, call = self.sizes_for(num_heads, layout, q.dtype), CallOptions(self.interpret, self.check_bounds)
+        tiles = QueryTiles(*step.plan[PLAN_HEADER:].reshape(4, -1), step.plan[0])
         if k is not None and v is not None:
-            if kv_scales is None:
+            if inputs.kv_scales is None:
                 k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
-            else:  # In q's dtype, which holds them exactly: kernels sort heads of two or four bytes a number.
-                k, v = (quantize(x, s, kv_pages.dtype).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+            else:  # q's dtype holds one-byte numbers exactly; kernels transpose numbers of two or four bytes.
+                k, v = (
+                    quantize(x, scales, kv_pages.dtype).astype(q.dtype)
+                    for x, scales in zip((k, v), inputs.kv_scales, strict=True)
+                )
             if num_tokens > 1:  # A step of one token has no prefill row.
-                kv_pages = write_prefill(k, v, kv_pages, tables, tiles, first_page, tile_q=self.tile_q, **how)
-        lens = step.context_lens[:num_tokens]
-        out, kv_pages = decode_attention(
-            q,
-            k,
-            v,
-            kv_pages,
-            tables,
-            lens,
-            step.num_decode_rows,
-            first_page,
-            sinks,
-            kv_scales,
-            options=options,
-            sizes=sizes.decode,
-            **how,
-        )
+                kv_pages = write_prefill(k, v, kv_pages, tiles, inputs, call, tile_q=self.tile_q)
+        out, kv_pages = decode_attention(q, k, v, kv_pages, inputs, call, sizes=sizes.decode)
         if num_tokens > 1:
-            out = prefill_attention(
-                out,
-                kv_pages,
-                tables,
-                tiles,
-                first_page,
-                sinks,
-                kv_scales,
-                options=options,
-                tile_q=self.tile_q,
-                tile_kv=sizes.tile_kv,
-                sub_kv=sizes.sub_kv,
-                **how,
-            )
+            tile_sizes = {"tile_q": self.tile_q, "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
+            out = prefill_attention(out, kv_pages, tiles, inputs, call, **tile_sizes)
         return out, (kv_pages,)

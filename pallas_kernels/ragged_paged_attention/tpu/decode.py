@@ -26,7 +26,7 @@ Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (online softmax); Kwon et a
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ..interface import AttendOptions
-from ..kv_scales import LayerScales
+from ..interface import LayerInputs
 from .decode_kernel import DecodeKernel
-from .decode_refs import DecodeInputs, DecodeOutputs, DecodeScalars, DecodeScratch, DecodeSizes, DecodeStatics
-from .lanes import LANES, LOG2_E, HeadLanes, compute_dtype
+from .decode_refs import DecodeInputs, DecodeOutputs, DecodeScalars, DecodeScratch, DecodeSizes
+from .kernel_call import IN_HBM, CallOptions, call_kernel
+from .lanes import LANES, LOG2_E, HeadLanes, Ref, compute_dtype
 
 BLOCK_ROWS = 4
 """Rows of one grid step, where the number of tokens of the step is a multiple of it."""
@@ -69,97 +69,73 @@ def decode_attention(
     k: Float[Array, "T K H"] | None,
     v: Float[Array, "T K H"] | None,
     pages: Float[Array, "C K S Z L"],
-    page_tables: Int[Array, "R P"],
-    context_lens: Int[Array, " R"],
-    num_rows: Int[Array, ""],
-    first_page: Int[Array, ""],
-    sinks: Float[Array, " N"] | None,
-    kv_scales: LayerScales | None,
+    layer: LayerInputs,
+    call: CallOptions,
     *,
-    options: AttendOptions,
     sizes: DecodeSizes,
-    interpret: Any = False,
-    check_bounds: bool = False,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "C K S Z L"]]:
-    """Attend queries 0 … `num_rows` − 1 to the first `context_lens` tokens of their rows, the last of which is new.
+    """Attend the queries of the step's R decode rows, tokens 0 … R − 1, to their rows' tokens, the last one new.
 
     `k` and `v` are the new keys and values (for pages of one byte a number: such numbers, in more bytes); without them
-    nothing is written, because the pages hold them already. `first_page` is added to page numbers; L is 128. Return
-    `q` with outputs in the place of those queries, and the written pages; both arguments are donated.
+    nothing is written, because the pages hold them already. L is 128. Return `q` with outputs in the place of those
+    queries, and the written pages; both arguments are donated.
     """
     num_tokens, num_heads, head_size = q.shape
-    _, num_kv_heads, num_lane_rows, page_size, _ = pages.shape
-    group = num_heads // num_kv_heads
-    lanes, heads = HeadLanes(head_size), heads_per_product(num_kv_heads, group, sizes.max_rows)
+    _, num_kv_heads, num_lane_rows, _, _ = pages.shape
+    group, width = num_heads // num_kv_heads, HeadLanes(head_size).width
+    heads = heads_per_product(num_kv_heads, group, sizes.max_rows)
     block_rows = next(size for size in (BLOCK_ROWS, 2, 1) if num_tokens % size == 0)
 
-    def per_row(num_heads: int) -> pl.BlockSpec:
-        return pl.BlockSpec((block_rows, num_heads, head_size), lambda block, *_: (block, 0, 0))
+    def per_row(array: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((block_rows, *array.shape[1:]), lambda block, *_: (block, 0, 0))
 
     def whole(array: Array) -> pl.BlockSpec:
         return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
 
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    sinks_by_head = scales_by_head = None
-    if sinks is not None:
-        sinks_by_head = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None] * LOG2_E, (num_heads, LANES))
-    if kv_scales is not None:
-        scales_by_head = jnp.repeat(jnp.stack(kv_scales).astype(jnp.float32), group, axis=1)
-        scales_by_head = jnp.broadcast_to(scales_by_head[:, :, None], (2, num_heads, LANES))
-    inputs = DecodeInputs(q, k, v, sinks_by_head, scales_by_head, pages)
-    in_specs = DecodeInputs(
-        q=per_row(num_heads),
-        k=None if k is None else per_row(num_kv_heads),
-        v=None if v is None else per_row(num_kv_heads),
-        sinks=None if sinks_by_head is None else whole(sinks_by_head),
-        scales=None if scales_by_head is None else whole(scales_by_head),
-        pages=in_hbm,
-    )
-    lens, next_long = _schedule(context_lens, num_rows, sizes.tile, options.window, block_rows)
-    scalars = DecodeScalars(page_tables.reshape(-1), lens, next_long, jnp.stack([first_page, num_rows]))
+    sinks = scales = None
+    if layer.sinks is not None:
+        sinks = jnp.broadcast_to(layer.sinks.astype(jnp.float32)[:, None] * LOG2_E, (num_heads, LANES))
+    if layer.kv_scales is not None:
+        scales = jnp.repeat(jnp.stack(layer.kv_scales).astype(jnp.float32), group, axis=1)
+        scales = jnp.broadcast_to(scales[:, :, None], (2, num_heads, LANES))
+    inputs = DecodeInputs(q, k, v, sinks, scales, pages)
+    in_specs = DecodeInputs(*jax.tree.map(per_row, inputs[:3]), *jax.tree.map(whole, inputs[3:5]), IN_HBM)
+    context_lens, num_rows = layer.step.context_lens[:num_tokens], layer.step.num_decode_rows
+    lens, next_long = _schedule(context_lens, num_rows, sizes.tile, layer.options.window, block_rows)
+    tables = layer.tables.reshape(-1)
     tile_shape = num_kv_heads, num_lane_rows, sizes.tile, LANES
     state_shape = block_rows, num_kv_heads // heads, heads * group
     scratch = DecodeScratch(
         full_tiles=pltpu.VMEM((2, *tile_shape), pages.dtype),
         tail_tiles=pltpu.VMEM((2, block_rows, *tile_shape), pages.dtype),
-        diagonal_q=pltpu.VMEM((*state_shape, heads * lanes.width), compute_dtype(q.dtype, pages.dtype)),
+        diagonal_q=pltpu.VMEM((*state_shape, heads * width), compute_dtype(q.dtype, pages.dtype)),
         running_max=pltpu.VMEM((*state_shape, LANES), jnp.float32),
         running_sum=pltpu.VMEM((*state_shape, LANES), jnp.float32),
-        acc=pltpu.VMEM((*state_shape, lanes.width), jnp.float32),
+        acc=pltpu.VMEM((*state_shape, width), jnp.float32),
         full_sems=pltpu.SemaphoreType.DMA((2,)),
         tail_sems=pltpu.SemaphoreType.DMA((2,)),
         write_sem=pltpu.SemaphoreType.DMA(()),
         next_buffer=pltpu.SMEM((1,), jnp.int32),
     )
-    statics = DecodeStatics(lanes, heads, sizes, page_size, page_tables.shape[1], options)
 
-    def kernel(scalars: DecodeScalars, inputs: DecodeInputs, outputs: DecodeOutputs, scratch: DecodeScratch) -> None:
-        DecodeKernel(scalars, inputs, outputs, scratch, statics).run()
+    def kernel(scalars: DecodeScalars, inputs: DecodeInputs, out: Ref, pages: Ref, scratch: DecodeScratch) -> None:
+        outputs = DecodeOutputs(out, pages)
+        DecodeKernel(scalars, inputs, outputs, scratch, sizes, layer.tables.shape[1], layer.options).run()
 
-    tile_bytes = num_kv_heads * num_lane_rows * sizes.tile * LANES * pages.dtype.itemsize
-    num_inputs = len(jax.tree.leaves(inputs))
-    (outputs,) = pl.pallas_call(
+    tile_bytes = math.prod(tile_shape) * pages.dtype.itemsize
+    out, pages = call_kernel(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=((num_rows + block_rows - 1) // block_rows,),
-            in_specs=[in_specs],
-            out_specs=[DecodeOutputs(per_row(num_heads), in_hbm)],
-            scratch_shapes=[scratch],
-        ),
-        out_shape=[
-            DecodeOutputs(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(pages.shape, pages.dtype))
-        ],
-        input_output_aliases={len(scalars): 0, len(scalars) + num_inputs - 1: 1},  # q and pages
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=decode_vmem_bytes(tile_bytes, block_rows),
-        ),
-        interpret=interpret,
+        DecodeScalars(tables, lens, next_long, jnp.stack([layer.first_page, num_rows])),
+        inputs,
+        in_specs,
+        scratch,
+        outputs=("q", "pages"),
+        num_steps=(num_rows + block_rows - 1) // block_rows,
+        vmem_bytes=decode_vmem_bytes(tile_bytes, block_rows),
         name="ragged_paged_decode",
-    )(scalars, inputs)
-    return outputs.out, outputs.pages
+        call=call,
+    )
+    return out, pages
 
 
 def _schedule(

@@ -18,10 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from .decode_refs import DecodeInputs, DecodeOutputs, DecodeScalars, DecodeScratch, DecodeStatics
+from ..interface import AttendOptions
+from .decode_refs import DecodeInputs, DecodeOutputs, DecodeScalars, DecodeScratch, DecodeSizes
 from .lanes import (
     LANES,
     MASK_VALUE,
+    HeadLanes,
     Ref,
     base2_scores,
     broadcast_lanes,
@@ -75,15 +77,18 @@ class DecodeKernel:
         inputs: DecodeInputs,
         outputs: DecodeOutputs,
         scratch: DecodeScratch,
-        statics: DecodeStatics,
+        sizes: DecodeSizes,
+        table_len: int,
+        options: AttendOptions,
     ):
-        self.scalars, self.inputs, self.outputs, self.scratch = scalars, inputs, outputs, scratch
-        self.lanes, self.heads, self.sizes, page_size, table_len, options = statics
+        """Take the references of one grid step; `table_len` counts the entries of one row's page table."""
+        self.scalars, self.inputs, self.outputs, self.scratch, self.sizes = scalars, inputs, outputs, scratch, sizes
         self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
         _, self.block_rows, self.num_kv_heads, _, self.tile, _ = scratch.tail_tiles.shape
         _, self.num_products, self.product_rows, _ = scratch.diagonal_q.shape
+        self.lanes, self.heads = HeadLanes(inputs.q.shape[2]), self.num_kv_heads // self.num_products
         first_page = scalars.first_page_and_count[0]
-        self.copies = PageCopies(outputs.pages, scalars.page_tables, table_len, first_page, page_size, self.tile)
+        self.copies = PageCopies(outputs.pages, scalars.page_tables, table_len, first_page, self.tile)
         self.full = self.sizes.full if self.window is None else math.gcd(self.sizes.full, MAX_MASKED_KEYS)
         self.block, self.num_rows = pl.program_id(0), scalars.first_page_and_count[1]
         self.tail_buffer = lax.rem(self.block, 2)
@@ -142,7 +147,7 @@ class DecodeKernel:
         return self.copies.span(tile_index, self._first_seen(row.context_len), row.context_len)
 
     def _begin_call(self) -> None:
-        """Before the first block: zero the off-diagonal blocks of `diagonal_q`, and fetch the first full tile."""
+        """Zero the off-diagonal blocks of `diagonal_q` and fetch the first full tile, before the first block."""
         scratch, next_long = self.scratch, self.scalars.next_long
         scratch.next_buffer[0] = 0
         scratch.diagonal_q[...] = jnp.zeros(scratch.diagonal_q.shape, scratch.diagonal_q.dtype)
@@ -407,7 +412,7 @@ def max_unrolled_products(rows: int, heads: int, dtype: Any) -> int:
 
 
 def unroll_factor(num: int, max_unroll: int) -> int:
-    """Return how many of `num` turns are unrolled: all of them if `max_unroll` allows it, else a divisor of `num`."""
+    """Return how many of `num` iterations are unrolled: all if `max_unroll` allows it, else a divisor of `num`."""
     return num if num <= max_unroll else math.gcd(num, max(max_unroll, 1))
 
 

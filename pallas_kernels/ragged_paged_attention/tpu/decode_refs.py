@@ -1,4 +1,4 @@
-"""Records of the decode kernel: its tuned sizes, the numbers fixed at trace time, and every reference it works on.
+"""Records of the decode kernel: its tuned sizes, and every reference that it works on.
 
 Letters: B rows of a block · K KV heads · G query heads per KV head · S rows of 128 lanes per token and KV head ·
 W lanes of a query, H rounded up to 128 · h KV heads whose scores one product computes · J = K/h products per key tile ·
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..interface import AttendOptions
-from .lanes import HeadLanes, Ref
+from .lanes import Ref
 
 
 class DecodeSizes(NamedTuple):
@@ -26,19 +25,6 @@ class DecodeSizes(NamedTuple):
     """Rows of scores in one product at most, where more than one KV head shares it."""
     write_slots: int
     """Consecutive slots of a page that one DMA can address by themselves."""
-
-
-class DecodeStatics(NamedTuple):
-    """Numbers that are fixed when the kernel is traced."""
-
-    lanes: HeadLanes
-    heads_per_product: int
-    """h: KV heads whose scores one product computes."""
-    sizes: DecodeSizes
-    page_size: int
-    table_len: int
-    """P: entries of one row's page table."""
-    options: AttendOptions
 
 
 class DecodeScalars(NamedTuple):

@@ -4,7 +4,7 @@
       token 0:  h0 h1 h2 h3 …                      head 0:  t0 t1 t2 t3 …
       token 1:  h0 h1 h2 h3 …         ⇄            head 1:  t0 t1 t2 t3 …
 
-A model gives and takes arrays by token; pages and prefill's products need them by head. Both directions go through a
+A model's arrays are ordered by token; pages and prefill's products need them by head. Both directions go through a
 scratch array `rows`, int32 [T · pitch, 128] in VMEM, one group of 128 lanes at a time: row `token · pitch + head` holds
 one head of one token, so that all tokens of one head are one strided load or store. The pitch is odd because rows at an
 even distance lie in the same memory bank and would be loaded one by one. Two-byte numbers share an int32 row, two heads
@@ -26,7 +26,7 @@ from .lanes import LANES, Ref, from_int32, to_int32
 LOW_HALF = 0xFFFF
 HIGH_HALF = -0x10000
 TOKEN_UNROLL = 16
-"""Tokens copied by one turn of an unrolled loop; the number of tokens must be a multiple of it."""
+"""Tokens copied by one iteration of an unrolled loop; the number of tokens must be a multiple of it."""
 
 
 def rows_shape(num_tokens: int, num_heads: int, dtype: Any) -> tuple[int, int]:

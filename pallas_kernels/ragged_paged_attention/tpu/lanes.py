@@ -110,7 +110,7 @@ class HeadLanes:
 
 
 def base2_scores(products: jax.Array, scale: Any, soft_cap: float | None) -> jax.Array:
-    """Turn q·k products into scores times log₂ e, so that softmax weights are powers of two: hardware has exp2."""
+    """Convert q·k products to scores times log₂ e, so that softmax weights are powers of two: hardware has exp2."""
     if soft_cap is None:
         return products * (scale * LOG2_E)
     return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)

@@ -26,10 +26,13 @@ class PageCopies(NamedTuple):
     """P: entries of one row's page table."""
     first_page: Any
     """int32 scalar: index in `pages` of this layer's page 0."""
-    page_size: int
-    """Z: tokens per page."""
     tile: int
-    """Tokens per tile, a multiple of `page_size`."""
+    """Tokens per tile, a multiple of the page size."""
+
+    @property
+    def page_size(self) -> int:
+        """Z: tokens per page."""
+        return int(self.pages.shape[3])
 
     @property
     def pages_per_tile(self) -> int:

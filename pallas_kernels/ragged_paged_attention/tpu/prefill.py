@@ -34,11 +34,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from ..interface import AttendOptions
-from ..kv_scales import LayerScales
+from ..interface import AttendOptions, LayerInputs
 from .heads import heads_from_rows, heads_to_tokens, rows_shape, tokens_to_rows
+from .kernel_call import IN_HBM, IN_SMEM, CallOptions, call_kernel
 from .lanes import (
     LANES,
     LOG2_E,
@@ -106,18 +106,6 @@ class PrefillScratch(NamedTuple):
     """int32 [1] in SMEM: which of the kv_tiles the next KV tile to be computed lies in."""
 
 
-class PrefillStatics(NamedTuple):
-    """Numbers that are fixed when the kernel is traced."""
-
-    lanes: HeadLanes
-    sub_kv: int
-    """Keys of one product."""
-    page_size: int
-    table_len: int
-    """P: entries of one row's page table."""
-    options: AttendOptions
-
-
 def heads_per_chunk(group: int, tile_q: int) -> int:
     """Return the query heads whose scores one product computes: a divisor of the G = `group` heads of a KV head."""
     return max(
@@ -157,41 +145,30 @@ def prefill_vmem_bytes(buffers: Buffers, sub_kv: int) -> int:
 def prefill_attention(
     q: Float[Array, "T N H"],
     pages: Float[Array, "C K S Z L"],
-    page_tables: Int[Array, "R P"],
     query_tiles: QueryTiles,
-    first_page: Int[Array, ""],
-    sinks: Float[Array, " N"] | None,
-    kv_scales: LayerScales | None,
+    layer: LayerInputs,
+    call: CallOptions,
     *,
-    options: AttendOptions,
     tile_kv: int,
     sub_kv: int,
     tile_q: int,
-    interpret: Any = False,
-    check_bounds: bool = False,
 ) -> Float[Array, "T N H"]:
     """Attend the queries of `query_tiles` causally to their rows' pages, and return `q` with outputs in their place.
 
     All other tokens keep what `q` holds, which is donated. `tile_kv` counts keys, a multiple of the page size and of
-    `sub_kv`; `tile_q` is the largest number of queries of a tile; `first_page` is added to page numbers; L is 128.
+    `sub_kv`; `tile_q` is the largest number of queries of a tile; L is 128.
     """
     _, num_heads, head_size = q.shape
-    _, num_kv_heads, _, page_size, _ = pages.shape
-    in_hbm, in_smem = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.SMEM))
+    sinks, kv_scales = layer.sinks, layer.kv_scales
     inputs = PrefillInputs(
         sinks=None if sinks is None else sinks.astype(jnp.float32) * LOG2_E,
         scales=None if kv_scales is None else jnp.stack(kv_scales).astype(jnp.float32),
         q=q,
         pages=pages,
     )
-    in_specs = PrefillInputs(
-        sinks=None if sinks is None else in_smem,
-        scales=None if kv_scales is None else in_smem,
-        q=in_hbm,
-        pages=in_hbm,
-    )
-    scalars = QueryTileScalars.of(query_tiles, page_tables, first_page)
-    buffers = prefill_buffers(tile_q, num_heads, num_kv_heads, head_size, tile_kv, q.dtype, pages.dtype)
+    in_specs = PrefillInputs(*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), q=IN_HBM, pages=IN_HBM)
+    scalars = QueryTileScalars.of(query_tiles, layer)
+    buffers = prefill_buffers(tile_q, num_heads, pages.shape[1], head_size, tile_kv, q.dtype, pages.dtype)
     scratch = PrefillScratch(
         **{name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in buffers.items()},
         q_sems=pltpu.SemaphoreType.DMA((2,)),
@@ -199,40 +176,36 @@ def prefill_attention(
         kv_sems=pltpu.SemaphoreType.DMA((2,)),
         next_buffer=pltpu.SMEM((1,), jnp.int32),
     )
-    statics = PrefillStatics(HeadLanes(head_size), sub_kv, page_size, page_tables.shape[1], options)
-    num_optional = (sinks is not None) + (kv_scales is not None)
-
-    def kernel(scalars: QueryTileScalars, inputs: PrefillInputs, out: Ref, scratch: PrefillScratch) -> None:
-        _attend_query_tile(scalars, inputs, out, scratch, statics)
-
-    attended: Array = pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(query_tiles.num_tiles,),
-            in_specs=[in_specs],
-            out_specs=in_hbm,
-            scratch_shapes=[scratch],
-        ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases={len(scalars) + num_optional: 0},  # q
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=prefill_vmem_bytes(buffers, sub_kv),
-        ),
-        interpret=interpret,
+    (attended,) = call_kernel(
+        partial(_attend_query_tile, sub_kv=sub_kv, table_len=layer.tables.shape[1], options=layer.options),
+        scalars,
+        inputs,
+        in_specs,
+        scratch,
+        outputs=("q",),
+        num_steps=query_tiles.num_tiles,
+        vmem_bytes=prefill_vmem_bytes(buffers, sub_kv),
         name="ragged_paged_prefill",
-    )(scalars, inputs)
+        call=call,
+    )
     return attended
 
 
 def _attend_query_tile(
-    scalars: QueryTileScalars, inputs: PrefillInputs, out: Ref, scratch: PrefillScratch, statics: PrefillStatics
+    scalars: QueryTileScalars,
+    inputs: PrefillInputs,
+    out: Ref,
+    scratch: PrefillScratch,
+    *,
+    sub_kv: int,
+    table_len: int,
+    options: AttendOptions,
 ) -> None:
-    """Compute one tile of queries: fetch, prepare the softmax state, attend to each KV tile, write the outputs."""
-    lanes, sub_kv, page_size, table_len, options = statics
-    window = options.window
+    """Compute one tile of queries: fetch, prepare the softmax state, attend to each KV tile, write the outputs.
+
+    `sub_kv` counts the keys of one product, `table_len` the entries of one row's page table.
+    """
+    lanes, window = HeadLanes(inputs.q.shape[2]), options.window
     next_buffer = scratch.next_buffer
     tile_q, num_heads = scratch.out_tile.shape[:2]
     num_kv_heads, tile_kv = scratch.kv_tiles.shape[1], scratch.kv_tiles.shape[3]
@@ -246,7 +219,7 @@ def _attend_query_tile(
     )
     position, end = scalars.first_positions[q_tile], scalars.end_position(q_tile)
     q_buffer = lax.rem(q_tile, 2)
-    copies = PageCopies(inputs.pages, scalars.page_tables, table_len, first_page, page_size, tile_kv)
+    copies = PageCopies(inputs.pages, scalars.page_tables, table_len, first_page, tile_kv)
 
     def first_seen(q_tile: Any) -> Any:
         """Return the first position that any query of a tile sees."""
@@ -300,10 +273,8 @@ def _attend_query_tile(
                 values = zero_rows(values, row_mask_bits(is_seen_by_any, values))
             old_max = scratch.running_max[index]
             new_max = jnp.maximum(old_max, jnp.max(scores, axis=1, keepdims=True))
-            weights, decay = (
-                jnp.exp2(scores - broadcast_lanes(new_max, scores.shape[1])),
-                jnp.exp2(old_max - new_max),
-            )
+            weights = jnp.exp2(scores - broadcast_lanes(new_max, scores.shape[1]))
+            decay = jnp.exp2(old_max - new_max)
             scratch.running_max[index] = new_max
             scratch.running_sum[index] = scratch.running_sum[index] * decay + jnp.sum(weights, axis=1, keepdims=True)
             product = dot_nn(weights.astype(dtype), values.astype(dtype))
@@ -325,9 +296,7 @@ def _attend_query_tile(
         q_copy(0, 0).start()
         fetch(0, divide(first_seen(0), tile_kv), 0)
 
-    @pl.when(q_tile + 1 < num_q_tiles)
-    def _() -> None:
-        q_copy(q_tile + 1, 1 - q_buffer).start()
+    pl.when(q_tile + 1 < num_q_tiles)(lambda: q_copy(q_tile + 1, 1 - q_buffer).start())
 
     # The state of the softmax before the first key: a sink counts as a key of weight 1 and no value.
 
@@ -358,14 +327,10 @@ def _attend_query_tile(
         buffer = next_buffer[0]
         next_buffer[0] = 1 - buffer
 
-        @pl.when(kv_tile + 1 < num_kv_tiles)
-        def _() -> None:
-            fetch(q_tile, kv_tile + 1, 1 - buffer)
-
-        @pl.when((kv_tile + 1 == num_kv_tiles) & (q_tile + 1 < num_q_tiles))
-        def _() -> None:
-            fetch(q_tile + 1, divide(first_seen(q_tile + 1), tile_kv), 1 - buffer)
-
+        pl.when(kv_tile + 1 < num_kv_tiles)(lambda: fetch(q_tile, kv_tile + 1, 1 - buffer))
+        pl.when((kv_tile + 1 == num_kv_tiles) & (q_tile + 1 < num_q_tiles))(
+            lambda: fetch(q_tile + 1, divide(first_seen(q_tile + 1), tile_kv), 1 - buffer)
+        )
         wait(kv_tile, buffer)
         begin = kv_tile * tile_kv
         num_seen = jnp.minimum(end - begin, tile_kv)
@@ -386,9 +351,7 @@ def _attend_query_tile(
 
     # Outputs: acc ÷ running_sum, back to [query, head] order and to HBM, once the tile before has left out_tile.
 
-    @pl.when(q_tile > 0)
-    def _() -> None:
-        out_copy(q_tile - 1).wait()
+    pl.when(q_tile > 0)(lambda: out_copy(q_tile - 1).wait())
 
     def output(head: int, lane: int) -> Array:
         """Return 128 lanes of the outputs of one query head, [tile_q, 128], with value lane 0 in lane 0."""
@@ -404,9 +367,7 @@ def _attend_query_tile(
         heads_to_tokens(partial(output, lane=lane), lane, scratch.head_rows, scratch.out_tile)
     out_copy(q_tile).start()
 
-    @pl.when(q_tile + 1 == num_q_tiles)
-    def _() -> None:
-        out_copy(q_tile).wait()
+    pl.when(q_tile + 1 == num_q_tiles)(lambda: out_copy(q_tile).wait())
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: Any) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from ..interface import LayerInputs
 from .lanes import Ref
 
 
@@ -45,9 +46,9 @@ class QueryTileScalars(NamedTuple):
     """[2] index of the layer's page 0 among the pages of all layers, and the number of tiles."""
 
     @classmethod
-    def of(cls, tiles: QueryTiles, page_tables: Int[Array, "R P"], first_page: Int[Array, ""]) -> QueryTileScalars:
+    def of(cls, tiles: QueryTiles, layer: LayerInputs) -> QueryTileScalars:
         """Collect the arrays that become these references."""
-        return cls(page_tables.reshape(-1), *tiles[:4], jnp.stack([first_page, tiles.num_tiles]))
+        return cls(layer.tables.reshape(-1), *tiles[:4], jnp.stack([layer.first_page, tiles.num_tiles]))
 
     def end_position(self, tile: Ref) -> Ref:
         """Return the position after the last token of a tile."""

@@ -107,36 +107,27 @@ def _entry(entry: dict[str, Any]) -> TunedEntry:
 
 def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
     """Raise ValueError for sizes that the kernels cannot work with at this shape."""
-    for name in ("num_heads", "num_kv_heads", "head_size", "page_size"):
-        number = getattr(shape, name)
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name}: got {number!r}, allowed: an integer ≥ 1")
-    decode, page = sizes.decode, shape.page_size
-    numbers = {**decode._asdict(), "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
-    for name, number in numbers.items():
-        if type(number) is not int or number < 1:
-            raise ValueError(f"{name}: got {number!r}, allowed: an integer ≥ 1")
-    slots = write_slots_of(chip, shape.dtype)
-    for name, number, is_right, allowed in (
-        ("full", decode.full, decode.full % LANES == 0, f"multiples of {LANES}"),
-        ("tail", decode.tail, decode.tail % LANES == 0, f"multiples of {LANES}"),
-        ("sub_kv", sizes.sub_kv, sizes.sub_kv % LANES == 0, f"multiples of {LANES}"),
-        ("tile", decode.tile, decode.tile % page == 0, f"multiples of a page's {page} tokens"),
-        ("tile_kv", sizes.tile_kv, sizes.tile_kv % page == 0, f"multiples of a page's {page} tokens"),
-        ("full", decode.full, decode.tile % decode.full == 0, f"divisors of tile, {decode.tile}"),
-        ("tail", decode.tail, decode.tile % decode.tail == 0, f"divisors of tile, {decode.tile}"),
-        ("sub_kv", sizes.sub_kv, sizes.tile_kv % sizes.sub_kv == 0, f"divisors of tile_kv, {sizes.tile_kv}"),
-        ("write_slots", decode.write_slots, decode.write_slots == slots, f"{slots} on {chip} for {shape.dtype}"),
-    ):
+    numbers = {**shape._asdict(), **sizes._asdict(), **sizes.decode._asdict()}
+    del numbers["dtype"], numbers["decode"]
+
+    def require(name: str, is_right: bool, allowed: str, got: str = "") -> None:
         if not is_right:
-            raise ValueError(f"{name}: got {number}, allowed: {allowed}")
-    for name, number in (("tile", decode.tile), ("tile_kv", sizes.tile_kv)):
-        needed = decode_vmem_bytes(number * _token_bytes(shape))
-        if needed > VMEM_BYTES[chip]:
-            raise ValueError(
-                f"{name}: got {number}, tiles that need {needed >> 20} MiB, allowed: those that fit into the "
-                f"{VMEM_BYTES[chip] >> 20} MiB of a core of {chip}"
-            )
+            raise ValueError(f"{name}: got {numbers[name]!r}{got}, allowed: {allowed}")
+
+    for name, number in numbers.items():
+        require(name, type(number) is int and number >= 1, "an integer ≥ 1")
+    for name in ("full", "tail", "sub_kv"):
+        require(name, numbers[name] % LANES == 0, f"multiples of {LANES}")
+    for name in ("tile", "tile_kv"):
+        require(name, numbers[name] % shape.page_size == 0, f"multiples of a page's {shape.page_size} tokens")
+    for name, tile in (("full", "tile"), ("tail", "tile"), ("sub_kv", "tile_kv")):
+        require(name, numbers[tile] % numbers[name] == 0, f"divisors of {tile}, {numbers[tile]}")
+    slots = write_slots_of(chip, shape.dtype)
+    require("write_slots", sizes.decode.write_slots == slots, f"{slots} on {chip} for {shape.dtype}")
+    for name in ("tile", "tile_kv"):
+        needed = decode_vmem_bytes(numbers[name] * _token_bytes(shape))
+        allowed = f"those that fit into the {VMEM_BYTES[chip] >> 20} MiB of a core of {chip}"
+        require(name, needed <= VMEM_BYTES[chip], allowed, f", tiles that need {needed >> 20} MiB")
 
 
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:

@@ -19,15 +19,17 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from ..interface import LayerInputs
 from .heads import heads_from_rows, rows_shape, tokens_to_rows
+from .kernel_call import IN_HBM, CallOptions, call_kernel
 from .lanes import LANES, HeadLanes, Ref, divide, iota
+from .pages import PageCopies
 from .query_tiles import QueryTiles, QueryTileScalars
 
 MAX_BLOCK_TOKENS = 32
@@ -69,13 +71,11 @@ def write_prefill(
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     pages: Float[Array, "C K S Z L"],
-    page_tables: Int[Array, "R P"],
     tiles: QueryTiles,
-    first_page: Int[Array, ""],
+    layer: LayerInputs,
+    call: CallOptions,
     *,
     tile_q: int,
-    interpret: Any = False,
-    check_bounds: bool = False,
 ) -> Float[Array, "C K S Z L"]:
     """Write the keys and values of the tiles' tokens into the pages, which are donated, and return the pages.
 
@@ -86,8 +86,6 @@ def write_prefill(
     _, _, num_lane_rows, page_size, _ = pages.shape
     lanes, block = HeadLanes(head_size), math.gcd(page_size, MAX_BLOCK_TOKENS)
     room = block + tile_q + block
-    scalars = QueryTileScalars.of(tiles, page_tables, first_page)
-    inputs = WriteInputs(k, v, pages)
     scratch = WriteScratch(
         k_tiles=pltpu.VMEM((2, room, num_kv_heads, head_size), k.dtype),
         v_tiles=pltpu.VMEM((2, room, num_kv_heads, head_size), v.dtype),
@@ -99,28 +97,20 @@ def write_prefill(
     )
 
     def kernel(scalars: QueryTileScalars, inputs: WriteInputs, pages: Ref, scratch: WriteScratch) -> None:
-        _write_tile(scalars, inputs, pages, scratch, lanes, page_tables.shape[1])
+        _write_tile(scalars, inputs, pages, scratch, lanes, layer.tables.shape[1])
 
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    written: Array = pl.pallas_call(
+    (written,) = call_kernel(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(tiles.num_tiles,),
-            in_specs=[WriteInputs(in_hbm, in_hbm, in_hbm)],
-            out_specs=in_hbm,
-            scratch_shapes=[scratch],
-        ),
-        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
-        input_output_aliases={len(scalars) + inputs._fields.index("pages"): 0},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=not check_bounds,
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
-        ),
-        interpret=interpret,
+        QueryTileScalars.of(tiles, layer),
+        WriteInputs(k, v, pages),
+        WriteInputs(IN_HBM, IN_HBM, IN_HBM),
+        scratch,
+        outputs=("pages",),
+        num_steps=tiles.num_tiles,
+        vmem_bytes=VMEM_LIMIT_BYTES,
         name="ragged_paged_write",
-    )(scalars, inputs)
+        call=call,
+    )
     return written
 
 
@@ -130,14 +120,15 @@ def _write_tile(
     """Write one tile of tokens: wait for them, start fetching the next tile, and write block after block."""
     tile = pl.program_id(0)
     first_page, num_tiles = scalars.first_page_and_count[0], scalars.first_page_and_count[1]
+    copies = PageCopies(pages, scalars.page_tables, table_len, first_page, tile=0)
     num_kv_heads, block, page_size = scratch.blocks.shape[1], scratch.blocks.shape[3], pages.shape[3]
     buffer = lax.rem(tile, 2)
 
     def kv_copies(tile: Any, buffer: Any) -> list[Any]:
         source, target = pl.ds(scalars.first_tokens[tile], scalars.lens[tile]), pl.ds(block, scalars.lens[tile])
         return [
-            pltpu.make_async_copy(inputs.k.at[source], scratch.k_tiles.at[buffer, target], scratch.kv_sems.at[buffer]),
-            pltpu.make_async_copy(inputs.v.at[source], scratch.v_tiles.at[buffer, target], scratch.kv_sems.at[buffer]),
+            pltpu.make_async_copy(tokens.at[source], tiles.at[buffer, target], scratch.kv_sems.at[buffer])
+            for tokens, tiles in ((inputs.k, scratch.k_tiles), (inputs.v, scratch.v_tiles))
         ]
 
     def fetch(tile: Any, buffer: Any) -> None:
@@ -157,7 +148,7 @@ def _write_tile(
     def slots_of(number: Any) -> Ref:
         """Return the slots, in the pages, of the block that begins at position `number` × block."""
         index = divide(number * block, page_size)
-        page = first_page + scalars.page_tables[scalars.rows[tile] * table_len + index]
+        page = copies.page(scalars.rows[tile], index)
         offset = pl.multiple_of(number * block - index * page_size, block)
         return pages.at[page, :, :, pl.ds(offset, block)]
 
@@ -169,9 +160,7 @@ def _write_tile(
         at = lax.rem(number - first_block, 2)
         begin = number * block
 
-        @pl.when(number - first_block >= 2)
-        def _() -> None:
-            write_copy(number - 2, at).wait()
+        pl.when(number - first_block >= 2)(lambda: write_copy(number - 2, at).wait())
 
         @pl.when((begin < position) | (begin + block > end))
         def _() -> None:
@@ -192,8 +181,7 @@ def _write_tile(
                     scratch.blocks[at, head, lane_row] = jnp.where(is_new, new.astype(old.dtype), old)
         write_copy(number, at).start()
 
-    @pl.when(end_block - first_block >= 2)
-    def _() -> None:
-        write_copy(end_block - 2, lax.rem(end_block - 2 - first_block, 2)).wait()
-
+    pl.when(end_block - first_block >= 2)(
+        lambda: write_copy(end_block - 2, lax.rem(end_block - 2 - first_block, 2)).wait()
+    )
     write_copy(end_block - 1, lax.rem(end_block - 1 - first_block, 2)).wait()

@@ -1,0 +1,71 @@
+"""The Pallas call that the TPU kernels share.
+
+A kernel is a function of references in VMEM, SMEM and HBM. It runs once per grid step, and the grid steps of one call
+run in order on one core. Records of references are NamedTuples; the call takes the same records of arrays, of block
+specifications and of scratch types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from .lanes import Ref
+
+IN_HBM, IN_SMEM = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)
+
+
+class CallOptions(NamedTuple):
+    """How a kernel is compiled or interpreted."""
+
+    interpret: Any = False
+    """`pltpu.InterpretParams` to interpret the kernel on any platform, else False."""
+    check_bounds: bool = False
+    """Whether a TPU stops at a copy beyond its memory, which takes time."""
+
+
+def call_kernel(
+    kernel: Callable[..., None],
+    scalars: Any,
+    inputs: Any,
+    in_specs: Any,
+    scratch: Any,
+    *,
+    outputs: tuple[str, ...],
+    num_steps: Ref,
+    vmem_bytes: int,
+    name: str,
+    call: CallOptions,
+) -> list[Array]:
+    """Call `kernel(scalars, inputs, *outputs, scratch)` for each of `num_steps` grid steps, and return the outputs.
+
+    The arguments are records: `scalars` of int32 arrays, `inputs` of arrays or None, `in_specs` of their block
+    specifications, `scratch` of scratch types. `outputs` names fields of `inputs`: each output has the shape and block
+    specification of that input and takes its memory, so that the caller must not use the input again.
+    """
+    present = [field for field, array in inputs._asdict().items() if array is not None]
+    arrays = [getattr(inputs, field) for field in outputs]
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(num_steps,),
+            in_specs=[in_specs],
+            out_specs=[getattr(in_specs, field) for field in outputs],
+            scratch_shapes=[scratch],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        input_output_aliases={len(scalars) + present.index(field): index for index, field in enumerate(outputs)},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=not call.check_bounds,
+            vmem_limit_bytes=vmem_bytes,
+        ),
+        interpret=call.interpret,
+        name=name,
+    )(scalars, inputs)
