@@ -17,40 +17,40 @@ from functools import cache
 
 from llvmlite import ir
 
-from .llvm import I8, I16, I64, Code, declared, has_long_vectors, host_has, register
+from .llvm import I8, I16, I64, Code, declare, host_has, host_has_avx512, register
 from .xla_call import Buffer, handler
 
 TILE = 16
-"""Rows of a tile; columns of its sums; pairs of K in a row of it."""
+"""Rows of a tile; also the columns of a tile of sums, and the pairs of K in a row of A."""
 TILE_BYTES = 64
-"""Of a row of a tile."""
+"""Bytes of one row of a tile."""
 PANEL = 32
-"""Columns of B that are multiplied together; and of any weight that lie together, two cache lines of float32."""
+"""Columns of B that are multiplied together. Weights are stored in panels of as many columns."""
 DEPTH = 2 * TILE
-"""Of K that is multiplied at once: a multiple of it."""
+"""Values of K that one instruction multiplies; K is padded to a multiple."""
 WORTH_HELP = 1 << 16
-"""Words of a weight, from which on a second thread is worth waking."""
+"""Words (32 bits) of a weight from which on a second thread is worth waking."""
 PAIRS_AT_ONCE = 256
-"""Of K: that much of a panel stays in the first cache while all rows of A are multiplied with it."""
+"""Pairs of K per block: this part of a panel stays in the level-1 cache while all rows of A are multiplied with it."""
 SUMS, ROWS, COLUMNS = ((0, 1), (2, 3)), (4, 5), (6, 7)
-"""Numbers of the tiles: C by rows and columns, A, B."""
+"""Tile registers: C by rows and columns, A, B."""
 # A configuration of tiles, in bytes: palette, then bytes in a row of each (int16), then rows of each (int8).
 CONFIG_BYTES, PALETTE, BYTES_OF, ROWS_OF = 64, 1, 16, 48
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
-"""Linux wants to be asked before a process has tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
+"""Arguments of arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), by which a process asks Linux for tiles."""
 
 
 @cache
 def has_amx_unit() -> bool:
-    """Whether the processor has a matrix unit for bfloat16 and the system lets this process use it."""
+    """Return whether the processor has a matrix unit for bfloat16 and the system lets this process use it."""
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and host_has("amx-bf16")):
         return False
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
 def cpu_features() -> str:
-    """What native code uses of this processor, for whoever wonders about its speed."""
-    parts = [f"vectors of {16 if has_long_vectors() else 8} float32"]
+    """Return the processor features that native code uses, for the log."""
+    parts = [f"vectors of {16 if host_has_avx512() else 8} float32"]
     if host_has("avx512bf16"):
         parts.append("products of bfloat16 pairs")
     if has_amx_unit():
@@ -62,27 +62,27 @@ def cpu_features() -> str:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where one lies: its first element, and bytes from a row to the next. Of B, rows are pairs of K."""
+    """A matrix in memory: the address of its first element, and the bytes between rows. Rows of B are pairs of K."""
 
     begin: ir.Value
     stride: ir.Value
 
     def at(self, code: Code, row: ir.Value | int, num_bytes: ir.Value | int = 0) -> ir.Value:
-        """The address so many bytes into a row."""
+        """Return the address `num_bytes` into a row."""
         build = code.build
         row, num_bytes = (I64(x) if isinstance(x, int) else x for x in (row, num_bytes))
         return build.gep(self.begin, [build.add(build.mul(row, self.stride), num_bytes)])
 
 
 class MatrixUnit:
-    """Its instructions, at the end of a function's last block. To be configured first, and released in the end."""
+    """Emits the unit's instructions. `configure` comes first, `release` last."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
         self._config = code.allocate(I8, CONFIG_BYTES)
 
     def configure(self, first_rows: ir.Value | int = TILE, other_rows: ir.Value | int = TILE) -> None:
-        """How many rows there are in the first 16 of A and C, and in the others."""
+        """Set the number of rows in the first and in the second tile of A and C."""
         code = self._code
         counts = [I64(x) if isinstance(x, int) else x for x in (first_rows, other_rows)]
         for word in range(CONFIG_BYTES // 8):
@@ -96,24 +96,24 @@ class MatrixUnit:
         self._call("ldtilecfg", self._config)
 
     def release(self) -> None:
-        """The processor need not keep tiles for this thread any longer."""
+        """Return the tiles to their initial state, so that thread switches need not save them."""
         self._call("tilerelease")
 
     def clear_sums(self, num_tiles: int) -> None:
-        """Begin with zeros."""
+        """Set the sums to zero."""
         for numbers in SUMS[:num_tiles]:
             for number in numbers:
                 self._call("tilezero", I8(number))
 
     def load_sums(self, c: Matrix, num_tiles: int) -> None:
-        """Begin with what C has."""
+        """Load the sums from C."""
         self._each_sum("tileloadd64", c, num_tiles)
 
     def store_sums(self, c: Matrix, num_tiles: int) -> None:
         self._each_sum("tilestored64", c, num_tiles)
 
     def multiply(self, a: Matrix, b: Matrix, num_tiles: int, begin: ir.Value | int, end: ir.Value | int) -> None:
-        """Sums += A · B, pairs of K from `begin` to `end`, a multiple of 16 of them, for 16 or 32 rows of A."""
+        """Add A · B to the sums, over pairs of K from `begin` to `end`, a multiple of 16, for 16 or 32 rows of A."""
         code = self._code
 
         def step(k: ir.Value) -> None:
@@ -133,13 +133,13 @@ class MatrixUnit:
 
     def _call(self, name: str, *args: ir.Value) -> None:
         build = self._code.build
-        function = declared(build.module, f"llvm.x86.{name}", ir.VoidType(), *(arg.type for arg in args))
+        function = declare(build.module, f"llvm.x86.{name}", ir.VoidType(), *(arg.type for arg in args))
         build.call(function, args)
 
 
 @cache
 def tile_handler() -> str:
-    """Name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N]; K a multiple of 32."""
+    """Return the name of the custom call x [R, K], panels [N ÷ 32, K ÷ 2, 32, 2] → float32 [R, N], 32 | K."""
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         x, panels = args
@@ -173,7 +173,7 @@ def tile_handler() -> str:
             matrix_unit.configure()
 
             def some_depth(begin: ir.Value) -> None:
-                end = code.least(build.add(begin, I64(PAIRS_AT_ONCE)), pairs)
+                end = code.min(build.add(begin, I64(PAIRS_AT_ONCE)), pairs)
                 code.loop(0, done, lambda first: some_rows(first, 2, begin, end), step=2 * TILE)
 
             code.loop(0, pairs, some_depth, step=PAIRS_AT_ONCE)

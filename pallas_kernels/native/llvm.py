@@ -2,7 +2,7 @@
 
 XLA:CPU has no way to say a loop over pages that keeps its sums in registers: plain XLA copies pages together,
 multiplies the copies, and reads and writes every intermediate. Such a loop is written here; LLVM compiles it at start
-in a tenth of a second, for the vectors that the machine has, and `cpu_handler` makes it a custom call of XLA's.
+in a tenth of a second, for the vectors that the machine has, and `xla_call` makes it a custom call of XLA's.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ POINTER = I8.as_pointer()
 SIZES = {I8: 1, I16: 2, I32: 4, I64: 8, F32: 4, POINTER: 8}
 CACHE_LINE = 64
 LONG_LANES = 16
-"""Of float32 in the longest vector there is."""
+"""Lanes of float32 in an AVX-512 vector."""
 CHECKSUM_BYTES = 32
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
 ROUNDER = 1.5 * 2**23
 EXP_LEAST = -87.0
-"""e to that is the least normal float32, nearly."""
+"""Smallest argument of `Code.exp`: its result is about the smallest normal float32."""
 EXP_TERMS = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
-"""Of (eʳ − 1 − r) ÷ r², r within ± ln 2 ÷ 2, the highest first. Source: Cephes, expf."""
+"""Coefficients of (eʳ − 1 − r) ÷ r² for |r| ≤ ln 2 ÷ 2, the highest power first. Source: Cephes, expf."""
 
 
 class Code:
-    """Writes at the end of a function's last block. Addresses are bytes, offsets are counted in elements."""
+    """Emits instructions at the end of a function's last block. Addresses are byte pointers, offsets count elements."""
 
     def __init__(self, function: ir.Function) -> None:
         self.build = ir.IRBuilder(function.append_basic_block("entry"))
 
     def allocate(self, kind: ir.Type, count: int) -> ir.Value:
-        """Room for as many elements until the function returns, the same one each time this place is passed."""
+        """Allocate `count` elements on the stack, once per call of the function, aligned to a cache line."""
         with self.build.goto_entry_block():
             place = self.build.alloca(kind, size=count)
             place.align = CACHE_LINE
             return self.build.bitcast(place, POINTER)
 
     def at(self, base: ir.Value, offset: ir.Value | int, kind: ir.Type) -> ir.Value:
-        """The address of the element at `offset`."""
+        """Return the address of the element at `offset`."""
         offset = I64(offset) if isinstance(offset, int) else offset
         address = self.build.gep(base, [self.build.mul(offset, I64(SIZES[kind]))])
         return self.build.bitcast(address, kind.as_pointer())
@@ -60,24 +60,14 @@ class Code:
         return self.build.load(self.at(base, offset, kind))
 
     def load_index(self, base: ir.Value, offset: ir.Value | int) -> ir.Value:
-        """An int32 as an int64."""
+        """Load an int32 and sign-extend it to int64."""
         return self.build.sext(self.load(base, offset, I32), I64)
 
     def store(self, value: ir.Value, base: ir.Value, offset: ir.Value | int) -> None:
         self.build.store(value, self.at(base, offset, value.type))
 
     def load_vector(self, base: ir.Value, offset: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
-        """Lanes of float32, or of bfloat16 whose bits (`kind` I16) become float32."""
-        vector = self.load_lanes(base, offset, kind, lanes)
-        if kind is F32:
-            return vector
-        wide = ir.VectorType(I32, lanes)
-        return self.build.bitcast(
-            self.build.shl(self.build.zext(vector, wide), constant(wide, 16)), ir.VectorType(F32, lanes)
-        )
-
-    def load_lanes(self, base: ir.Value, offset: ir.Value, kind: ir.Type, lanes: int) -> ir.Value:
-        """Lanes of that kind as they are."""
+        """Load a vector of `lanes` elements of `kind`, aligned to one element."""
         address = self.build.bitcast(self.at(base, offset, kind), ir.VectorType(kind, lanes).as_pointer())
         return self.build.load(address, align=SIZES[kind])
 
@@ -94,7 +84,7 @@ class Code:
         short = ir.VectorType(I16, lanes)
         if has_avx512_bf16:
             name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * lanes}"
-            function = declared(build.module, name, ir.VectorType(BFLOAT16, lanes), vector.type)
+            function = declare(build.module, name, ir.VectorType(BFLOAT16, lanes), vector.type)
             rounded = build.bitcast(build.call(function, [vector]), short)
         else:
             kind = ir.VectorType(I32, lanes)
@@ -104,15 +94,17 @@ class Code:
             rounded = build.trunc(build.lshr(nearest, half), short)
         self.store_vector(rounded, base, offset)
 
-    def fetch(self, base: ir.Value, offset: ir.Value, kind: ir.Type, count: int) -> None:
-        """Ask for `count` elements into the second cache: what is in use fills the first. An address of nothing does no
-        harm."""
+    def prefetch(self, base: ir.Value, offset: ir.Value, kind: ir.Type, count: int) -> None:
+        """Prefetch `count` elements into the level-2 cache; level 1 is full of what is in use.
+
+        Prefetching an unmapped address is harmless.
+        """
         start = self.build.bitcast(self.at(base, offset, kind), POINTER)
-        function = declared(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
+        function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
         for of_line in range(0, count * SIZES[kind], CACHE_LINE):
             self.build.call(function, [self.build.gep(start, [I64(of_line)]), I32(0), I32(2), I32(1)])
 
-    def in_all_lanes(self, value: ir.Value, lanes: int) -> ir.Value:
+    def broadcast(self, value: ir.Value, lanes: int) -> ir.Value:
         nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
         first = self.build.insert_element(nothing, value, I32(0))
         return self.build.shuffle_vector(first, nothing, constant(ir.VectorType(I32, lanes), 0))
@@ -126,7 +118,7 @@ class Code:
         step: int = 1,
         carried: Sequence[ir.Value] = (),
     ) -> list[ir.Value]:
-        """for i in range(start, stop, step): carried = body(i, *carried). Returns what is carried out."""
+        """Emit `for i in range(start, stop, step): carried = body(i, *carried)` and return the last carried values."""
         build, before = self.build, self.build.block
         start, stop = (I64(x) if isinstance(x, int) else x for x in (start, stop))
         head, end = build.append_basic_block("loop"), build.append_basic_block("end")
@@ -148,20 +140,20 @@ class Code:
             found[-1].add_incoming(again, last)
         return found
 
-    def least(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Of two int64."""
+    def min(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the smaller of two int64."""
         return self.build.select(self.build.icmp_signed("<", a, b), a, b)
 
-    def most(self, a: ir.Value, b: ir.Value) -> ir.Value:
+    def max(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.build.select(self.build.icmp_signed(">", a, b), a, b)
 
-    def greater(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Of two floats, lane by lane; b where a is not a number."""
+    def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Return the larger of two floats, lane by lane; b where a is NaN."""
         return self.build.select(self.build.fcmp_ordered(">", a, b), a, b)
 
     def add_product(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """a × b + c, rounded once where the machine can."""
-        function = declared(self.build.module, f"llvm.fmuladd.v{a.type.count}f32", a.type, *[a.type] * 3)
+        """Return a × b + c, rounded once where the processor has a fused multiply-add."""
+        function = declare(self.build.module, f"llvm.fmuladd.v{a.type.count}f32", a.type, *[a.type] * 3)
         return self.build.call(function, [a, b, c])
 
     def add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value, *, has_avx512_bf16: bool) -> ir.Value:
@@ -175,7 +167,7 @@ class Code:
         if has_avx512_bf16:
             pairs = ir.VectorType(BFLOAT16, 2 * total.type.count)
             name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * total.type.count}"
-            function = declared(build.module, name, total.type, total.type, pairs, pairs)
+            function = declare(build.module, name, total.type, total.type, pairs, pairs)
             return build.call(function, [total, build.bitcast(factor, pairs), build.bitcast(words, pairs)])
         for which in range(2):
             one, other = (self._half(pair, which) for pair in (factor, words))
@@ -183,13 +175,13 @@ class Code:
         return total
 
     def _half(self, pairs: ir.Value, which: int) -> ir.Value:
-        """One of each pair of bfloat16, as float32."""
+        """Return the lower (0) or upper (1) bfloat16 of each pair as float32."""
         kind, build = pairs.type, self.build
         bits = build.and_(pairs, constant(kind, -1 << 16)) if which else build.shl(pairs, constant(kind, 16))
         return build.bitcast(bits, ir.VectorType(F32, kind.count))
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """e to the x, x ≤ 0, within 2 units of the last place; never 0."""
+        """Return e to the x for x ≤ 0, within 2 units in the last place; never 0."""
         build, kind = self.build, x.type
         least = constant(kind, EXP_LEAST)
         x = build.select(build.fcmp_ordered("<", x, least), least, x)
@@ -208,7 +200,7 @@ class Code:
         return build.fmul(series, build.bitcast(build.add(exponent, constant(whole, 127 << 23)), kind))
 
     def reduce(self, vector: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """All lanes as one, halves joined with each other."""
+        """Reduce all lanes to one value, by joining halves."""
         while (half := vector.type.count // 2) > 0:
             halves = (ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half))
             vector = join(*(self.build.shuffle_vector(vector, vector, lanes) for lanes in halves))
@@ -216,7 +208,7 @@ class Code:
 
 
 class _Bfloat16(ir.Type):
-    """Which llvmlite has no name for."""
+    """LLVM's type `bfloat`, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -232,23 +224,23 @@ BFLOAT16 = _Bfloat16()
 
 
 def constant(kind: ir.Type, value: float) -> ir.Constant:
-    """That number, in all lanes."""
+    """Return a constant of `kind`; a vector has `value` in all lanes."""
     return ir.Constant(kind, [value] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, value)
 
 
-def declared(module: ir.Module, name: str, result: ir.Type, *args: ir.Type) -> ir.Function:
-    """A function that lies elsewhere."""
+def declare(module: ir.Module, name: str, result: ir.Type, *args: ir.Type) -> ir.Function:
+    """Return the declaration of a function that is defined outside of the module."""
     return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, args), name)
 
 
-def has_long_vectors() -> bool:
-    """Whether a vector has 16 lanes of float32 and there are 32 of them (AVX-512), and not 8 and 16."""
+def host_has_avx512() -> bool:
+    """Return whether the processor has AVX-512: 32 vectors of 16 float32, and not 16 vectors of 8."""
     return host_has("avx512f")
 
 
 def lanes_for(size: int) -> int:
-    """Of float32 in the longest vector that divides `size`."""
-    lanes = 16 if has_long_vectors() else 8
+    """Return the lanes of float32 in the longest vector that divides `size`."""
+    lanes = 16 if host_has_avx512() else 8
     while size % lanes:
         lanes //= 2
     return lanes
@@ -262,17 +254,17 @@ def _features() -> Any:
 
 
 def host_has(feature: str) -> bool:
-    """Whether the processor has what LLVM calls by that name."""
+    """Return whether the processor has the feature of that LLVM name."""
     return _features().get(feature, False)
 
 
 def processor() -> str:
-    """Name and features of the processor, for which compiled code is kept."""
+    """Return the name and features of the processor: compiled code is kept for these."""
     return f"{llvm.get_host_cpu_name()} {_features().flatten()}"
 
 
 def _machine() -> llvm.TargetMachine:
-    """Another one for each engine, which takes it over and frees it."""
+    """Return a new target machine: each execution engine takes over its own and frees it."""
     features = _features().flatten()
     return llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3
@@ -281,14 +273,14 @@ def _machine() -> llvm.TargetMachine:
 
 _lock = Lock()
 _engines: dict[str, Any] = {}
-"""By name. They own the code, which XLA may call for as long as the process lives."""
+"""Execution engines by module name. They own the code, which XLA may call for as long as the process lives."""
 
 
 def register(module: ir.Module) -> str:
     """Compile a module and make its handler known to XLA under the module's name, which is returned.
 
-    Steps are traced by several threads at once: whoever comes first compiles. What was compiled lies beside XLA's
-    executables in JAX's compilation cache, if there is one.
+    Several threads may trace steps at once: the first one compiles. Object code is kept beside XLA's executables in
+    JAX's compilation cache, if there is one.
     """
     with _lock:
         if module.name in _engines:
@@ -310,7 +302,7 @@ def register(module: ir.Module) -> str:
 
 
 class _KeptCode:
-    """What LLVM once made of a text for this processor, in a file behind its checksum."""
+    """Object code of a module for this processor, in a file that begins with its checksum."""
 
     def __init__(self, text: str) -> None:
         made_by = llvmlite.__version__, processor(), text
@@ -318,14 +310,14 @@ class _KeptCode:
         directory = jax.config.values.get("jax_compilation_cache_dir")
         self._path = Path(directory, f"native_{name}.o") if directory else None
         self.code: bytes | None = None
-        """None if there is none that is whole."""
+        """The object code; None if the file is missing or damaged."""
         with contextlib.suppress(OSError):
             content = self._path.read_bytes() if self._path else b""
             checksum, code = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
             self.code = code if checksum == hashlib.sha256(code).digest() else None
 
     def keep(self, code: bytes) -> None:
-        """For later processes; a cache that cannot be written is none."""
+        """Write the object code for later processes; a cache that cannot be written is ignored."""
         if self._path is None or self.code is not None:
             return
         with contextlib.suppress(OSError):

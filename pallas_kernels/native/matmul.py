@@ -5,7 +5,7 @@
     panel ──▶ for some rows of x at once:   sums [rows, 32] in registers, one value of x × 32 of W a time, k by k
 
 Each result is one sum in one order, whatever rows it is computed beside: its bits do not depend on how many there are.
-A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], for whatever the machine has: a matrix unit (cpu_tiles), or
+A panel of bfloat16 holds pairs, [N ÷ 32, K ÷ 2, 32, 2], for what the processor has: a matrix unit (`amx`), or
 vectors, which multiply both at once (AVX512-BF16) or one after the other as float32.
 """
 
@@ -23,19 +23,19 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from .amx import DEPTH, PANEL, WORTH_HELP, has_amx_unit, tile_handler
-from .llvm import F32, I32, I64, Code, constant, has_long_vectors, host_has, register
+from .llvm import F32, I32, I64, Code, constant, host_has, host_has_avx512, register
 from .xla_call import Buffer, handler
 
 VECTORS = 2
-"""Of sums of a row in registers."""
+"""Vectors of sums per row of x that stay in registers."""
 WORDS_AT_ONCE = 768
-"""Of a column, at most: that much of a panel stays in the second cache while all rows of x are multiplied with it."""
+"""Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows of x use it."""
 FETCHED_AHEAD = 32 * PANEL
-"""Words of a panel: processors do not fetch by themselves as far ahead as memory wants it."""
+"""Words of a panel by which prefetches run ahead: hardware prefetchers do not reach as far."""
 
 
 def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
-    """Of a weight [K, N] in panels. Columns and pairs that there are not are zeros."""
+    """Return the shape of a weight [K, N] in panels. Columns and pairs beyond N and K are zeros."""
     panels = -(-num_out // PANEL)
     if jnp.dtype(dtype) == jnp.bfloat16:
         return panels, -(-depth // DEPTH) * DEPTH // 2, PANEL, 2
@@ -43,7 +43,7 @@ def panels_shape(depth: int, num_out: int, dtype: Any) -> tuple[int, ...]:
 
 
 def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
-    """`buffer`, of that shape, with zeros where no column and no pair will be written."""
+    """Return `buffer`, of the shape `panels_shape`, with zeros where no column and no pair will be written."""
     if num_out % PANEL:
         buffer[-1] = 0
     if buffer.ndim == 4:
@@ -52,7 +52,7 @@ def empty_panels(depth: int, num_out: int, buffer: np.ndarray) -> np.ndarray:
 
 
 def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
-    """Write W[:, first + i] = columns[i], columns [n, K] as a checkpoint has them, into their panels."""
+    """Write W[:, first + i] = columns[i] into panels, for columns [n, K] as a checkpoint stores them."""
     depth = columns.shape[1]
     # [panel, column, K], or with pairs of K: as a checkpoint counts.
     turned = panels.transpose(0, 2, 1) if panels.ndim == 3 else panels.transpose(0, 2, 1, 3)
@@ -76,7 +76,7 @@ def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
 
 
 def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
-    """W[:, ids], turned round: rows of embeddings."""
+    """Return W[:, ids] transposed: rows of embeddings."""
     bits = panels
     if panels.dtype == jnp.bfloat16:
         # XLA would make float32 of all of W; and, ahead of a loop that decodes, all of its bits, but for the barrier.
@@ -87,7 +87,7 @@ def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> 
 
 
 def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> Float[Array, "R N"]:
-    """x · W in float32, both of float32 or both of bfloat16; W [K, num_out] in panels."""
+    """Return x · W in float32, for x and W both float32 or both bfloat16; W [K, num_out] is in panels."""
     # Native code reads what it is given as what it was made for.
     if x.dtype != panels.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
@@ -100,25 +100,25 @@ def product(x: Float[Array, "R K"], panels: Float[Array, ...], num_out: int) -> 
     is_bf16_packed = x.dtype == jnp.bfloat16
     if is_bf16_packed and (rest := 2 * panels.shape[1] - x.shape[1]):
         x = jnp.pad(x, ((0, 0), (0, rest)))
-    num_rows, has_long = x.shape[0], has_long_vectors()
+    num_rows, has_avx512 = x.shape[0], host_has_avx512()
     if is_bf16_packed and has_amx_unit():
         name = tile_handler()
     else:
-        num_groups = -(-num_rows // _most_rows(has_long))
-        name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_long, num_rows // num_groups)
+        num_groups = -(-num_rows // _most_rows(has_avx512))
+        name = _handler(is_bf16_packed, is_bf16_packed and host_has("avx512bf16"), has_avx512, num_rows // num_groups)
     out = ffi_call(name, jax.ShapeDtypeStruct((num_rows, panels.shape[0] * PANEL), jnp.float32))(x, panels)
     return out[:, :num_out]
 
 
-def _most_rows(has_long: bool) -> int:
-    """Of x that are multiplied at once: their sums stay in registers."""
-    return 12 if has_long else 6
+def _most_rows(has_avx512: bool) -> int:
+    """Return the rows of x that are multiplied together, whose sums all stay in registers."""
+    return 12 if has_avx512 else 6
 
 
 @cache
-def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_long: bool, group: int) -> str:
+def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, group: int) -> str:
     """Return the name of the custom call that takes rows in groups of `group` and of one more."""
-    lanes, most_rows = 16 if has_long else 8, _most_rows(has_long)
+    lanes, most_rows = 16 if has_avx512 else 8, _most_rows(has_avx512)
     none = constant(ir.VectorType(F32, lanes), 0.0)
     # Of what is read at once of a row of x, and of a column.
     kind = I32 if is_bf16_packed else F32
@@ -151,24 +151,24 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_long: bool, group:
 
             def add_products(k: ir.Value, *sums: ir.Value) -> list[ir.Value]:
                 at = add(add(panel, mul(k, I64(PANEL))), I64(column))
-                w = [code.load_lanes(panels, add(at, I64(v * lanes)), kind, lanes) for v in range(VECTORS)]
-                code.fetch(panels, add(at, I64(FETCHED_AHEAD)), kind, VECTORS * lanes)
+                w = [code.load_vector(panels, add(at, I64(v * lanes)), kind, lanes) for v in range(VECTORS)]
+                code.prefetch(panels, add(at, I64(FETCHED_AHEAD)), kind, VECTORS * lanes)
                 found = []
                 for i, start in enumerate(starts):
-                    factor = code.in_all_lanes(code.load(x, add(start, k), kind), lanes)
+                    factor = code.broadcast(code.load(x, add(start, k), kind), lanes)
                     for v in range(VECTORS):
                         found.append(
                             code.add_words(factor, w[v], sums[i * VECTORS + v], has_avx512_bf16=has_avx512_bf16)
                         )
                 return found
 
-            before = [build.select(is_begun, code.load_lanes(out, place, F32, lanes), none) for place in places]
+            before = [build.select(is_begun, code.load_vector(out, place, F32, lanes), none) for place in places]
             for place, total in zip(places, code.loop(begin, end, add_products, carried=before), strict=True):
                 code.store_vector(total, out, place)
 
         def some_depth(index: ir.Value) -> None:
             begin = mul(index, part)
-            end = code.least(add(begin, part), depth)
+            end = code.min(add(begin, part), depth)
 
             def of_size(count: int, before: ir.Value | int) -> Callable[[ir.Value], None]:
                 def some_columns(index: ir.Value) -> None:

@@ -1,4 +1,4 @@
-"""Rows by their root mean square on a CPU, in native code: a row's bits do not depend on how many rows there are.
+"""RMS norm on a CPU, in native code: a row's bits do not depend on how many rows there are.
 
 XLA:CPU adds the squares of a row up in another order where there are few rows: a request that is alone would not get
 the logprobs that it gets in company.
@@ -14,18 +14,18 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float
 from llvmlite import ir
 
-from .llvm import F32, I64, Code, constant, declared, lanes_for, register
+from .llvm import F32, I64, Code, constant, declare, lanes_for, register
 from .xla_call import Buffer, handler
 
-SUMS = 4
-"""Of a row at most, each in a vector: one would wait for itself."""
+NUM_ACCUMULATORS = 4
+"""Independent partial sums per row at most, a vector each; a single one would stall on FMA latency."""
 ROWS_OF_UNIT = 16
 WORTH_HELP = 1 << 17
-"""Numbers. Fewer are done before another core has heard of them."""
+"""Elements from which on a second thread is worth waking."""
 
 
 def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
-    """x ÷ √(mean(x²) + eps) × weight, all in float32."""
+    """Return x ÷ √(mean(x²) + eps) × weight, all in float32."""
     # Native code reads what it is given as what it was made for.
     if x_TD.dtype != jnp.float32 or weight_D.dtype != jnp.float32:
         raise ValueError(f"rms_norm: got rows of {x_TD.dtype} and a weight of {weight_D.dtype}, wanted float32")
@@ -38,9 +38,9 @@ def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float
 
 @cache
 def _handler(size: int, eps: float) -> str:
-    """For rows of that size."""
+    """Return the name of the custom call for rows of `size` elements."""
     lanes = lanes_for(size)
-    vectors = next(count for count in range(SUMS, 0, -1) if size % (count * lanes) == 0)
+    vectors = next(count for count in range(NUM_ACCUMULATORS, 0, -1) if size % (count * lanes) == 0)
     kind = ir.VectorType(F32, lanes)
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
@@ -53,7 +53,7 @@ def _handler(size: int, eps: float) -> str:
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
         x, weight, out, num_rows = given
         build = code.build
-        square_root = declared(build.module, "llvm.sqrt.f32", F32, F32)
+        square_root = declare(build.module, "llvm.sqrt.f32", F32, F32)
 
         def of_row(row: ir.Value) -> None:
             start = build.mul(row, I64(size))
@@ -72,7 +72,7 @@ def _handler(size: int, eps: float) -> str:
                 total = build.fadd(total, other)
             mean = build.fdiv(code.reduce(total, build.fadd), constant(F32, float(size)))
             root = build.call(square_root, [build.fadd(mean, constant(F32, eps))])
-            factor = code.in_all_lanes(build.fdiv(constant(F32, 1.0), root), lanes)
+            factor = code.broadcast(build.fdiv(constant(F32, 1.0), root), lanes)
 
             def scale(place: ir.Value) -> None:
                 values = code.load_vector(x, build.add(start, place), F32, lanes)
@@ -83,6 +83,6 @@ def _handler(size: int, eps: float) -> str:
             code.loop(0, size, scale, step=lanes)
 
         first = build.mul(unit, I64(ROWS_OF_UNIT))
-        code.loop(first, code.least(build.add(first, I64(ROWS_OF_UNIT)), num_rows), of_row)
+        code.loop(first, code.min(build.add(first, I64(ROWS_OF_UNIT)), num_rows), of_row)
 
     return register(handler(f"jpaged_rms_norm_{size}_{lanes}_{eps.hex()}", 2, 1, prepare, body))

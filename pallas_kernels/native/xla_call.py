@@ -38,17 +38,17 @@ from .ffi import (
     check_interface,
     interface_header,
 )
-from .llvm import I32, I64, POINTER, Code, declared, register
+from .llvm import I32, I64, POINTER, Code, declare, register
 
 # And in a job's own block: units taken so far, units done, holders left, then its values.
 TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
 LEAST_IN_LARGE_PAGES = 256 << 20
-"""Bytes. Less is found nearly as soon in small pages, and whoever is the first to touch a large one zeroes 2 MB."""
+"""Bytes from which on large system pages are asked for: the first touch of each makes the system zero 2 MB."""
 
 
 class Buffer:
-    """An argument or a result of a handler."""
+    """An argument or a result of a handler: its data and its dimensions."""
 
     def __init__(self, code: Code, of: ir.Value, index: int) -> None:
         self._code, self._buffer = code, code.load(of, index, POINTER)
@@ -62,14 +62,14 @@ class Buffer:
 
 
 Prepare = Callable[[Code, list[Buffer], list[Buffer]], tuple[list[ir.Value], ir.Value, ir.Value]]
-"""(code, arguments, results) → what `body` is given: addresses and int64; the number of units; whether it is worth
-the while of other threads."""
+"""(code, arguments, results) → the values that `body` is given, addresses and int64; the number of units; whether
+the work is worth waking other threads."""
 Body = Callable[[Code, list[ir.Value], ir.Value], None]
-"""(code, those values, unit): computes one unit, whatever thread it is on."""
+"""(code, values, unit): computes one unit, on any thread."""
 
 
 def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Body) -> ir.Module:
-    """A module with an XLA handler of that name, whose units its caller and XLA's threads share."""
+    """Return a module with an XLA handler of that name, whose units its caller and XLA's threads share."""
     module = ir.Module(name)
     module.triple = llvm.get_default_triple()
     function = ir.Function(module, ir.FunctionType(POINTER, [POINTER]), name)
@@ -80,10 +80,10 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     values, num_units, is_large = prepare(
         code, [Buffer(code, args, i) for i in range(num_args)], [Buffer(code, rets, i) for i in range(num_rets)]
     )
-    # A helper may begin after the caller has left: the job is of neither, and whoever comes last frees it.
+    # A helper may begin after the caller has left, so the job belongs to neither: its last holder frees it.
     kinds = [value.type for value in values]
     work = _work(module, kinds, body)
-    job = build.call(declared(module, "malloc", POINTER, I64), [I64(8 * (VALUES + 1 + len(values)))])
+    job = build.call(declare(module, "malloc", POINTER, I64), [I64(8 * (VALUES + 1 + len(values)))])
     for offset, value in enumerate((I64(0), I64(0), I64(1), num_units, *values)):
         code.store(value, job, offset)
     with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
@@ -102,7 +102,7 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
 
 
 def _answer_metadata(code: Code, frame: ir.Value) -> None:
-    """Before anything is computed, XLA asks which version of its interface a handler was written for."""
+    """Emit the answer to XLA, which asks a handler for its interface version before it computes anything."""
     build = code.build
     extension = code.load(frame, FRAME_EXTENSION, POINTER)
     with build.if_then(_is_one(code, extension)):
@@ -116,7 +116,7 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
 
 
 def _work(module: ir.Module, kinds: list[ir.Type], body: Body) -> ir.Function:
-    """work(job): units until none is left."""
+    """Emit the function work(job), which takes units until none is left."""
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "work")
     work.linkage = "internal"
     code = Code(work)
@@ -140,7 +140,7 @@ def _work(module: ir.Module, kinds: list[ir.Type], body: Body) -> ir.Function:
 
 
 def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value, num_units: ir.Value) -> None:
-    """Have every other thread of XLA's pool work on the job; none may come, if they have better to do."""
+    """Emit the scheduling of `work` on every other thread of XLA's pool. Busy threads may never run it."""
     build, module = code.build, code.build.module
     helper = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER]), "help")
     helper.linkage = "internal"
@@ -152,7 +152,7 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
     num_threads = code.allocate(I64, 1)
     code.store(I64(1), num_threads, 0)
     _destroy(code, api, _call(code, api, NUM_THREADS, context, num_threads))
-    num_helpers = build.sub(code.least(code.load(num_threads, 0, I64), num_units), I64(1))
+    num_helpers = build.sub(code.min(code.load(num_threads, 0, I64), num_units), I64(1))
     build.atomic_rmw("add", code.at(job, HOLDERS, I64), num_helpers, "monotonic")
 
     def schedule(_: ir.Value) -> None:
@@ -165,7 +165,7 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
 
 
 def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
-    """A function of the interface, which takes the address of its arguments; returns its error, or null."""
+    """Emit a call of a function of the interface with the address of its arguments; return its error, or null."""
     block = code.allocate(I64, 2 + len(args))
     for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
         code.store(word, block, offset)
@@ -179,27 +179,29 @@ def _is_one(code: Code, pointer: ir.Value) -> ir.Value:
 
 
 def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
-    """An error, if it is one: whoever is not helped works alone."""
+    """Emit the release of an error, if there is one: without helpers the caller does all units."""
     with code.build.if_then(_is_one(code, error)):
         _call(code, api, DESTROY_ERROR, error)
 
 
 def _leave(code: Code, job: ir.Value) -> None:
-    """One holder less; the last one frees the job."""
+    """Emit the release of a job by one of its holders; the last holder frees it."""
     build = code.build
     left = build.atomic_rmw("sub", code.at(job, HOLDERS, I64), I64(1), "acq_rel")
     with build.if_then(build.icmp_signed("==", left, I64(1))):
-        build.call(declared(build.module, "free", ir.VoidType(), POINTER), [job])
+        build.call(declare(build.module, "free", ir.VoidType(), POINTER), [job])
 
 
 def uninitialized(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array whose memory nobody has touched, where XLA:CPU would fill it with zeros. A large one is in large pages
-    where the system has them, which a processor finds sooner."""
-    return jax.ffi.ffi_call(_nothing(len(shape), jnp.dtype(dtype).itemsize), jax.ShapeDtypeStruct(shape, dtype))()
+    """Return an array of untouched memory, where XLA:CPU would write zeros.
+
+    A large one lies in large system pages, where there are any: they cost a processor fewer address translations.
+    """
+    return jax.ffi.ffi_call(_uninitialized(len(shape), jnp.dtype(dtype).itemsize), jax.ShapeDtypeStruct(shape, dtype))()
 
 
 @cache
-def _nothing(rank: int, item_size: int) -> str:
+def _uninitialized(rank: int, item_size: int) -> str:
     def prepare(code: Code, _: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         build, num_bytes = code.build, I64(item_size)
         for dimension in range(rank):
@@ -207,7 +209,7 @@ def _nothing(rank: int, item_size: int) -> str:
         if sys.platform == "linux":
             start = build.ptrtoint(rets[0].data, I64)
             first = build.and_(build.add(start, I64(SYSTEM_PAGE - 1)), I64(-SYSTEM_PAGE))
-            advise = declared(build.module, "madvise", I32, POINTER, I64, I32)
+            advise = declare(build.module, "madvise", I32, POINTER, I64, I32)
             length = build.sub(build.add(start, num_bytes), first)
             with build.if_then(build.icmp_signed(">=", num_bytes, I64(LEAST_IN_LARGE_PAGES))):
                 # A kernel without them says so, and nothing is lost.

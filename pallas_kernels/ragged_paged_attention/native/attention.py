@@ -1,7 +1,7 @@
-"""Attention over pages on a CPU: native code, see cpu_handler.
+"""Attention over pages in native code: which tokens form a tile, and which pages each tile goes through.
 
     unit = (tile, KV head)     a tile: tokens of rows that begin with the same pages, or of one row
-      page by page ──▶ scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       cpu_queries, cpu_query_tiles
+      page by page ──▶ scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       queries, query_tiles
 
     shared tiles     decode rows that begin with the same pages: those for all rows at once, then each goes on by itself
     decode rows      that are in no such tile
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from ...native.amx import has_amx_unit
-from ...native.llvm import F32, I64, Code, constant, has_long_vectors, host_has, register
+from ...native.llvm import F32, I64, Code, constant, host_has, host_has_avx512, register
 from ...native.xla_call import Buffer, handler
 from ..tile_plan import PlanSections
 from .pages import NativePages, as_words
@@ -32,7 +32,7 @@ from .queries import Queries, Shape
 from .query_tiles import TiledQueries
 
 WORTH_HELP = 1 << 17
-"""Values of keys, from which on a second thread is worth waking."""
+"""Elements of keys from which on a second thread is worth waking."""
 
 
 def attend_tiles(
@@ -63,7 +63,7 @@ def attend_tiles(
         soft_cap=pages.options.soft_cap,
         has_sinks=sinks is not None,
         max_tokens=max_tokens,
-        has_long=has_long_vectors(),
+        has_avx512=host_has_avx512(),
         has_avx512_bf16=host_has("avx512bf16"),
         has_amx=has_amx_unit(),
     )
@@ -140,22 +140,24 @@ def _attend_handler(shape: Shape) -> str:
             at = build.select(is_shared, add(place, i), I64(0))
             member = code.load_index(members, at)
             token = build.select(is_shared, member, build.select(is_decode, decode, add(start, i)))
-            queries.note(i, token, build.select(is_shared, member, build.select(is_decode, decode, row)), positions)
+            queries.set_token(
+                i, token, build.select(is_shared, member, build.select(is_decode, decode, row)), positions
+            )
             queries.start(i, head, q, sinks)
 
         code.loop(0, count, note)
 
         def page_of(row: ir.Value, index: ir.Value) -> ir.Value:
-            """Number of a page of this KV head, among those of all layers."""
+            """Return the index of a page of this KV head among the pages of all layers and heads."""
             page = add(first_page, code.load_index(tables, add(mul(row, table_len), index)))
             return add(mul(page, I64(num_kv_heads)), head)
 
         def see(first: ir.Value, last: ir.Value, begin: ir.Value, end: ir.Value) -> None:
-            """Tokens first … last of the tile go through pages begin … end of the first one's row."""
+            """Let tokens first … last of the tile attend to pages begin … end of the first token's row."""
             row = queries.row(first)
 
             def see_page(index: ir.Value) -> None:
-                following = page_of(row, code.least(add(index, I64(1)), sub(end, I64(1))))
+                following = page_of(row, code.min(add(index, I64(1)), sub(end, I64(1))))
                 queries.see_page(first, last, page_of(row, index), following, mul(index, I64(page_size)))
 
             code.loop(begin, end, see_page)
@@ -188,9 +190,9 @@ def _clear_padding(
     num_prefill: ir.Value,
     prefill: Buffer,
 ) -> None:
-    """Zeros for the tokens behind the last tile's."""
+    """Write zeros for the padding tokens, which follow the last tile."""
     build = code.build
-    last = code.most(build.sub(num_prefill, I64(1)), I64(0))
+    last = code.max(build.sub(num_prefill, I64(1)), I64(0))
     start, length = (
         code.load_index(prefill.data, build.add(build.mul(I64(kind), prefill.size(1)), last)) for kind in (1, 2)
     )

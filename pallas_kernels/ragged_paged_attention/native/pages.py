@@ -25,13 +25,13 @@ from ...native.xla_call import Buffer, handler
 from ..layer_pages import LayerPages
 
 PACKED_BF16 = jnp.uint32
-"""Of bfloat16 numbers."""
+"""Dtype of arrays that hold pairs of bfloat16."""
 WORTH_HELP = 1 << 11
-"""Values written, from which on a second thread is worth waking: a key lies in as many cache lines as it has words."""
+"""Elements written from which on a second thread is worth waking: each word of a key lies in its own cache line."""
 FEW_TOKENS, MANY_TOKENS = 4, 16
-"""That a unit writes: of a prompt, so many as have their words in one cache line."""
+"""Tokens that one unit writes. The words of 16 consecutive tokens of a prompt share cache lines."""
 MOST_IN_FEW = 64
-"""Tokens of a step that is cut into units of few: each is of another row."""
+"""Steps of at most as many tokens are cut into small units: each token is of another row."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NativePages(LayerPages):
         return self.keys.shape[3]
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
-        """ValueError for arrays that native code would misread: it takes them for what it was made for."""
+        """Raise ValueError for arrays of another shape or dtype: native code does not look at either."""
         sizes = self.keys.shape[0], num_kv_heads, self.page_size, head_size
         dtype = PACKED_BF16 if self.is_bf16_packed else jnp.float32
         wanted = [(shape, dtype) for shape in pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)]
@@ -60,20 +60,20 @@ class NativePages(LayerPages):
 
 
 def words_of(size: int, *, is_bf16_packed: bool) -> int:
-    """That so many numbers lie in."""
+    """Return the number of words that hold `size` numbers."""
     return -(-size // 2) if is_bf16_packed else size
 
 
 def pages_shapes(
     num_pages: int, num_kv_heads: int, page_size: int, head_size: int, *, is_bf16_packed: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values."""
+    """Return the shapes of the arrays of keys and of values."""
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
     return (num_pages, num_kv_heads, key_words, page_size), (num_pages, num_kv_heads, value_words, head_size)
 
 
 def as_words(x: Float[Array, "*rows H"], *, is_bf16_packed: bool) -> Float[Array, "*rows H2"]:
-    """For native code to read by the word: float32, or an even number of bfloat16, the last one a zero if it is new."""
+    """Return x as native code reads it by the word: float32, or bfloat16 padded with a zero to an even number."""
     if not is_bf16_packed:
         return x.astype(jnp.float32)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)]).astype(jnp.bfloat16)
@@ -82,7 +82,7 @@ def as_words(x: Float[Array, "*rows H"], *, is_bf16_packed: bool) -> Float[Array
 def write_pages(
     pages: NativePages, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]
 ) -> tuple[Array, Array]:
-    """Write k and v into `slots` of the layer, in place; returns all keys and values."""
+    """Write k and v into `slots` of the layer, in place; return all keys and values."""
     num_kv_heads, head_size = k.shape[1:]
     pages.check(num_kv_heads, head_size)
     stored = jnp.dtype(jnp.bfloat16) if pages.is_bf16_packed else pages.keys.dtype
@@ -119,7 +119,7 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         begin = mul(unit, in_unit)
 
         def key_word(source: ir.Value, word: ir.Value) -> ir.Value:
-            """Of a token's key."""
+            """Load one word of a token's key."""
             if not is_bf16_packed:
                 return code.load(k, add(source, word), F32)
             at = add(source, mul(word, I64(2)))
@@ -154,7 +154,7 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
                 code.loop(0, key_words, write_key)
                 code.loop(0, head_size, write_value)
 
-        code.loop(begin, code.least(add(begin, in_unit), num_tokens), write)
+        code.loop(begin, code.min(add(begin, in_unit), num_tokens), write)
 
     name = "_".join(["jpaged_write", *map(str, (int(is_bf16_packed), num_kv_heads, head_size, page_size))])
     return register(handler(name, 6, 2, prepare, body))

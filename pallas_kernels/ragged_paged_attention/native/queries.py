@@ -1,9 +1,9 @@
-"""The queries of one KV head for the tokens of a tile, and what they have seen so far: native code of cpu_attention.
+"""The queries of one KV head for the tokens of a tile, and their running softmax, in native code.
 
     page by page:  scores [queries, Z] ──▶ weights ──▶ sums [queries, H]       an online softmax
 
 Queries, of all tokens one after the other, and their sums lie in the unit's own memory. Numbers of bfloat16 lie in
-pairs, see cpu_pages: queries are rounded to it, and so are weights, one relative to the maximum so far; sums are
+pairs, see `pages`: queries are rounded to it, and so are weights, one relative to the maximum so far; sums are
 float32.
 """
 
@@ -20,44 +20,44 @@ from .pages import words_of
 
 @dataclass(frozen=True)
 class Shape:
-    """What native attention is made for."""
+    """Sizes and features for which a handler of native attention is compiled."""
 
     is_bf16_packed: bool
     num_kv_heads: int
     group: int
-    """Queries of a KV head."""
+    """Query heads per KV head."""
     head_size: int
     page_size: int
     window: int | None
     soft_cap: float | None
     has_sinks: bool
     max_tokens: int
-    """Of a tile."""
-    has_long: bool
-    """Vectors of 16 lanes, and not of 8."""
+    """Tokens of a tile at most."""
+    has_avx512: bool
+    """Vectors have 16 lanes, not 8."""
     has_avx512_bf16: bool
-    """The processor multiplies pairs."""
+    """The processor multiplies pairs of bfloat16 (AVX512-BF16)."""
     has_amx: bool
     """The processor has a matrix unit (AMX)."""
 
     @property
     def key_words(self) -> int:
-        """Of a slot, and of a query."""
+        """Words of the key of one slot, and of one query."""
         return words_of(self.head_size, is_bf16_packed=self.is_bf16_packed)
 
     @property
     def value_words(self) -> int:
-        """Of a lane of a head, and of a query's weights."""
+        """Words of one lane of a page's values, and of one query's weights."""
         return words_of(self.page_size, is_bf16_packed=self.is_bf16_packed)
 
     @property
     def num_queries(self) -> int:
-        """Of a tile, at most."""
+        """Queries of a tile at most."""
         return self.max_tokens * self.group
 
     @property
     def name(self) -> str:
-        """Of the handler."""
+        """Name of the handler."""
         sizes = (getattr(self, name) for name in self.__dataclass_fields__)
         return "_".join(["jpaged_attend", *(str(int(x) if isinstance(x, bool) else x) for x in sizes)]).replace(
             ".", "p"
@@ -65,27 +65,27 @@ class Shape:
 
 
 class Queries:
-    """Vectors of a page's slots for scores, of a head's lanes for sums; a subclass has the matrix unit multiply."""
+    """Computes by vectors of a page's slots (scores) and of a head's lanes (sums); a subclass uses the matrix unit."""
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
-        """`keys` and `values`: where those of all layers begin."""
+        """`keys` and `values` are the addresses of the keys and values of all layers."""
         self.code, self.shape = code, shape
         self.keys, self.values = keys, values
         self.word = I32 if shape.is_bf16_packed else F32
         # With a vector of each query or of what it is multiplied with, as many sums stay in registers.
-        vectors_at_once, queries_at_once = (4, 6) if shape.has_long else (2, 4)
+        vectors_at_once, queries_at_once = (4, 6) if shape.has_avx512 else (2, 4)
         self.slot_lanes, self.slot_span = _lanes_and_span(shape.page_size, vectors_at_once)
         self.head_lanes, self.head_span = _lanes_and_span(shape.head_size, vectors_at_once)
         self.tokens_at_once = max(1, queries_at_once // shape.group)
         num_parts = -(-shape.group // queries_at_once)
         bounds = [shape.group * part // num_parts for part in range(num_parts + 1)]
         self.parts = [range(*bounds[part : part + 2]) for part in range(num_parts)]
-        """Queries of a token that are multiplied at once."""
+        """Groups of a token's queries that are multiplied together."""
         num_queries, num_scored = self.room()
         self.queries = code.allocate(self.word, num_queries * shape.key_words)
         self.sums = code.allocate(F32, num_queries * shape.head_size)
         self.scores = code.allocate(F32, num_scored * shape.page_size)
-        """And weights, if they are not rounded."""
+        """Scores, and in float32 also the weights that replace them."""
         self.weights = code.allocate(I32, num_scored * shape.value_words) if shape.is_bf16_packed else self.scores
         if shape.page_size % 2 and shape.is_bf16_packed:
             code.loop(0, num_scored * shape.value_words, lambda at: code.store(I32(0), self.weights, at))
@@ -93,17 +93,17 @@ class Queries:
         self.tokens, self.rows, self.lens = (code.allocate(I64, shape.max_tokens) for _ in range(3))
 
     def room(self) -> tuple[int, int]:
-        """Queries that there is room for, and how many of them have their scores kept at once."""
+        """Return the number of queries that memory is allocated for, and of those whose scores are kept at once."""
         return self.shape.num_queries, self.tokens_at_once * self.shape.group
 
     def begin(self) -> None:
-        """Before the first page."""
+        """Emit what comes before the first page."""
 
     def end(self) -> None:
-        """After the last one."""
+        """Emit what comes after the last page."""
 
-    def note(self, i: ir.Value, token: ir.Value, row: ir.Value, positions: ir.Value) -> None:
-        """Token i of the tile."""
+    def set_token(self, i: ir.Value, token: ir.Value, row: ir.Value, positions: ir.Value) -> None:
+        """Record token i of the tile: its index in the step, its row and its length."""
         self.code.store(token, self.tokens, i)
         self.code.store(row, self.rows, i)
         self.code.store(self.code.build.add(self.code.load_index(positions, token), I64(1)), self.lens, i)
@@ -112,7 +112,7 @@ class Queries:
         return self.code.load(self.rows, i, I64)
 
     def num_pages(self, i: ir.Value) -> ir.Value:
-        """That token i looks at, if not from the first on."""
+        """Return the number of pages up to the position of token i."""
         build = self.code.build
         return build.sdiv(
             build.add(self.code.load(self.lens, i, I64), I64(self.shape.page_size - 1)), I64(self.shape.page_size)
@@ -122,26 +122,26 @@ class Queries:
         return self.code.build.sdiv(self._oldest(i), I64(self.shape.page_size))
 
     def _oldest(self, i: ir.Value) -> ir.Value:
-        """The first position that token i sees."""
+        """Return the first position that token i sees."""
         if self.shape.window is None:
             return I64(0)
-        return self.code.most(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
+        return self.code.max(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
     def seen(self, i: ir.Value, first_slot: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """From which slot of a page to which token i sees it: none, if that is not ahead."""
+        """Return the first slot of a page that token i sees, and the slot after the last; equal or descending: none."""
         code, build = self.code, self.code.build
-        seen_from = code.most(build.sub(self._oldest(i), first_slot), I64(0))
+        seen_from = code.max(build.sub(self._oldest(i), first_slot), I64(0))
         length = build.sub(code.load(self.lens, i, I64), first_slot)
-        return seen_from, code.least(length, I64(self.shape.page_size))
+        return seen_from, code.min(length, I64(self.shape.page_size))
 
     def of_token(self, i: ir.Value, head: ir.Value) -> ir.Value:
-        """Number of the first query of token i among those of all tokens and heads."""
+        """Return the index of the first query of token i among those of all tokens and heads."""
         build = self.code.build
         heads_before = build.mul(self.code.load(self.tokens, i, I64), I64(self.shape.num_kv_heads))
         return build.mul(build.add(heads_before, head), I64(self.shape.group))
 
     def start(self, i: ir.Value, head: ir.Value, q: ir.Value, sinks: ir.Value) -> None:
-        """Nothing seen but the sinks."""
+        """Initialise the softmax of token i: empty, or with the sinks."""
         code, build, shape = self.code, self.code.build, self.shape
         first = build.mul(i, I64(shape.group))
 
@@ -168,14 +168,14 @@ class Queries:
         )
 
     def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
-        """Sums become means; zeros where nothing was seen."""
+        """Write the weighted means of token i to `out`; zeros where no key was seen."""
         code, build, group, head_size = self.code, self.code.build, self.shape.group, self.shape.head_size
         first, target = build.mul(i, I64(group)), self.of_token(i, head)
 
         def finish(g: ir.Value) -> None:
             total = code.load(self.totals, build.add(first, g), F32)
             is_none = build.fcmp_ordered("==", total, constant(F32, 0.0))
-            total = code.in_all_lanes(build.select(is_none, constant(F32, 1.0), total), self.head_lanes)
+            total = code.broadcast(build.select(is_none, constant(F32, 1.0), total), self.head_lanes)
 
             def divide(h: ir.Value) -> None:
                 at, to = (build.add(build.mul(build.add(x, g), I64(head_size)), h) for x in (first, target))
@@ -189,9 +189,10 @@ class Queries:
     def see_page(
         self, first: ir.Value, last: ir.Value, page: ir.Value, following: ir.Value, first_slot: ir.Value
     ) -> None:
-        """Tokens first … last see `page` of all pages and KV heads, those at once that have their sums in registers.
+        """Let tokens first … last attend to `page`, an index among the pages of all layers and KV heads.
 
-        Its first slot is that position. `following` is the page to be seen next.
+        `first_slot` is the position of the page's first slot, `following` the page that comes next. As many tokens are
+        computed together as have their sums in registers.
         """
         code, build = self.code, self.code.build
         num_together, alone = self.tokens_at_once, first
@@ -201,14 +202,14 @@ class Queries:
         code.loop(alone, last, lambda i: self._see(i, 1, page, following, first_slot))
 
     def _see(self, i: ir.Value, count: int, page: ir.Value, following: ir.Value | None, first_slot: ir.Value) -> None:
-        """As many tokens from i on see a page. For a token alone with it, what is to be read next is fetched ahead."""
+        """Let `count` tokens from i on attend to a page; with `following`, prefetch what is read next."""
         code, build, shape = self.code, self.code.build, self.shape
         tokens = [build.add(i, I64(j)) for j in range(count)]
         # Slots of the page that any of them sees: those that a token does not see weigh nothing for it.
         seen_from, seen_to = zip(*(self.seen(token, first_slot) for token in tokens), strict=True)
         any_from, any_to = seen_from[0], seen_to[0]
         for one_from, one_to in zip(seen_from[1:], seen_to[1:], strict=True):
-            any_from, any_to = code.least(any_from, one_from), code.most(any_to, one_to)
+            any_from, any_to = code.min(any_from, one_from), code.max(any_to, one_to)
         first = build.mul(i, I64(shape.group))
         with build.if_then(build.icmp_signed("<", any_from, any_to)):
             for part in self.parts:
@@ -223,7 +224,7 @@ class Queries:
                 self._sum_values(first, count, part, page, of_part, any_from, any_to)
 
     def _score(self, first: ir.Value, count: int, part: range, page: ir.Value, fetches: bool) -> None:
-        """scores[query, z] = q · k[:, z], some queries and slots at once."""
+        """Compute scores[query, z] = q · k[:, z], some queries and slots at a time."""
         code, add, mul, shape = self.code, self.code.build.add, self.code.build.mul, self.shape
         page_size, key_words = shape.page_size, shape.key_words
         begin = mul(page, I64(key_words * page_size))
@@ -237,12 +238,12 @@ class Queries:
             def word_of_head(word: ir.Value, *scores: ir.Value) -> list[ir.Value]:
                 in_page = add(mul(word, I64(page_size)), slot)
                 at = add(begin, in_page)
-                k = [code.load_lanes(self.keys, add(at, I64(x)), self.word, self.slot_lanes) for x in vectors]
+                k = [code.load_vector(self.keys, add(at, I64(x)), self.word, self.slot_lanes) for x in vectors]
                 if fetches:
-                    code.fetch(self.values, add(values, in_page), self.word, self.slot_span)
+                    code.prefetch(self.values, add(values, in_page), self.word, self.slot_span)
                 found = []
                 for index, query in enumerate(queries):
-                    ours = code.in_all_lanes(code.load(self.queries, add(query, word), self.word), self.slot_lanes)
+                    ours = code.broadcast(code.load(self.queries, add(query, word), self.word), self.slot_lanes)
                     so_far = scores[index * len(k) : (index + 1) * len(k)]
                     found += [self._add_words(ours, x, score) for x, score in zip(k, so_far, strict=True)]
                 return found
@@ -258,11 +259,11 @@ class Queries:
         return self.code.add_words(factor, words, total, has_avx512_bf16=self._fills_avx512(words.type.count))
 
     def _fills_avx512(self, lanes: int) -> bool:
-        """A page or a head may be cut into vectors too short for the processor's instructions for pairs."""
+        """Return whether vectors of `lanes` are long enough for the instructions for pairs."""
         return self.shape.has_avx512_bf16 and lanes == LONG_LANES
 
     def weigh(self, query: ir.Value, place: ir.Value, first_slot: ir.Value, end: ir.Value) -> None:
-        """Scores become weights, relative to the maximum so far; what was summed before shrinks accordingly.
+        """Turn scores into weights, relative to the maximum so far, and scale the earlier sums accordingly.
 
         The query's scores are those at `place`, of the slots up to `end`.
         """
@@ -274,10 +275,10 @@ class Queries:
         weights_of = mul(place, I64(2 * shape.value_words)) if shape.is_bf16_packed else scores_of
         none = constant(ir.VectorType(F32, slot_lanes), 0.0)
         places = ir.Constant(ir.VectorType(I32, slot_lanes), list(range(slot_lanes)))
-        bounds = [code.in_all_lanes(build.trunc(bound, I32), slot_lanes) for bound in (seen_from, seen_to)]
+        bounds = [code.broadcast(build.trunc(bound, I32), slot_lanes) for bound in (seen_from, seen_to)]
 
         def is_seen(slot: ir.Value) -> ir.Value:
-            at = add(places, code.in_all_lanes(build.trunc(slot, I32), slot_lanes))
+            at = add(places, code.broadcast(build.trunc(slot, I32), slot_lanes))
             return build.and_(build.icmp_signed(">=", at, bounds[0]), build.icmp_signed("<", at, bounds[1]))
 
         def scores(slot: ir.Value) -> ir.Value:
@@ -288,12 +289,12 @@ class Queries:
             if shape.soft_cap is not None:
                 score = _capped(code, score, shape.soft_cap)
                 code.store_vector(score, self.scores, add(scores_of, slot))
-            return [code.greater(build.select(is_seen(slot), score, least), most)]
+            return [code.maximum(build.select(is_seen(slot), score, least), most)]
 
         before = code.load(self.max_scores, query, F32)
-        most = code.loop(0, end, see, step=slot_lanes, carried=[code.in_all_lanes(before, slot_lanes)])
-        now = code.reduce(most[0], code.greater)
-        in_lanes = code.in_all_lanes(now, slot_lanes)
+        most = code.loop(0, end, see, step=slot_lanes, carried=[code.broadcast(before, slot_lanes)])
+        now = code.reduce(most[0], code.maximum)
+        in_lanes = code.broadcast(now, slot_lanes)
 
         def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
             weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
@@ -309,7 +310,7 @@ class Queries:
         # Where the maximum has not changed, nothing shrinks.
         has_changed = build.fcmp_unordered("!=", before, now)
         with build.if_then(has_changed):
-            decay = code.exp(code.in_all_lanes(build.fsub(before, now), head_lanes))
+            decay = code.exp(code.broadcast(build.fsub(before, now), head_lanes))
             kept = code.load(self.totals, query, F32)
             code.store(build.fmul(kept, build.extract_element(decay, I32(0))), self.totals, query)
             code.store(now, self.max_scores, query)
@@ -332,7 +333,7 @@ class Queries:
         seen_from: ir.Value,
         seen_to: ir.Value,
     ) -> None:
-        """sums[query] += Σ weights[query, z] · v[z], some queries and lanes at once. Dead slots are not looked at."""
+        """Add Σ weights[query, z] · v[z] to the sums, some queries and lanes at a time. Dead slots are not read."""
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         head_size = shape.head_size
         begin = mul(page, I64(shape.value_words * head_size))
@@ -347,15 +348,15 @@ class Queries:
                 def word_of_page(word: ir.Value, *so_far: ir.Value) -> list[ir.Value]:
                     in_page = add(mul(word, I64(head_size)), h)
                     row = add(begin, in_page)
-                    v = [code.load_lanes(self.values, add(row, I64(x)), self.word, self.head_lanes) for x in vectors]
+                    v = [code.load_vector(self.values, add(row, I64(x)), self.word, self.head_lanes) for x in vectors]
                     if are_halves:
                         v = [build.and_(x, constant(x.type, 0xFFFF)) for x in v]
                     if keys is not None:
-                        code.fetch(self.keys, add(keys, in_page), self.word, self.head_span)
+                        code.prefetch(self.keys, add(keys, in_page), self.word, self.head_span)
                     found = []
                     for index, place in enumerate(places):
                         at = add(I64(place * shape.value_words), word)
-                        ours = code.in_all_lanes(code.load(self.weights, at, self.word), self.head_lanes)
+                        ours = code.broadcast(code.load(self.weights, at, self.word), self.head_lanes)
                         sums = so_far[index * len(v) : (index + 1) * len(v)]
                         found += [self._add_words(ours, x, value) for x, value in zip(v, sums, strict=True)]
                     return found
@@ -377,13 +378,13 @@ class Queries:
 
 
 def _lanes_and_span(size: int, vectors_at_once: int) -> tuple[int, int]:
-    """Of a vector, and of as many as are taken at once, both dividing `size`."""
+    """Return the lanes of a vector, and of as many vectors as are taken together; both divide `size`."""
     lanes = lanes_for(size)
     return lanes, lanes * max(n for n in range(1, vectors_at_once + 1) if size // lanes % n == 0)
 
 
 def _capped(code: Code, score: ir.Value, cap: float) -> ir.Value:
-    """cap × tanh(score ÷ cap), by an exponential that cannot overflow: tanh |x| = (1 − e⁻²|ˣ|) ÷ (1 + e⁻²|ˣ|)."""
+    """Return cap × tanh(score ÷ cap) by an exponential that cannot overflow: tanh|x| = (1 − e⁻²|ˣ|) ÷ (1 + e⁻²|ˣ|)."""
     build, kind = code.build, score.type
     is_negative = build.fcmp_ordered("<", score, constant(kind, 0.0))
     size = build.select(is_negative, build.fneg(score), score)

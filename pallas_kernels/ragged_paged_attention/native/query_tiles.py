@@ -1,4 +1,4 @@
-"""The queries of a tile, multiplied by the matrix unit of an x86 processor: native code of cpu_attention."""
+"""The queries of a tile, multiplied by the matrix unit of an x86 processor (AMX)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from ...native.llvm import I32, I64, Code
 from .queries import Queries, Shape
 
 BLOCK = 2 * TILE
-"""Slots whose values are summed at once: a tile's row of pairs."""
+"""Slots whose values are summed by one instruction: a tile's row of pairs."""
 MOST_BYTES = 1 << 20
-"""Of queries, scores, weights and sums together."""
+"""Bytes of queries, scores, weights and sums together, which must fit a thread's stack."""
 
 
 class TiledQueries(Queries):
-    """All queries at once see a page, whose pairs are tiles as they lie there; rows behind the last are overwritten."""
+    """Computes all queries of a tile together: a page's pairs are tiles as they lie in memory.
+
+    Rows beyond the last query are overwritten.
+    """
 
     @staticmethod
     def takes(shape: Shape) -> bool:
-        """Whether there is a unit, heads and pages are whole panels, and a tile's queries fit a thread's stack."""
+        """Return whether there is a unit, heads and pages are whole panels, and a tile's queries fit the stack."""
         words = shape.key_words + shape.head_size + shape.page_size + shape.value_words
         is_small = 4 * words * (shape.num_queries + TILE) <= MOST_BYTES
         are_panels = shape.head_size % PANEL == 0 and shape.page_size % PANEL == 0
         return shape.has_amx and shape.is_bf16_packed and are_panels and is_small
 
     def room(self) -> tuple[int, int]:
-        """Rows are taken by the tile, and so beyond the last."""
+        """See `Queries.room`: rows are taken by the tile, and so beyond the last query."""
         return (self.shape.num_queries + TILE,) * 2
 
     def __init__(self, code: Code, shape: Shape, *, keys: ir.Value, values: ir.Value) -> None:
         super().__init__(code, shape, keys=keys, values=values)
         self.matrix_unit = MatrixUnit(code)
         self.edge = code.allocate(I32, TILE * shape.head_size)
-        """Values of a block whose last slots are dead: zeros there, whatever the page holds."""
+        """Copy of the values of a block whose last slots are dead, with zeros there."""
 
     def begin(self) -> None:
         self.matrix_unit.configure()
@@ -105,7 +108,7 @@ class TiledQueries(Queries):
         self._by_tiles(num_queries, sum_values)
 
     def _by_tiles(self, num_rows: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
-        """body(first row, tiles of rows): two tiles at once, and one if no more are left."""
+        """Call body(first row, number of tiles) for all rows: two tiles at a time, and one if no more are left."""
         build = self.code.build
         done = build.mul(build.sdiv(build.add(num_rows, I64(TILE - 1)), I64(2 * TILE)), I64(2 * TILE))
         self.code.loop(0, done, lambda row: body(row, 2), step=2 * TILE)
@@ -113,7 +116,7 @@ class TiledQueries(Queries):
             body(done, 1)
 
     def _copy_edge(self, values: Matrix, begin: ir.Value, end: ir.Value) -> None:
-        """Values of slots `begin` … `end` of a page, then zeros."""
+        """Copy the values of slots `begin` … `end` of a page to `edge`, then zeros."""
         code, build, lanes = self.code, self.code.build, self.head_lanes
         head_size = I64(self.shape.head_size)
         first, num_slots = build.sdiv(begin, I64(2)), build.sub(end, begin)
@@ -126,11 +129,11 @@ class TiledQueries(Queries):
                 I32(-1),
                 build.select(build.icmp_signed("==", live, I64(1)), I32(0xFFFF), I32(0)),
             )
-            in_lanes = code.in_all_lanes(mask, lanes)
+            in_lanes = code.broadcast(mask, lanes)
             row = values.at(code, build.add(first, pair))
 
             def copy(h: ir.Value) -> None:
-                words = code.load_lanes(row, h, I32, lanes)
+                words = code.load_vector(row, h, I32, lanes)
                 to = build.add(build.mul(pair, head_size), h)
                 code.store_vector(build.and_(words, in_lanes), self.edge, to)
 

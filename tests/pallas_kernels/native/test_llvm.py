@@ -43,7 +43,7 @@ for megabytes in 40, 255, 256:
         elif is_there and line.startswith("VmFlags:"):
             print(megabytes, "hg" in line.split())
 """
-"""Whether the system was asked for large pages; in a process whose memory nobody has used before."""
+"""Whether the system was asked for large pages; in a process whose memory is fresh."""
 
 
 def output_of(script: str, **environment: str) -> str:
@@ -64,7 +64,7 @@ def test_code_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
     assert multiply(tmp_path) == ""
 
 
-@pytest.mark.parametrize("content", [b"", b"short", bytes(5000)], ids=["empty", "short", "zeros"])
+@pytest.mark.parametrize("content", [b"short", bytes(5000)], ids=["short", "zeros"])
 def test_a_broken_file_is_made_anew(tmp_path: Path, content: bytes) -> None:
     multiply(tmp_path)
     (file,) = tmp_path.glob("native_*.o")
@@ -116,7 +116,7 @@ def test_a_start_says_what_multiplies(
 ) -> None:
     monkeypatch.setattr(amx, "host_has", lambda name: name in features)
     monkeypatch.setattr(amx, "has_amx_unit", lambda: is_granted)
-    monkeypatch.setattr(amx, "has_long_vectors", lambda: False)
+    monkeypatch.setattr(amx, "host_has_avx512", lambda: False)
     assert amx.cpu_features() == wanted
 
 
@@ -133,14 +133,14 @@ OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove"}
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What LLVM cannot say in instructions it calls by a name that nobody may have: the process would end there."""
-    architecture, has_long, has_pairs, has_amx = PROCESSORS[processor]
+    """LLVM calls by name what it has no instructions for: an unknown name would end the process."""
+    architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
     for module in (xla_call, matmul, amx, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
-    monkeypatch.setattr(llvm, "has_long_vectors", lambda: has_long)
+    monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     for dtype_is_pairs in (False, True):
-        matmul._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_long, 5)
+        matmul._handler.__wrapped__(dtype_is_pairs, dtype_is_pairs and has_pairs, has_avx512, 5)
         pages._write_handler.__wrapped__(dtype_is_pairs, 3, 64, 64)
         for page_size, window, soft_cap in ((64, None, None), (12, 20, 30.0)):
             attention._attend_handler.__wrapped__(
@@ -154,12 +154,12 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                     soft_cap=soft_cap,
                     has_sinks=window is not None,
                     max_tokens=16,
-                    has_long=has_long,
+                    has_avx512=has_avx512,
                     has_avx512_bf16=has_pairs,
                     has_amx=has_amx,
                 )
             )
-    xla_call._nothing.__wrapped__(4, 4)
+    xla_call._uninitialized.__wrapped__(4, 4)
     if has_amx:
         amx.tile_handler.__wrapped__()
     binding.initialize_all_targets()

@@ -18,7 +18,7 @@ SHAPES = [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (17
 
 
 def panels_of(columns: np.ndarray, *, rows_at_once: int = 45) -> jax.Array:
-    """W [K, N] in panels, from `columns` [N, K], some at once as a checkpoint is read; what nobody writes is NaN."""
+    """W [K, N] in panels, from `columns` [N, K], some at once as a checkpoint is read; what is not written is NaN."""
     num_out, depth = columns.shape
     buffer = np.full(panels_shape(depth, num_out, columns.dtype), np.nan, columns.dtype)
     panels = empty_panels(depth, num_out, buffer)
@@ -55,16 +55,16 @@ def test_products_are_what_they_should_be(depth: int, num_out: int, dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("has_pairs", "has_long"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("has_pairs", "has_avx512"), [(False, False), (False, True), (True, True)])
 def test_other_processors_multiply_as_well(
-    dtype: str, has_pairs: bool, has_long: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str, has_pairs: bool, has_avx512: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those without a matrix unit; without pairs of bfloat16; with vectors of sixteen lanes and of eight."""
     if has_pairs and not matmul.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
     monkeypatch.setattr(matmul, "has_amx_unit", lambda: False)
     monkeypatch.setattr(matmul, "host_has", lambda feature: has_pairs)
-    monkeypatch.setattr(matmul, "has_long_vectors", lambda: has_long)
+    monkeypatch.setattr(matmul, "host_has_avx512", lambda: has_avx512)
     for depth, num_out in ((576, 960), (64, 64), (33, 17), (1536, 64)):
         for rows in (3, 7, 40):
             x, columns = operands(rows, depth, num_out, dtype)

@@ -29,13 +29,13 @@ def exact(x: jax.Array, weight: jax.Array, eps: float) -> np.ndarray:
     return rows / np.sqrt((rows**2).mean(axis=1, keepdims=True) + eps) * np.asarray(weight, np.float64)
 
 
-@pytest.mark.parametrize("has_long", [None, False, True], ids=["this machine", "eight lanes", "sixteen"])
+@pytest.mark.parametrize("has_avx512", [None, False, True], ids=["this machine", "eight lanes", "sixteen"])
 @pytest.mark.parametrize("size", SIZES)
-def test_norms_are_what_they_should_be(size: int, has_long: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has_long is not None:
-        if has_long and not llvm.has_long_vectors():
+def test_norms_are_what_they_should_be(size: int, has_avx512: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_avx512 is not None:
+        if has_avx512 and not llvm.host_has_avx512():
             pytest.skip("this processor has no vectors of sixteen lanes")
-        monkeypatch.setattr(llvm, "has_long_vectors", lambda: has_long)
+        monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
         norm_module._handler.cache_clear()
     for count in ROWS:
         x, weight = rows_of(count, size)

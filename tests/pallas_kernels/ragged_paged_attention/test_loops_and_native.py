@@ -51,13 +51,13 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("page_size", [8, 12, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [12, 16, 128])
 def test_ragged_rows_match_the_oracle_at_every_page_size(page_size: int, kind: str) -> None:
     run_ragged(World(shape_of(**{**BACKENDS[kind], "page_size": page_size})))
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (8, 2), (16, 2), (5, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (16, 2), (5, 1)])
 def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int, kind: str) -> None:
     run_ragged(World(shape_of(num_heads=num_heads, num_kv_heads=num_kv_heads, **BACKENDS[kind])))
 
@@ -71,7 +71,7 @@ def test_a_step_with_room_for_more_rows_than_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("head_size", [24, 80, 96, 128])
+@pytest.mark.parametrize("head_size", [24, 80, 128])
 def test_every_head_size(head_size: int, kind: str) -> None:
     run_ragged(World(shape_of(head_size=head_size, **BACKENDS[kind])))
 
@@ -100,7 +100,7 @@ def test_pages_of_bfloat16(stored: str, step_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 20])
+@pytest.mark.parametrize("window", [1, 8, 20])
 def test_pages_that_the_window_has_left_may_be_null(window: int, kind: str) -> None:
     world = World(shape_of(options={"window": window}, **BACKENDS[kind]))
     run_beyond_the_window(world, num_steps=10, chunk=world.shape.page_size // 4)
@@ -227,7 +227,7 @@ FUZZED = {
 def test_any_order_of_chunks_and_decodes(options: dict[str, Any], kind: str) -> None:
     steps = ragged_steps(most_steps=4, most_tokens=40, most_context=64, lengths=(7, 8, 9))
     shape = shape_of(options=options, **BACKENDS[kind])
-    check_any_order(lambda seed: World(shape, seed=seed), steps, max_examples=15)
+    check_any_order(lambda seed: World(shape, seed=seed), steps, max_examples=10)
 
 
 def chain_of_layers(
