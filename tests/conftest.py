@@ -11,8 +11,8 @@ import pytest
 from hypothesis import Phase, settings
 from jaxtyping import install_import_hook
 
-# Before any of them is imported. Shapes are checked while a step is traced, so a compiled step costs nothing more.
-# Not the modules that define pytrees: JAX builds those from shapes and from numpy arrays too.
+# The hook must be installed before these modules are imported. It checks shapes while a step is traced, so that a
+# compiled step costs no more. Modules that define pytrees are left out: JAX builds those from shapes and numpy arrays.
 _CHECKED = (
     "models.layers",
     "models.families.llama",
@@ -21,7 +21,7 @@ _CHECKED = (
 )
 install_import_hook([f"jpaged.{name}" for name in _CHECKED], typechecker="beartype.beartype")
 
-# Executables are kept for the next run, and for the other process of this one, beside the fetched tokenizers. The
+# Executables are kept for later runs and for the other processes of this run, beside the fetched tokenizers. The
 # environment variables reach the processes that tests start.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "tests" / "xla"
 for _name, _value in (
@@ -35,9 +35,9 @@ for _name, _value in (
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A push is judged on the same examples each time; people and the slow runs search on.
+# CI tries the same examples each time; other runs draw new ones.
 settings.register_profile("ci", derandomize=True, database=None)
-# For scripts/named_mutants.py: a failure is enough, the smallest example of it is not looked for.
+# scripts/named_mutants.py needs a failure, not the smallest example of it.
 settings.register_profile("first_failure", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 if os.environ.get("CI"):
     settings.load_profile("ci")

@@ -23,7 +23,8 @@ MIN_MARGIN = 1e-3
 LOGPROB_TOLERANCE = 1e-3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=GOLDEN["max_new_tokens"], logprobs=0)
 SIZES: dict[str, Any] = {
-    "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257, "block_size": 32
+    "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 257, "block_size": 32,
+    "warmup": "off",
 }  # fmt: skip
 
 

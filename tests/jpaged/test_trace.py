@@ -68,7 +68,7 @@ def run_random_requests(engine: Engine, num_requests: int, seed: int) -> int:
 @pytest.mark.parametrize(
     ("num_requests", "options"),
     [
-        pytest.param(150, SIZES, id="150 requests"),
+        pytest.param(150, SIZES | {"warmup": "lazy"}, id="150 requests"),
         pytest.param(10_000, DEFAULTS, id="10,000 requests", marks=pytest.mark.slow),
         pytest.param(3000, DEFAULTS | SWAP, id="3,000 that swap", marks=pytest.mark.slow),
     ],

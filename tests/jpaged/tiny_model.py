@@ -13,8 +13,9 @@ from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaLayout
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 8, "num_blocks": 257,
+    "warmup": "off",
 }  # fmt: skip
-"""Sizes of most engines in the tests: engines of equal sizes share executables."""
+"""Sizes of most engines in the tests: engines of equal sizes share executables, and compile those that they use."""
 SIZE_FLAGS = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
 """SIZES as flags of the command line."""
 SPECIALS = ["<|end|>", "<|start|>"]

@@ -38,7 +38,14 @@ EOS = CONFIG["eos_token_id"]
 
 
 def new_engine(tiny, **options):
-    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 8, "num_blocks": 300}
+    sizes = {
+        "warmup": "off",
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+        "block_size": 8,
+        "num_blocks": 300,
+    }
     return Engine(tiny, **{**sizes, "logits_processors": [LIFT], "max_logprobs": -1, **options})
 
 

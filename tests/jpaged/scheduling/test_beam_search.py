@@ -17,7 +17,14 @@ pytestmark = pytest.mark.usefixtures("shared_executables")
 EOS_IDS = (0, 26, 83, 170, 192)
 """They are so many that beams end often."""
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox"]
-SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 600, "block_size": 8, "num_blocks": 400}
+SIZES = {
+    "warmup": "off",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 600,
+    "block_size": 8,
+    "num_blocks": 400,
+}
 GOLDEN = Path(__file__).parents[2] / "golden" / "beams.json"
 
 
@@ -272,7 +279,7 @@ def test_the_default_model_searches_as_transformers_does(every):
     assert len(golden["items"]) == 20
     items = golden["items"][::every]
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 256}
-    sizes |= {"num_blocks": 257, "block_size": 32}
+    sizes |= {"num_blocks": 257, "block_size": 32, "warmup": "off"}
     with Engine(**sizes) as engine:
         prompts, searches = [], []
         for item in items:
