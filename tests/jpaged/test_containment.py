@@ -206,18 +206,21 @@ def test_a_request_whose_steps_always_fail_ends_with_an_error_and_the_others_go_
     engine, alone, failing_with_bad, place
 ):
     """It comes first, in the middle or last, and some requests still wait."""
-    names = list(NEIGHBOURS)
+    more = [f"another greedy {number}" for number in range(16)]
+    asked = {**NEIGHBOURS, **dict.fromkeys(more, NEIGHBOURS["greedy"])}
+    wanted = {**alone, **dict.fromkeys(more, alone["greedy"])}
+    names = list(asked)
     names.insert(place, "bad")
     for name in names:
-        engine.add_request(name, PROMPTS[0], SamplingParams(**NEIGHBOURS.get(name, PLAIN)))
+        engine.add_request(name, PROMPTS[0], SamplingParams(**asked.get(name, PLAIN)))
     assert len(names) > engine.step_sizes.max_num_seqs
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in engine.step() if output.finished}
     assert ended["bad"].outputs[0].finish_reason == "error"
     assert "InjectedError" in ended["bad"].error
-    for name in NEIGHBOURS:
-        assert (ended[name].error, tokens_of(ended[name])) == (None, alone[name]), name
+    for name in asked:
+        assert (ended[name].error, tokens_of(ended[name])) == (None, wanted[name]), name
     assert engine.stats()["blocks_used"] == 0
     assert engine.scheduler.isolated_request is None
 

@@ -320,17 +320,15 @@ def test_priorities_of_a_file_need_the_policy_that_knows_them(tiny: str, tmp_pat
 
 
 def test_preemptions_by_swap_show_in_summary_and_metrics(tiny: str, tmp_path: Path) -> None:
-    """16 pages of 8 tokens for four sequences of 60 tokens and more: they take turns."""
+    """There are 24 pages of 8 tokens for four sequences of 60 tokens and more."""
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("".join(f"{index}\n" for index in range(4)))
-    flags = ["--block-size", 8, "--num-blocks", 17, "--max-num-seqs", 4, "--num-host-blocks", 33]
-    run = generate(
-        "-m", tiny, "--no-chat", "--prompt-file", prompts, "-o", path, "-n", 60, "--ignore-eos", "--temperature", 0,
-        *flags, "--preemption-mode", "swap",
-    )  # fmt: skip
+    flags = ["-m", tiny, *SIZE_FLAGS, "--num-blocks", 25, "--num-host-blocks", 101, "--preemption-mode", "swap"]
+    sampling = ["-n", 60, "--ignore-eos", "--temperature", 0]
+    run = generate(*flags, "--no-chat", "--prompt-file", prompts, "-o", path, *sampling)
     assert run.returncode == 0, run.stderr
     summary = next(line for line in run.stderr.splitlines() if line.startswith("pages:"))
-    found = re.search(r"host peak (\d+) of 32 · preemptions (\d+) \((\d+) by recompute, (\d+) by swap\)", summary)
+    found = re.search(r"host peak (\d+) of 100 · preemptions (\d+) \((\d+) by recompute, (\d+) by swap\)", summary)
     assert found, summary
     peak, all_, by_recompute, by_swap = map(int, found.groups())
     assert peak > 0

@@ -38,14 +38,8 @@ EOS = CONFIG["eos_token_id"]
 
 
 def new_engine(tiny, **options):
-    sizes = {
-        "warmup": "off",
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 256,
-        "block_size": 8,
-        "num_blocks": 300,
-    }
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 8, "num_blocks": 300}
+    sizes |= {"warmup": "off"}
     return Engine(tiny, **{**sizes, "logits_processors": [LIFT], "max_logprobs": -1, **options})
 
 
@@ -110,7 +104,7 @@ def alone(engine):
 def test_requests_of_all_kinds_in_one_batch_give_what_each_gives_alone(tiny, alone, options):
     """All random requests have seeds, since those without one draw by their number."""
     search = BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with new_engine(tiny, max_num_seqs=32, **options) as engine:
+    with new_engine(tiny, **options) as engine:
         (search_alone,) = engine.beam_search([PROMPTS[0]], search, use_tqdm=False)
         for name, fields in ASKED.items():
             engine.add_request(name, PROMPTS[0], SamplingParams(**fields))
@@ -172,7 +166,7 @@ def ruled_logits(row, params, prompt_ids, token_ids, bad_words):
 def test_logprobs_and_prompt_logprobs_follow_the_definition(tiny, logits_of):
     """They are asked for the whole vocabulary, with the prompt in chunks, and again from a warm prefix cache."""
     prompt = PROMPTS[3]
-    for options in ({}, {"long_prefill_token_threshold": 7}, {"max_num_batched_tokens": 16}):
+    for options in ({}, {"long_prefill_token_threshold": 7}):
         with new_engine(tiny, **options) as engine:
             for _ in range(2):
                 params = SamplingParams(**{**GREEDY, "logprobs": -1, "prompt_logprobs": -1, "presence_penalty": 1.0})
@@ -203,7 +197,7 @@ def test_prompts_are_scored_in_as_many_steps_as_they_are_computed_in(tiny, logit
     asked = SamplingParams(**{**GREEDY, "prompt_logprobs": 3})
     steps = {}
     for max_logprobs in (3, -1):
-        with new_engine(tiny, max_logprobs=max_logprobs, max_num_seqs=4, max_num_batched_tokens=64) as engine:
+        with new_engine(tiny, max_logprobs=max_logprobs) as engine:
             outputs = engine.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
             steps[max_logprobs] = engine.stats()["steps"]
             scored = engine.generate(prompts, asked, use_tqdm=False)

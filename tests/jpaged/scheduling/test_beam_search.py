@@ -11,20 +11,14 @@ from jpaged import BeamSearchParams, ConfigError, Engine, InvalidRequestError, S
 from jpaged.commands.flags import beam_flags, parse_generate
 from jpaged.sampling.sampling_params import FIELDS
 
+from .. import tiny_model
 from ..tiny_model import reference_logits, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
 EOS_IDS = (0, 26, 83, 170, 192)
 """They are so many that beams end often."""
 PROMPTS = ["hello there", "abcabcabc", "x", "The quick brown fox"]
-SIZES = {
-    "warmup": "off",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 600,
-    "block_size": 8,
-    "num_blocks": 400,
-}
+SIZES = tiny_model.SIZES | {"max_num_batched_tokens": 128}
 GOLDEN = Path(__file__).parents[2] / "golden" / "beams.json"
 
 
@@ -142,10 +136,10 @@ def solo_beams(engine):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_blocks": 36, "max_model_len": 120},
-        {"num_blocks": 36, "max_model_len": 120, "preemption_mode": "swap", "num_host_blocks": 200},
-        {"async_scheduling": False, "enable_prefix_caching": False, "max_num_batched_tokens": 16},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128, "max_model_len": 120, "block_size": 32},
+        {"num_blocks": 36},
+        {"num_blocks": 36, "preemption_mode": "swap", "num_host_blocks": 200},
+        {"async_scheduling": False, "enable_prefix_caching": False, "long_prefill_token_threshold": 16},
+        {"enable_chunked_prefill": False},
     ],
     ids=str,
 )  # fmt: skip
@@ -165,14 +159,14 @@ def test_other_requests_preemption_and_scheduling_options_change_no_beam(tiny, s
 
 
 def test_beams_share_the_pages_of_their_prompt_and_copy_those_that_they_write(tiny):
-    prompt = [2 + place * place % 250 for place in range(512)]
-    with new_engine(tiny, max_num_seqs=4) as engine:
+    prompt = [2 + place * place % 250 for place in range(96)]
+    with new_engine(tiny) as engine:
         engine.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=32, ignore_eos=True), use_tqdm=False)
         solo = engine.stats()["peak_blocks_used"]
-    with new_engine(tiny, max_num_seqs=4) as engine:
+    with new_engine(tiny) as engine:
         engine.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=32, ignore_eos=True), use_tqdm=False)
         stats = engine.stats()
-    assert solo == -(-(512 + 31) // 8)
+    assert solo == -(-(96 + 31) // 8)
     assert stats["peak_blocks_used"] < 0.6 * 4 * solo
     assert stats["copies"] > 0
 
