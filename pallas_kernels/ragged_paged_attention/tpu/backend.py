@@ -215,7 +215,7 @@ class TpuBackend(Backend):
         (kv_pages,) = pages
         num_tokens, num_heads, _ = q.shape
         sizes, call = self.sizes_for(num_heads, layout, q.dtype), CallOptions(self.interpret, self.check_bounds)
-        tiles = QueryTiles(*step.plan[PLAN_HEADER:].reshape(4, -1), step.plan[0])
+        tiles = QueryTiles._make((*step.plan[PLAN_HEADER:].reshape(4, -1), step.plan[0]))
         if k is not None and v is not None:
             if inputs.kv_scales is None:
                 k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)

@@ -99,7 +99,7 @@ def decode_attention(
         scales = jnp.repeat(jnp.stack(layer.kv_scales).astype(jnp.float32), group, axis=1)
         scales = jnp.broadcast_to(scales[:, :, None], (2, num_heads, LANES))
     inputs = DecodeInputs(q, k, v, sinks, scales, pages)
-    in_specs = DecodeInputs(*jax.tree.map(per_row, inputs[:3]), *jax.tree.map(whole, inputs[3:5]), IN_HBM)
+    in_specs = DecodeInputs._make((*jax.tree.map(per_row, inputs[:3]), *jax.tree.map(whole, inputs[3:5]), IN_HBM))
     context_lens, num_rows = layer.step.context_lens[:num_tokens], layer.step.num_decode_rows
     lens, next_long = _schedule(context_lens, num_rows, sizes.tile, layer.options.window, block_rows)
     tables = layer.tables.reshape(-1)

@@ -166,7 +166,7 @@ def prefill_attention(
         q=q,
         pages=pages,
     )
-    in_specs = PrefillInputs(*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), q=IN_HBM, pages=IN_HBM)
+    in_specs = PrefillInputs._make((*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), IN_HBM, IN_HBM))
     scalars = QueryTileScalars.of(query_tiles, layer)
     buffers = prefill_buffers(tile_q, num_heads, pages.shape[1], head_size, tile_kv, q.dtype, pages.dtype)
     scratch = PrefillScratch(
