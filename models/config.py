@@ -25,22 +25,14 @@ MAX_LAYERS = 10_000
 DEFAULT_THETA = 10_000.0
 
 # Defaults of each transformers class for keys that are absent from config.json; a key that is null is not absent.
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    "MistralForCausalLM": {
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    "LlamaForCausalLM": {"max_position_embeddings": 2048, **_LLAMA_IDS},
+    "MistralForCausalLM": {"max_position_embeddings": 131072, "sliding_window": 4096, **_LLAMA_IDS},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "sliding_window": 4096},
 }
 ARCHITECTURES = tuple(_CLASS_DEFAULTS)
-_ARCHITECTURE_OF_MODEL_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-}
+_ARCHITECTURE_OF_MODEL_TYPE = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}
 # Mistral's GGUF files name the architecture llama. The two differ only in their windows, which the file holds.
 _ARCHITECTURE_OF_GGUF = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
@@ -158,9 +150,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     key = (gguf_architecture + ".{}").format
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise ModelLoadError(
-            f"{file.path}: has no matrix token_embd.weight, so it holds no model (perhaps only a tokenizer)"
-        )
+        reason = "so it holds no model (perhaps only a tokenizer)"
+        raise ModelLoadError(f"{file.path}: has no matrix token_embd.weight, {reason}")
     if fields.integer(key("expert_count"), 0, min=0) > 0:
         raise fields.wrong(key("expert_count"), "0: mixtures of experts are not available in this version")
     hidden_size, vocab_size = fields.integer(key("embedding_length")), embedding.shape[0]
@@ -231,15 +222,13 @@ def _hf_rope(fields: Fields) -> RopeConfig:
     key = "rope_scaling" if fields.data.get("rope_scaling") else "rope_parameters"
     rope = fields.mapping(key)
     if any(isinstance(value, dict) for value in rope.data.values()):
-        raise fields.wrong(
-            key, "one rotary embedding for all layers: one per layer type is not available in this version"
-        )
+        wanted = "one rotary embedding for all layers: one per layer type is not available in this version"
+        raise fields.wrong(key, wanted)
     theta = fields.number("rope_theta", DEFAULT_THETA, above=1)
     partial = fields.number("partial_rotary_factor", 1.0)
     if rope.number("partial_rotary_factor", partial) != 1.0:
-        raise ModelLoadError(
-            f"{fields.path}: partial_rotary_factor is not 1.0; partial rotary is not available in this version"
-        )
+        reason = "partial rotary is not available in this version"
+        raise ModelLoadError(f"{fields.path}: partial_rotary_factor is not 1.0; {reason}")
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
     max_position = fields.integer("max_position_embeddings")
     # A value beside rope_scaling overrides the one inside, as in transformers.
@@ -265,45 +254,30 @@ def _checked_rope(rope: Fields, kind: str, theta: float, original: int, max_posi
     if beta_fast < beta_slow:
         raise rope.wrong("beta_fast", f"a number from beta_slow, {beta_slow:g}")
 
-    def optional(key: str) -> float | None:
-        return rope.number(key, above=0) if rope.has(key) else None
-
-    return RopeConfig(
-        theta,
-        kind,
-        factor,
-        original,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        attention_factor=optional("attention_factor"),
-        mscale=optional("mscale"),
-        mscale_all_dim=optional("mscale_all_dim"),
-        truncate=rope.boolean("truncate", True),
-    )
+    names = [name for name in ("attention_factor", "mscale", "mscale_all_dim") if rope.has(name)]
+    more: dict[str, Any] = {name: rope.number(name, above=0) for name in names}
+    more |= {"beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": rope.boolean("truncate", True)}
+    return RopeConfig(theta, kind, factor, original, **more)
 
 
 def _hf_windows(fields: Fields, architecture: str) -> tuple[int | None, ...]:
     num_layers = fields.integer("num_hidden_layers", max=MAX_LAYERS)
     # Llama has no windows, whatever the file says; Qwen2 has them only if use_sliding_window is true.
-    has_windows = architecture == "MistralForCausalLM" or (
-        architecture == "Qwen2ForCausalLM" and fields.boolean("use_sliding_window", False)
-    )
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    has_windows = fields.boolean("use_sliding_window", False) if is_qwen2 else architecture == "MistralForCausalLM"
     window = fields.integer("sliding_window") if has_windows and fields.has("sliding_window") else None
-    first = fields.integer("max_window_layers", 28, min=0) if architecture == "Qwen2ForCausalLM" else 0
+    first = fields.integer("max_window_layers", 28, min=0) if is_qwen2 else 0
     windows = tuple(window if layer >= first else None for layer in range(num_layers))
     if not fields.has("layer_types"):
         return windows
     layer_types = fields.data["layer_types"]
-    if (
-        not isinstance(layer_types, list)
-        or len(layer_types) != num_layers
-        or any(kind not in ("full_attention", "sliding_attention") for kind in layer_types)
-    ):
+    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not is_list or any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
         raise fields.wrong("layer_types", f"{num_layers} times full_attention or sliding_attention")
     if "sliding_attention" in layer_types and window is None:
         raise fields.wrong("layer_types", "full_attention only, as this model has no sliding window in use")
     typed = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    if architecture != "Qwen2ForCausalLM" and typed != windows:
+    if not is_qwen2 and typed != windows:
         raise fields.wrong("layer_types", f"the same type for all layers of {architecture}, as sliding_window says")
     return typed
 
@@ -330,10 +304,8 @@ def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size
             raise fields.wrong(key("scaling.type"), "none beside a tensor rope_freqs.weight")
         factors = tuple(file.read_rows("rope_freqs.weight", slice(None)).ravel().tolist())
         if len(factors) != head_size // 2 or not all(0 < value < math.inf for value in factors):
-            raise ModelLoadError(
-                f"{file.path}: rope_freqs.weight holds {len(factors)} values, "
-                f"wanted {head_size // 2} that are positive and finite"
-            )
+            wanted = f"{head_size // 2} that are positive and finite"
+            raise ModelLoadError(f"{file.path}: rope_freqs.weight holds {len(factors)} values, wanted {wanted}")
         return RopeConfig(theta, "llama3", freq_factors=factors)
     if kind == "none":
         return RopeConfig(theta)
@@ -349,12 +321,5 @@ def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size
     attn_key = key("scaling.attn_factor")
     # GGUF's factor multiplies the one that YaRN's formula gives; transformers' factor replaces it.
     scale = fields.number(attn_key, above=0) * (0.1 * math.log(factor) + 1.0) if fields.has(attn_key) else None
-    return RopeConfig(
-        theta,
-        kind,
-        factor,
-        original,
-        beta_fast=fields.number(key("scaling.yarn_beta_fast"), 32.0, above=0),
-        beta_slow=fields.number(key("scaling.yarn_beta_slow"), 1.0, above=0),
-        attention_factor=scale,
-    )
+    fast, slow = (fields.number(key(f"scaling.yarn_beta_{x}"), y, above=0) for x, y in (("fast", 32.0), ("slow", 1.0)))
+    return RopeConfig(theta, kind, factor, original, beta_fast=fast, beta_slow=slow, attention_factor=scale)

@@ -22,22 +22,10 @@ from typing import Any
 import check_report
 import jax
 import jax.numpy as jnp
+import kernel_check
 import kernel_speed
 import numpy as np
-from kernel_check import (
-    MOST_ERROR,
-    NUM_REPEATS,
-    ONE_TOKEN,
-    ONLY_DECODE,
-    SHARED,
-    TINY,
-    Batch,
-    Bench,
-    Case,
-    Rows,
-    checks,
-    random_numbers,
-)
+from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Bench, Case, Rows, checks
 from kernel_speed import LLAMA, Loop, Sizes, causal_flops
 
 from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, GpuBackend
@@ -165,8 +153,8 @@ def paged_by_cudnn(batch: Batch) -> Loop:
     loop = Loop(cudnn_call(batch.case.head_size), batch.q[:, :, None], cudnn_rows(cache.pages, batch.step))
     theirs, expected = (np.asarray(x, np.float32) for x in (loop(1)[:, :, 0], ours))
     error = np.max(np.linalg.norm(theirs - expected, axis=-1) / np.linalg.norm(expected, axis=-1))
-    if not error <= 2 * MOST_ERROR:
-        raise ValueError(f"cuDNN's results differ by {error:.3g} of a head's, allowed: {2 * MOST_ERROR}")
+    if not error <= 2 * kernel_check.MOST_ERROR:
+        raise ValueError(f"cuDNN's results differ by {error:.3g} of a head's, allowed: {2 * kernel_check.MOST_ERROR}")
     return loop
 
 
@@ -174,7 +162,7 @@ def dense_by_cudnn(batch: Batch) -> Loop:
     """cuDNN's attention, not paged, of one prompt as long as the longest row."""
     case, longest = batch.case, int(batch.step.context_lens.max())
     q, k = (
-        random_numbers(jax.random.key(heads), (1, longest, heads, case.head_size), jnp.bfloat16)
+        kernel_check.random_numbers(jax.random.key(heads), (1, longest, heads, case.head_size), jnp.bfloat16)
         for heads in (case.num_heads, case.num_kv_heads)
     )
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
@@ -213,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = Bench(backend_of(interpreted()), args.seed)
         return check_report.run(args, checks(bench, tiny_cases()), {}, {})
     device = jax.devices()[0]
-    bench = Bench(backend_of(chip_of(device)), args.seed, num_repeats=NUM_REPEATS)
+    bench = Bench(backend_of(chip_of(device)), args.seed, num_repeats=kernel_check.NUM_REPEATS)
     is_hopper = capability(device)[0] == 9
     chosen = cases() + (hopper_cases() if is_hopper else [])
     return check_report.run(args, checks(bench, chosen), measures(bench, LLAMA, Sizes(), is_hopper=is_hopper), GOALS)

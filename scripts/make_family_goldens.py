@@ -31,14 +31,7 @@ SIZES = {
     "eos_token_id": 0,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.2, "truncate": False}
 

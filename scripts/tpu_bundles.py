@@ -3,13 +3,12 @@
     python scripts/tpu_bundles.py --chip v6e --output docs/measurements/bundles_v6e.json
     python scripts/tpu_bundles.py --chip v6e --spills --output docs/measurements/spills_v6e.json
 
-What is counted, and how, is told in `jpaged/commands/bench/bundles.py`. The
-shape is 32/8 heads of 128, pages of 128 tokens, bfloat16.
-v2 is compiled with many block sizes and the best one counts. With `--spills`, the shapes are those of the compile gate
-with heads of 128, which is all that v2 takes: decode may spill no register in its innermost loops, and beside them no
-more than v2, which is one program for decode and prefill; prefill no more than v2 for each score that one turn of its
-innermost loop computes, with small blocks or else with blocks of our size, but for products in float32: v2 makes them
-of bfloat16, in one pass, ours take six.
+`jpaged/commands/bench/bundles.py` says what is counted, and how. The shape is 32/8 heads of 128, pages of 128 tokens,
+bfloat16. v2 is compiled with many block sizes and the best one counts. With `--spills`, the shapes are those of the
+compile gate with heads of 128, which is all that v2 takes. Decode may spill no register in its innermost loops, and
+elsewhere no more than v2, which is one program for decode and prefill. Prefill may spill no more than v2 for each score
+that an iteration of its innermost loop computes, with small blocks or else with blocks of our size. Products in float32
+are exempt: v2 computes them from bfloat16 in one pass, ours take six.
 
 Needs the wheels of the extra `aot`; takes some minutes.
 """
@@ -31,18 +30,8 @@ from gate_cells import FEATURES, REFUSED, Cell, all_cells
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jpaged.commands.bench.bundles import (
-    CACHE_BYTES,
-    ROWS,
-    SPILLS,
-    TOPOLOGIES,
-    Compiler,
-    DecodeLoops,
-    Loop,
-    bundles_of_prompt,
-    page_layout,
-    prepare,
-)
+from jpaged.commands.bench import bundles
+from jpaged.commands.bench.bundles import SPILLS, TOPOLOGIES, Compiler, DecodeLoops, Loop
 
 if TYPE_CHECKING:
     from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape
@@ -89,7 +78,7 @@ class Bench:
             "decode_loop": {"bundles": decode.full.size, **decode.full.slots},
             "tail_loop": {"bundles": decode.tail.size, **decode.tail.slots},
             "row_of_100": decode.bundles_of_row(100, sizes.decode),
-            "prompt_of_1024": bundles_of_prompt(prefill, PROMPT, shape, sizes, backend.tile_q),
+            "prompt_of_1024": bundles.bundles_of_prompt(prefill, PROMPT, shape, sizes, backend.tile_q),
             "prefill_spills": max(loop.slots[SPILLS] for loop in prefill if loop.slots["MXU"]),
         }
 
@@ -131,7 +120,7 @@ class Bench:
         backend = TpuBackend.for_heads(self.compiler.chip, shape.num_heads, shape.head_size)
         decode, prefill = self.compiler.attention_loops(backend, shape, dtype, **options)
         inner = [loop.slots[SPILLS] for loop in decode if loop.slots["MXU"]]
-        sub_kv = backend.sizes_for(shape.num_heads, page_layout(backend, shape), dtype).sub_kv
+        sub_kv = backend.sizes_for(shape.num_heads, bundles.page_layout(backend, shape), dtype).sub_kv
         bunch = heads_per_chunk(shape.num_heads // shape.num_kv_heads, backend.tile_q)
         body = max(loop.slots[SPILLS] for loop in prefill if loop.slots["MXU"])
         per_1000_scores = 1000 * body / (bunch * backend.tile_q * sub_kv)
@@ -166,21 +155,14 @@ class Bench:
         self._compile_v2(num_queries, num_pages, TpuShape(HEADS, KV_HEADS, HEAD_SIZE, "bfloat16", PAGE), "bfloat16")
         return self.compiler.loops_of(V2)
 
-    def _compile_v2(
-        self,
-        num_queries: int,
-        num_pages: int,
-        shape: TpuShape,
-        dtype: str,
-        window: int | None = None,
-        soft_cap: float | None = None,
-    ) -> None:
+    def _compile_v2(self, num_queries: int, num_pages: int, shape: TpuShape, dtype: str, **options: Any) -> None:
+        """Compile v2 with blocks of these queries and pages; `options` are `window` and `soft_cap`."""
         import jax.numpy as jnp
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
         is_narrow = jnp.dtype(shape.dtype).itemsize == 1
         page_shape = shape.page_size, 2 * shape.num_kv_heads, shape.head_size
-        total_pages = -(-CACHE_BYTES // (math.prod(page_shape) * jnp.dtype(shape.dtype).itemsize))
+        total_pages = -(-bundles.CACHE_BYTES // (math.prod(page_shape) * jnp.dtype(shape.dtype).itemsize))
         num_tokens, ints = 256, functools.partial(self.compiler.shaped, dtype=jnp.int32)
         attention = functools.partial(
             kernel.ragged_paged_attention,
@@ -188,16 +170,16 @@ class Bench:
             num_kv_pages_per_block=num_pages,
             num_queries_per_block=num_queries,
             vmem_limit_bytes=100 << 20,
-            sliding_window=window,
-            soft_cap=soft_cap,
+            sliding_window=options.get("window"),
+            soft_cap=options.get("soft_cap"),
             **({"k_scale": 1.0, "v_scale": 1.0} if is_narrow else {}),
         )
         args = (
             self.compiler.shaped((num_tokens, shape.num_heads, shape.head_size), dtype),
             self.compiler.shaped((total_pages, *page_shape), shape.dtype),
-            ints((ROWS,)),
-            ints((ROWS, 4096 // shape.page_size)),
-            ints((ROWS + 1,)),
+            ints((bundles.ROWS,)),
+            ints((bundles.ROWS, 4096 // shape.page_size)),
+            ints((bundles.ROWS + 1,)),
             ints((1,)),
         )
         self.compiler.compile(attention, *args)
@@ -213,12 +195,12 @@ class Bench:
 
 
 def inner_loop(loops: list[Loop]) -> Loop:
-    """Of v2's."""
+    """Return the loop of v2 that holds its products."""
     return max(loops, key=lambda loop: loop.slots["MXU"])
 
 
 def all_spills(loops: list[Loop]) -> int:
-    """Of a kernel: a loop's own do not count those of the loops in it."""
+    """Return the registers that a kernel spills; a loop's own slots leave out those of the loops within it."""
     return sum(loop.slots[SPILLS] for loop in loops)
 
 
@@ -262,7 +244,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        prepare(folder)
+        bundles.prepare(folder)
         bench = Bench(Compiler(args.chip, folder))
         report = (bench_spills if args.spills else bench_bundles)(bench)
     if args.output:

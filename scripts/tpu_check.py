@@ -20,20 +20,9 @@ from typing import Any
 
 import check_report
 import jax
+import kernel_check
 import kernel_speed
-from kernel_check import (
-    NUM_REPEATS,
-    ONE_TOKEN,
-    ONLY_DECODE,
-    SHARED,
-    TINY,
-    Batch,
-    Bench,
-    Case,
-    Rows,
-    checks,
-    random_numbers,
-)
+from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Bench, Case, Rows, checks
 from kernel_speed import LLAMA, Loop, Sizes
 
 from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
@@ -108,7 +97,7 @@ def v2_loop(batch: Batch) -> Loop:
 
     case, step = batch.case, batch.step
     shape = (batch.cache.layout.num_pages, case.page_size, 2 * case.num_kv_heads, case.head_size)
-    pages = random_numbers(jax.random.key(0), shape, case.dtype)
+    pages = kernel_check.random_numbers(jax.random.key(0), shape, case.dtype)
     rows = step.context_lens, step.page_tables[0], step.query_starts, step.num_rows[None]
     return Loop(functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5), batch.q, (pages, *rows))
 
@@ -128,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = check_report.arguments(__doc__, argv)
     if args.interpret:
         return check_report.run(args, checks(Bench(interpreted, args.seed), tiny_cases()), {}, {})
-    bench = Bench(backend_of(jax.devices()[0]), args.seed, num_repeats=NUM_REPEATS)
+    bench = Bench(backend_of(jax.devices()[0]), args.seed, num_repeats=kernel_check.NUM_REPEATS)
     llama = replace(LLAMA, page_size=128)
     return check_report.run(args, checks(bench, cases()), measures(bench, llama, SIZES), GOALS)
 

@@ -50,11 +50,8 @@ def generate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on with what is missing from the output file")
     parser.add_argument("--json", action="store_true", help="write the JSON lines to stdout")
     chat = parser.add_argument_group("chat")
-    chat.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="write text prompts out by the chat template; default: if the model has one",
-    )
+    help = "write text prompts out by the chat template; default: if the model has one"
+    chat.add_argument("--chat", action=argparse.BooleanOptionalAction, help=help)
     chat.add_argument("--system", metavar="TEXT", help="system message before each text prompt")
     chat.add_argument("--chat-template", metavar="F", help="a Jinja template to use instead of the model's")
     _add_sampling_flags(parser.add_argument_group("sampling"))
@@ -149,31 +146,27 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
         spellings = ["--" + name.replace("_", "-") for name in (field.name, aliases.get(field.name)) if name]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
         kind = str(field.type).split(" ")[0]
-        if field.name == "num_decode_steps":
-            options |= {"type": _steps, "metavar": "N|auto"}
-        elif kind == "bool":
+        if kind == "bool":
             options["action"] = argparse.BooleanOptionalAction
-        elif field.name == "limits":
-            options |= {"type": _limits, "metavar": "NAME=N,NAME=N"}
-        elif kind in ("int", "float"):
-            options |= {"type": _integer if kind == "int" else _number, "metavar": "N" if kind == "int" else "X"}
         else:
-            options["metavar"] = "NAME" if field.name != "compilation_cache_dir" else "DIR"
+            type_, metavar = FLAG_TYPES.get(field.name) or FLAG_TYPES.get(kind) or (str, "NAME")
+            options |= {"type": type_, "metavar": metavar}
         group.add_argument(*(["-m"] if field.name == "model" else []), *spellings, **options)
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: an integer") from None
+def _converter(kind: type[int | float], allowed: str) -> Callable[[str], Any]:
+    """Return a converter from a flag's text to a number of this kind; its error names what is allowed."""
+
+    def convert(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, allowed: {allowed}") from None
+
+    return convert
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: a number") from None
+_integer, _number = _converter(int, "an integer"), _converter(float, "a number")
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -197,6 +190,14 @@ def _limits(text: str) -> dict[str, int]:
     return {name.strip(): _integer(number) for name, _, number in pairs}
 
 
+FLAG_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "num_decode_steps": (_steps, "N|auto"),
+    "limits": (_limits, "NAME=N,NAME=N"),
+    "compilation_cache_dir": (str, "DIR"),
+    "int": (_integer, "N"),
+    "float": (_number, "X"),
+}
+"""Engine option, or the type of its field → converter of the flag's text, and metavar."""
 NUMBERS, REPEATABLE = ("N", "X"), ("TEXT", "ID", "ID=X")
 CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEXT": str, "ID": _integer, "ID=X": _bias}
 """What a flag's text becomes, by its metavar."""
@@ -205,12 +206,5 @@ CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEX
 def _check_flag(flag: str, value: str, known: list[str]) -> None:
     """Refuse a flag that is not known."""
     is_missing = flag.lstrip("-").replace("-", "_").removeprefix("no_") in not_available.FLAGS
-    check_name(
-        flag,
-        known,
-        "flag",
-        not_available=[flag] if is_missing else [],
-        value=value or None,
-        way_out="leave it out, or see jpaged generate --help",
-        error=ConfigError,
-    )
+    missing, way_out = [flag] if is_missing else [], "leave it out, or see jpaged generate --help"
+    check_name(flag, known, "flag", not_available=missing, value=value or None, way_out=way_out, error=ConfigError)

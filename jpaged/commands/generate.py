@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from .results import ResultFile, dump_line, output_record
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..engine import Engine
-    from ..outputs import RequestOutput
     from ..request import Request
     from ..startup.open_model import ModelHandle
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Check everything, start an engine for the jobs without a result, run them; return the exit status."""
     config = engine_config(args)
     flags = sampling_flags(args)
     SamplingParams(**flags)
@@ -68,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--resume: needs --output F, the file to go on with")
     for name in ("logprobs", "prompt_logprobs"):
         if name in flags and args.output is None and not args.json:
-            raise ConfigError(f"--{name.replace('_', '-')}: has no place in plain text; add --json or --output F")
+            raise ConfigError(f"--{name.replace('_', '-')}: is not shown in plain text; add --json or --output F")
     prompt_file = None if args.prompt_file is None else Path(args.prompt_file)
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
     template = None if args.chat_template is None else _template(args.chat_template)
@@ -84,41 +85,29 @@ def _run(args: argparse.Namespace) -> int:
         say(f"resume: {len(records)} of {len(jobs)} are there already{others}")
     for job in jobs:
         if isinstance(job, BadLine):
-            kind = type(job.error).__name__
-            records[job.number] = error_record(job.id, kind, str(job.error), job.error.param)
             say(f"error: {job.id}: {job.error}")
-    run = _Run(args, jobs, records, results)
+            records[job.number] = error_record(job.id, job.error)
+    run = _Run(jobs, records, results, args.json)
     if missing:
         run.compute(_start_engine(config, handle, missing), missing, _effective(missing, flags, handle))
     run.finish()
-    return EXIT_SOME_FAILED if run.num_failed else 0
+    return EXIT_SOME_FAILED if any("error" in record for record in records.values()) else 0
 
 
 class _Run:
     """The results of one command, and where they go: a file, JSON lines on stdout, or plain text on stdout."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        jobs: list[Job | BadLine],
-        records: dict[int, dict[str, Any]],
-        results: ResultFile | None,
+        self, jobs: list[Job | BadLine], records: dict[int, dict[str, Any]], results: ResultFile | None, is_json: bool
     ):
         """`records` are the results that exist already, by the numbers of their jobs."""
-        self.jobs, self.records, self.results = jobs, records, results
-        self.is_json = args.json
-        self.is_text = not args.json and results is None
+        self.jobs, self.records, self.results, self.is_json = jobs, records, results, is_json
+        self.is_text = not is_json and results is None
         only = jobs[0] if len(jobs) == 1 else None
         has_one_sample = isinstance(only, Job) and isinstance(only.params, SamplingParams) and only.params.n == 1
         self.is_stream = self.is_text and has_one_sample
-        """The text of the only sample is printed as it comes."""
-        self._num_printed_chars = 0
+        """Whether the text of the only sample is printed as it comes."""
         self._num_printed_jobs = 0
-
-    @property
-    def num_failed(self) -> int:
-        """Number of jobs whose result is an error."""
-        return sum("error" in record for record in self.records.values())
 
     def compute(self, engine: Engine, jobs: list[Job], sampling: str) -> None:
         """Run the jobs that have no result yet, record each result as it comes, and print the summary."""
@@ -126,21 +115,27 @@ class _Run:
             if self.results is not None:
                 self.results.start([self.records[job.number] for job in self.jobs if job.number in self.records])
             job_of = {str(job.number): job for job in jobs}
-            requests = [request for job in jobs if (request := self._request(engine, job)) is not None]
+            requests = list(self._requests(engine, jobs))
             progress = ProgressReport()
             compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
             first_tokens: list[float] = []
-            num_done = 0
+            num_done = num_printed_chars = 0
             try:
                 for output in engine.run_until_done(requests, stream=self.is_stream, on_error="return"):
                     if self.is_stream:
-                        self._print_new_text(output)
+                        text = output.outputs[0].text
+                        print(text[num_printed_chars:], end="", flush=True)
+                        num_printed_chars = len(text)
                     if not output.finished:
                         continue
                     num_done += 1
                     if output.metrics.first_token_time is not None:
                         first_tokens.append(output.metrics.first_token_time)
-                    self._record_output(job_of[output.request_id], output)
+                    job = job_of[output.request_id]
+                    if output.error is None:
+                        self._record(job, output_record(job, output))
+                    else:
+                        self._fail(job, output.error or "the request failed")
                     if not self.is_stream:
                         progress("requests", num_done, len(requests))
             finally:
@@ -154,38 +149,28 @@ class _Run:
 
     def finish(self) -> None:
         """Put the output file into the order of the jobs, and print what is not yet printed."""
-        ordered = [self.records[job.number] for job in self.jobs]
         if self.results is not None:
-            self.results.finish(ordered)
+            self.results.finish([self.records[job.number] for job in self.jobs])
         self._print_ready()
 
-    def _request(self, engine: Engine, job: Job) -> Request | None:
-        """Return the job's request; None, with an error as its result, if the engine can never run it."""
-        try:
-            return engine.prepare_request(str(job.number), job.prompt, job.params, number=job.number)
-        except InvalidRequestError as error:
-            say(f"error: {job.id}: {error}")
-            self._record(job, error_record(job.id, type(error).__name__, str(error), error.param))
-            return None
+    def _requests(self, engine: Engine, jobs: list[Job]) -> Iterator[Request]:
+        """Yield a request for each job; one that the engine can never run gets an error as its result instead."""
+        for job in jobs:
+            try:
+                yield engine.prepare_request(str(job.number), job.prompt, job.params, number=job.number)
+            except InvalidRequestError as error:
+                self._fail(job, error)
 
-    def _record_output(self, job: Job, output: RequestOutput) -> None:
-        if output.error is not None:
-            say(f"error: {job.id}: {output.error}")
-            self._record(job, error_record(job.id, "EngineError", output.error or "the request failed", None))
-        else:
-            self._record(job, output_record(job, output))
+    def _fail(self, job: Job, error: InvalidRequestError | str) -> None:
+        """Record an error as the job's result, and say it on stderr."""
+        say(f"error: {job.id}: {error}")
+        self._record(job, error_record(job.id, error))
 
     def _record(self, job: Job, record: dict[str, Any]) -> None:
         self.records[job.number] = record
         if self.results is not None:
             self.results.append(record)
         self._print_ready()
-
-    def _print_new_text(self, output: RequestOutput) -> None:
-        """Print the text of the only sample as far as it is not printed yet."""
-        text = output.outputs[0].text
-        print(text[self._num_printed_chars :], end="", flush=True)
-        self._num_printed_chars = len(text)
 
     def _print_ready(self) -> None:
         """Print results on stdout in the order of the jobs, up to the first job that has no result yet."""
@@ -196,19 +181,14 @@ class _Run:
             self._num_printed_jobs += 1
             if self.is_json:
                 print(dump_line(record), flush=True)
-            elif "error" in record or not self.is_text:
-                continue
             elif self.is_stream:
-                print(flush=True)
-            else:
-                self._print_samples(record)
-
-    def _print_samples(self, record: dict[str, Any]) -> None:
-        """Print each sample of a result, labelled by its job and its index where there are several of either."""
-        for output in record["outputs"]:
-            names = [(record["id"], self.jobs), (output["index"], record["outputs"])]
-            label = ".".join(str(name) for name, group in names if len(group) > 1)
-            print(f"[{label}] {output['text']}", flush=True)
+                print(end="" if "error" in record else "\n", flush=True)
+            elif self.is_text:
+                for output in record.get("outputs", ()):
+                    # The job's id and the sample's index label the text, each where there are several of it.
+                    names = [(record["id"], self.jobs), (output["index"], record["outputs"])]
+                    label = ".".join(str(name) for name, group in names if len(group) > 1)
+                    print(f"[{label}] {output['text']}", flush=True)
 
 
 def _jobs(
@@ -220,6 +200,7 @@ def _jobs(
     beams: Mapping[str, Any] | None,
     template: str | None,
 ) -> list[Job | BadLine]:
+    """Return a job for each prompt or line of the file, in order; ConfigError for flags that the model cannot take."""
     from ..sampling.logit_rules_spec import LogitRulesSpec
     from ..startup.sizing import requested_max_len, requested_max_seqs
     from ..text.prompts import PromptEncoder
@@ -263,19 +244,16 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: list[Job]) ->
 
     demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n) for job in jobs]
     modes = {sample_mode(job.params) for job in jobs}
-    progress = ProgressReport()
-    try:
+    with closing(ProgressReport()) as progress:
         return Engine.from_engine_args(config, handle, demands=demands, modes=modes, progress=progress)
-    finally:
-        progress.close()
 
 
 def _effective(jobs: list[Job], flags: Mapping[str, Any], handle: ModelHandle) -> str:
     """Return one line with the sampling parameters in effect: each value, and whether a flag, a line, the model or the
     default gives it."""
-    shown = []
     if isinstance(jobs[0].params, BeamSearchParams):
         return " · ".join(f"{name} {value}" for name, value in vars(jobs[0].params).items())
+    shown = []
     for name in FIELDS:
         values = [getattr(job.params, name) for job in jobs]
         source = "flag" if name in flags else "model" if name in handle.sampling_defaults else "default"
@@ -300,9 +278,8 @@ def _template(path: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template: {path!r} cannot be read ({error}); give a readable UTF-8 file") from error
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"--chat-template: {path} is no valid Jinja2, line {error.lineno}: {error.message}"
-        ) from error
+        fault = f"line {error.lineno}: {error.message}"
+        raise ConfigError(f"--chat-template: {path} is no valid Jinja2, {fault}") from error
     return text
 
 
@@ -327,15 +304,12 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
     recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
     pages = [
         f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens",
+        sizes.num_host_blocks and f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}",
         f"preemptions {recomputed + swapped} ({recomputed} by recompute, {swapped} by swap)",
+        stats["swap_bytes"] and f"swapped {stats['swap_bytes'] / 1e6:.1f} MB",
+        stats["copies"] and f"copies on write {stats['copies']}",
         f"prefix cache hits {stats['prefix_cache_hits'] / max(1, stats['prefix_cache_queries']):.1%}",
         f"padding {stats['padding_share']:.1%}",
         f"recompiles {stats['recompiles']}",
     ]
-    if stats["copies"]:
-        pages.insert(2, f"copies on write {stats['copies']}")
-    if stats["swap_bytes"]:
-        pages.insert(2, f"swapped {stats['swap_bytes'] / 1e6:.1f} MB")
-    if sizes.num_host_blocks:
-        pages.insert(1, f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}")
-    yield f"pages: {' · '.join(pages)}"
+    yield f"pages: {' · '.join(str(part) for part in pages if part)}"

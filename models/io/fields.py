@@ -7,10 +7,10 @@ value that was found and the allowed ones. This module does not know what a key 
 from __future__ import annotations
 
 import json
-import math
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -59,49 +59,44 @@ class Fields:
 
     def integer(self, key: str, default: int | None = None, *, min: int = 1, max: int = MAX_INT) -> int:
         """Return an integer from `min` to `max`; without a default the key is required."""
-        value = self.data[key] if self.has(key) else default
-        if type(value) is not int or not min <= value <= max:
-            raise self.wrong(key, f"an integer from {min} to {max}")
-        return value
+        wanted = f"an integer from {min} to {max}"
+        return int(self._value(key, default, lambda value: type(value) is int and min <= value <= max, wanted))
 
     def number(
-        self,
-        key: str,
-        default: float | None = None,
-        *,
-        above: float = -math.inf,
-        min: float = -math.inf,
-        max: float = math.inf,
+        self, key: str, default: float | None = None, *, above: float = -inf, min: float = -inf, max: float = inf
     ) -> float:
         """Return a finite number `> above`, `>= min` and `<= max`; without a default the key is required."""
-        value: Any = self.data[key] if self.has(key) else default
-        # isfinite would raise for an integer that no float can hold, so large ones are excluded first.
-        is_number = type(value) is float or (type(value) is int and abs(value) <= 2**63)
-        if not is_number or not math.isfinite(value) or not (value > above and min <= value <= max):
-            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"from {min:g}"] * (min > -math.inf)
-            raise self.wrong(key, " ".join(["a number", *bounds, *[f"up to {max:g}"] * (max < math.inf)]))
-        return float(value)
+
+        def is_right(value: Any) -> bool:
+            # isfinite would raise for an integer that no float can hold, so large ones are excluded first.
+            is_number = type(value) is float or (type(value) is int and abs(value) <= 2**63)
+            return is_number and isfinite(value) and value > above and min <= value <= max
+
+        bounds = [f"above {above:g}"] * (above > -inf) + [f"from {min:g}"] * (min > -inf)
+        wanted = " ".join(["a number", *bounds, *[f"up to {max:g}"] * (max < inf)])
+        return float(self._value(key, default, is_right, wanted))
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return true or false; `default` if the key is absent."""
-        value = self.data[key] if self.has(key) else default
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        return bool(self._value(key, default, lambda value: isinstance(value, bool), "true or false"))
 
     def choice(self, key: str, allowed: Collection[str], default: str | None = None) -> str:
         """Return one of the `allowed` words; without a default the key is required."""
-        value = self.data[key] if self.has(key) else default
-        if not isinstance(value, str) or value not in allowed:
-            raise self.wrong(key, f"one of {', '.join(allowed)}")
-        return value
+        wanted = f"one of {', '.join(allowed)}"
+        return str(self._value(key, default, lambda value: isinstance(value, str) and value in allowed, wanted))
 
     def mapping(self, key: str) -> Fields:
         """Return the fields of an object; an absent one is empty."""
-        value = self.data[key] if self.has(key) else {}
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object {…}")
-        return Fields(value, self.path)
+        return Fields(self._value(key, {}, lambda value: isinstance(value, dict), "an object {…}"), self.path)
+
+    def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """Return a list whose values are all of the type `kind`; without a default the key is required."""
+
+        def is_right(value: Any) -> bool:
+            return isinstance(value, list) and all(issubclass(one, kind) for one in set(map(type, value)))
+
+        values: list[Any] = self._value(key, default, is_right, f"a list of {kind.__name__} values")
+        return values
 
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
         """Return token ids below `vocab_size`; the value may be null, one integer or a list."""
@@ -111,9 +106,9 @@ class Fields:
             raise self.wrong(key, f"null, a token id from 0 to {vocab_size - 1}, or a list of them")
         return tuple(dict.fromkeys(ids))
 
-    def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """Return a list whose values are all of the type `kind`; without a default the key is required."""
-        values = self.data[key] if self.has(key) else default
-        if not isinstance(values, list) or not all(issubclass(one, kind) for one in set(map(type, values))):
-            raise self.wrong(key, f"a list of {kind.__name__} values")
-        return values
+    def _value(self, key: str, default: Any, is_right: Callable[[Any], bool], wanted: str) -> Any:
+        """Return the value of `key`, or the default of an absent one; ModelLoadError if it is not right."""
+        value = self.data[key] if self.has(key) else default
+        if not is_right(value):
+            raise self.wrong(key, wanted)
+        return value

@@ -125,6 +125,8 @@ class _Cursor:
 
     def value(self, kind: int) -> Any:
         """Read one metadata value of GGUF's type number `kind`."""
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -135,8 +137,6 @@ class _Cursor:
             if item_kind == _STRING and count * 8 <= len(self.data) - self.position:
                 return self.strings(count)
             raise ModelLoadError(f"{self.path}: {count} array items of type {item_kind} in the metadata cannot be read")
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
         raise ModelLoadError(f"{self.path}: metadata value of unknown type {kind}; known are 0 to 12")
 
 

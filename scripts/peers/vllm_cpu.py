@@ -26,15 +26,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm import __version__ as version  # noqa: E402
 
-llm = LLM(
-    model=args.model,
-    dtype=args.dtype,
-    max_num_seqs=args.max_num_seqs,
-    max_model_len=2048,
-    enforce_eager=True,
-    skip_tokenizer_init=True,
-    seed=0,
-)
+sizes = {"max_num_seqs": args.max_num_seqs, "max_model_len": 2048}
+llm = LLM(model=args.model, dtype=args.dtype, **sizes, enforce_eager=True, skip_tokenizer_init=True, seed=0)
 
 
 def answer(**what: object) -> None:

@@ -1,4 +1,4 @@
-"""What `jpaged bench latency` and `throughput` time: the engine, what bounds it, and what one has without it.
+"""The programs that `jpaged bench latency` and `throughput` time: the engine, what bounds it, and other engines.
 
     RecordedEngine   requests in, tokens out, as a user has it; records the steps that it runs
     ReplayBaseline   the programs of the engine's last run, on the same inputs, back to back: no host work
@@ -84,7 +84,7 @@ class RecordedEngine:
     true_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by kind of step: "decode" for steps that only decode, else "prompts"."""
     padded_tokens: Counter[str] = field(default_factory=Counter)
-    """The same with padding."""
+    """Tokens with padding, by kind of step."""
     metrics: list[RequestMetrics] = field(default_factory=list)
     """Times of each request."""
 
@@ -134,7 +134,7 @@ class RecordedEngine:
 
 
 class ReplayBaseline:
-    """The programs of an engine's last run, on the inputs they had, back to back: a device that never waits."""
+    """Runs the programs of an engine's last run on their inputs back to back, so that the device never waits."""
 
     def __init__(self, recorded: RecordedEngine):
         self.recorded = recorded
@@ -160,20 +160,16 @@ class BareBaseline:
 
     def run(self, workload: Workload) -> float:
         """Return the seconds for as many steps of each shape as the engine took."""
-        for shape in set(self.recorded.shapes):
-            if shape not in self._programs:
-                self._programs[shape] = self._compile(shape)
-        programs = [self._programs[shape] for shape in self.recorded.shapes]
         leaves, token = jax.tree.leaves(self.weights.state), jnp.int32(0)
+        for shape in set(self.recorded.shapes) - self._programs.keys():
+            step = bare_step(self.weights, shape)
+            self._programs[shape] = jax.jit(step).lower(leaves, token).compile()
+        programs = [self._programs[shape] for shape in self.recorded.shapes]
         start = time.perf_counter()
         for program in programs:
             token = program(leaves, token)
         jax.block_until_ready(token)
         return time.perf_counter() - start
-
-    def _compile(self, shape: StepShape) -> Any:
-        leaves = jax.tree.leaves(self.weights.state)
-        return jax.jit(bare_step(self.weights, shape)).lower(leaves, jnp.int32(0)).compile()
 
 
 def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Array], Array]:
@@ -199,8 +195,7 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
 
 def _metadata(positions: Int[Array, " T"]) -> AttentionMetadata:
     """Return the metadata of a step without pages: layers and the caches here read only the positions."""
-    nothing = jnp.zeros(0, jnp.int32)
-    empty = {one.name: nothing for one in fields(AttentionMetadata)}
+    empty = {one.name: jnp.zeros(0, jnp.int32) for one in fields(AttentionMetadata)}
     return AttentionMetadata(**{**empty, "positions": positions})
 
 
@@ -242,14 +237,13 @@ class _DenseCache:
 
 
 class DenseBaseline:
-    """What one writes without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
+    """A program without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
 
     def __init__(self, weights: Weights, model: ModelConfig):
         self.weights = weights
         self.leaves, self.tree = jax.tree.flatten(weights.state)
         self.model = model
-        self._prefill = jax.jit(self._first, donate_argnums=1)
-        self._decode = jax.jit(self._next, donate_argnums=1)
+        self._step = jax.jit(self._forward, donate_argnums=1)
 
     def run(self, workload: Workload) -> float:
         """Compute one batch after the other. The first run of a workload also compiles for its shapes."""
@@ -267,29 +261,22 @@ class DenseBaseline:
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
         shape = self.model.num_layers, len(prompts), num_slots, self.model.num_kv_heads, self.model.head_size
-        dtype = self.weights.stream_dtype
-        cache = _DenseCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-        tokens, cache = self._prefill(self.leaves, cache, ids, lens)
+        cache = _DenseCache(*(jnp.zeros(shape, self.weights.stream_dtype) for _ in "kv"))
+        tokens, cache = self._step(self.leaves, cache, ids, np.zeros_like(lens), lens)
         drawn = [tokens]
-        for index in range(1, max(outs)):
-            tokens, cache = self._decode(self.leaves, cache, tokens, lens + index - 1)
+        for index in range(max(outs) - 1):
+            tokens, cache = self._step(self.leaves, cache, tokens[:, None], lens + index, np.ones_like(lens))
             drawn.append(tokens)
         np.asarray(jnp.stack(drawn))
 
-    def _merged(self, leaves: list[Array]) -> Any:
-        """Return the model with these weights."""
-        return nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))
+    def _forward(self, leaves: Any, cache: _DenseCache, ids: Any, starts: Any, lens: Any) -> tuple[Any, _DenseCache]:
+        """Compute padded ids [R, T] of true lengths `lens` [R] from the positions `starts` [R] on.
 
-    def _first(self, leaves: Any, cache: _DenseCache, ids: Any, lens: Any) -> tuple[Any, _DenseCache]:
-        """Compute padded prompts [R, T]; return the likeliest next token of each."""
-        positions = jnp.tile(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape[0])
-        model = self._merged(leaves)
-        hidden, cache = model(ids.reshape(-1), cache, _metadata(positions))
-        last = hidden[jnp.arange(ids.shape[0]) * ids.shape[1] + lens - 1]
+        Returns the likeliest next token of each row, [R], and the cache.
+        """
+        num_rows, row_len = ids.shape
+        model = nnx.merge(self.weights.graph, jax.tree.unflatten(self.tree, leaves))
+        positions = starts[:, None] + jnp.arange(row_len, dtype=jnp.int32)[None]
+        hidden, cache = model(ids.reshape(-1), cache, _metadata(positions.reshape(-1)))
+        last = hidden[jnp.arange(num_rows) * row_len + lens - 1]
         return jnp.argmax(model.logits(last), axis=-1).astype(jnp.int32), cache
-
-    def _next(self, leaves: Any, cache: _DenseCache, tokens: Any, positions: Any) -> tuple[Any, _DenseCache]:
-        """Compute one token of each row; return the likeliest next tokens."""
-        model = self._merged(leaves)
-        hidden, cache = model(tokens, cache, _metadata(positions))
-        return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32), cache

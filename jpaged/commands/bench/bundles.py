@@ -1,9 +1,9 @@
-"""What the TPU's compiler schedules for our kernels, without a TPU: their VLIW bundles, read from its dump.
+"""Compiles our kernels for a TPU that is not there, and reads their VLIW bundles from the compiler's dump.
 
 The compiler writes down every bundle of a kernel with the slots that it uses. A bundle takes a cycle if nothing waits
-for memory; loops are told apart by their marks, and what a row or a prompt costs is the sum of its loops' bundles times
-their turns. Both sides of a branch count, so that this is no less than what is executed. Static: caches, copies and the
-rest of the chip are not in it.
+for memory; loops are told apart by their marks, and a row or a prompt costs the sum of its loops' bundles times their
+iterations. Both sides of a branch count, so the sum is an upper bound of the bundles that are executed. It is static:
+caches, copies and the rest of the chip are not in it.
 
 Needs the wheels of the extra `aot`. Nothing here imports JAX before it is used, since JAX reads `prepare`'s
 environment when it is imported.
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 """Chip → the topology that the compiler is asked for."""
 ROWS, TOKENS, TABLE_TOKENS = 64, 8192, 4096
-"""Of the step that is compiled: what its loops hold does not depend on them."""
+"""Sizes of the step that is compiled; what its loops hold does not depend on them."""
 CACHE_BYTES = 256 << 20
-"""Of the pages, at least: twice the VMEM of any chip. XLA puts a smaller cache there, and copies it with loops."""
+"""Least bytes of the pages, twice the VMEM of any chip: XLA puts a smaller cache there, and copies it with loops."""
 SPILLS = "VSTORE:SPILL"
+"""The slot whose count is the number of spilled registers."""
 
 
 def prepare(dump: str | None = None) -> None:
-    """Environment of a JAX that compiles for TPUs, which dumps its schedules to the folder `dump`."""
+    """Set the environment for a JAX that compiles for TPUs, and dumps its schedules to the folder `dump`."""
     os.environ |= {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -46,7 +47,7 @@ def prepare(dump: str | None = None) -> None:
 
 
 class Loop(NamedTuple):
-    """A loop of a kernel, with the loops in it; `own` are the bundles in no inner loop."""
+    """A loop of a kernel: the bundles from `begin` to before `end`; `own` of them are in no inner loop."""
 
     begin: int
     end: int
@@ -56,16 +57,16 @@ class Loop(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bundles, inner loops once."""
+        """Number of bundles, those of inner loops counted once."""
         return self.end - self.begin
 
     def holds(self, other: Loop) -> bool:
-        """Whether `other` lies within."""
+        """Return whether `other` lies within this loop."""
         return self.depth < other.depth and self.begin <= other.begin and other.end <= self.end
 
 
 class Compiler:
-    """Compiles for one chip that is not there; `folder` is the dump that `prepare` was told of."""
+    """Compiles for one chip that is not there; `folder` is the dump that `prepare` has set."""
 
     def __init__(self, chip: str, folder: str):
         import jax
@@ -81,7 +82,7 @@ class Compiler:
         self.shaped: Any = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
 
     def compile(self, function: Any, *args: Any) -> None:
-        """Compile it; the dump of what was compiled before is gone."""
+        """Compile a function for these arguments; its dump replaces that of the function before."""
         import jax
 
         for path in self.folder.iterdir():
@@ -90,7 +91,7 @@ class Compiler:
             jax.jit(function).lower(*args).compile()
 
     def loops_of(self, kernel: str) -> list[Loop]:
-        """The loops of the kernel of that name, in their order. ValueError if the dump is not as known here."""
+        """Return the loops of the kernel of that name, in order; ValueError for a dump of an unknown form."""
         named = [path for path in self.folder.iterdir() if kernel in path.name and "analysis" not in path.name]
         texts = []
         for end in ("-final_bundles.txt", "-final_hlo-static-per-bundle-utilization.txt"):
@@ -103,9 +104,9 @@ class Compiler:
     def attention_loops(
         self, backend: TpuBackend, shape: TpuShape, dtype: str | None = None, **options: float
     ) -> tuple[list[Loop], list[Loop]]:
-        """The loops of decode and of prefill, over pages of that shape; `options` are `attend`'s.
+        """Return the loops of decode and of prefill over pages of that shape; `options` are `attend`'s.
 
-        `dtype` is that of queries, keys and values; None: as the pages', or bfloat16 if these are of one byte a number.
+        `dtype` is that of queries, keys and values; None is that of the pages, or bfloat16 for one-byte pages.
         """
         import jax.numpy as jnp
 
@@ -142,22 +143,22 @@ class Compiler:
 
 
 def page_layout(backend: TpuBackend, shape: TpuShape) -> KVLayout:
-    """Of one page in one layer. ValueError if the kernels do not take the shape."""
+    """Return the layout of one page in one layer; ValueError if the kernels do not take the shape."""
     from ...pallas_kernels.ragged_paged_attention import KVShape
 
     return backend.layout(KVShape(1, 1, shape.page_size, shape.num_kv_heads, shape.head_size, shape.dtype))
 
 
 class DecodeLoops(NamedTuple):
-    """Bundles of the decode kernel: a block of rows without its tiles, full tiles, and tails.
+    """Bundles of the decode kernel: of a block of rows without its tiles, of full tiles, and of tails.
 
-    `full` and `tail` are innermost loops; what is more than one stretch of instructions has loops within a tile's.
+    `full` and `tail` are the innermost loops; a tile that is not unrolled as a whole has further loops around them.
     """
 
     around: int
-    """A block of rows, its tails not counted."""
+    """Bundles of a block of rows without its tails."""
     around_full: int
-    """A row that has full tiles, and no tile."""
+    """Bundles of a row that has full tiles, without the tiles."""
     full_tile: int
     tail_piece: int
     full: Loop
@@ -166,7 +167,7 @@ class DecodeLoops(NamedTuple):
 
     @classmethod
     def of(cls, loops: list[Loop], shape: TpuShape, sizes: DecodeSizes) -> DecodeLoops:
-        """From the loops of a kernel that was compiled with these sizes. ValueError if they are not as known here."""
+        """Count the loops of a kernel compiled with these sizes; ValueError for loops of an unknown form."""
         import jax.numpy as jnp
 
         from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS, heads_per_product
@@ -182,38 +183,37 @@ class DecodeLoops(NamedTuple):
         most = max_unrolled_products(shape.num_heads // num_groups, heads, dtype)
         full, tail = _with_products(loops, 2)
 
-        def turns(num: int, most: int) -> list[int]:
-            """Of the loop over so many, if there is one."""
-            size = unroll_factor(num, most)
+        def iterations(num: int, max_unrolled: int) -> list[int]:
+            """Return the iterations of the loop over `num` products, or nothing if it is unrolled."""
+            size = unroll_factor(num, max_unrolled)
             return [num // size] if size < num else []
 
-        def bundles(nest: list[Loop], turns: list[int]) -> int:
-            """Of one turn of the outermost, whose inner loops take so many turns."""
-            if len(nest) != len(turns) + 1:
-                raise ValueError(f"the compiler's loops: got {len(nest)} of a tile in decode, wanted {len(turns) + 1}")
-            if len(nest) == 1:
+        def bundles(nest: list[Loop], iterations: list[int]) -> int:
+            """Return the bundles of one iteration of the outermost loop; `iterations` are those of the inner ones."""
+            if len(nest) != len(iterations) + 1:
+                wanted = len(iterations) + 1
+                raise ValueError(f"the compiler's loops: got {len(nest)} of a tile in decode, wanted {wanted}")
+            if not iterations:
                 return nest[0].size
-            return nest[0].size - nest[1].size + turns[0] * bundles(nest[1:], turns[1:])
+            return nest[0].size - nest[1].size + iterations[0] * bundles(nest[1:], iterations[1:])
 
-        def nest_of(inner: Loop) -> list[Loop]:
-            return [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
-
-        full_nest, tail_nest = nest_of(full), nest_of(tail)
-        full_tile = bundles(full_nest, turns(num_pieces, most // num_groups) + turns(num_groups, most))
-        tail_piece = bundles(tail_nest, turns(num_groups, most // pair))
-        of_row = _around(full, loops)
+        full_nest, tail_nest = (
+            [loop for loop in loops if loop.depth >= 3 and (loop is inner or loop.holds(inner))]
+            for inner in (full, tail)
+        )
+        row = _around(full, loops)
         return cls(
-            around=loops[0].size - of_row.size - tail_nest[0].size,
-            around_full=of_row.size - full_nest[0].size,
-            full_tile=full_tile,
-            tail_piece=tail_piece,
+            full_tile=bundles(full_nest, iterations(num_pieces, most // num_groups) + iterations(num_groups, most)),
+            tail_piece=bundles(tail_nest, iterations(num_groups, most // pair)),
+            around=loops[0].size - row.size - tail_nest[0].size,
+            around_full=row.size - full_nest[0].size,
             full=full,
             tail=tail,
             num_pairs=BLOCK_ROWS // pair,
         )
 
     def bundles_of_row(self, context_len: int, sizes: DecodeSizes) -> float:
-        """Of one of many rows of this length."""
+        """Return the bundles of one of many rows of this length."""
         from ...pallas_kernels.ragged_paged_attention.tpu.decode import BLOCK_ROWS
 
         num_full = (context_len - 1) // sizes.tile
@@ -223,10 +223,10 @@ class DecodeLoops(NamedTuple):
 
 
 def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: TpuSizes, tile_q: int) -> int:
-    """Of all query tiles of a prompt: what surrounds the loops over heads, and these once for each piece of keys.
+    """Return the bundles of all query tiles of a prompt: those around the loops over heads, and these per key piece.
 
-    One bunch of heads has no such loop: the loop over pieces counts for each of them, with all sides of its branches.
-    ValueError if the loops are not as known here.
+    A single bunch of heads has no such loop: then the loop over pieces counts once per piece, with all sides of its
+    branches. ValueError for loops of an unknown form.
     """
     from ...pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
 
@@ -247,6 +247,7 @@ def bundles_of_prompt(loops: list[Loop], length: int, shape: TpuShape, sizes: Tp
 
 
 def _with_products(loops: list[Loop], num: int) -> list[Loop]:
+    """Return the loops whose own bundles use the matrix unit; ValueError if they are not `num`."""
     found = [loop for loop in loops if loop.slots["MXU"]]
     if len(found) != num:
         raise ValueError(f"the compiler's loops: got {len(found)} of {len(loops)} with products, wanted {num}")
@@ -254,7 +255,7 @@ def _with_products(loops: list[Loop], num: int) -> list[Loop]:
 
 
 def _around(inner: Loop, loops: list[Loop]) -> Loop:
-    """The loop within the kernel's own that `inner` lies in."""
+    """Return the loop at depth 2, just within the kernel's own, that `inner` lies in."""
     for loop in loops:
         if loop.depth == 2 and loop.holds(inner):
             return loop
@@ -262,33 +263,32 @@ def _around(inner: Loop, loops: list[Loop]) -> Loop:
 
 
 def read_loops(bundles: str, utilization: str) -> list[Loop]:
-    """Of a kernel, from the compiler's text of its bundles and its table of the slots that each of them uses.
+    """Return a kernel's loops from the compiler's text of its bundles and its table of the slots that each one uses.
 
-    ValueError names what is not as it is known here.
+    ValueError names what has an unknown form.
     """
     lines = re.findall(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w\w)?\s*:\s*((?:>\s*)*)\{", bundles, re.MULTILINE)
     marks = [(mark, depth.count(">")) for mark, depth in lines]
     names = re.search(r"\n(MXU, .*)\n", utilization)
     _, found, table = utilization.partition("== UTILIZATION:")
+    fault = "the compiler's table of slots: got"
     if names is None or not found:
-        raise ValueError(
-            f"the compiler's table of slots: got {utilization[:80]!r}, wanted a line MXU, … and == UTILIZATION:"
-        )
+        raise ValueError(f"{fault} {utilization[:80]!r}, wanted a line MXU, … and == UTILIZATION:")
     columns = names[1].split(", ")
     slots = [list(map(int, line.split())) for line in table.strip().splitlines() if re.fullmatch(r"[\d ]+", line)]
     if len(slots) != len(marks) or any(len(row) != len(columns) for row in slots):
-        raise ValueError(
-            f"the compiler's table of slots: got {len(slots)} rows for {len(marks)} bundles, wanted one for each, "
-            f"of {len(columns)} numbers"
-        )
-    # A loop goes from its mark to the next mark that lies outside it; unmarked lines may show any depth.
+        wanted = f"wanted one for each, of {len(columns)} numbers"
+        raise ValueError(f"{fault} {len(slots)} rows for {len(marks)} bundles, {wanted}")
     spans = []
     for begin, (mark, depth) in enumerate(marks):
         if mark == "LB":
-            end = begin + 1
-            while end < len(marks) and not _is_outside(*marks[end], depth):
-                end += 1
-            spans.append((begin, end, depth))
+            # A loop goes on to the next mark that lies outside it; unmarked lines may show any depth.
+            outside = (
+                end
+                for end, (other, of) in enumerate(marks[begin + 1 :], begin + 1)
+                if other and (of < depth or (other == "LB" and of <= depth))
+            )
+            spans.append((begin, next(outside, len(marks)), depth))
     loops = []
     for begin, end, depth in spans:
         inner = {n for b, e, d in spans if d > depth and begin <= b and e <= end for n in range(b, e)}
@@ -296,7 +296,3 @@ def read_loops(bundles: str, utilization: str) -> list[Loop]:
         totals = [sum(slots[n][column] for n in own) for column in range(len(columns))]
         loops.append(Loop(begin, end, depth, len(own), dict(zip(columns, totals, strict=True))))
     return loops
-
-
-def _is_outside(mark: str, depth: int, of: int) -> bool:
-    return bool(mark) and (depth < of or (mark == "LB" and depth <= of))

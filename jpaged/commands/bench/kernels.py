@@ -1,8 +1,8 @@
 """`jpaged bench kernels`: what attention over pages costs here, beside what the machine could do and what is naive.
 
-The shapes are those of SmolLM2-135M, 9 query and 3 KV heads of 64; full gathers are made at those of Llama 3 8B too,
-32 and 8 of 128. Layers are chained, each with pages of its own: what one writes depends on what the one before attended
-to, as in a model. Programs that are compared run in turns.
+The shapes are those of SmolLM2-135M, 9 query and 3 KV heads of 64; full gathers are also made at those of Llama 3 8B,
+32 and 8 heads of 128. Layers are chained, each with pages of its own: what a layer writes depends on what the layer
+before attended to, as in a model. Runs of programs that are compared are interleaved.
 
     decode        rows with one query; bytes of keys and values ÷ time, beside the bandwidth of reading an array; rows
                   of one length, and ragged ones, longest first
@@ -58,7 +58,7 @@ class Workload:
 
     num_rows: int
     context_len: int
-    """Of the longest row, with the step's own tokens."""
+    """Tokens of the longest row, with the step's own tokens."""
     num_layers: int
     query_len: int = 1
     num_shared: int = 0
@@ -73,18 +73,18 @@ class Workload:
 
     @property
     def context_lens(self) -> list[int]:
-        """Of each row, longest first, as the engine orders them."""
+        """Tokens of each row, longest first, as the engine orders them."""
         shortest = self.context_len if self.shortest_len is None else self.shortest_len
         return np.linspace(self.context_len, shortest, self.num_rows).astype(int).tolist()
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values of all rows in one layer, in float32."""
+        """Bytes of the keys and values of all rows in one layer, in float32."""
         return sum(self.context_lens) * 2 * self.num_kv_heads * self.head_size * 4
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return self.head_size**-0.5
 
 
@@ -109,7 +109,7 @@ PREFILLS = {"512 at 0": Workload(1, 512, 4, 512), "512 at 2000": Workload(1, 251
 
 @dataclass
 class Program:
-    """A compiled step, its arguments, and the seconds a layer of each run."""
+    """A compiled step and its state, which each run donates; `times_s` are the seconds per layer of each run."""
 
     run: Any
     state: Any
@@ -117,12 +117,14 @@ class Program:
     times_s: list[float]
 
     def time(self) -> None:
+        """Run the step once and record its seconds per layer."""
         start = time.perf_counter()
         self.state = jax.block_until_ready(self.run(self.state))
         self.times_s.append((time.perf_counter() - start) / self.num_layers)
 
     @property
     def ms(self) -> float:
+        """Median milliseconds per layer."""
         return round(1e3 * median(self.times_s), 4)
 
 
@@ -202,7 +204,7 @@ def read_bandwidth() -> Program:
 
 
 def measure(programs: dict[str, Program], num_runs: int) -> None:
-    """Run all in turns, once to warm up and then to be timed."""
+    """Time all programs in interleaved runs, after one run of each that is not counted."""
     for program in programs.values():
         program.time()
         program.times_s.clear()
@@ -212,7 +214,7 @@ def measure(programs: dict[str, Program], num_runs: int) -> None:
 
 
 def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: str, num_runs: int) -> dict[str, Any]:
-    """All workloads; ratios first. Without a `sharing` backend, none of shared pages and none of the full gather."""
+    """Measure all workloads and return ratios first; full gathers and shared pages only with a `sharing` backend."""
     ratios: dict[str, dict[str, float]] = {}
     times_ms: dict[str, dict[str, float]] = {}
     bandwidths: list[float] = []

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from contextlib import suppress
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from ...errors import ConfigError
@@ -28,17 +28,11 @@ class PeerBaseline:
         """Start the command and wait until it is ready; ConfigError if it cannot be started, or says something else."""
         self.name, self.max_num_seqs = name, max_num_seqs
         try:
-            self._process = subprocess.Popen(
-                shlex.split(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
+            self._process = Popen(shlex.split(command), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--peer: {name} cannot be started: {error}") from error
         self.ready = self._read()
-        """What the peer says of itself."""
+        """The peer's first line: its name and version."""
 
     def run(self, workload: Workload) -> float:
         """Return the seconds that the peer measures; ConfigError if it computed another number of tokens."""
@@ -66,12 +60,8 @@ class PeerBaseline:
         if not line:
             status = self._process.wait()
             raise ConfigError(f"--peer: {self.name} ended with status {status} and no answer; run its command alone")
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise ConfigError(
-                f"--peer: {self.name} wrote {line.strip()[:100]!r}, wanted a JSON object; its logs belong to stderr"
-            )
-        return answer
+        with suppress(ValueError):
+            if isinstance(answer := json.loads(line), dict):
+                return answer
+        got = f"{self.name} wrote {line.strip()[:100]!r}"
+        raise ConfigError(f"--peer: {got}, wanted a JSON object; its logs belong to stderr")

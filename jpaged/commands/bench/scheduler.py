@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -170,16 +171,7 @@ class Host:
     def add(self, *, prompt_len: int = PROMPT_LEN, max_tokens: int = OUTPUT_LEN) -> Request:
         """Queue a request whose prompt shares no prefix with another."""
         start = self.random.randrange(len(self.tokens) - prompt_len)
-        request = Request(
-            request_id=str(self.num_requests),
-            number=self.num_requests,
-            prompt_token_ids=array("i", self.tokens[start : start + prompt_len]),
-            params=PARAMS,
-            arrival_time=time.monotonic(),
-            max_tokens=max_tokens,
-            engine_seed=0,
-            num_groups=1,
-        )
+        request = _make_request(self.num_requests, self.tokens[start : start + prompt_len], max_tokens)
         self.num_requests += 1
         self.core.add(request)
         return request
@@ -241,16 +233,7 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
 def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
     """Measure the microseconds to hash a full page of 16 tokens and look it up, as matching a long prompt does."""
     tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
-    request = Request(
-        request_id="long",
-        number=0,
-        prompt_token_ids=array("i", tokens),
-        params=PARAMS,
-        arrival_time=0.0,
-        max_tokens=1,
-        engine_seed=0,
-        num_groups=1,
-    )
+    request = _make_request(0, tokens, max_tokens=1)
     blocks = BlockManager(num_blocks=num_pages + 2, block_size=HASHED_PAGE)
     hashes: list[bytes] = []
     extend_hashes(hashes, request.prompt_token_ids, num_pages, HASHED_PAGE, NO_EXTRAS)
@@ -271,7 +254,7 @@ def bench_detokenizing(tokenizer: Tokenizer, *, num_tokens: int = 20_000) -> dic
     """Measure the microseconds per token to detokenize a stream token by token, without and with stop strings."""
     text = Path(__file__).read_text(encoding="utf-8")
     once = tokenizer.encode(text)
-    token_ids = (once * -(-num_tokens // len(once)))[:num_tokens]
+    token_ids = list(islice(cycle(once), num_tokens))
     found = {}
     for name, stop in (("plain", ()), ("stop_strings", ("\n\n\n\n", "\n\x00"))):
         times = []
@@ -329,6 +312,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _make_request(number: int, prompt_token_ids: list[int], max_tokens: int) -> Request:
+    """Return a request that arrives now."""
+    return Request(
+        request_id=str(number),
+        number=number,
+        prompt_token_ids=array("i", prompt_token_ids),
+        params=PARAMS,
+        arrival_time=time.monotonic(),
+        max_tokens=max_tokens,
+        engine_seed=0,
+        num_groups=1,
+    )
+
+
 def _step_and_refill(host: Host) -> int:
     """Run one step and queue a new request for each that it ended; return how many those are."""
     num_ended = host.step()
@@ -346,15 +343,12 @@ def _medians(runs: list[Any]) -> Any:
 
 
 def _show(result: dict[str, Any]) -> None:
-    """Print the table."""
+    """Print the table on stderr."""
     say(f"decode step of {result['running']} sequences, µs:")
     for name, values in result["decode_step"].items():
         say(f"  {name:20} p50 {values['p50']:8.1f}  p99 {values['p99']:8.1f}")
     for size, value in result["us_per_request"].items():
         say(f"{size:>7} queued: {value:.0f} µs a request, {result['growth'][size]:.2f} × the first queue's")
-    detokenize = result["detokenize"]
-    say(
-        f"text of a token: {detokenize['us_per_token_plain']:.2f} µs, with stop strings "
-        f"{detokenize['us_per_token_stop_strings']:.2f}"
-    )
+    plain, with_stop = result["detokenize"].values()
+    say(f"text of a token: {plain:.2f} µs, with stop strings {with_stop:.2f}")
     say(f"hash and look up a page of {HASHED_PAGE} tokens: {result['hash_and_look_up']['us_per_page']:.2f} µs")

@@ -101,8 +101,8 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
     for name in args.versus:
         check("--versus", name, one_of(*VERSUS), error=ConfigError)
     for peer in args.peer:
-        name, equals, command = peer.partition("=")
-        if not (name and equals and command) or name in (ENGINE, *VERSUS):
+        name, _, command = peer.partition("=")
+        if not (name and command) or name in (ENGINE, *VERSUS):
             raise refusal("--peer", shown(peer), "NAME=COMMAND with a name of its own", error=ConfigError)
     return args
 
@@ -156,9 +156,7 @@ def _result(
     return {
         "what": f"{kind}: output tokens/s of whole workloads; medians of interleaved runs",
         "ratios": {
-            name: {
-                f"{ENGINE} ÷ {key}": round(run_s / times[ENGINE], 3) for key, run_s in times.items() if key != ENGINE
-            }
+            name: {f"{ENGINE} ÷ {key}": round(times[key] / times[ENGINE], 3) for key in times if key != ENGINE}
             for name, times in medians.items()
         },
         "tokens_per_s": {

@@ -3,8 +3,8 @@
     jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128                      # on a TPU: by time
     jpaged tune --num-heads 32 --num-kv-heads 8 --head-size 128 --source bundles --chip v6e      # anywhere: by bundles
 
-One size after another is tried with the others held, from what a start would take now. Sizes that are better by more
-than `LEAST_GAIN` become an entry of the user's table, which a start reads beside our own. Bundles (`bundles.py`)
+One size after another is tried with the others held, starting from what a start would take now. Sizes that are better
+by more than `MIN_GAIN` become an entry of the user's table, which a start reads beside our own. Bundles (`bundles.py`)
 do not tell what waits for memory, so they leave alone how many tokens are fetched together.
 """
 
@@ -14,7 +14,9 @@ import importlib.util
 import json
 import math
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -29,36 +31,37 @@ if TYPE_CHECKING:
     from ...pallas_kernels.ragged_paged_attention import TpuBackend
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes, TunedEntry
 
-LEAST_GAIN = 0.02
-"""Of a kernel's cost: less is not worth an entry."""
+MIN_GAIN = 0.02
+"""Smallest saving, as a share of a kernel's cost, that is worth an entry."""
 DTYPES = ("bfloat16", "float32")
 FACTORS = (0.25, 0.5, 2.0, 4.0)
-"""Of a size, what is tried instead."""
+"""Factors of a size that are tried in its place."""
 DECODE_SIZES, PREFILL_SIZES = ("max_rows", "full", "tail", "tile"), ("sub_kv", "tile_kv")
 FETCHED = ("tile", "tile_kv")
 CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
 DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
-"""Context length → rows and layers that are timed, as far as `MOST_BYTES` go: all of them for 8 heads of 128."""
-MOST_BYTES = 1 << 30
-"""Of pages in one workload: of five sizes that have their turns each has pages of its own, on chips of 16 GB."""
+"""Context length → rows and layers that are timed where `MAX_BYTES` allow them, as they do for 8 heads of 128."""
+MAX_BYTES = 1 << 30
+"""Bytes of pages of one workload; each of up to five candidates holds such pages, on chips of 16 GB."""
 
 Figures = dict[str, float]
 
 
 class Source(Protocol):
-    """What tells how good sizes are."""
+    """Says what the kernels cost with given sizes."""
 
     name: str
     unit: str
     sees_copies: bool
+    """Whether costs include the time that kernels wait for memory."""
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
-        """Costs of `kind`, decode or prefill, at each of these sizes; or why they cannot be had."""
+        """Return the costs of `kind`, decode or prefill, at each of these sizes, or why they cannot be had."""
         ...
 
 
 class Bundles:
-    """By the compiler's schedule."""
+    """Costs by the compiler's schedule, in VLIW bundles."""
 
     name, unit, sees_copies = "bundles", "bundles", False
 
@@ -66,9 +69,10 @@ class Bundles:
         self.compiler, self.shape = compiler, shape
         self.known: dict[tuple[str, TpuSizes], Figures | str] = {}
         self.most_spills: int | None = None
-        """In decode's innermost loops: as many as with the sizes that a start would take."""
+        """Registers spilled in decode's innermost loops with the first sizes, those that a start would take."""
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
+        """Return the costs at each of these sizes; equal sizes are compiled once."""
         for sizes in candidates:
             if (kind, sizes) not in self.known:
                 self.known[kind, sizes] = self._figures(kind, sizes)
@@ -94,7 +98,7 @@ class Bundles:
 
 
 class Measured:
-    """By time, on this TPU: candidates run in turns."""
+    """Costs by time on this TPU, in ms; runs of the candidates are interleaved."""
 
     name, unit, sees_copies = "measured", "ms", True
 
@@ -102,11 +106,11 @@ class Measured:
         self.chip, self.shape, self.num_runs = chip, shape, num_runs
 
     def backend(self, sizes: TpuSizes) -> TpuBackend:
-        """With these sizes, on this chip."""
+        """Return the kernels' backend with these sizes on this chip."""
         return _backend(self.chip, self.shape, sizes)
 
     def workloads(self, kind: str) -> dict[str, Any]:
-        """Name → what is timed."""
+        """Return what is timed, by name."""
         from .kernels import Workload
 
         heads = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_size")}
@@ -117,15 +121,14 @@ class Measured:
         return {f"prompt of {n}": Workload(1, n, layers, query_len=n, **heads) for n, (_, layers) in found.items()}
 
     def _fitting(self, context_len: int, num_rows: int, num_layers: int) -> tuple[int, int]:
-        """As many rows and layers of these as have pages of `MOST_BYTES`, or one of each."""
+        """Halve layers, then rows, until their pages take `MAX_BYTES` at most or one of each is left."""
         row_bytes = -(-context_len // self.shape.page_size) * _page_bytes(self.chip, self.shape)
-        while num_layers > 1 and num_rows * num_layers * row_bytes > MOST_BYTES:
-            num_layers //= 2
-        while num_rows > 1 and num_rows * num_layers * row_bytes > MOST_BYTES:
-            num_rows //= 2
+        while num_rows * num_layers > max(1, MAX_BYTES // row_bytes):
+            num_rows, num_layers = (num_rows, num_layers // 2) if num_layers > 1 else (num_rows // 2, 1)
         return num_rows, num_layers
 
     def figures(self, kind: str, candidates: Sequence[TpuSizes]) -> list[Figures | str]:
+        """Return the median times at each of these sizes, or the error of sizes that cannot be compiled or run."""
         from .kernels import measure, paged
 
         found: list[Figures | str] = [{} for _ in candidates]
@@ -136,14 +139,14 @@ class Measured:
                     continue
                 try:
                     program = paged(self.backend(sizes), workload, self.shape.page_size, self.shape.dtype)
-                    program.time()  # Some that compile cannot be run.
+                    program.time()  # A program may compile and yet fail to run.
                 except Exception as error:
                     found[index] = _reason(error)
                 else:
                     programs[str(index)] = program
             try:
                 measure(programs, self.num_runs)
-            except Exception as error:  # Each alone could be run: of all of them it cannot be told which is at fault.
+            except Exception as error:  # Each program ran alone, so it is not known which one is at fault.
                 return [_reason(error)] * len(candidates)
             for index, figures in enumerate(found):
                 if isinstance(figures, dict):
@@ -152,7 +155,7 @@ class Measured:
 
 
 class Tuned(NamedTuple):
-    """What was found: of both kernels, costs before and after."""
+    """The sizes that were found, and the costs of both kernels before and after."""
 
     sizes: TpuSizes
     before: Figures
@@ -160,10 +163,8 @@ class Tuned(NamedTuple):
 
 
 def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned:
-    """The best sizes from `start` on; a kernel's are left as they were unless they gain more than `LEAST_GAIN`."""
-    best = start
-    before: Figures = {}
-    after: Figures = {}
+    """Search the best sizes from `start` on; a kernel's sizes stay unless others gain more than `MIN_GAIN`."""
+    best, before, after = start, Figures(), Figures()
     for kind, names in (("decode", DECODE_SIZES), ("prefill", PREFILL_SIZES)):
         first: Figures | None = None
         last: Figures = {}
@@ -184,14 +185,14 @@ def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned
             trial = min(known, key=lambda sizes: _cost(known[sizes], held))
             last = known[trial]
         assert first is not None
-        if _cost(last, first) >= 1 - LEAST_GAIN:
+        if _cost(last, first) >= 1 - MIN_GAIN:
             last, trial = first, best
         best, before, after = trial, before | first, after | last
     return Tuned(best, before, after)
 
 
 def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuSizes]:
-    """The same sizes but for one, as far as the kernels could work with them."""
+    """Return the sizes with another value of `name`, as far as the kernels could work with them."""
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import check_sizes
 
     found = []
@@ -209,45 +210,39 @@ def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuS
 
 
 def _size(sizes: TpuSizes, name: str) -> int:
+    """Return the size of that name, of the prefill kernel or of decode."""
     size: int = getattr(sizes if name in PREFILL_SIZES else sizes.decode, name)
     return size
 
 
 def _cost(figures: Figures, of: Figures) -> float:
-    """Geometric mean of the ratios."""
+    """Return the geometric mean of the ratios of the figures to those of `of`."""
     return math.exp(sum(math.log(figures[name] / of[name]) for name in of) / len(of))
 
 
-def _backend(chip: str, shape: TpuShape, sizes: TpuSizes) -> TpuBackend:
-    import dataclasses
-
+def _backend(chip: str, shape: TpuShape, sizes: TpuSizes | None = None) -> TpuBackend:
+    """Return the kernels' backend for the shape, with these sizes or, without any, those that a start takes."""
     from ...pallas_kernels.ragged_paged_attention import TpuBackend
 
-    return dataclasses.replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
+    return replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
 
 
 def _page_bytes(chip: str, shape: TpuShape) -> int:
-    """Of a page in one layer. ValueError if the kernels do not take the shape."""
-    from ...pallas_kernels.ragged_paged_attention import TpuBackend
-
-    return page_layout(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), shape).page_bytes
+    """Return the bytes of a page in one layer; ValueError if the kernels do not take the shape."""
+    return page_layout(_backend(chip, shape), shape).page_bytes
 
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-# The table
-
-
 def write_entry(table: Path, entry: dict[str, Any]) -> None:
-    """Put it into a table, in the place of what was there for the same chip and shape."""
+    """Put an entry into a table in place of one for the same chip and shape. The table changes in one atomic step."""
     entries = json.loads(table.read_text()) if table.exists() else []
-    is_other = [any(old[key] != entry[key] for key in ("chip", "shape")) for old in entries]
-    entries = [old for old, other in zip(entries, is_other, strict=True) if other] + [entry]
-    unfinished = table.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(entries, indent=1) + "\n")
-    unfinished.replace(table)
+    others = [old for old in entries if any(old[key] != entry[key] for key in ("chip", "shape"))]
+    temporary = table.with_suffix(".unfinished")
+    temporary.write_text(json.dumps([*others, entry], indent=1) + "\n")
+    temporary.replace(table)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -273,7 +268,8 @@ def main(argv: Sequence[str]) -> int:
         return _tune(args, args.chip, Compiler(args.chip, folder))
 
 
-def _check(args: Any) -> None:
+def _check(args: Namespace) -> None:
+    """Refuse flags that no search can take."""
     check_positive(args, "num_heads", "num_kv_heads", "head_size", "block_size", "runs")
     if args.num_heads % args.num_kv_heads:
         allowed = f"multiples of --num-kv-heads, {args.num_kv_heads}"
@@ -285,7 +281,8 @@ def _check(args: Any) -> None:
         raise refusal("--chip", "none with --source bundles", ", ".join(TOPOLOGIES), error=ConfigError)
 
 
-def _chip_here(args: Any) -> str:
+def _chip_here(args: Namespace) -> str:
+    """Return the name of this machine's TPU; ConfigError if it is none, or not the one of `--chip`."""
     import jax
 
     from ...pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS
@@ -305,7 +302,11 @@ def _chip_here(args: Any) -> str:
     return chip
 
 
-def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
+def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
+    """Search the sizes of one shape, by bundles of `compiler` or, without one, by time, and write the entry.
+
+    The table is opened for writing first, because a search takes minutes.
+    """
     import jax
 
     from ...pallas_kernels.ragged_paged_attention import TpuBackend
@@ -318,7 +319,7 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
         table: Path = args.output or tuned_path(TpuBackend)
     except RuntimeError as error:
         raise ConfigError(f"--output: got none, and this user has no table ({error}); name one, or set HOME") from error
-    try:  # Before a search that takes minutes.
+    try:
         if args.output:
             table.parent.mkdir(parents=True, exist_ok=True)
         else:
@@ -335,7 +336,7 @@ def _tune(args: Any, chip: str, compiler: Compiler | None) -> int:
     source: Source = Bundles(compiler, shape) if compiler else Measured(chip, shape, args.runs)
     found = search(chip, shape, source, start)
     if found.sizes == start:
-        say(f"nothing is better by more than {LEAST_GAIN:.0%} than what a start takes now: {start}")
+        say(f"nothing is better by more than {MIN_GAIN:.0%} than what a start takes now: {start}")
         return 0
     figures = {"unit": source.unit, "before": found.before, "after": found.after}
     entry = {"chip": chip, "shape": shape._asdict()}

@@ -52,10 +52,8 @@ def load_workload(name: str, *, vocab_size: int, num_requests: int | None = None
     """Return the workload of that name, or its first `num_requests`; ConfigError if the model lacks its token ids."""
     if name not in WORKLOADS:
         raise refusal("--workload", shown(name), ", ".join(WORKLOADS), error=ConfigError)
-    if name == "sharegpt":
-        return _sharegpt(vocab_size, num_requests or 64)
-    if name == "decode":
-        return _decode(vocab_size, num_requests or 64)
+    if name not in FIXED:
+        return _drawn(name, vocab_size, num_requests or 64)
     data = json.loads(files(__package__).joinpath("workloads.json").read_text())[name]
     requests = data["requests"][:num_requests]
     max_id = max(max(request["prompt"]) for request in requests)
@@ -66,20 +64,19 @@ def load_workload(name: str, *, vocab_size: int, num_requests: int | None = None
     return Workload(name, data["what"], prompts, tuple(request["out"] for request in requests))
 
 
-def _sharegpt(vocab_size: int, num_requests: int) -> Workload:
+def _drawn(name: str, vocab_size: int, num_requests: int) -> Workload:
+    """Return the workload `sharegpt` or `decode`, with random prompts."""
     rng = np.random.default_rng(SEED)
 
     def lengths(mean: float, sigma: float) -> list[int]:
         drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_requests)
         return np.clip(drawn, MIN_TOKENS, MAX_TOKENS).astype(int).tolist()
 
-    num_in, num_out = lengths(MEAN_IN, SIGMA_IN), lengths(MEAN_OUT, SIGMA_OUT)
+    if name == "decode":
+        num_in, num_out = [DECODE_IN] * num_requests, [DECODE_OUT] * num_requests
+        description = f"{num_requests} requests, {DECODE_IN} tokens in and {DECODE_OUT} out, seeded"
+    else:
+        num_in, num_out = lengths(MEAN_IN, SIGMA_IN), lengths(MEAN_OUT, SIGMA_OUT)
+        description = f"{num_requests} requests of ShareGPT-like lengths, seeded"
     prompts = tuple(tuple(rng.integers(0, vocab_size, length).tolist()) for length in num_in)
-    return Workload("sharegpt", f"{num_requests} requests of ShareGPT-like lengths, seeded", prompts, tuple(num_out))
-
-
-def _decode(vocab_size: int, num_requests: int) -> Workload:
-    rng = np.random.default_rng(SEED)
-    prompts = tuple(tuple(rng.integers(0, vocab_size, DECODE_IN).tolist()) for _ in range(num_requests))
-    description = f"{num_requests} requests, {DECODE_IN} tokens in and {DECODE_OUT} out, seeded"
-    return Workload("decode", description, prompts, (DECODE_OUT,) * num_requests)
+    return Workload(name, description, prompts, tuple(num_out))
