@@ -68,13 +68,7 @@ class FusedLinear(nnx.Module):
     """
 
     def __init__(
-        self,
-        num_in: int,
-        parts: tuple[tuple[str, int], ...],
-        *,
-        axes: tuple[str, str],
-        bias: bool,
-        make: WeightMaker,
+        self, num_in: int, parts: tuple[tuple[str, int], ...], *, axes: tuple[str, str], bias: bool, make: WeightMaker
     ) -> None:
         num_out = sum(size for _, size in parts)
         fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards}

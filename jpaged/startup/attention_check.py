@@ -7,12 +7,10 @@ the model's shape, the chip or a version changes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from ..models.config import ModelConfig
 from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ..pallas_kernels.ragged_paged_attention import (
     AttentionMetadata,
+    AttentionShape,
     Backend,
     KVShape,
     LayerPlace,
@@ -34,6 +33,7 @@ from ..pallas_kernels.ragged_paged_attention import (
     random_tables,
     step_of_rows,
 )
+from .attention_choice import attention_shape
 from .user_cache import make_private, user_cache
 
 logger = logging.getLogger("jpaged")
@@ -67,9 +67,8 @@ def find_failure(
         mark = None
         logger.warning(each_start, backend.name, problem)
     where = f"on {device.device_kind}"
-    heads = model.num_heads, model.num_kv_heads, model.head_size
     try:
-        error = kernel_error(backend, *heads, dtype, kv_dtype, block_size, device, windows=model.windows)
+        error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps))
     except Exception as failure:
@@ -89,7 +88,7 @@ def find_failure(
 def check_key(
     backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> list[Any]:
-    """Return what a comparison holds for: another backend, shape, chip, driver or version is compared anew."""
+    """Return the backend, shape, chip, driver and versions of a comparison; where one differs, it is made anew."""
     windows = sorted({window or 0 for window in model.windows})
     shape = [model.num_heads, model.num_kv_heads, model.head_size, model.hidden_size, model.rms_norm_eps, windows]
     versions = [device.client.platform_version, jax.__version__, source_digest()]
@@ -104,48 +103,30 @@ def source_digest(folder: Path = Path(pallas_kernels.__file__).parent) -> str:
     return digest.hexdigest()[:32]
 
 
-def kernel_error(
-    backend: Backend,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: str,
-    kv_dtype: str,
-    block_size: int,
-    device: jax.Device,
-    *,
-    windows: Sequence[int | None] = (None,),
-) -> float:
+def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size: int, device: jax.Device) -> float:
     """Return the largest difference from `xla`, as a share of an output row's norm, over prefill and decode steps.
 
-    In the second of two layers, for each of `windows`, of queries, keys and values in `dtype`. All steps have the same
-    shapes, so that each backend compiles one program a window.
+    Compares attention in the second of two layers, for each window of `shape`, with queries, keys and values in
+    `dtype`. All steps have the same shapes, so that each backend compiles one program per window.
     """
-    worst = 0.0
-    for window in dict.fromkeys(windows):
+    worst, head_size = 0.0, shape.head_size
+    for window in dict.fromkeys(shape.windows or (None,)):
         rng = np.random.default_rng(0)
-        shape = KVShape(2, 1, block_size, num_kv_heads, head_size, kv_dtype)
-        context_len = backend.check_context_len(num_heads, backend.layout(shape), dtype)
+        layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
+        context_len = backend.check_context_len(shape.num_heads, layout, dtype)
         tables, num_tokens, works = check_steps(block_size, context_len, rng)
-        shape = dataclasses.replace(shape, num_pages=int(tables.max()) + 1)
-        caches = [_unwritten_cache(each, shape) for each in (backend, XlaBackend(platform=device.platform))]
+        kv_shape = shape.kv_shape(block_size, num_layers=2, num_pages=int(tables.max()) + 1)
+        caches = [_unwritten_cache(each, kv_shape) for each in (backend, XlaBackend(platform=device.platform))]
         lens = np.zeros(len(tables), int)
         for work in works:
             lens += work
-            rows, inputs = np.flatnonzero(work), []
-            for num in (num_heads, num_kv_heads, num_kv_heads):
-                inputs.append(jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype))
-            outs = []
+            heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+            inputs = [jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype) for num in heads]
+            rows, outs = np.flatnonzero(work), []
+            query_lens, context_lens = work[rows].tolist(), lens[rows].tolist()
+            sizes = {"page_size": block_size, "num_tokens": num_tokens, "num_rows": CHECK_ROWS}
             for index, cache in enumerate(caches):
-                step = step_of_rows(
-                    cache.backend,
-                    work[rows].tolist(),
-                    lens[rows].tolist(),
-                    tables[rows],
-                    page_size=block_size,
-                    num_tokens=num_tokens,
-                    num_rows=CHECK_ROWS,
-                )
+                step = step_of_rows(cache.backend, query_lens, context_lens, tables[rows], **sizes)
                 with jax.default_device(device):
                     out, caches[index] = _attend(cache, *inputs, step, scale=head_size**-0.5, window=window)
                 outs.append(np.asarray(out[: work.sum()], np.float32))
@@ -192,7 +173,8 @@ def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
     """Return page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
 
-    Short rows around the end of a page and a long one, which is written in two steps; then all of them decode.
+    The rows are short ones around the end of a page and one of `long` tokens, which is written in two steps; then all
+    of them decode.
     """
     short = np.array([1, 17, block_size - 1, block_size + 1])
     num_tokens = -(-(short.sum() + long) // (2 * CHECK_TOKENS)) * CHECK_TOKENS

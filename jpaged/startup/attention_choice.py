@@ -42,14 +42,14 @@ class AttentionChoice:
 
 
 def attention_shape(model: ModelConfig, kv_dtype: str) -> AttentionShape:
-    """What a backend is told of a model."""
+    """Return what a backend knows of a model."""
     return AttentionShape(model.num_heads, model.num_kv_heads, model.head_size, model.windows, kv_dtype)
 
 
 def choose_attention(
     asked: str, shape: AttentionShape, devices: Sequence[jax.Device], *, deterministic: bool = False
 ) -> AttentionChoice:
-    """The backend for `attention_backend` = `asked` on these devices, all of one kind.
+    """Choose the backend for `attention_backend` = `asked` on these devices, all of one kind.
 
     `deterministic`: a row's bits must not depend on the other rows of its step. ConfigError if a backend that was asked
     for by name cannot serve, or if the user's table of tuned sizes is broken.
@@ -80,7 +80,7 @@ def choose_attention(
 def backend_by_name(
     name: str, shape: AttentionShape, devices: Sequence[jax.Device], *, deterministic: bool = False
 ) -> Backend:
-    """The backend of that name, for models of this shape on these devices. ConfigError if it cannot serve there."""
+    """Return the backend of that name for models of this shape; ConfigError if it cannot serve on these devices."""
     entry, device = ENTRIES[name], devices[0]
     if not entry.runs_on(device.platform):
         allowed = [other.name for other in BACKENDS if other.runs_on(device.platform)]
@@ -106,7 +106,7 @@ def cannot_serve(name: str, reason: str) -> ConfigError:
 
 
 def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: bool) -> str:
-    """Why `auto` does not choose this backend for the device, "" if it may. Imports no code of the backend."""
+    """Return why `auto` does not choose this backend for the device, "" if it may. Imports no code of the backend."""
     if entry.min_jax and jax.__version_info__ < entry.min_jax:
         needed = ".".join(map(str, entry.min_jax))
         return f"it needs jax {needed} or later, this is {jax.__version__}"
@@ -130,7 +130,7 @@ def load_backend(entry: BackendEntry) -> type[Backend]:
 
 
 def tuned_path(backend: type[Backend]) -> Path:
-    """File in which `jpaged tune` keeps the sizes that this user has tuned for a backend that has a `tuned_table`.
+    """Return the file of the sizes that this user has tuned by `jpaged tune`, for a backend with a `tuned_table`.
 
     RuntimeError if the user has no home directory.
     """
@@ -139,7 +139,7 @@ def tuned_path(backend: type[Backend]) -> Path:
 
 
 def users_tuned(backend: type[Backend]) -> tuple[Any, ...]:
-    """Sizes that this user has tuned for a backend; none where there is no such table. ConfigError if it is broken.
+    """Return the sizes that this user has tuned for a backend, if there is such a table; ConfigError if it is broken.
 
     A table that cannot be looked for is a warning.
     """
@@ -161,7 +161,7 @@ def users_tuned(backend: type[Backend]) -> tuple[Any, ...]:
 def block_size_of(
     backend: Backend, shape: AttentionShape, asked: int | None, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Tokens per page: `asked`, or the backend's default.
+    """Return the tokens per page: `asked`, or the backend's default.
 
     Where page tables of the default size would take more than half of their room, the smallest larger size with which
     they fit is taken, since every layer fetches them anew. ConfigError if those of so many sequences cannot fit.

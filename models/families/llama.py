@@ -40,18 +40,13 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         hidden, head = config.hidden_size, config.head_size
         queries, keys = config.num_heads * head, config.num_kv_heads * head
-        self.qkv_proj = FusedLinear(
-            hidden,
-            (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)),
-            axes=("embed", "kv_heads"),
-            bias=config.qkv_bias,
-            make=make,
-        )
-        self.o_proj = Linear(config.num_heads * head, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
+        parts = ("q_proj", queries), ("k_proj", keys), ("v_proj", keys)
+        self.qkv_proj = FusedLinear(hidden, parts, axes=("embed", "kv_heads"), bias=config.qkv_bias, make=make)
+        self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
         self.head_size = head
 
     def project(self, x_TD: Float[Array, "T D"], rotation: Rotation) -> list[Float[Array, "T H S"]]:
-        """Queries, keys and values, the first two rotated."""
+        """Return queries, keys and values by head, the first two rotated."""
         q_TNH, k_TKH, v_TKH = (part.reshape(x_TD.shape[0], -1, self.head_size) for part in self.qkv_proj(x_TD))
         return [rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH]
 
@@ -74,8 +69,8 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind its norm and added to the stream.
 
-    What comes before and after the cache is a function of its own: the layers differ in their weights alone, so it is
-    traced once and not once a layer.
+    `before` and `after` the cache are jitted functions: layers differ in their weights alone, so JAX traces each
+    function once and not once per layer.
     """
 
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
@@ -86,22 +81,22 @@ class DecoderLayer(nnx.Module):
 
     @jax.jit
     def before(self, x_TD: Float[Array, "T D"], rotation: Rotation) -> list[Float[Array, "T H S"]]:
-        """Queries, keys and values."""
+        """Return the layer's queries, keys and values."""
         return self.attention.project(self.attention_norm(x_TD), rotation)
 
     @jax.jit
     def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
-        """The stream behind the layer, given what its heads have found."""
+        """Return the stream after the layer; `out_TNH` is what attention gave."""
         x_TD = x_TD + self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class Llama(nnx.Module):
-    """A decoder of the Llama family. `__call__` gives hidden states, `logits` turns chosen rows into scores."""
+    """A decoder of the Llama family. `__call__` gives hidden states, `logits` the scores of chosen rows of them."""
 
     tensor_names = TENSOR_NAMES
     logits_modules = ("embed", "head")
-    """What `logits` needs: the second, or the first where they are tied."""
+    """Modules that `logits` needs: the head, or the embedding where they are tied."""
 
     def __init__(self, config: ModelConfig, *, make: WeightMaker) -> None:
         is_tied = config.tie_word_embeddings
@@ -119,7 +114,7 @@ class Llama(nnx.Module):
     def __call__(
         self, token_ids: Int[Array, " T"], cache: AttentionCache, step: AttentionMetadata
     ) -> tuple[Float[Array, "T D"], Any]:
-        """Hidden states after the last norm, and the cache with this step's keys and values."""
+        """Return hidden states after the last norm, and the cache with this step's keys and values."""
         x_TD = self.embed(token_ids)
         frequencies, factor = inverse_frequencies(self.rope, self.head_size), attention_factor(self.rope)
         rotation = rotation_at(step.positions, frequencies, factor)
@@ -131,5 +126,5 @@ class Llama(nnx.Module):
         return self.norm(x_TD), cache
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Scores over the vocabulary in float32."""
+        """Return scores over the vocabulary in float32."""
         return self.embed.logits(x_RD) if self.head is None else self.head.product(x_RD)

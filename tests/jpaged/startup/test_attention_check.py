@@ -15,7 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
 from jpaged.pallas_kernels.native.llvm import processor
-from jpaged.pallas_kernels.ragged_paged_attention import KVShape, NativeBackend, TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention import (
+    AttentionShape,
+    KVShape,
+    NativeBackend,
+    TpuBackend,
+    XlaBackend,
+)
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes
@@ -32,6 +38,8 @@ from jpaged.startup.attention_choice import users_tuned
 from jpaged.startup.user_cache import user_cache
 
 from .test_attention_choice import CPU, MODEL, model_with
+
+SHAPE = AttentionShape(4, 2, 64, kv_dtype="float32")
 
 
 class Kernels(XlaBackend):
@@ -77,7 +85,7 @@ def test_the_error_of_the_tpu_kernels_is_that_of_rounding():
     sizes = TpuSizes(DecodeSizes(tile=256, full=128, tail=128, max_rows=16, write_slots=8), tile_kv=256, sub_kv=128)
     interpret = pltpu.InterpretParams(dma_execution_mode="on_wait")
     backend = TpuBackend(sizes=sizes, tile_q=128, interpret=interpret)
-    assert kernel_error(backend, 4, 2, 64, "float32", "float32", 16, CPU) < 1e-5
+    assert kernel_error(backend, SHAPE, "float32", 16, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("home", [None, "/" + 300 * "x"], ids=["no home", "a home that cannot be looked into"])
@@ -117,11 +125,11 @@ class ReadsFirstLayer(XlaBackend):
 
 
 def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
-    shape = 4, 2, 64, "float32", "float32", 16, CPU
-    assert kernel_error(XlaBackend(), *shape, windows=(None, 9)) < 1e-5
-    assert kernel_error(Blind(), *shape, windows=(None,)) < 1e-5
-    assert kernel_error(Blind(), *shape, windows=(None, 9)) > MAX_ERROR
-    assert not kernel_error(ReadsFirstLayer(), *shape) <= MAX_ERROR
+    windowed = dataclasses.replace(SHAPE, windows=(None, 9))
+    assert kernel_error(XlaBackend(), windowed, "float32", 16, CPU) < 1e-5
+    assert kernel_error(Blind(), SHAPE, "float32", 16, CPU) < 1e-5
+    assert kernel_error(Blind(), windowed, "float32", 16, CPU) > MAX_ERROR
+    assert not kernel_error(ReadsFirstLayer(), SHAPE, "float32", 16, CPU) <= MAX_ERROR
 
 
 @pytest.mark.parametrize("long", [1000, 4097])
