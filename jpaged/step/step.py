@@ -58,7 +58,6 @@ class DeviceState:
 
 def new_state(shapes: DeviceState) -> DeviceState:
     """Return a state of these shapes. Pages are left uninitialized, since no slot is read before it is written."""
-
     ops = shapes.cache.backend.layer_ops
     pages = tuple(ops.uninitialized(leaf.shape, leaf.dtype) for leaf in shapes.cache.pages)
     others = shapes.page_tables, shapes.last_tokens, shapes.hidden

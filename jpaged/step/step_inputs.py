@@ -112,6 +112,7 @@ class _Rows:
 
 
 _Packed = tuple[BuiltStep, _Rows]
+"""A step, and its rows before they were packed."""
 _View = dict[str, np.ndarray]
 """Section of a step's buffer → its part of the buffer."""
 
