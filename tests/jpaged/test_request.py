@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.request import RequestState, derived_seed
+from jpaged.request import derived_seed
 from jpaged.sampling.sampling_params import SamplingParams
 
 from .host_requests import new_request
@@ -49,32 +49,6 @@ def test_a_request_without_a_seed_draws_from_its_number_and_the_engine():
 @pytest.mark.parametrize(("seed", "bits"), [(-2, 2**64 - 2), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1)])
 def test_negative_seeds_are_twos_complement(seed, bits):
     assert request_of(seed).seed == bits
-
-
-def test_samples_share_the_prompt_and_nothing_else():
-    request = request_of(1, n=3)
-    first, *others = request.sequences
-    assert [sequence.index for sequence in request.sequences] == [0, 1, 2]
-    first.token_ids.append(9)
-    first.pages[1].append(5)
-    first.num_passed[1] = 1
-    for other in others:
-        assert (list(other.token_ids), other.pages, other.num_passed) == ([1, 2, 3], [[], []], [0, 0])
-        assert (other.parent, other.fork_len, other.awaits_parent) == (first, 3, True)
-    assert (first.parent, first.awaits_parent) == (None, False)
-    assert list(request.prompt_token_ids) == [1, 2, 3]
-    assert request.live == request.sequences
-
-
-def test_sample_indices_may_be_given():
-    assert [sequence.index for sequence in request_of(1, sample_indices=[4, 2]).sequences] == [4, 2]
-
-
-def test_each_state_knows_whether_and_how_it_ends():
-    assert {state.finish_reason for state in RequestState} == {None, "stop", "length", "abort", "error"}
-    going_on = [state for state in RequestState if not state.is_finished]
-    assert going_on == [RequestState.WAITING, RequestState.RUNNING, RequestState.SWAPPED]
-    assert len(RequestState) == 8
 
 
 def declared_writers():

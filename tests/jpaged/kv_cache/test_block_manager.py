@@ -215,16 +215,6 @@ def test_a_pinned_prefix_is_never_evicted_and_is_pinned_anew_after_a_reset():
     assert (blocks.num_available, blocks.device.num_used) == (5, 0)
 
 
-def test_a_pin_is_undone_only_by_the_same_prefix():
-    """A shorter prefix of a pinned one does not count as pinned."""
-    blocks = manager(num_blocks=20, block_size=2)
-    blocks.prefixes.pin([1, 2, 3, 4], KEY)
-    assert not blocks.prefixes.unpin([1, 2], KEY)
-    assert blocks.num_available == 19 - 2
-    assert blocks.prefixes.unpin([1, 2, 3, 4], KEY)
-    assert blocks.num_available == 19
-
-
 def test_pins_are_counted():
     blocks = manager(block_size=2)
     release(blocks, start(blocks, [1, 2, 3, 4, 5]))

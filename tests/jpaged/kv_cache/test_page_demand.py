@@ -106,29 +106,6 @@ def test_a_request_has_at_most_as_many_samples_as_there_are_slots():
     assert caught.value.param == "n"
 
 
-def shrunk(blocks, request):
-    blocks.device.withdraw(3)
-
-
-def pinned(blocks, request):
-    blocks.prefixes.pin(list(range(500, 512)), CacheKey())
-
-
-def grown(blocks, request):
-    for index in (1, 2):
-        request.new_sequence(index, request.prompt_token_ids, 1)
-
-
-@pytest.mark.parametrize("change", [shrunk, pinned, grown], ids=lambda change: change.__name__)
-def test_can_never_run_is_computed_again_when_pool_pins_or_samples_have_changed(change):
-    blocks = blocks_of(6)
-    demand, request = PageDemand(blocks), request_of(10, 7)
-    assert not demand.can_never_run(request)
-    assert not demand.can_never_run(request)
-    change(blocks, request)
-    assert demand.can_never_run(request)
-
-
 def test_the_last_token_of_a_sequence_is_never_taken_from_the_cache():
     """Only a computed token yields logits."""
     demand = PageDemand(blocks_of())

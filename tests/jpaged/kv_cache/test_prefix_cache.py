@@ -81,36 +81,6 @@ def test_pinned_pages_of_a_sequence_count_in_the_groups_that_keep_them(num_token
     assert blocks.num_available == 39 - 2 * len(windows)
 
 
-def test_only_pinned_pages_among_the_first_tokens_are_counted():
-    blocks = manager(block_size=2)
-    blocks.prefixes.pin([1, 2, 3, 4, 5, 6], KEY)
-    sequence = sequence_of([1, 2, 3, 4, 5, 6, 7])
-    blocks.prefixes.match(sequence, 7)  # Hashes more pages than are asked about.
-    assert [blocks.prefixes.num_pinned(sequence, num_tokens) for num_tokens in (1, 2, 4, 5, 7)] == [0, 1, 2, 2, 3]
-
-
-def test_each_change_of_pins_is_counted():
-    prefixes = manager().prefixes
-    for call, num_pinnings in [
-        (lambda: prefixes.pin([1, 2], KEY), 1),
-        (lambda: prefixes.pin([1], KEY), 1),
-        (lambda: prefixes.unpin([3, 4], KEY), 1),
-        (lambda: prefixes.unpin([1, 2], KEY), 2),
-        (lambda: prefixes.unpin([1, 2], KEY), 2),
-    ]:
-        call()
-        assert prefixes.store.num_pin_changes == num_pinnings
-
-
-def test_unpinning_frees_the_pages_of_all_groups():
-    blocks = manager(num_blocks=20, block_size=2, windows=(None, None))
-    blocks.prefixes.pin([1, 2], KEY)
-    release(blocks, start(blocks, [1, 2, 3]))
-    assert blocks.device.num_used == 2
-    assert blocks.prefixes.unpin([1, 2], KEY)
-    assert blocks.device.num_used == 0
-
-
 def test_an_unsound_prefix_is_forgotten_in_both_pools_even_if_it_is_pinned():
     blocks = manager(num_blocks=20, block_size=2, num_host_blocks=20)
     blocks.prefixes.pin([1, 2], KEY)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.kv_cache.sample_tree import children_of, common_len, num_distinct_tokens, reparent_children, samplers_of
+from jpaged.kv_cache.sample_tree import reparent_children, samplers_of
 
 from ..host_requests import new_request
 
@@ -28,11 +28,6 @@ def tree(request):
     return {one.index: (one.parent.index if one.parent else None, one.fork_len) for one in request.live}
 
 
-def test_common_len_is_the_shortest_shared_start():
-    assert common_len(family()) == 0
-    assert common_len(family((0, 7), (0, 4), (1, 9))) == 4
-
-
 def test_a_sample_that_gets_new_children_keeps_its_parent_and_its_place():
     request = family((0, 5), (1, 7), (2, 9), (2, 6))
     end(request.sequences[2])
@@ -51,22 +46,6 @@ def test_reparenting_that_was_interrupted_can_be_done_again(num_done):
     assert tree(request) == {3: (None, 0), 1: (3, 5), 2: (3, 6)}
     reparent_children(first)
     assert tree(request) == {3: (None, 0), 1: (3, 5), 2: (3, 6)}
-
-
-def test_shared_computed_tokens_count_once():
-    request = family((0, 5), (0, 6), (1, 7))
-    for sequence, num_computed in zip(request.sequences, (9, 8, 0, 10), strict=True):
-        sequence.num_computed = num_computed  # The third one waits for what it shares.
-    assert num_distinct_tokens(request) == 9 + (8 - 5) + 0 + (10 - 7)
-
-
-def test_children_are_the_live_samples_with_this_parent():
-    request = family((0, 5), (0, 6), (1, 7))
-    first, second, third, fourth = request.sequences
-    assert children_of(first) == [second, third]
-    end(third)
-    assert children_of(first) == [second]
-    assert children_of(fourth) == []
 
 
 @pytest.mark.parametrize(

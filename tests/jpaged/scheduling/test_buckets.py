@@ -51,8 +51,3 @@ def test_a_deterministic_engine_has_one_bucket_and_one_way_to_sample(max_num_seq
     assert max_num_seqs <= size == deterministic_tokens(max_num_seqs) == buckets.rows_for(size)
     assert buckets.tokens_for(1) == buckets.samples_for(1, SampleMode.FULL) == size
     assert {buckets.mode_for(mode) for mode in SampleMode} == set(buckets.modes) == {SampleMode.FULL}
-
-
-def test_a_cpu_has_buckets_of_one_row():
-    buckets = make_buckets(max_num_batched_tokens=1024, max_num_seqs=64, platform="cpu")
-    assert (buckets.tokens_for(1), buckets.samples_for(1, SampleMode.GREEDY)) == (1, 1)

@@ -7,11 +7,6 @@ from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapC
 COSTS = SwapCosts(page_bytes=50, swap_bytes_per_s=1000.0, prefill_s_per_token=0.25)
 
 
-def test_swapping_moves_each_page_out_and_in_and_recomputing_takes_each_token_once():
-    assert COSTS.swap_s(3) == pytest.approx(2 * 3 * 50 / 1000)
-    assert COSTS.recompute_s(7) == pytest.approx(7 * 0.25)
-
-
 @pytest.mark.parametrize(
     ("mode", "costs", "num_tokens", "num_pages", "expected", "reason"),
     [

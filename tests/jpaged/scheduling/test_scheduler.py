@@ -173,27 +173,6 @@ def test_a_fork_that_could_share_nothing_is_counted_with_pages_of_its_own(num_pa
     host.check_end()
 
 
-def test_a_sample_that_loses_its_pages_as_it_gets_them_waits_for_its_parent_again():
-    """It shares its parent's last page, the parent needs a copy, and only their own pages are left to take."""
-    host = Host(num_blocks=1 + 9, block_size=4, max_num_seqs=3, max_num_batched_tokens=7, enable_prefix_caching=False)
-    first = host.add(prompt(17), max_tokens=10)
-    while not first.sequences[0].num_output_tokens:
-        host.step()
-    host.add(prompt(1, 300), max_tokens=3)
-    forked = host.add(prompt(10, 600), max_tokens=6)
-    while not forked.sequences[0].num_computed:
-        host.step()
-    host.fork(forked.sequences[0])
-    while not forked.num_preemptions:
-        host.step()
-    assert forked.sequences[1].awaits_parent
-    starts = []
-    while host.scheduler.has_unfinished:
-        starts += [(chunk.sequence.index, chunk.start) for chunk in host.step().chunks]
-    assert (1, 0) not in starts
-    host.check_end()
-
-
 # Values that are not finite (P8).
 
 

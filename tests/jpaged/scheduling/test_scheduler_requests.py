@@ -228,24 +228,6 @@ def test_a_window_passes_a_page_once_the_chunk_that_saw_it_last_has_retired(chun
     host.run()
 
 
-def test_a_window_passes_host_pages_of_a_sequence_swapped_out_while_its_chunk_was_in_flight():
-    host = Host(num_blocks=1 + 6, num_host_blocks=20, windows=(4,), preemption=SWAP, long_prefill_token_threshold=8)
-    host.add(prompt(7), max_tokens=20)
-    request = host.add(prompt(40, 500))
-    host.step()
-    host.blocks.device.withdraw(2)  # Of the 4 that are left, the first one has 1, the second one 1 and takes 2.
-    host.dispatch()
-    work = host.dispatch()  # The first one begins its third page.
-    assert [each.request for each in work.preempted] == [request]
-    assert host.blocks.host.num_used == 3
-    host.retire()  # 16 tokens are computed: the next one sees 13 to 16.
-    sequence = request.sequences[0]
-    assert (sequence.num_passed, sequence.pages[0][:3]) == ([3], [NULL_PAGE] * 3)
-    assert host.blocks.host.num_used == 1
-    host.blocks.device.withdraw(-2)
-    host.run()
-
-
 def test_a_window_passes_a_page_with_the_first_token_that_does_not_see_it():
     """With a window of 5, the query at position 8, of the ninth token, sees 4 to 8, and so on every fourth token."""
     host = Host(windows=(5,))
@@ -267,35 +249,6 @@ def test_a_page_is_published_with_the_token_after_its_last_one():
         host.step()
         published[len(sequence.token_ids)] = len(host.blocks.device.key_of)
     assert published == {num_known: (num_known - 1) // 4 for num_known in range(4, 18)}
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "check_at_len"),
-    [(3, 50, 4), (4, 50, 8), (5, 50, 8), (7, 50, 8), (8, 50, 12), (4, 5, 8), (4, 4, 7)],
-)
-def test_a_sequence_is_checked_when_its_page_is_full_or_it_ends_and_not_before(prompt_len, max_tokens, check_at_len):
-    host = Host()
-    sequence = host.add(prompt(prompt_len), max_tokens=max_tokens).sequences[0]
-    host.step()
-    assert sequence.check_at_len == check_at_len
-
-
-def test_a_page_filled_while_its_sequence_was_swapped_out_is_published_with_the_next_token():
-    host = Host(num_blocks=1 + 4, num_host_blocks=20, preemption=SWAP)
-    host.add(prompt(5), max_tokens=7)
-    sequence = host.add(prompt(5, 500), max_tokens=12).sequences[0]
-    for _ in range(3):
-        host.step()
-    host.dispatch()
-    host.dispatch()  # The first one begins its third page, and there are 4.
-    assert sequence.state is RequestState.SWAPPED
-    while host.core.in_flight:
-        host.retire()
-    assert (len(sequence.token_ids), sequence.num_published) == (9, 1)
-    while len(sequence.token_ids) == 9:
-        host.step()
-    assert (len(sequence.token_ids), sequence.num_published) == (10, 2)
-    host.run()
 
 
 # A device that starts anew.

@@ -389,22 +389,6 @@ def test_swapped_samples_share_what_the_step_has_left(num_left, samples_served, 
     assert door.inside == []
 
 
-@pytest.mark.parametrize(("first_len", "num_computed"), [(11, 9), (10, 10)], ids=["at the fork", "beyond it"])
-def test_a_swapped_request_goes_on_where_it_was_though_a_sample_has_still_to_attach(first_len, num_computed):
-    host = Host(num_blocks=1 + 6, num_host_blocks=10, max_num_seqs=2, preemption=SWAP, enable_prefix_caching=False)
-    first, second = host.add(prompt(first_len, 500), max_tokens=9), host.add(prompt(9), max_tokens=5)
-    host.step()
-    host.fork(second.sequences[0])  # Amid the prompt, which its parent computes for both; and no slot is left.
-    assert preempted(step_until(host, lambda work: work.preempted)) == [(1, "swap")]
-    assert (len(host.scheduler.free_slots), second.sequences[0].num_computed) == (1, num_computed)
-    host.abort(first)
-    work = host.step()
-    assert chunks(work) == [(1, 0, num_computed, 1, [0])]
-    assert work.new_in_slots == second.live
-    assert chunks(host.step()) == [(1, 1, 8, 1, [1])]
-    host.run()
-
-
 # How requests are preempted.
 
 

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
-from jpaged.request import derived_seed
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
@@ -300,36 +299,6 @@ def test_a_null_prefill_fills_its_bucket_with_rows_as_long_as_page_tables_allow(
 # Sampled rows
 
 
-@given(
-    temperature=st.floats(0, 2), top_p=st.floats(0, 1, exclude_min=True), min_p=st.floats(0, 1), top_k=st.integers(-1)
-)
-@MANY
-def test_sampling_parameters_travel_bit_for_bit(temperature, top_p, min_p, top_k):
-    params = SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
-    _, view = prefill(builder_of(), *running(3, slots=[5], params=params))
-    columns = sample_columns(view)
-    for name in ("temperature", "top_p", "min_p"):
-        assert np.array(columns[name], np.int32).view(np.float32) == np.float32(getattr(params, name))
-    assert columns["top_k"] == (0 if top_k < 1 else min(top_k, 2**31 - 1))
-    assert (columns["token"], columns["slot"], columns["output_index"], columns["sample_index"]) == (2, 5, 0, 0)
-
-
-@given(seed=st.integers(-(2**63), 2**63 - 1) | st.sampled_from([-2, 0, 2**31, 2**32, -(2**63), 2**63 - 1]))
-@MANY
-def test_a_seed_travels_as_two_words_of_its_twos_complement(seed):
-    assume(seed != -1)  # SamplingParams takes −1 for no seed.
-    _, view = prefill(builder_of(), *running(3, params=SamplingParams(seed=seed)))
-    columns = sample_columns(view)
-    words = np.array([columns["seed_low"], columns["seed_high"]], np.int32)
-    assert words.view(np.int64)[0] == seed
-
-
-def test_a_request_without_a_seed_sends_the_seed_derived_from_its_number():
-    _, view = prefill(builder_of(), *running(3, number=77))
-    columns = sample_columns(view)
-    assert columns["seed_low"] % 2**32 + columns["seed_high"] % 2**32 * 2**32 == derived_seed(0, 77)
-
-
 MODES = {
     SampleMode.GREEDY: (GREEDY, 0, 0),
     SampleMode.RANDOM: (RANDOM, 0, 0),
@@ -345,35 +314,7 @@ def test_a_row_names_the_slot_of_its_rules_and_whether_it_is_scored_and_the_mode
     assert (built.mode, columns["ruled_slot"], columns["forced_token"]) == (mode, ruled_slot, forced_token)
 
 
-def test_siblings_may_draw_from_a_chunk_whose_own_sequence_draws_nothing():
-    """The sequence that computes the prompt was aborted, but not those that share its pages."""
-    builder = builder_of(block_size=4)
-    first, second = running(5, slots=[2, 3])
-    chunk = chunk_of(first, 0, 5, [second])
-    built, view = build(builder, chunks=[chunk], placed=[first, second], changes=table_of(second, [6, 8]))
-    assert built.samples == [second]
-    assert view["samples"][:2, 0].tolist() == [4, 3]
-    _, view = build(builder, decodes=[second])
-    assert view["positions"][0] == 5
-
-
 # Page-table changes
-
-
-def test_a_change_is_used_from_the_step_that_brings_it():
-    """A new page, a page that replaces another (copy on write), and the null page behind a window."""
-    builder = builder_of(block_size=2, num_groups=2)
-    [sequence] = running(3, slots=[4])
-    slots = []
-    for changes in (table_of(sequence, [3, 4], [5, 6]), [], [(0, 4, 2, 7), (1, 4, 2, 8), (1, 4, 0, 0)], [(0, 4, 2, 9)]):
-        work = {"decodes": [sequence]} if slots else {"chunks": [chunk_of(sequence, 0, 3, [sequence])]}
-        built, view = build(builder, changes=changes, **work)
-        batches = [*built.table_updates, view["changes"]]
-        sent = [tuple(change) for batch in batches for change in batch.T.tolist() if change[1]]
-        assert sent == changes
-        slots.append(view["slot_mapping"][:, view["counts"][0] - 1].tolist())
-    assert slots == [[4 * 2, 6 * 2], [4 * 2 + 1, 6 * 2 + 1], [7 * 2, 8 * 2], [9 * 2 + 1, 8 * 2 + 1]]
-    assert builder.tables[:, 4, :4].tolist() == [[3, 4, 9, 0], [0, 6, 8, 0]]
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
