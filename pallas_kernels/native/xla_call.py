@@ -19,28 +19,10 @@ import jax.numpy as jnp
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from .ffi import (
-    API_FUNCTIONS,
-    BUFFER_DATA,
-    BUFFER_DIMS,
-    DESTROY_ERROR,
-    EXTENSION_METADATA,
-    EXTENSION_TYPE,
-    FRAME_API,
-    FRAME_ARGS,
-    FRAME_CONTEXT,
-    FRAME_EXTENSION,
-    FRAME_RETS,
-    METADATA_TRAITS,
-    METADATA_VERSION,
-    NUM_THREADS,
-    SCHEDULE,
-    check_interface,
-    interface_header,
-)
+from . import ffi
 from .llvm import I32, I64, POINTER, Code, declare, register
 
-# And in a job's own block: units taken so far, units done, holders left, then its values.
+# Words of a job's block: units taken, units done, holders left; then the number of units and the body's values.
 TAKEN, DONE, HOLDERS, VALUES = 0, 1, 2, 3
 SYSTEM_PAGE, MADVISE_HUGEPAGE = 4096, 14
 LEAST_IN_LARGE_PAGES = 256 << 20
@@ -55,10 +37,10 @@ class Buffer:
 
     @property
     def data(self) -> ir.Value:
-        return self._code.load(self._buffer, BUFFER_DATA, POINTER)
+        return self._code.load(self._buffer, ffi.BUFFER_DATA, POINTER)
 
     def size(self, dimension: int) -> ir.Value:
-        return self._code.load(self._code.load(self._buffer, BUFFER_DIMS, POINTER), dimension, I64)
+        return self._code.load(self._code.load(self._buffer, ffi.BUFFER_DIMS, POINTER), dimension, I64)
 
 
 Prepare = Callable[[Code, list[Buffer], list[Buffer]], tuple[list[ir.Value], ir.Value, ir.Value]]
@@ -76,7 +58,7 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     code = Code(function)
     build, frame = code.build, function.args[0]
     _answer_metadata(code, frame)
-    args, rets = (code.load(frame, at, POINTER) for at in (FRAME_ARGS, FRAME_RETS))
+    args, rets = (code.load(frame, at, POINTER) for at in (ffi.FRAME_ARGS, ffi.FRAME_RETS))
     values, num_units, is_large = prepare(
         code, [Buffer(code, args, i) for i in range(num_args)], [Buffer(code, rets, i) for i in range(num_rets)]
     )
@@ -104,14 +86,14 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
 def _answer_metadata(code: Code, frame: ir.Value) -> None:
     """Emit the answer to XLA, which asks a handler for its interface version before it computes anything."""
     build = code.build
-    extension = code.load(frame, FRAME_EXTENSION, POINTER)
+    extension = code.load(frame, ffi.FRAME_EXTENSION, POINTER)
     with build.if_then(_is_one(code, extension)):
-        is_metadata = build.icmp_signed("==", code.load(extension, 2 * EXTENSION_TYPE, I32), I32(1))
+        is_metadata = build.icmp_signed("==", code.load(extension, 2 * ffi.EXTENSION_TYPE, I32), I32(1))
         with build.if_then(is_metadata):
-            metadata = code.load(extension, EXTENSION_METADATA, POINTER)
-            for offset, number in enumerate(check_interface(interface_header())):
-                code.store(I32(number), metadata, 2 * METADATA_VERSION + offset)
-            code.store(I32(0), metadata, 2 * METADATA_TRAITS)
+            metadata = code.load(extension, ffi.EXTENSION_METADATA, POINTER)
+            for offset, number in enumerate(ffi.check_interface(ffi.interface_header())):
+                code.store(I32(number), metadata, 2 * ffi.METADATA_VERSION + offset)
+            code.store(I32(0), metadata, 2 * ffi.METADATA_TRAITS)
             build.ret(ir.Constant(POINTER, None))
 
 
@@ -148,15 +130,15 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
     of_helper.build.call(work, [helper.args[0]])
     _leave(of_helper, helper.args[0])
     of_helper.build.ret_void()
-    api, context = (code.load(frame, at, POINTER) for at in (FRAME_API, FRAME_CONTEXT))
+    api, context = (code.load(frame, at, POINTER) for at in (ffi.FRAME_API, ffi.FRAME_CONTEXT))
     num_threads = code.allocate(I64, 1)
     code.store(I64(1), num_threads, 0)
-    _destroy(code, api, _call(code, api, NUM_THREADS, context, num_threads))
+    _destroy(code, api, _call(code, api, ffi.NUM_THREADS, context, num_threads))
     num_helpers = build.sub(code.min(code.load(num_threads, 0, I64), num_units), I64(1))
     build.atomic_rmw("add", code.at(job, HOLDERS, I64), num_helpers, "monotonic")
 
     def schedule(_: ir.Value) -> None:
-        error = _call(code, api, SCHEDULE, context, build.bitcast(helper, POINTER), job)
+        error = _call(code, api, ffi.SCHEDULE, context, build.bitcast(helper, POINTER), job)
         with build.if_then(_is_one(code, error)):
             _destroy(code, api, error)
             build.call(helper, [job])
@@ -170,7 +152,7 @@ def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
     for offset, word in enumerate((I64(8 * (2 + len(args))), ir.Constant(POINTER, None), *args)):
         code.store(word, block, offset)
     kind = ir.FunctionType(POINTER, [POINTER]).as_pointer()
-    entry = code.build.bitcast(code.load(api, API_FUNCTIONS + index, POINTER), kind)
+    entry = code.build.bitcast(code.load(api, ffi.API_FUNCTIONS + index, POINTER), kind)
     return code.build.call(entry, [block])
 
 
@@ -181,7 +163,7 @@ def _is_one(code: Code, pointer: ir.Value) -> ir.Value:
 def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
     """Emit the release of an error, if there is one: without helpers the caller does all units."""
     with code.build.if_then(_is_one(code, error)):
-        _call(code, api, DESTROY_ERROR, error)
+        _call(code, api, ffi.DESTROY_ERROR, error)
 
 
 def _leave(code: Code, job: ir.Value) -> None:

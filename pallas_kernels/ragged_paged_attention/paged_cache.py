@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -21,19 +22,8 @@ from .kv_scales import KVScales, is_quantized
 class AttentionCache(Protocol):
     """The part of a cache that a model knows: `PagedCache.attend`. The cache returned goes on to the next layer."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K H"] | None,
-        step: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Float[Array, " N"] | None = None,
-    ) -> tuple[Float[Array, "T N H"], Any]: ...
+    @property
+    def attend(self) -> Callable[..., tuple[Array, Any]]: ...
 
 
 @jax.tree_util.register_dataclass
