@@ -104,11 +104,11 @@ def test_conversations_are_written_out_as_transformers_does(engine: Engine) -> N
     assert [output.outputs[0].token_ids[0] for output in outputs] == [item["output_ids"][0] for item in chats]
 
 
-def test_plain_xla_gives_the_tokens_and_logprobs_of_transformers() -> None:
+@pytest.mark.parametrize("items", SOME_AND_ALL)
+def test_plain_xla_gives_the_tokens_and_logprobs_of_transformers(items: list[dict[str, Any]]) -> None:
     with Engine(**SIZES, attention_backend="xla") as engine:
         assert engine.backend.name == "xla"
-        run(engine, ITEMS)
-        run(engine, SHORT, replace(PARAMS, logprobs=None))
+        run(engine, items)
 
 
 @pytest.mark.slow
