@@ -250,12 +250,7 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def for_devices(
-        cls,
-        devices: Sequence[Any],
-        shape: AttentionShape,
-        *,
-        deterministic: bool = False,
-        tuned: tuple[Any, ...] = (),
+        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
     ) -> Self:
         """The backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 

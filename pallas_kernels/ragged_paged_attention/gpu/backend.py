@@ -21,15 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import (
-    AttendOptions,
-    AttentionShape,
-    Backend,
-    KVLayout,
-    KVShape,
-    LayerInputs,
-    PlanRows,
-)
+from ..interface import AttendOptions, AttentionShape, Backend, KVLayout, KVShape, LayerInputs, PlanRows
 from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma

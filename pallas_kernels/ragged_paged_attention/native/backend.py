@@ -18,13 +18,7 @@ from ...native.amx import cpu_features
 from ...native.ffi import check_interface, interface_header
 from ...native.layer_ops import NATIVE_OPS
 from ...native.llvm import processor
-from ..interface import (
-    AttentionShape,
-    BackendUnavailableError,
-    KVLayout,
-    KVShape,
-    LayerInputs,
-)
+from ..interface import AttentionShape, BackendUnavailableError, KVLayout, KVShape, LayerInputs
 from ..tile_plan import TiledBackend, TilePlanner
 from .attention import attend_tiles
 from .pages import PACKED_BF16, NativePages, pages_shapes, write_pages
@@ -71,12 +65,7 @@ class NativeBackend(TiledBackend):
 
     @classmethod
     def for_devices(
-        cls,
-        devices: Sequence[Any],
-        shape: AttentionShape,
-        *,
-        deterministic: bool = False,
-        tuned: tuple[Any, ...] = (),
+        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
     ) -> NativeBackend:
         """See `Backend.for_devices`."""
         if len(devices) > 1:

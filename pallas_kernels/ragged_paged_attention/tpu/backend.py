@@ -18,15 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import (
-    AttentionShape,
-    Backend,
-    KVLayout,
-    KVShape,
-    LayerInputs,
-    PageTableLimit,
-    PlanRows,
-)
+from ..interface import AttentionShape, Backend, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
 from ..kv_scales import QUANTIZED_DTYPES, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL

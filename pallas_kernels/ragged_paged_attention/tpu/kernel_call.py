@@ -62,9 +62,7 @@ def call_kernel(
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         input_output_aliases={len(scalars) + present.index(field): index for index, field in enumerate(outputs)},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            disable_bounds_checks=not call.check_bounds,
-            vmem_limit_bytes=vmem_bytes,
+            dimension_semantics=("arbitrary",), disable_bounds_checks=not call.check_bounds, vmem_limit_bytes=vmem_bytes
         ),
         interpret=call.interpret,
         name=name,

@@ -21,12 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..interface import (
-    AttentionShape,
-    KVLayout,
-    KVShape,
-    LayerInputs,
-)
+from ..interface import AttentionShape, KVLayout, KVShape, LayerInputs
 from ..tile_plan import TiledBackend, TilePlanner
 from .decode import KVSplits
 from .pages import XlaPages
@@ -120,12 +115,7 @@ class XlaBackend(TiledBackend):
 
     @classmethod
     def for_devices(
-        cls,
-        devices: Sequence[Any],
-        shape: AttentionShape,
-        *,
-        deterministic: bool = False,
-        tuned: tuple[Any, ...] = (),
+        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
     ) -> XlaBackend:
         """See `Backend.for_devices`: plain XLA takes every model, and some dtypes of pages."""
         backend = cls(platform=devices[0].platform)

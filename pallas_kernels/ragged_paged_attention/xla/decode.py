@@ -38,11 +38,7 @@ class KVSplits:
     """Pages of a split, if its row has as many; more only where the row would exceed `max_splits` otherwise."""
 
     def attend(
-        self,
-        q: Float[Array, "R K G H"],
-        tables: Int[Array, "R P"],
-        lens: Int[Array, " R"],
-        num_seen: Int[Array, " R"],
+        self, q: Float[Array, "R K G H"], tables: Int[Array, "R P"], lens: Int[Array, " R"], num_seen: Int[Array, " R"]
     ) -> Softmax:
         """Attend to the first `lens` tokens of each row, but not to its first `num_seen` pages.
 

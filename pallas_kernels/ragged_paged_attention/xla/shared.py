@@ -39,10 +39,6 @@ def see_shared(
         positions = jnp.full((group * tile_rows,), end)
         after = tiles.attend(by_head(q[members]), tables[members[0]], positions, end, before)
         targets = jnp.where(jnp.arange(tile_rows) < count, members, num_rows)
-        return jax.tree.map(
-            lambda old, new: old.at[targets].set(by_row(new[0], group), mode="drop"),
-            state,
-            after,
-        )
+        return jax.tree.map(lambda old, new: old.at[targets].set(by_row(new[0], group), mode="drop"), state, after)
 
     return lax.fori_loop(0, plan.num_shared_tiles[0], see_tile, state)

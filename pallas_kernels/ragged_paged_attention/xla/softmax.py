@@ -46,9 +46,7 @@ class Softmax:
         )
 
     def add(
-        self,
-        scores: Float[Array, "r K M S"],
-        weigh: Callable[[Float[Array, "r K M S"]], Float[Array, "r K M H"]],
+        self, scores: Float[Array, "r K M S"], weigh: Callable[[Float[Array, "r K M S"]], Float[Array, "r K M H"]]
     ) -> Softmax:
         """Return the state after S more keys of each row; `weigh` sums their values under the weights it is given."""
         new_max = jnp.maximum(self.max, jnp.max(scores, axis=3))
