@@ -248,16 +248,28 @@ class Backend(ABC):
         return ""
 
     @classmethod
-    @abstractmethod
     def for_devices(
-        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
+        cls,
+        devices: Sequence[Any],
+        shape: AttentionShape,
+        *,
+        deterministic: bool = False,
+        tuned: tuple[Any, ...] = (),
     ) -> Self:
-        """The backend for models of this shape on these JAX devices of one kind, over pages of the default size.
+        """Return the backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 
         `deterministic`: a row's bits must not depend on the other rows of its step. `tuned` are entries that
         `read_tuned` returned. ValueError names what this backend cannot take, and the way out;
         BackendUnavailableError says what this machine lacks.
         """
+        backend = cls.on(devices, shape, deterministic, tuned)
+        backend.layout(shape.kv_shape(cls.block_sizes[0]))
+        return backend
+
+    @classmethod
+    @abstractmethod
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+        """Return the backend for these devices; arguments and errors are those of `for_devices`, which checks pages."""
 
     @abstractmethod
     def layout(self, shape: KVShape) -> KVLayout:

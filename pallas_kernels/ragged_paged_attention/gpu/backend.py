@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -79,10 +79,8 @@ class GpuBackend(Backend):
     kv_dtypes = ("bfloat16", "int8", "float8_e4m3fn")
 
     @classmethod
-    def for_devices(
-        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
-    ) -> GpuBackend:
-        """See `Backend.for_devices`; `shape` holds the heads of one device."""
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+        """See `Backend.on`; `shape` holds the heads of one device."""
         device: Any = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))
         if (major, minor) < MIN_CAPABILITY:
@@ -90,7 +88,7 @@ class GpuBackend(Backend):
                 f"attention_backend: got pallas-gpu, its kernels run from Ampere (8.0) on, {device.device_kind} is of "
                 f"compute capability {device.compute_capability}; use --attention-backend xla"
             )
-        backend = cls(
+        return cls(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
@@ -100,8 +98,6 @@ class GpuBackend(Backend):
             capability=(major, minor),
             split_kv=not deterministic,
         )
-        backend.layout(shape.kv_shape(cls.block_sizes[0]))
-        return backend
 
     def __post_init__(self) -> None:
         if not hasattr(plgpu, "mma"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,19 +64,15 @@ class NativeBackend(TiledBackend):
         return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def for_devices(
-        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
-    ) -> NativeBackend:
-        """See `Backend.for_devices`."""
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+        """See `Backend.on`."""
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
         try:
             check_interface(interface_header())
         except RuntimeError as error:
             raise BackendUnavailableError(str(error)) from error
-        backend = cls()
-        backend.layout(shape.kv_shape(cls.block_sizes[0]))
-        return backend
+        return cls()
 
     @classmethod
     def hardware(cls, device: Any) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -120,24 +120,15 @@ class TpuBackend(Backend):
         return read_tuned(path)
 
     @classmethod
-    def for_devices(
-        cls,
-        devices: Sequence[Any],
-        shape: AttentionShape,
-        *,
-        deterministic: bool = False,
-        tuned: tuple[TunedEntry, ...] = (),
-    ) -> TpuBackend:
-        """See `Backend.for_devices`; `shape` holds the heads of one device."""
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+        """See `Backend.on`; `shape` holds the heads of one device."""
         kind = devices[0].device_kind
         if kind not in TPU_CHIPS:
             raise ValueError(
                 f"attention_backend: got pallas-tpu, its kernels have sizes for {', '.join(TPU_CHIPS)}, this device is "
                 f"{kind}; use --attention-backend xla"
             )
-        backend = cls.for_heads(TPU_CHIPS[kind], shape.num_heads, shape.head_size, tuned)
-        backend.layout(shape.kv_shape(cls.block_sizes[0]))
-        return backend
+        return cls.for_heads(TPU_CHIPS[kind], shape.num_heads, shape.head_size, tuned)
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
         """See `Backend.check_context_len`: one token more than two full tiles of decode."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,13 +114,9 @@ class XlaBackend(TiledBackend):
         return TilePlanner(self.sizes.queries, self.sizes.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def for_devices(
-        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
-    ) -> XlaBackend:
-        """See `Backend.for_devices`: plain XLA takes every model, and some dtypes of pages."""
-        backend = cls(platform=devices[0].platform)
-        backend.layout(shape.kv_shape(cls.block_sizes[0]))
-        return backend
+    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+        """See `Backend.on`: plain XLA takes every model, and some dtypes of pages."""
+        return cls(platform=devices[0].platform)
 
     def with_shared_prefixes(self) -> XlaBackend:
         """See `Backend.with_shared_prefixes`."""
