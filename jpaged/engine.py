@@ -51,11 +51,12 @@ class Engine:
         modes: Collection[SampleMode] = (),
         progress: Progress | None = None,
     ) -> Engine:
-        """Return an engine for checked options, and for a model that was opened before, if one is given.
+        """Return an engine for a validated config, and for an already opened model, if one is given.
 
-        `demands` and `modes` describe the requests that will come, if all are known: the page pool is then no larger
-        than they need, and the executables that they need first are compiled while the weights are read. `progress` is
-        called in the phases `load` and `compile`. Raise ConfigError or ModelLoadError like the constructor.
+        `demands` (tokens of each request) and `modes` (kinds of sampling) describe the requests that will come, if
+        all are known; left out, nothing is assumed. With them the page pool is no larger than these requests need, and the
+        programs that they need first are compiled while the weights load. `progress(name, done, total)` is called in the
+        phases `load` and `compile`. Raises ConfigError or ModelLoadError.
         """
         handle = handle or open_model(config)
         engine = cls.__new__(cls)

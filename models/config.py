@@ -292,7 +292,14 @@ def _gguf_window(fields: Fields, gguf_architecture: str) -> int | None:
 
 
 def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size: int) -> RopeConfig:
-    key = f"{gguf_architecture}.rope.{{}}".format
+    """Return the rotary embedding's config: unscaled, linear, yarn, or a factor per frequency (`rope_freqs.weight`).
+
+    Raises ModelLoadError for metadata that is invalid or not available in this version.
+    """
+
+    def key(name: str) -> str:
+        return f"{gguf_architecture}.rope.{name}"
+
     theta = fields.number(key("freq_base"), DEFAULT_THETA, above=1)
     kind = fields.choice(key("scaling.type"), ("none", "linear", "yarn"), "none")
     factor = fields.number(key("scaling.factor"), fields.number(key("scale_linear"), 1.0, min=0), min=0)
@@ -319,7 +326,7 @@ def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size
     context_len = fields.integer(f"{gguf_architecture}.context_length")
     original = fields.integer(key("scaling.original_context_length"), context_len)
     attn_key = key("scaling.attn_factor")
-    # GGUF's factor multiplies the one that YaRN's formula gives; transformers' factor replaces it.
+    # GGUF's attn_factor is multiplied by YaRN's formula; transformers' attention_factor replaces the formula.
     scale = fields.number(attn_key, above=0) * (0.1 * math.log(factor) + 1.0) if fields.has(attn_key) else None
     fast, slow = (fields.number(key(f"scaling.yarn_beta_{x}"), y, above=0) for x, y in (("fast", 32.0), ("slow", 1.0)))
     return RopeConfig(theta, kind, factor, original, beta_fast=fast, beta_slow=slow, attention_factor=scale)

@@ -36,7 +36,11 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of all cosines and sines: 1 except for yarn (eq. 22: 0.1 ln(factor) + 1)."""
+    """Return the factor by which cosines and sines are multiplied: 1 except for yarn.
+
+    For yarn it is the config's own, a ratio of mscales (DeepSeek), or 0.1 ln(s) + 1 for a context scaled by s.
+    Source: Peng et al. 2023, arXiv:2309.00071, eq. 22.
+    """
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:

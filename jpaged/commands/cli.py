@@ -45,12 +45,17 @@ def _find_commands() -> dict[str, tuple[str, str]]:
 
 
 def _run(args: list[str], commands: dict[str, tuple[str, str]]) -> int:
+    """Run the command that `args` begin with and return its exit status.
+
+    `commands` maps "generate" or "bench scheduler" to the module and its one line of help. Without a command the usage
+    is printed and the status is 1. Raises ConfigError for an unknown name.
+    """
     name = args[0] if args else "--help"
     benches = [command.removeprefix("bench ") for command in commands if command.startswith("bench ")]
-    texts = {command: text for command, (_, text) in commands.items() if " " not in command}
+    summaries = {command: text for command, (_, text) in commands.items() if " " not in command}
     if name in ("-h", "--help"):
-        texts["bench"] += f": bench {', '.join(benches)}"
-        lines = "\n".join(f"  {command:10} {text}" for command, text in texts.items())
+        summaries["bench"] += f": bench {', '.join(benches)}"
+        lines = "\n".join(f"  {command:10} {text}" for command, text in summaries.items())
         print(f"usage: jpaged COMMAND …\n\ncommands:\n{lines}\n\njpaged COMMAND --help tells more.")
         return 0 if args else 1
     if name == "--version":
@@ -58,7 +63,7 @@ def _run(args: list[str], commands: dict[str, tuple[str, str]]) -> int:
 
         print(__version__)
         return 0
-    _check(name, texts, "command", not_available.COMMANDS)
+    _check(name, summaries, "command", not_available.COMMANDS)
     args = args[1:]
     if name == "bench":
         bench = args[0] if args else ""

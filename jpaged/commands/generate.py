@@ -249,8 +249,11 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: list[Job]) ->
 
 
 def _effective(jobs: list[Job], flags: Mapping[str, Any], handle: ModelHandle) -> str:
-    """Return one line with the sampling parameters in effect: each value, and whether a flag, a line, the model or the
-    default gives it."""
+    """Return a summary of the sampling parameters in effect, and where each came from, on one line.
+
+    Sources are a flag, a line of the input file, the model's generation_config.json, or the default; parameters left at
+    an inconspicuous default are not shown. Of a beam search all values are shown, without sources.
+    """
     if isinstance(jobs[0].params, BeamSearchParams):
         return " · ".join(f"{name} {value}" for name, value in vars(jobs[0].params).items())
     shown = []

@@ -218,9 +218,10 @@ class BlockManager:
         self.prefixes.inherit(parent, child, num_tokens)
 
     def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> int:
-        """Give the sequence, which owns no page, the matched pages; return the tokens that they hold.
+        """Give the sequence, which owns no page, the pages of a prefix-cache hit; return their number of tokens.
 
-        The caller counts these as computed.
+        The caller adds these tokens to the computed ones. In a page-table group whose window has passed them, the first
+        pages are null.
         """
         for group, pages in enumerate(self.prefixes.adopt(sequence, match)):
             sequence.num_passed[group] = pages.count(NULL_PAGE)

@@ -138,9 +138,10 @@ def _select_device(kind: str) -> jax.Device:
 def _checked_engine(
     config: EngineConfig, handle: ModelHandle, device: jax.Device, free: FreeMemory, demands: Sequence[Demand]
 ) -> tuple[AbstractEngine, EngineSizes]:
-    """Choose the attention backend, size the engine, and compare the backend with `xla` on the device.
+    """Choose the attention backend, compute the numbers of pages, sequences and tokens, and check the backend.
 
-    Where a default backend fails, `xla` serves, and one warning says why. ConfigError if the backend was asked for.
+    The check compares the backend with `xla` on the device. If an automatically chosen backend fails it, `xla` serves
+    and one warning says why. Raises ConfigError if the user asked for that backend by name.
     """
     model = handle.config
     check_processors(config.logits_processors, model.vocab_size)

@@ -170,7 +170,10 @@ class Runner:
         return sampled
 
     def _move(self, moves: list[PageMove]) -> None:
-        """Start the page moves, in batches of one kind."""
+        """Dispatch the page moves in their order; consecutive moves of one kind form a batch.
+
+        Sources and destinations are page numbers of the device pool, of the host pool on the host side of a swap.
+        """
         for kind, batch in _batches(moves):
             sources = [move.source for move in batch]
             destinations = [move.destination for move in batch]

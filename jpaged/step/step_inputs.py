@@ -274,7 +274,10 @@ class StepInputBuilder:
         return tuple(np.pad(part, ((0, 0), (0, self.num_changes - part.shape[1]))) for part in parts)
 
     def _rows(self, work: SchedulerOutput) -> _Rows:
-        """Order the rows. A chunk of one token is a decode row whose token the host knows."""
+        """Order the rows: those of one token first, then chunks, each kind by descending position.
+
+        A chunk of one token runs as a decode row; unlike that of a decode, its token is known to the host.
+        """
         sequences = work.decodes + [chunk.sequence for chunk in work.chunks]
         slots = np.array([sequence.seq_slot for sequence in sequences], np.intp)
         query_lens = np.ones_like(slots)

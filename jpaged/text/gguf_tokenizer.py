@@ -201,13 +201,13 @@ class _Vocabulary:
         return values
 
     def merges(self) -> list[tuple[str, str]]:
-        """Return the BPE merges, best first, as pairs of tokens."""
+        """Return the BPE merges as pairs of tokens, the highest priority (lowest rank) first."""
         pairs = []
         for line in self.strings("merges"):
-            # The left token may begin with a space of its own, so the first character is never the separator.
+            # The left token may itself begin with a space, so the first character is never the separator.
             separator = line.find(" ", 1)
             left, right = line[:separator], line[separator + 1 :]
-            # The package tokenizers panics on a merge whose joined token is not in the vocabulary.
+            # The Rust code of `tokenizers` panics on a merge whose concatenation is not in the vocabulary.
             if separator < 0 or left not in self.ids or right not in self.ids or left + right not in self.ids:
                 raise ModelLoadError(
                     f"{self.fields.path}: {KEY}merges holds {shorten(line)}, wanted two tokens with a space between "

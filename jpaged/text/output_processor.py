@@ -179,7 +179,7 @@ class OutputProcessor:
         return [self._beam(request, index, beam, reason) for index, (beam, reason) in enumerate(found)]
 
     def _beam(self, request: Request, index: int, beam: Beam, finish_reason: str | None) -> CompletionOutput:
-        """Return one beam as a sample; its text leaves out the EOS token that stopped it."""
+        """Return the output of one beam. `token_ids` keep the EOS token that stopped it, the text does not."""
         token_ids = beam.token_ids
         text = ""
         if self.tokenizer is not None:

@@ -99,9 +99,12 @@ class Fields:
         return values
 
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
-        """Return token ids below `vocab_size`; the value may be null, one integer or a list."""
+        """Return the token ids of a value that is absent, null, one integer or a list, each id once.
+
+        Raise ModelLoadError for an id that is not below `vocab_size`.
+        """
         value = self.data.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [value] * (value is not None)
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise self.wrong(key, f"null, a token id from 0 to {vocab_size - 1}, or a list of them")
         return tuple(dict.fromkeys(ids))

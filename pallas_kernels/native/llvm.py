@@ -95,14 +95,17 @@ class Code:
         self.store_vector(rounded, base, offset)
 
     def prefetch(self, base: ir.Value, offset: ir.Value, kind: ir.Type, count: int) -> None:
-        """Prefetch `count` elements into the level-2 cache; level 1 is full of what is in use.
+        """Emit prefetches of `count` elements into the level-2 cache: the working set already fills level 1.
 
-        Prefetching an unmapped address is harmless.
+        An unmapped address does not fault, so a caller may prefetch beyond the end.
         """
         start = self.build.bitcast(self.at(base, offset, kind), POINTER)
         function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
-        for of_line in range(0, count * SIZES[kind], CACHE_LINE):
-            self.build.call(function, [self.build.gep(start, [I64(of_line)]), I32(0), I32(2), I32(1)])
+        read_into_level_2 = I32(0), I32(2), I32(1)
+        for num_bytes in range(0, count * SIZES[kind], CACHE_LINE):
+            self.build.call(
+                function, [self.build.gep(start, [I64(num_bytes)]), I32(0), I32(2), I32(1)]
+            )  # Read, level 2, data.
 
     def broadcast(self, value: ir.Value, lanes: int) -> ir.Value:
         nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)

@@ -46,10 +46,11 @@ def take_pages(pages: tuple[Array, ...], sources: Int[Array, " N"], *, layout: K
 def put_pages(
     pages: tuple[Array, ...], taken: tuple[Page, ...], destinations: Int[Array, " N"], *, layout: KVLayout
 ) -> tuple[tuple[Array, ...], Int[Array, ""]]:
-    """Write N pages that `take_pages` returned into the cache. Padding writes any page to the null page.
+    """Write N pages, which came from `take_pages`, into the arrays of the cache, `pages`, which the caller must donate.
 
-    Return the new arrays, and a scalar to wait for in their place, since the next step takes the arrays' memory. Its
-    value has no meaning. `pages`, to be donated, are overwritten.
+    Padding entries have the null page as destination, and any content. Returns the new arrays and a scalar without
+    meaning: a caller can wait for it, but not for the arrays, whose memory the next step takes. All outputs of a jitted
+    program are ready together.
     """
     for page, destination in zip(taken, destinations, strict=True):
         at = _entries(destination, layout)

@@ -214,13 +214,17 @@ def measure(programs: dict[str, Program], num_runs: int) -> None:
 
 
 def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: str, num_runs: int) -> dict[str, Any]:
-    """Measure all workloads and return ratios first; full gathers and shared pages only with a `sharing` backend."""
+    """Measure every workload, each beside a read of memory; return ratios, times and the read bandwidth.
+
+    `sharing` is the backend with shared prefixes; where it is None, shared pages and full gathers are left out.
+    """
     ratios: dict[str, dict[str, float]] = {}
     times_ms: dict[str, dict[str, float]] = {}
     bandwidths: list[float] = []
-    size = jnp.dtype(dtype).itemsize / 4
+    bytes_vs_float32 = jnp.dtype(dtype).itemsize / 4
 
-    def compare(kind: str, name: str, programs: dict[str, Program]) -> dict[str, Program]:
+    def timed(kind: str, name: str, programs: dict[str, Program]) -> dict[str, Program]:
+        """Run the programs and a read of memory in turns, and record their times."""
         programs = {"read": read_bandwidth(), **programs}
         say(f"{kind}: {name}")
         measure(programs, num_runs)
@@ -229,28 +233,31 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
         return programs
 
     for name, workload in DECODES.items():
-        found = compare("decode", name, {"paged": paged(backend, workload, page_size, dtype)})
-        per_s = workload.kv_bytes * size / median(found["paged"].times_s)
-        temps = [_temp_bytes(found["paged"]), _temp_bytes(paged(backend, workload, page_size, dtype, num_copies=2))]
-        cache_bytes = sum(page.nbytes for page in found["paged"].state[0].pages)
+        measured = timed("decode", name, {"paged": paged(backend, workload, page_size, dtype)})
+        kv_bytes_per_s = workload.kv_bytes * bytes_vs_float32 / median(measured["paged"].times_s)
+        temp_bytes = [
+            _temp_bytes(measured["paged"]),
+            _temp_bytes(paged(backend, workload, page_size, dtype, num_copies=2)),
+        ]
+        cache_bytes = sum(page.nbytes for page in measured["paged"].state[0].pages)
         ratios[f"decode, {name}"] = {
-            "KV bytes/s ÷ read bandwidth": round(per_s / bandwidths[-1], 3),
-            "temporary memory ÷ pages of these rows": round(temps[0] / cache_bytes, 4),
-            "temporary memory at twice the pages ÷ at once": round(temps[1] / temps[0], 4),
+            "KV bytes/s ÷ read bandwidth": round(kv_bytes_per_s / bandwidths[-1], 3),
+            "temporary memory ÷ pages of these rows": round(temp_bytes[0] / cache_bytes, 4),
+            "temporary memory at twice the pages ÷ at once": round(temp_bytes[1] / temp_bytes[0], 4),
         }
     if sharing is not None:
         for name, workload in GATHERS.items():
             gathers = {kind: full_gather(workload, page_size, kind) for kind in GATHER_KINDS}
-            found = compare("full gather", name, {"paged": paged(backend, workload, page_size, "float32"), **gathers})
-            ratios[f"full gather, {name}"] = {f"{kind} ÷ paged": _ratio(found, kind, "paged", 1) for kind in gathers}
+            measured = timed("full gather", name, {"paged": paged(backend, workload, page_size, "float32"), **gathers})
+            ratios[f"full gather, {name}"] = {f"{kind} ÷ paged": _ratio(measured, kind, "paged", 1) for kind in gathers}
         for name, workload in SHARED.items():
             pair = {"off": paged(backend, workload, page_size, dtype), "on": paged(sharing, workload, page_size, dtype)}
-            found = compare("shared", name, pair)
-            ratios[f"shared, {name}"] = {"on ÷ off": _ratio(found, "on", "off", 3)}
+            measured = timed("shared", name, pair)
+            ratios[f"shared, {name}"] = {"on ÷ off": _ratio(measured, "on", "off", 3)}
     for name, workload in PREFILLS.items():
         pair = {"paged": paged(backend, workload, page_size, dtype), "dense": dense(workload, dtype)}
-        found = compare("prefill", name, pair)
-        ratios[f"prefill, {name}"] = {"paged ÷ dense": _ratio(found, "paged", "dense", 3)}
+        measured = timed("prefill", name, pair)
+        ratios[f"prefill, {name}"] = {"paged ÷ dense": _ratio(measured, "paged", "dense", 3)}
     return {"ratios": ratios, "ms_per_layer": times_ms, "read_bytes_per_s": round(median(bandwidths))}
 
 

@@ -24,7 +24,11 @@ from .plan import MERGE_FIELDS, ROW_ALIGN, Merge, PlanSection
 
 
 def merge(queries: Ref, partials: Partials, plan: Int[Array, " plan"], section: PlanSection, chip: Chip) -> None:
-    """Write the outputs of the section's split tiles to the place of their `queries`, a mutable [K, A, H]."""
+    """Merge the partial results of each query tile whose keys were split, and write the outputs over its queries.
+
+    `queries` is a mutable [K, A, H]: A counts query rows, aligned per sequence by `QueryRows`. `section` says where the
+    merges of this tile size stand in `plan`. One thread block computes one merge and KV head.
+    """
     tiles = section.tiles
     num_kv_heads, _, head_size = queries.shape
 

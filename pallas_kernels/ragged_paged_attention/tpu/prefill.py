@@ -120,7 +120,12 @@ Buffers = dict[str, tuple[tuple[int, ...], Any]]
 def prefill_buffers(
     tile_q: int, num_heads: int, num_kv_heads: int, head_size: int, tile_kv: int, dtype: Any, kv_dtype: Any
 ) -> Buffers:
-    """Return the VMEM buffers for tiles of `tile_q` queries of `dtype` and `tile_kv` keys of `kv_dtype`."""
+    """Return shape and dtype of each VMEM buffer, for tiles of `tile_q` queries and `tile_kv` keys and values.
+
+    Copies of queries and of keys and values are double-buffered: their first axis is the slot. `queries` and the
+    softmax state hold a tile by chunks of heads, each row a (head, query) pair; the running maximum and sum repeat
+    their number on all lanes. `head_rows` is room for sorting heads, as words of 32 bits.
+    """
     lanes, chunk = HeadLanes(head_size), heads_per_chunk(num_heads // num_kv_heads, tile_q)
     num_chunks, rows = num_heads // chunk, chunk * tile_q
     return {

@@ -83,19 +83,19 @@ def prefill(
 ) -> Float[Array, "T2 K G H"]:
     """Return `out` with the attention of the plan's query tiles.
 
-    Tiles run in token order, so what a short tile computes past its row's end is overwritten by the next; T2 leaves
-    room for the last one.
+    T2 is at least T + tile_q, so that the last tile's write fits. Tiles are in token order, and nothing follows them but
+    padding: what a short tile computes past its row's end is overwritten by the next.
     """
     group = q.shape[2]
-    q_TKGH = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
+    padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
     rows, starts, lens = plan.query_tiles
-    # The context ends where the row's last query stands.
+    # `context_lens` counts this step's queries, so a row's last query stands at the context's last position.
     first_positions = step.context_lens[rows] - step.query_starts[rows + 1] + starts
     ends = first_positions + lens
     positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], ends[:, None] - 1)
 
     def attend_tile(index: Array, out: Array) -> Array:
-        queries = lax.dynamic_slice_in_dim(q_TKGH, starts[index], tile_q)
+        queries = lax.dynamic_slice_in_dim(padded_q, starts[index], tile_q)
         state = Softmax.start(by_head(queries)[None], None if sinks is None else jnp.repeat(sinks, tile_q, axis=1))
         state = tiles.attend(
             by_head(queries), tables[rows[index]], jnp.tile(positions[index], group), ends[index], state
