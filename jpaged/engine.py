@@ -54,9 +54,9 @@ class Engine:
         """Return an engine for a validated config, and for an already opened model, if one is given.
 
         `demands` (tokens of each request) and `modes` (kinds of sampling) describe the requests that will come, if
-        all are known; left out, nothing is assumed. With them the page pool is no larger than these requests need, and the
-        programs that they need first are compiled while the weights load. `progress(name, done, total)` is called in the
-        phases `load` and `compile`. Raises ConfigError or ModelLoadError.
+        all are known; left out, nothing is assumed. With them the page pool is no larger than these requests need,
+        and the programs that they need first are compiled while the weights load. `progress(name, done, total)` is
+        called in the phases `load` and `compile`. Raises ConfigError or ModelLoadError.
         """
         handle = handle or open_model(config)
         engine = cls.__new__(cls)

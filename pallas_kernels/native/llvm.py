@@ -103,9 +103,7 @@ class Code:
         function = declare(self.build.module, "llvm.prefetch.p0", ir.VoidType(), POINTER, I32, I32, I32)
         read_into_level_2 = I32(0), I32(2), I32(1)
         for num_bytes in range(0, count * SIZES[kind], CACHE_LINE):
-            self.build.call(
-                function, [self.build.gep(start, [I64(num_bytes)]), I32(0), I32(2), I32(1)]
-            )  # Read, level 2, data.
+            self.build.call(function, [self.build.gep(start, [I64(num_bytes)]), *read_into_level_2])
 
     def broadcast(self, value: ir.Value, lanes: int) -> ir.Value:
         nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)

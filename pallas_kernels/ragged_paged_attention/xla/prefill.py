@@ -83,8 +83,8 @@ def prefill(
 ) -> Float[Array, "T2 K G H"]:
     """Return `out` with the attention of the plan's query tiles.
 
-    T2 is at least T + tile_q, so that the last tile's write fits. Tiles are in token order, and nothing follows them but
-    padding: what a short tile computes past its row's end is overwritten by the next.
+    T2 is at least T + tile_q, so that the last tile's write fits. Tiles are in token order, and only padding
+    follows them: what a short tile computes past its row's end is overwritten by the next.
     """
     group = q.shape[2]
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
