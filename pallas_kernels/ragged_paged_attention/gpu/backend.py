@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,7 +79,9 @@ class GpuBackend(Backend):
     kv_dtypes = ("bfloat16", "int8", "float8_e4m3fn")
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(
+        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
+    ) -> GpuBackend:
         """See `Backend.on`; `shape` holds the heads of one device."""
         device: Any = devices[0]
         major, minor = (int(number) for number in device.compute_capability.split("."))

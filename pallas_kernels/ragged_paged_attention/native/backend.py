@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +64,9 @@ class NativeBackend(TiledBackend):
         return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(
+        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
+    ) -> NativeBackend:
         """See `Backend.on`."""
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")

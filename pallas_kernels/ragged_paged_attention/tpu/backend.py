@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -120,7 +120,9 @@ class TpuBackend(Backend):
         return read_tuned(path)
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(
+        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
+    ) -> TpuBackend:
         """See `Backend.on`; `shape` holds the heads of one device."""
         kind = devices[0].device_kind
         if kind not in TPU_CHIPS:

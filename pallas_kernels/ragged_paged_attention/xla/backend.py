@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +114,9 @@ class XlaBackend(TiledBackend):
         return TilePlanner(self.sizes.queries, self.sizes.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
-    def on(cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]) -> Self:
+    def on(
+        cls, devices: Sequence[Any], shape: AttentionShape, deterministic: bool, tuned: tuple[Any, ...]
+    ) -> XlaBackend:
         """See `Backend.on`: plain XLA takes every model, and some dtypes of pages."""
         return cls(platform=devices[0].platform)
 
