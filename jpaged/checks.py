@@ -196,9 +196,10 @@ def shown(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def one_line(error: BaseException, max_chars: int = 300) -> str:
-    """Return an error's text on one line, cut to `max_chars`."""
-    return " ".join(str(error).split())[:max_chars]
+def one_line(error: object, max_chars: int = 300) -> str:
+    """Return the text of `error` on one line of at most `max_chars` characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
 def is_number(value: Any) -> bool:

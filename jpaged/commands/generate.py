@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checks import one_line
 from ..errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from .flags import beam_flags, engine_config, parse_generate, sampling_flags
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(parse_generate(list(sys.argv[1:] if argv is None else argv)))
     except (JpagedError, ModelLoadError) as error:
-        say("error: " + " ".join(str(error).split()))
+        say(f"error: {one_line(error, 10_000)}")
         return EXIT_BAD_START
     except KeyboardInterrupt:
         say("interrupted")
@@ -60,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     """Check everything, start an engine for the jobs without a result, run them; return the exit status."""
     config = engine_config(args)
     flags = sampling_flags(args)
-    SamplingParams(**flags)
+    SamplingParams(**flags)  # Wrong flags are refused before the model is opened.
     beams = beam_flags(args)
     if beams is not None:
         BeamSearchParams(**{"max_tokens": None, **beams})

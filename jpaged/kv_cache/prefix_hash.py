@@ -25,23 +25,24 @@ def root_hash(key: CacheKey) -> bytes:
 
 
 def extend_hashes(hashes: list[bytes], token_ids: array[int], num_pages: int, page_size: int, key: CacheKey) -> None:
-    """Append the hashes of further full pages of `token_ids` to `hashes`, until it holds `num_pages` of them.
+    """Append hashes of full pages of `token_ids` to `hashes` until it holds `num_pages` in all.
 
-    `hashes` holds those of the first pages already; `page_size` counts tokens.
+    `hashes` may already hold those of the first pages. `page_size` counts tokens, and there are at least
+    `num_pages` × `page_size` of them.
     """
     first = len(hashes)
     if first >= num_pages:
         return
     parent = hashes[-1] if hashes else root_hash(key)
     data = token_ids[first * page_size : num_pages * page_size].tobytes()
-    width = token_ids.itemsize * page_size
+    page_bytes = token_ids.itemsize * page_size
     extras = _extras(key.items, page_size) if key.items else {}
     for index in range(first, num_pages):
-        start = (index - first) * width
-        page = parent + data[start : start + width]
+        start = (index - first) * page_bytes
+        message = parent + data[start : start + page_bytes]
         if extras:
-            page += extras.get(index, b"")
-        parent = sha256(page).digest()
+            message += extras.get(index, b"")
+        parent = sha256(message).digest()
         hashes.append(parent)
 
 

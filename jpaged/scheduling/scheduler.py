@@ -61,14 +61,16 @@ class Scheduler(Lifecycle):
         """Choose the tokens of the next step.
 
         Running requests are served first, in order. When pages run out, and no step in flight is about to free some,
-        the last running request gives all of its pages back. Then swapped requests come back, then waiting ones are
-        admitted; neither in a step that preempted one: memory is short then, and they would cause the next preemption.
+        the last running request is preempted: it gives all of its pages back. Then swapped requests are swapped in and
+        waiting ones are admitted, but not in a step that preempted a request: memory is short, and a newcomer would
+        cause the next preemption. Scheduled tokens count as computed from here on, before the device computes them.
         """
         work = self._work = SchedulerOutput(self.step + 1)
         now = self.clock()
         sequences, tokens_ahead = self.sequences, self.config.tokens_ahead
-        asking = [s for s in sequences if s.num_computed + tokens_ahead > s.decode_limit]
-        prefilling = [sequence for sequence in asking if self._provide(sequence)]
+        # The pages of most sequences reach as far as this step and those in flight may decode.
+        in_need = [s for s in sequences if s.num_computed + tokens_ahead > s.decode_limit]
+        prefilling = [sequence for sequence in in_need if self._provide(sequence)]
         decodes = [s for s in sequences if s.num_computed < s.decode_limit]
         if not (decodes and self.shape.must_decode):
             budget, max_scored = self.shape.prefill_budget(len(decodes)), self.config.max_scored_tokens

@@ -171,15 +171,17 @@ def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[np.ndarray, int, list[np.ndarray]]:
-    """Return page tables [rows, P], the tokens that a step has room for, and the new tokens of each row in each step.
+    """Return page tables [rows, P], the token capacity of a step, and the new tokens of each row in each step.
 
-    The rows are short ones around the end of a page and one of `long` tokens, which is written in two steps; then all
-    of them decode.
+    There are four short rows, two of them a token shorter and longer than a page, and one of `long` tokens, which is
+    prefilled in two chunks; then all five decode twice. Both prefill steps fill about half of all tokens.
     """
-    short = np.array([1, 17, block_size - 1, block_size + 1])
-    num_tokens = -(-(short.sum() + long) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
-    first = int(num_tokens - short.sum())
-    works = [np.array(work) for work in ([*short, first], [0, 0, 0, 0, long - first], [1] * 5, [1] * 5)]
+    short_lens = np.array([1, 17, block_size - 1, block_size + 1])
+    num_tokens = -(-(short_lens.sum() + long) // (2 * CHECK_TOKENS)) * CHECK_TOKENS
+    first_chunk = int(num_tokens - short_lens.sum())
+    works = [
+        np.array(work) for work in ([*short_lens, first_chunk], [0, 0, 0, 0, long - first_chunk], [1] * 5, [1] * 5)
+    ]
     return random_tables(np.sum(works, axis=0).tolist(), block_size, rng), int(num_tokens), works
 
 

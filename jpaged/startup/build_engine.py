@@ -132,7 +132,7 @@ def _select_device(kind: str) -> jax.Device:
     try:
         return select_devices(kind)[0]
     except RuntimeError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(one_line(error)) from error
 
 
 def _checked_engine(

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checks import nearest
+from ..checks import nearest, one_line
 from ..errors import ModelLoadError
 from ..models.io.fields import Fields, read_json_object
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
@@ -147,8 +147,8 @@ def _hub_snapshot(model: str, repo: str, revision: str | None) -> Path:
         raise ModelLoadError(f"model {model!r}: {reason}: check the name, or give --model DIR") from error
     # The hub's HTTP client raises errors without a common base class.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(
-            f"model {model!r}: no such path, and the hub refused it: {reason}; check the name, or give --model DIR"
+            f"model {model!r}: no such path, and the hub refused it: {one_line(error)}; check the name, or give "
+            "--model DIR"
         ) from error
     return Path(snapshot)

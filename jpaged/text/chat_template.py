@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..checks import one_line
 from ..errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -119,9 +120,3 @@ def shorten(value: object) -> str:
     """Return Python's `ascii(value)` cut to 80 characters, which is safe to put into any error message."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def one_line(error: object) -> str:
-    """Return the text of `error` as one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -175,15 +175,19 @@ class Detokenizer:
         return True
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """Return the end of the first stop string in `text` and the string itself; None if there is none."""
+        """Return where the first stop string ends in the new `text`, and the stop string; None if none ends there.
+
+        The stop string may begin in the text of earlier calls. Where several end at one character the longest counts;
+        those that end before `min_tokens` are passed over.
+        """
         matchers = self._matchers
         if self._first_chars.isdisjoint(text) and not any(matcher.num_matched for matcher in matchers):
             return None
         may_stop = self.num_tokens > self._min_tokens
         for index, char in enumerate(text):
-            done = [matcher.stop for matcher in matchers if matcher.advance(char)]
-            if done and may_stop:
-                return index + 1, max(done, key=len)
+            completed = [matcher.stop for matcher in matchers if matcher.advance(char)]
+            if completed and may_stop:
+                return index + 1, max(completed, key=len)
         return None
 
 

@@ -44,8 +44,6 @@ ALIGNMENT = 64
 """Bytes. On a CPU JAX aliases host memory that is aligned so, and copies any other."""
 BLOCK_BYTES = 64 << 20
 """Bytes of one allocation, in which small weights lie one after the other."""
-INIT_STD = 0.02
-"""Standard deviation of random weights."""
 IGNORED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 
 
@@ -91,7 +89,9 @@ def abstract_weights(config: ModelConfig, dtype: Any, mesh: Mesh, ops: LayerOps 
     def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
 
-    return _split_model(config, WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops))
+    model = ARCHITECTURES[config.architecture]
+    graph, state = nnx.split(model(config, make=WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops)))
+    return Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules)
 
 
 def check_tensors(abstract: Weights, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -283,20 +283,3 @@ def _allocate_block(num_bytes: int) -> np.ndarray:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
-
-
-def random_weights(config: ModelConfig, *, dtype: Any, seed: int, ops: LayerOps = XLA_OPS) -> Weights:
-    """Return weights for one device, drawn from `seed`, for tests and for timing without a checkpoint."""
-    rng = np.random.default_rng(seed)
-
-    def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.Array:
-        values = rng.normal(0.0, INIT_STD, shape) if fill is None else np.full(shape, fill)
-        return jnp.asarray(values.astype(dtype))
-
-    return _split_model(config, WeightMaker(new, 1, dtype, ops))
-
-
-def _split_model(config: ModelConfig, make: WeightMaker) -> Weights:
-    model = ARCHITECTURES[config.architecture]
-    graph, state = nnx.split(model(config, make=make))
-    return Weights(graph, state, make.ops.stream_dtype(make.dtype), model.logits_modules)

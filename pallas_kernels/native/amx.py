@@ -50,13 +50,13 @@ def has_amx_unit() -> bool:
 
 def cpu_features() -> str:
     """Return the processor features that native code uses, for the log."""
-    parts = [f"vectors of {16 if host_has_avx512() else 8} float32"]
+    parts = ["AVX-512" if host_has_avx512() else "vectors of 8 float32"]
     if host_has("avx512bf16"):
-        parts.append("products of bfloat16 pairs")
+        parts.append("AVX512-BF16")
     if has_amx_unit():
-        parts.append("a matrix unit (AMX)")
+        parts.append("AMX")
     elif host_has("amx-bf16"):
-        parts.append("no matrix unit: the system does not let this process use AMX")
+        parts.append("no AMX: the system does not let this process use it")
     return ", ".join(parts)
 
 

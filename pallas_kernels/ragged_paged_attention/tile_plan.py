@@ -81,16 +81,18 @@ class TilePlanner:
         return 1, 3 * (num_tokens // self.tile_q + num_rows), 1, 3 * num_shared_tiles, num_rows, num_rows
 
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
+        """Cut the rows behind the decode rows, each of which has one token, into tiles of at most `tile_q` tokens."""
         num_tiles, start = 0, rows.num_decode_rows
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
             end = start + int(rows.query_lens[row])
-            for tile in range(start, end, self.tile_q):
-                out.query_tiles[:, num_tiles] = row, tile, min(self.tile_q, end - tile)
+            for first_token in range(start, end, self.tile_q):
+                out.query_tiles[:, num_tiles] = row, first_token, min(self.tile_q, end - first_token)
                 num_tiles += 1
             start = end
         out.num_query_tiles[:] = num_tiles
 
     def _fill_shared_tiles(self, rows: PlanRows, out: PlanSections) -> None:
+        """Cut the groups of decode rows that share enough pages into tiles of at most `shared_rows` rows."""
         decode = slice(rows.num_decode_rows)
         groups = shared_prefixes(rows.context_lens[decode], rows.page_tables, rows.table_rows[decode], rows.page_size)
         num_tiles = first = 0

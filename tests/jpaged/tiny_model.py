@@ -1,15 +1,20 @@
 """A whole model directory in miniature: config, byte-level tokenizer with a chat template, random weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.pallas_kernels.ragged_paged_attention import KVShape, NativeBackend
-from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaLayout
+from jpaged.models.config import ModelConfig
+from jpaged.models.io.loading import Weights, abstract_weights
+from jpaged.pallas_kernels.ragged_paged_attention import Backend, KVLayout, KVShape, NativeBackend
+from jpaged.sharding import device_mesh
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 8, "num_blocks": 257,
@@ -69,7 +74,7 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
     return directory
 
 
-def tiny_layout(*, num_pages: int, page_size: int) -> XlaLayout:
+def tiny_layout(*, num_pages: int, page_size: int) -> KVLayout:
     """Return the layout of this model's cache on the XLA path, in float32."""
     head_size = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
     return NativeBackend().layout(
@@ -109,3 +114,14 @@ def reference_logits(token_ids: list[int], seed: int = 0) -> np.ndarray:
         gate = y @ own["mlp.gate_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ own["mlp.up_proj.weight"].T)) @ own["mlp.down_proj.weight"].T
     return norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def random_weights(config: ModelConfig, backend: Backend) -> Weights:
+    """Return float32 weights for one CPU device, the same at each call, as `backend` stores them."""
+    abstract = abstract_weights(config, "float32", device_mesh(jax.devices("cpu")[:1]), backend.layer_ops)
+    rng = np.random.default_rng(0)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.ones(leaf.shape) if len(leaf.shape) == 1 else jnp.asarray(rng.normal(0, 0.02, leaf.shape), "float32")
+
+    return replace(abstract, state=jax.tree.map(draw, abstract.state))

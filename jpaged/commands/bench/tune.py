@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ...checks import check, one_of, or_none, refusal
+from ...checks import check, one_line, one_of, or_none, refusal
 from ...errors import ConfigError
 from ..flags import FlagParser, check_positive
 from ..progress import say
@@ -233,7 +233,7 @@ def _page_bytes(chip: str, shape: TpuShape) -> int:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {one_line(error, 200)}"
 
 
 def write_entry(table: Path, entry: dict[str, Any]) -> None:
@@ -246,7 +246,7 @@ def write_entry(table: Path, entry: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tune one shape; what is tried and found goes to stderr, an entry to the table."""
+    """Tune one attention shape: progress goes to stderr, the result to the tuning table."""
     about = "the best tile sizes of the TPU kernels for a shape, found and written down for the next start."
     parser = FlagParser(prog="jpaged tune", description=f"`jpaged tune`: {about}", allow_abbrev=False)
     for name in ("num-heads", "num-kv-heads", "head-size"):

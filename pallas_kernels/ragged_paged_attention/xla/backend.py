@@ -26,7 +26,7 @@ from ..tile_plan import TiledBackend, TilePlanner
 from .decode import KVSplits
 from .pages import XlaPages
 from .prefill import PrefillTiles, prefill
-from .shared import see_shared
+from .shared import attend_shared
 from .softmax import Softmax
 
 
@@ -150,7 +150,7 @@ class XlaBackend(TiledBackend):
         num_seen = jnp.zeros_like(lens)
         if self.share_prefixes and inputs.options.window is None:
             tile_rows = min(sizes.shared_rows, num_rows)
-            before = see_shared(tiles, q_RKGH, tables, plan, tile_rows, before or Softmax.start(q_RKGH, None))
+            before = attend_shared(tiles, q_RKGH, tables, plan, tile_rows, before or Softmax.start(q_RKGH, None))
             num_seen = plan.num_shared_pages
         decoded = sizes.kv_splits_of(layer, num_rows).attend(q_RKGH, tables, lens, num_seen)
         if before is not None:

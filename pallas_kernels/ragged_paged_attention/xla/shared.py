@@ -18,7 +18,7 @@ from .prefill import PrefillTiles, by_head, by_row
 from .softmax import Softmax
 
 
-def see_shared(
+def attend_shared(
     tiles: PrefillTiles,
     q: Float[Array, "R K G H"],
     tables: Int[Array, "R P"],
@@ -26,19 +26,22 @@ def see_shared(
     tile_rows: int,
     state: Softmax,
 ) -> Softmax:
-    """Return `state` after the rows of each shared tile, at most `tile_rows`, have attended to their shared pages."""
-    page_size, (num_rows, _, group, _) = tiles.pages.page_size, q.shape
-    rows = jnp.pad(plan.members, (0, tile_rows))
+    """Return the softmax state of all rows after each shared tile, of at most `tile_rows` rows, attended to its pages.
 
-    def see_tile(index: Array, state: Softmax) -> Softmax:
+    What is computed for places beyond a tile's last row is dropped.
+    """
+    page_size, (num_rows, _, group, _) = tiles.pages.page_size, q.shape
+    padded_members = jnp.pad(plan.members, (0, tile_rows))  # A slice of the last tile must not be moved to fit.
+
+    def attend_tile(index: Array, state: Softmax) -> Softmax:
         start, count, num_pages = plan.shared_tiles[:, index]
-        members = lax.dynamic_slice_in_dim(rows, start, tile_rows)
+        members = lax.dynamic_slice_in_dim(padded_members, start, tile_rows)
         before = jax.tree.map(lambda x: by_head(x[members])[None], state)
         end = num_pages * page_size
-        # All queries stand behind all of the shared pages.
+        # Every query's position is past the shared pages, so no causal mask is needed.
         positions = jnp.full((group * tile_rows,), end)
         after = tiles.attend(by_head(q[members]), tables[members[0]], positions, end, before)
         targets = jnp.where(jnp.arange(tile_rows) < count, members, num_rows)
         return jax.tree.map(lambda old, new: old.at[targets].set(by_row(new[0], group), mode="drop"), state, after)
 
-    return lax.fori_loop(0, plan.num_shared_tiles[0], see_tile, state)
+    return lax.fori_loop(0, plan.num_shared_tiles[0], attend_tile, state)

@@ -5,13 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.models.config import config_from_hf
-from jpaged.models.io.loading import random_weights
 from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, NativeBackend, PagedCache
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
@@ -24,7 +22,7 @@ from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
 
 from ..host_requests import new_request
-from ..tiny_model import CONFIG, tiny_layout
+from ..tiny_model import CONFIG, random_weights, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
 MODEL = config_from_hf(CONFIG, Path("config.json"))
@@ -53,7 +51,7 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def weights():
-    return random_weights(MODEL, dtype=jnp.float32, seed=0, ops=BACKEND.layer_ops)
+    return random_weights(MODEL, BACKEND)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +224,7 @@ def test_swap_programs_exist_only_with_host_pages(weights, mesh, plan):
 
 
 def test_host_pages_are_pinned_when_first_written_and_freed_by_reset_and_close(mesh):
-    weights = random_weights(MODEL, dtype=jnp.float32, seed=0, ops=BACKEND.layer_ops)
+    weights = random_weights(MODEL, BACKEND)
     own = Runner(weights=weights, plan=new_plan(weights, mesh), buckets=BUCKETS, mesh=mesh)
     assert pinned_arrays() == []
     num_arrays = len(LAYOUT.shapes)

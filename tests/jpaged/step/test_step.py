@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jpaged.models.config import config_from_hf
-from jpaged.models.io.loading import random_weights
 from jpaged.pallas_kernels.native.matmul import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, NativeBackend, PagedCache
 from jpaged.sampling.logit_rules import new_rules
@@ -23,7 +22,7 @@ from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
 
 from ..host_requests import new_request
-from ..tiny_model import CONFIG, tiny_layout
+from ..tiny_model import CONFIG, random_weights, tiny_layout
 
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS = 4, 24, 6, 4
 MODEL = config_from_hf(CONFIG, Path("config.json"))
@@ -32,7 +31,7 @@ BACKEND = NativeBackend(share_prefixes=False)
 
 @pytest.fixture(scope="module")
 def weights():
-    return random_weights(MODEL, dtype=jnp.float32, seed=0, ops=BACKEND.layer_ops)
+    return random_weights(MODEL, BACKEND)
 
 
 @pytest.fixture

@@ -106,9 +106,9 @@ def test_another_interface_is_refused(old: str, new: str, message: str) -> None:
     ("features", "is_granted", "wanted"),
     [
         ((), False, "vectors of 8 float32"),
-        (("avx512bf16",), False, "vectors of 8 float32, products of bfloat16 pairs"),
-        (("amx-bf16",), True, "vectors of 8 float32, a matrix unit (AMX)"),
-        (("amx-bf16",), False, "vectors of 8 float32, no matrix unit: the system does not let this process use AMX"),
+        (("avx512bf16",), False, "vectors of 8 float32, AVX512-BF16"),
+        (("amx-bf16",), True, "vectors of 8 float32, AMX"),
+        (("amx-bf16",), False, "vectors of 8 float32, no AMX: the system does not let this process use it"),
     ],
 )
 def test_a_start_says_what_multiplies(
