@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .. import not_available
-from ..checks import check_name
+from ..checks import check_name, one_line
 from ..errors import ConfigError, JpagedError, ModelLoadError
 from .progress import say
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args, _find_commands())
     except (JpagedError, ModelLoadError) as error:
-        say(f"error: {error}")
+        say(f"error: {one_line(error, 10_000)}")
         return 1
 
 

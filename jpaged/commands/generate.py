@@ -116,12 +116,12 @@ class _Run:
             if self.results is not None:
                 self.results.start([self.records[job.number] for job in self.jobs if job.number in self.records])
             job_of = {str(job.number): job for job in jobs}
-            requests = list(self._requests(engine, jobs))
             progress = ProgressReport()
             compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
             first_tokens: list[float] = []
             num_done = num_printed_chars = 0
             try:
+                requests = list(self._requests(engine, jobs))
                 for output in engine.run_until_done(requests, stream=self.is_stream, on_error="return"):
                     if self.is_stream:
                         text = output.outputs[0].text

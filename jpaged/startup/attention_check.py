@@ -56,9 +56,12 @@ def find_failure(
     """
     if not backend.needs_check:
         return None
-    key = check_key(backend, model, dtype, kv_dtype, block_size, device)
-    each_start = "the check of %s is made at each start: %s"
+    where, each_start = f"on {device.device_kind}", "the check of %s is made at each start: %s"
     mark: Path | None
+    try:
+        key = check_key(backend, model, dtype, kv_dtype, block_size, device)
+    except Exception as failure:
+        return f"it failed its check {where}: {one_line(failure, 500)}"
     try:
         mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
         if mark.exists():
@@ -66,11 +69,10 @@ def find_failure(
     except (OSError, RuntimeError) as problem:
         mark = None
         logger.warning(each_start, backend.name, problem)
-    where = f"on {device.device_kind}"
     try:
         error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
-            error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps))
+            error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps, device))
     except Exception as failure:
         return f"it failed its check {where}: {one_line(failure, 500)}"
     if not error <= MAX_ERROR:
@@ -91,7 +93,7 @@ def check_key(
     """Return the backend, shape, chip, driver and versions of a comparison; where one differs, it is made anew."""
     windows = sorted({window or 0 for window in model.windows})
     shape = [model.num_heads, model.num_kv_heads, model.head_size, model.hidden_size, model.rms_norm_eps, windows]
-    versions = [device.client.platform_version, jax.__version__, source_digest()]
+    versions = [device.client.platform_version, jax.__version__, version("jaxlib"), source_digest()]
     return [repr(backend), *shape, dtype, kv_dtype, block_size, backend.hardware(device), *versions]
 
 
@@ -134,7 +136,7 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
     return worst
 
 
-def layer_error(ops: LayerOps, hidden_size: int, dtype: str, eps: float) -> float:
+def layer_error(ops: LayerOps, hidden_size: int, dtype: str, eps: float, device: jax.Device) -> float:
     """Return the largest difference of products, columns and norms from `XLA_OPS`, as a share of a row's norm."""
     rng, matrix, worst = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
     columns = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))
@@ -147,7 +149,8 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, eps: float) -> floa
             rows = each.columns(weight, jnp.asarray(ids), hidden_size)
             return [each.product(x, weight, PRODUCT_COLUMNS), rows, each.rms_norm(x, gains, eps)]
 
-        return [np.asarray(out, np.float32) for out in run(weight, x, gains)]
+        with jax.default_device(device):
+            return [np.asarray(out, np.float32) for out in run(weight, x, gains)]
 
     for num_rows in PRODUCT_ROWS:
         x = rng.normal(size=(num_rows, hidden_size)).astype(columns.dtype)

@@ -123,9 +123,10 @@ def load_backend(entry: BackendEntry) -> type[Backend]:
     module, name = entry.class_path.rsplit(".", 1)
     try:
         backend: type[Backend] = getattr(importlib.import_module(f"{ragged_paged_attention.__name__}.{module}"), name)
-    except (ImportError, OSError) as error:
-        package = (getattr(error, "name", None) or "a package").split(".")[0]
-        raise BackendUnavailableError(f"it needs {package}, which cannot be imported ({one_line(error)})") from error
+    except Exception as error:  # A package that is half installed may raise anything.
+        package = (getattr(error, "name", None) or "").split(".")[0]
+        needs = f"it needs {package}, which" if package not in ("", "jpaged") else "it"
+        raise BackendUnavailableError(f"{needs} cannot be imported ({one_line(error)})") from error
     return backend
 
 
@@ -184,7 +185,8 @@ def block_size_of(
     raise ConfigError(
         f"max_model_len: got {max_model_len} for {max_num_seqs} sequences and pages of {largest} tokens, "
         f"{num_entries(largest)} numbers of page tables, allowed: {limit.max_entries} with {backend.name}; lower "
-        f"max_num_seqs or max_model_len{', raise block_size' if asked else ''}, or use --attention-backend xla"
+        f"max_num_seqs or max_model_len{', raise block_size' if asked else ''}, or use --attention-backend "
+        f"{FALLBACK.name}"
     )
 
 

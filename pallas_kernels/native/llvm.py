@@ -186,7 +186,7 @@ class Code:
         build, kind = self.build, x.type
         least = constant(kind, EXP_LEAST)
         x = build.select(build.fcmp_ordered("<", x, least), least, x)
-        # So large a number has no room for fractions: the sum is a whole one, in its last bits.
+        # Adding 1.5 · 2²³ rounds to an integer, which is left in the low bits of the mantissa.
         rounder = constant(kind, ROUNDER)
         shifted = self.add_product(x, constant(kind, LOG2_E), rounder)
         twos = build.fsub(shifted, rounder)

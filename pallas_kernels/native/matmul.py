@@ -120,7 +120,7 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, grou
     """Return the name of the custom call that takes rows in groups of `group` and of one more."""
     lanes, most_rows = 16 if has_avx512 else 8, _most_rows(has_avx512)
     none = constant(ir.VectorType(F32, lanes), 0.0)
-    # Of what is read at once of a row of x, and of a column.
+    # Type of one word of x and of a panel.
     kind = I32 if is_bf16_packed else F32
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:

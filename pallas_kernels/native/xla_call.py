@@ -71,7 +71,7 @@ def handler(name: str, num_args: int, num_rets: int, prepare: Prepare, body: Bod
     with build.if_then(build.and_(is_large, build.icmp_signed(">", num_units, I64(1)))):
         _ask_for_help(code, frame, work, job, num_units)
     build.call(work, [job])
-    # Units that others have begun.
+    # Wait until the units that other threads have begun are done.
     waiting, end = build.append_basic_block("waiting"), build.append_basic_block("end")
     build.branch(waiting)
     build.position_at_end(waiting)
@@ -87,7 +87,7 @@ def _answer_metadata(code: Code, frame: ir.Value) -> None:
     """Emit the answer to XLA, which asks a handler for its interface version before it computes anything."""
     build = code.build
     extension = code.load(frame, ffi.FRAME_EXTENSION, POINTER)
-    with build.if_then(_is_one(code, extension)):
+    with build.if_then(_is_not_null(code, extension)):
         is_metadata = build.icmp_signed("==", code.load(extension, 2 * ffi.EXTENSION_TYPE, I32), I32(1))
         with build.if_then(is_metadata):
             metadata = code.load(extension, ffi.EXTENSION_METADATA, POINTER)
@@ -139,7 +139,7 @@ def _ask_for_help(code: Code, frame: ir.Value, work: ir.Function, job: ir.Value,
 
     def schedule(_: ir.Value) -> None:
         error = _call(code, api, ffi.SCHEDULE, context, build.bitcast(helper, POINTER), job)
-        with build.if_then(_is_one(code, error)):
+        with build.if_then(_is_not_null(code, error)):
             _destroy(code, api, error)
             build.call(helper, [job])
 
@@ -156,13 +156,13 @@ def _call(code: Code, api: ir.Value, index: int, *args: ir.Value) -> ir.Value:
     return code.build.call(entry, [block])
 
 
-def _is_one(code: Code, pointer: ir.Value) -> ir.Value:
+def _is_not_null(code: Code, pointer: ir.Value) -> ir.Value:
     return code.build.icmp_unsigned("!=", code.build.ptrtoint(pointer, I64), I64(0))
 
 
 def _destroy(code: Code, api: ir.Value, error: ir.Value) -> None:
     """Emit the release of an error, if there is one: without helpers the caller does all units."""
-    with code.build.if_then(_is_one(code, error)):
+    with code.build.if_then(_is_not_null(code, error)):
         _call(code, api, ffi.DESTROY_ERROR, error)
 
 
@@ -198,4 +198,4 @@ def _uninitialized(rank: int, item_size: int) -> str:
                 build.call(advise, [build.inttoptr(first, POINTER), length, I32(MADVISE_HUGEPAGE)])
         return [], I64(0), ir.Constant(ir.IntType(1), 0)
 
-    return register(handler(f"jpaged_nothing_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))
+    return register(handler(f"jpaged_uninitialized_{rank}_{item_size}", 0, 1, prepare, lambda *_: None))

@@ -150,7 +150,7 @@ class TiledBackend(Backend):
     @property
     @abstractmethod
     def planner(self) -> TilePlanner:
-        """What writes and reads this backend's plans."""
+        """Return the planner that writes and reads this backend's plans."""
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
         """See `Backend.plan_len`."""

@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     first_query_row: Any
     """First query row of the tile, among those of its row."""
     aligned_row: Any
-    """The same query row among the aligned query rows of the step."""
+    """Index of the first query row among the aligned query rows of the step."""
     begin: Any
     """First key."""
     end: Any
@@ -288,7 +288,7 @@ class QueryTiles(NamedTuple):
     first_query_row: np.ndarray
     """First query row of the tile, among those of its row."""
     aligned_row: np.ndarray
-    """The same query row among the aligned query rows of the step."""
+    """Index of the first query row among the aligned query rows of the step."""
     num_query_rows: np.ndarray
     first_position: np.ndarray
     """Position of the tile's first query."""

@@ -6,11 +6,13 @@ in any company, shared prefixes included.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import llvmlite
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -60,7 +62,7 @@ class NativeBackend(TiledBackend):
 
     @property
     def planner(self) -> TilePlanner:
-        """What writes and reads this backend's plans."""
+        """Return the planner that writes and reads this backend's plans."""
         return TilePlanner(self.tile_q, self.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod
@@ -70,16 +72,19 @@ class NativeBackend(TiledBackend):
         """See `Backend.on`."""
         if len(devices) > 1:
             raise BackendUnavailableError(f"it runs on one CPU device, and there are {len(devices)}")
+        if sys.byteorder != "little" or sys.maxsize < 1 << 32:
+            raise BackendUnavailableError("it needs a little-endian processor of 64 bits")
         try:
             check_interface(interface_header())
-        except RuntimeError as error:
+            cpu_features()
+        except Exception as error:  # LLVM raises errors of many types.
             raise BackendUnavailableError(str(error)) from error
         return cls()
 
     @classmethod
     def hardware(cls, device: Any) -> str:
-        """See `Backend.hardware`: JAX calls every processor "cpu"."""
-        return processor()
+        """See `Backend.hardware`: JAX calls every processor "cpu"; the system may not let this process use AMX."""
+        return f"{processor()}; {cpu_features()}; llvmlite {llvmlite.__version__}"
 
     @classmethod
     def describe(cls) -> str:

@@ -110,7 +110,7 @@ class XlaBackend(TiledBackend):
 
     @property
     def planner(self) -> TilePlanner:
-        """What writes and reads this backend's plans."""
+        """Return the planner that writes and reads this backend's plans."""
         return TilePlanner(self.sizes.queries, self.sizes.shared_rows, self.share_prefixes, self.min_saved_tokens)
 
     @classmethod

@@ -172,7 +172,7 @@ def test_another_driver_source_or_window_is_compared_anew(tmp_path):
     assert key(dtype="float32") != key()
     assert key(model_with(windows=(None, 512))) != key()
     native = NativeBackend()
-    assert check_key(native, MODEL, "bfloat16", "bfloat16", 64, CPU)[-4] == processor(), "not only cpu"
+    assert check_key(native, MODEL, "bfloat16", "bfloat16", 64, CPU)[-5].startswith(processor()), "not only cpu"
     (tmp_path / "gpu.py").write_text("a kernel")
     before = source_digest(tmp_path)
     (tmp_path / "gpu.py").write_text("another")
@@ -196,6 +196,6 @@ class WrongProduct(NativeOps):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_check_looks_at_products_and_norms(dtype):
-    assert layer_error(NativeOps(), 48, dtype, 1e-5) < (1e-5 if dtype == "float32" else 1e-2)
-    assert layer_error(WrongNorm(), 48, dtype, 1e-5) > MAX_ERROR
-    assert layer_error(WrongProduct(), 48, dtype, 1e-5) > MAX_ERROR
+    assert layer_error(NativeOps(), 48, dtype, 1e-5, CPU) < (1e-5 if dtype == "float32" else 1e-2)
+    assert layer_error(WrongNorm(), 48, dtype, 1e-5, CPU) > MAX_ERROR
+    assert layer_error(WrongProduct(), 48, dtype, 1e-5, CPU) > MAX_ERROR

@@ -111,7 +111,7 @@ def test_another_interface_is_refused(old: str, new: str, message: str) -> None:
         (("amx-bf16",), False, "vectors of 8 float32, no AMX: the system does not let this process use it"),
     ],
 )
-def test_a_start_says_what_multiplies(
+def test_a_start_names_the_cpu_features(
     features: tuple[str, ...], is_granted: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amx, "host_has", lambda name: name in features)
