@@ -18,9 +18,10 @@ from typing import Any
 
 import tokenizers
 
+from ..checks import one_line
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.io.gguf import GGUFFile, read_gguf
-from .chat_template import one_line, render_chat_template, shorten
+from .chat_template import render_chat_template, shorten
 from .gguf_tokenizer import build_gguf_backend
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
