@@ -1,7 +1,7 @@
-"""The run of `gpu_check` and `tpu_check`: one item after the other, what each found, and when it is too late.
+"""The run of `gpu_check` and `tpu_check`: one item after another, the report, and the time limit.
 
-What was found is written down after each item, and a run that hangs is ended: a kernel that waits for what never comes
-must not take with it what was found before.
+The report is written after each item, and a run that hangs is ended: earlier results must survive a kernel that waits
+for ever.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 LAST_START_S, END_S = 7 * 60, 7 * 60 + 45
-"""After so long nothing begins any more; after so long what still runs is given up, so that 8 minutes are kept."""
+"""Seconds after which no item begins, and after which the process ends: a run takes at most 8 minutes."""
 
 Goals = Mapping[str, tuple[str, float]]
-"""Name of a ratio → ≥ or ≤, and what."""
+"""Name of a ratio → (≥ or ≤, the goal)."""
 Checks = Mapping[str, tuple[Callable[[], float], float]]
-"""Name → what finds an error, and the most that is forgiven."""
+"""Name → (the function that returns an error, the largest error allowed)."""
 Measures = Mapping[str, Callable[[], dict[str, Any]]]
 
 
 def arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Flags of both scripts; a seed is drawn if none is given, and printed."""
+    """Parse the flags of both scripts; without `--seed`, draw one. The seed is printed."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--interpret", action="store_true", help="anywhere: a few tiny cases, step by step")
     parser.add_argument("--seed", type=int, default=None, help="of the random inputs; a new one each time if not given")
@@ -46,7 +46,7 @@ def arguments(description: str, argv: Sequence[str] | None = None) -> argparse.N
 
 
 def machine() -> dict[str, Any]:
-    """What JAX and the checkout say of themselves."""
+    """Return the device, its versions, the commit and the date, for the report."""
     device = jax.devices()[0]
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
 
 
 class Report:
-    """What was found so far. Two threads write it: the one that checks, and the one that gives up when time is up."""
+    """The results so far. Two threads write it: the one that checks, and the timer that ends the process."""
 
     def __init__(self, args: argparse.Namespace, most_errors: Mapping[str, float], goals: Goals):
         self.output, self.most_errors, self.goals = args.output, most_errors, goals
@@ -73,11 +73,11 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since the begin."""
+        """Return the seconds since the run began."""
         return time.monotonic() - self.began
 
     def attempt(self, into: str, name: str, do: Callable[[], Any], last_start_s: float) -> None:
-        """Do it unless it is too late; an error is what was found."""
+        """Run one item unless it is too late, and record its result or its error under `found[into][name]`."""
         if self.seconds > last_start_s:
             self.found["not_done"].append(name)
             return
@@ -86,7 +86,7 @@ class Report:
             self._write()
         try:
             found = do()
-            json.dumps(found, allow_nan=False)  # What is no number is no figure either, and JSON has none.
+            json.dumps(found, allow_nan=False)  # JSON has no NaN; a result with one is an error.
         except Exception as error:
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         with self.lock:
@@ -95,13 +95,13 @@ class Report:
         print(f"{name}: {found}", flush=True)
 
     def give_up(self) -> None:
-        """End the process, whatever it waits for."""
+        """Print the table and end the process, even while a kernel hangs."""
         with self.lock:
             self._close()
             os._exit(1)
 
     def close(self) -> bool:
-        """Print the table; whether all is well."""
+        """Print the table and return whether the run passed."""
         with self.lock:
             return self._close()
 
@@ -131,7 +131,7 @@ class Report:
         return bool(found["passed"])
 
     def _figures(self) -> list[dict[str, Any]]:
-        """Each ratio that has a goal, by each measurement that has it; if none has it, it was not measured.
+        """Return an entry for each ratio with a goal and each measurement of it; without any, its `found` is None.
 
         A measurement's `notes`, by name of a ratio, are printed beside it.
         """
@@ -149,7 +149,7 @@ class Report:
         return figures
 
     def _write(self) -> None:
-        """In the place of what was written before, which stays whole if this fails."""
+        """Replace the report's file as a whole: the old one stays if this fails."""
         if self.output:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.output.with_name(self.output.name + ".part")
@@ -166,10 +166,10 @@ def run(
     last_start_s: float = LAST_START_S,
     end_s: float = END_S,
 ) -> int:
-    """Check everything, then measure; print the table last. Returns what the process should.
+    """Check everything, then measure, and print the table last. Returns the exit status of the process.
 
-    All is well if no case is wrong and every ratio of `goals` was measured, met or not.
-    What would begin after `last_start_s` is not done. What still runs after `end_s` is named, and the process ended.
+    The run passes if no case is wrong and every ratio of `goals` was measured, met or not. No item begins after
+    `last_start_s`. After `end_s` the item that still runs is named, and the process ends.
     """
     report = Report(args, {name: most for name, (_, most) in checks.items()}, goals)
     end = threading.Timer(end_s, report.give_up)

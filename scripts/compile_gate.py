@@ -1,15 +1,15 @@
-"""Do the attention kernels compile for chips that are not there, and does nothing copy the cache?
+"""Check, without the chip, that the attention kernels compile for it and that no program copies the cache.
 
     python scripts/compile_gate.py --chip v6e --output gate.json
     python scripts/compile_gate.py --chip h200 --share 1/3       # every third cell
-    python scripts/compile_gate.py --chip h200 --prefill wgmma   # the candidate for prefill on Hopper
+    python scripts/compile_gate.py --chip h200 --prefill wgmma   # prefill by wgmma, on Hopper
     python scripts/compile_gate.py --chip v6e --layer            # one layer over four chips
     python scripts/compile_gate.py --chip v6e --list
 
-One process a chip: compilers read their environment when they are loaded. Each cell of `gate_cells` has to compile, to
-alias the whole cache, and to need little memory beside it; on a GPU no register may be spilled. What the kernels refuse
-by name (`gate_cells.REFUSED`) is listed with its message: it goes to the XLA path. Any other refusal is a failure.
-Needs the wheels of the extra `aot`.
+A process serves one chip, since compilers read their environment when they are loaded. Each cell of `gate_cells` has to
+compile, to alias the whole cache, and to need little memory beside it; on a GPU no register may be spilled. Cells that
+the kernels refuse by name (`gate_cells.REFUSED`) are listed with the message: the `xla` backend serves them. Any other
+refusal is a failure. The script needs the wheels of the extra `aot`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", metavar="I/N", help="the I-th of N shares of the cells")
     parser.add_argument("--kind", choices=("pairs", "models", "random"), help="only these cells")
     parser.add_argument("--layer", action="store_true", help="a layer spread over four chips, and no cell")
-    parser.add_argument("--prefill", choices=("wgmma",), help="Hopper's candidate, in the place of mma")
+    parser.add_argument("--prefill", choices=("wgmma",), help="Hopper: prefill by wgmma instead of mma")
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     parser.add_argument("--list", action="store_true", help="print the cells, compile nothing")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Do the GPU attention kernels compile for chips that are not there, without spilling a register?
+"""Check that the GPU attention kernels compile, without a GPU, and spill no register.
 
     python scripts/compile_gpu.py a100 32 8 128 bfloat16 64 none decode     # one cell
 
-`GpuGate` is the GPU's part of the compile gate. XLA compiles a step of two layers for the chip; the kernels' PTX is
-dumped on the way and given to ptxas, which says what it needs of registers. Needs the wheels of the extra `aot`, and
+`GpuGate` is the GPU's part of the compile gate. XLA compiles a step of two layers for the chip and dumps the PTX of the
+kernels; ptxas compiles that and reports registers and spills. Needs the wheels of the extra `aot`, and
 jax ≥ 0.11; one process a chip.
 """
 
@@ -30,14 +30,14 @@ from gate_cells import FEATURES, STEPS, Cell, aliased_parameters, cache_layout, 
 ROOT = Path(__file__).parents[1]
 MOST_TEMP_BYTES = 16 << 20
 RESERVED_BYTES = 1 << 10
-"""Of shared memory, per thread block, for the hardware."""
+"""Shared memory that the hardware keeps for itself in each thread block."""
 SM_REGISTERS = 1 << 16
 ATTENTION = "ragged_paged_attention_of_"
-"""Begins the names of kernels that attend; the rows of a tile follow."""
+"""The names of attention kernels begin so; the number of rows of a tile follows."""
 
 
 class GpuChip(NamedTuple):
-    """What the compilers are told of a chip, from NVIDIA's data sheets."""
+    """The properties of a chip that XLA and ptxas need, from NVIDIA's data sheets."""
 
     name: str
     capability: tuple[int, int]
@@ -67,7 +67,7 @@ CHIPS = {
 
 
 def target_config(chip: GpuChip) -> str:
-    """The chip as XLA wants it described."""
+    """Return the description of the chip in XLA's text format."""
     extension = "feature_extension: ACCELERATED_FEATURES" if chip.capability >= (9, 0) else ""
     return f"""
     gpu_device_info {{
@@ -88,7 +88,10 @@ def target_config(chip: GpuChip) -> str:
 
 
 def prepare() -> Path:
-    """Environment of a JAX that compiles for GPUs; before JAX is imported. Returns where PTX is dumped."""
+    """Set the environment in which JAX compiles for GPUs; call it before JAX is imported.
+
+    Returns the folder that PTX is dumped to.
+    """
     import nvidia.cuda_nvcc
 
     cuda = Path(next(iter(nvidia.cuda_nvcc.__path__)))
@@ -106,12 +109,12 @@ def prepare() -> Path:
 
 
 class GpuGate:
-    """Compiles cells for one chip. Made before JAX is imported, since JAX reads its environment when it is."""
+    """Compiles cells for one chip. Create it before JAX is imported, since JAX then reads its environment."""
 
     def __init__(self, chip: str, num_devices: int = 1, **backend_options: Any):
         self.chip, self.dump, self.backend_options = CHIPS[chip], prepare(), backend_options
         self.judged: set[str] = set()
-        """Kernels, by what Mosaic calls them, that ptxas has taken."""
+        """Mosaic's hashes of the kernels that ptxas has compiled already."""
         import jax
         from jax.experimental import topologies
 
@@ -124,7 +127,10 @@ class GpuGate:
         self.mesh = device_mesh(topology.devices[:num_devices])
 
     def compile(self, cell: Cell) -> dict[str, Any]:
-        """What became of it: `fault` says what is not as it has to be, `refused` what the kernels do not take."""
+        """Compile a cell and return its entry in the report.
+
+        `fault` says what is wrong, or is None; `refused` says what the kernels do not support.
+        """
         import jax
 
         from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions
@@ -163,14 +169,14 @@ class GpuGate:
         return {**cell._asdict(), **found, "seconds": round(time.monotonic() - start, 2), "fault": fault}
 
     def spilled(self, lowered: str) -> str | None:
-        """What ptxas has against the kernels of a program that was compiled."""
+        """Return the fault that ptxas finds in the kernels of a compiled program, or None."""
         return self.kernels(lowered)[1]
 
     def kernels(self, lowered: str) -> tuple[list[dict[str, Any]], str | None]:
-        """What ptxas says of the kernels that were compiled since they were `told`, and what is wrong with them.
+        """Return registers and spills of the kernels compiled since `told`, and their fault, or None.
 
-        `lowered` is the program that they are of. A kernel that is the same as an earlier cell's is not compiled
-        again: what was said of it then stands there.
+        `lowered` is the text of the program that they belong to. A kernel equal to one of an earlier cell is not
+        compiled again, and appears only in that cell's entry.
         """
         names = set(re.findall(r'kernel_hash = "([^"]*)"', lowered))
         kernels = [self._kernel(ptx) for ptx in sorted(self.dump.glob("*.ptx"))]
@@ -186,9 +192,9 @@ class GpuGate:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Mosaic asks the first device for its architecture and memory, which here is a CPU: it is told the chip's.
+        """Make Mosaic compile for this chip: it would read architecture and memory of the first device, here a CPU.
 
-        What was compiled before is forgotten.
+        PTX dumped before is deleted.
         """
         from jax.experimental.mosaic.gpu import core, utils
 
@@ -210,8 +216,11 @@ class GpuGate:
             self.block_memory, self.kernel_memory = max(sizes, default=0), sizes
 
     def _crowd(self, kernels: list[dict[str, Any]]) -> str | None:
-        """Thread blocks that are planned for one multiprocessor and do not fit there at once: they would wait for one
-        another's end. Shared memory was noted kernel by kernel, the merge behind what it merges."""
+        """Return which thread blocks, planned for one multiprocessor, do not fit there together, or None.
+
+        A block without room would wait until another one ends. `kernel_memory` holds the shared memory of each kernel
+        in the order of launches, a merge after the kernel whose partial results it merges.
+        """
         sizes = iter(self.kernel_memory)
         for tiles in self.tiles:
             rows, memory = tiles.tile_rows, next(sizes)
@@ -221,14 +230,14 @@ class GpuGate:
             if num_blocks * (memory + RESERVED_BYTES) > self.chip.sm_memory:
                 return f"{num_blocks} blocks of {memory} bytes of shared memory, for tiles of {rows} rows"
             for kernel in kernels:
-                registers = -(-kernel["registers"] // 8) * 8  # As they are given out.
+                registers = -(-kernel["registers"] // 8) * 8  # The hardware allocates registers by eights.
                 if kernel["name"].startswith(f"{ATTENTION}{rows}_") and num_blocks * 128 * registers > SM_REGISTERS:
                     return f"{num_blocks} blocks of {registers} registers a thread, for tiles of {rows} rows"
         assert not list(sizes), "a kernel that is no launch of the backend"
         return None
 
     def _kernel(self, ptx: Path) -> dict[str, Any]:
-        """Registers and spills of one kernel."""
+        """Compile the PTX of one kernel; return its name, registers and spilled bytes, or the error."""
         command = ["ptxas", "-v", f"-arch={self.chip.ptxas}", str(ptx), "-o", os.devnull]
         result = subprocess.run(command, capture_output=True, text=True)
         said = result.stdout + result.stderr
@@ -239,7 +248,7 @@ class GpuGate:
         return {"name": ptx.stem, "registers": max(registers), "spill_bytes": sum(spills)}
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
-        """The kernels, for that many heads on one chip."""
+        """Return the backend for that many heads on one chip."""
         from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
 
         return GpuBackend(
@@ -255,7 +264,7 @@ class GpuGate:
 
 
 def _own_bytes(q: Any) -> int:
-    """Of the queries sorted by head, in whose place the results come: they grow with the step."""
+    """Return the bytes of the queries sorted by head, which the results overwrite; they grow with the step."""
     return int(math.prod(q.shape)) * q.dtype.itemsize
 
 
@@ -269,7 +278,7 @@ def main() -> int:
     parser.add_argument("page_size", type=int)
     parser.add_argument("feature", choices=FEATURES)
     parser.add_argument("step", choices=STEPS)
-    parser.add_argument("--prefill", default="mma", help="mma, or Hopper's wgmma: the candidate")
+    parser.add_argument("--prefill", default="mma", help="mma, or wgmma (Hopper only)")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     heads = args.num_heads, args.num_kv_heads

@@ -1,4 +1,4 @@
-"""Compiles attention for TPUs that are not there, with the compiler that a TPU machine has: the wheel libtpu."""
+"""The TPU's part of the compile gate: compiles attention without a TPU, by the compiler in the wheel libtpu."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jpaged.commands.bench.bundles import TOPOLOGIES as CHIPS
 from jpaged.commands.bench.bundles import prepare
 
 MOST_TEMP_BYTES = 4 << 20
-"""A quarter of what may be: small enough that no second copy of what a step of 8,192 tokens holds hides in it."""
+"""The most temporary memory of a cell beside its own arrays: too little for a hidden copy of 8,192 tokens' arrays."""
 
 
 class TpuGate:
-    """Compiles cells for one chip. Made before JAX is imported, since JAX reads its environment when it is."""
+    """Compiles cells for one chip. Create it before JAX is imported, since JAX then reads its environment."""
 
     def __init__(self, chip: str, num_devices: int = 1):
         prepare()
@@ -32,21 +32,24 @@ class TpuGate:
         self.chip, self.mesh = chip, device_mesh(topology.devices[:num_devices])
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
-        """The kernels, for that many heads on one chip."""
+        """Return the backend for that many heads on one chip."""
         from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
 
         return TpuBackend.for_heads(self.chip, num_heads, head_size)
 
     def told(self) -> AbstractContextManager[None]:
-        """Nothing: the TPU's compilers know the chip from the topology."""
+        """Return a context that does nothing: the TPU's compilers know the chip from the topology."""
         return nullcontext()
 
     def spilled(self, lowered: str) -> str | None:
-        """Nothing: spills of TPU kernels are counted in the compiler's dump, by `tpu_bundles.py --spills`."""
+        """Return None: spills of TPU kernels are counted in the compiler's dump, by `tpu_bundles.py --spills`."""
         return None
 
     def compile(self, cell: Cell) -> dict[str, Any]:
-        """What became of it: `fault` says what is not as it has to be, `refused` what the layout does not take."""
+        """Compile a cell and return its entry in the report.
+
+        `fault` says what is wrong, or is None; `refused` says what the layout does not support.
+        """
         import jax
 
         start = time.monotonic()
@@ -83,7 +86,7 @@ class TpuGate:
 
 
 def _tiled_bytes(cell: Cell) -> int:
-    """Of a step's keys as they are written, in tiles of 8 heads and 128 lanes."""
+    """Return the bytes of a step's keys as they are written, in tiles of 8 heads and 128 lanes."""
     numbers = STEPS[cell.step][0] * -(-cell.heads[1] // 8) * 8 * -(-cell.head_size // 128) * 128
     step, pages = cell.dtypes
     dtype = step if pages in ("int8", "float8_e4m3fn") else pages

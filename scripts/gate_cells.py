@@ -1,7 +1,8 @@
-"""Shapes that attention is compiled for on chips that are not there, and the program that is compiled for each.
+"""The shapes that the compile gate compiles attention for, and the program it compiles for each.
 
-Every pair of values of two of a cell's fields, the chip among them, is in some cell; besides there are the shapes of
-public models, for every chip, and seeded random ones. A program is a step of two layers over a cache that is given up.
+No machine with the chip is needed. Every pair of values of two of a cell's fields, the chip among them, is in some
+cell; besides there are the shapes of public models, for every chip, and seeded random ones. A program is a step of two
+layers over a donated cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NUM_RANDOM = 200
 
 
 class Cell(NamedTuple):
-    """One shape to be compiled."""
+    """One shape that the gate compiles, with the chip it is compiled for."""
 
     chip: str
     heads: tuple[int, int]
@@ -30,7 +31,7 @@ class Cell(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Of queries, keys and values, and of the pages."""
+        """Return two dtypes: that of queries, keys and values, and that of the pages."""
         first, _, pages = self.dtype.partition(" on ")
         if pages:
             return first, pages
@@ -66,7 +67,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "step": ("decode", "mixed", "prefill", "one token"),
     },
 }
-"""Of each platform's kernels."""
+"""Platform → field of a `Cell` → the values that its kernels are compiled for."""
 FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "window": {"window": 1000},
@@ -79,7 +80,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gemma-3": {"window": 1024},
     "gpt-oss": {"window": 128, "sinks": True},
 }
-"""What `attend` is asked for. `sinks` are given; with `reads` nothing is written, the pages are another layer's."""
+"""Feature → keyword arguments of `attend`. `sinks` stands for an array of sinks; with `reads` the step has no keys and
+values to write, since it reads the pages of another layer."""
 STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
 """Tokens and rows of a step; prefill's are the most that an engine takes by default."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
@@ -90,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
     "gpu": (lambda cell: cell.head_size not in (64, 128, 256), "no tile of shared memory has such rows"),
     "gpu, wgmma": (lambda cell: cell.head_size not in (64, 128), "a tile's sums would fill the registers"),
 }
-"""What the kernels refuse by name, and why: for TPUs in the words of their compiler. All else has to compile."""
+"""Platform → cells that its kernels refuse, and the reason; for TPUs the compiler's message. The rest must compile."""
 MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
     "Llama-3.1-8B": ((32, 8), 128, "none"),
     "Llama-3.1-70B": ((64, 8), 128, "none"),
@@ -113,15 +115,15 @@ MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
     "gpt-oss-20b": ((64, 8), 64, "gpt-oss"),
     "Falcon-7B": ((71, 1), 64, "none"),
 }
-"""As their configurations say: query and KV heads, head size, and what their layers with a window or sinks ask for."""
+"""Public model → (query heads, KV heads), head size and feature, as its configuration has them."""
 MOST_LAYER_BYTES = 32 << 20
-"""Of temporary memory: a layer's activations of 256 tokens, in bfloat16 and float32."""
+"""The most temporary memory of `sharded_layer`: room for its activations of 256 tokens, in bfloat16 and float32."""
 MODEL_PAGES = {"tpu": 128, "gpu": 64}
-"""What an engine takes by default."""
+"""Platform → tokens of a page in an engine with default options."""
 
 
 def covering_cells(platform: str) -> list[Cell]:
-    """Cells that together have every pair of values but those that are refused; greedily chosen, the same each time."""
+    """Return cells that together have every pair of values that is not refused; a greedy, repeatable choice."""
     values_of, is_refused = VALUES[platform], REFUSED[platform][0]
     names = list(values_of)
     pairs = list(itertools.combinations(range(len(names)), 2))
@@ -155,7 +157,7 @@ def _pairs_of(values: list[Any], pairs: list[tuple[int, int]]) -> list[tuple[int
 
 
 def all_cells(platform: str) -> list[Cell]:
-    """Pairs, public models, random ones; the same each time."""
+    """Return the cells of all pairs, of public models and of seeded random shapes, the same in each run."""
     rng = random.Random(20261120)
     models = [
         Cell(chip, heads, head_size, "bfloat16", MODEL_PAGES[platform], feature, step, why=model)
@@ -169,7 +171,10 @@ def all_cells(platform: str) -> list[Cell]:
 
 
 def cache_layout(cell: Cell, backend: Any) -> Any:
-    """Of two layers, so large that it lies in HBM. ValueError names what the backend does not take."""
+    """Return the layout of a cache of two layers, large enough to lie in HBM.
+
+    Raises ValueError if the backend does not support the cell.
+    """
     from jpaged.commands.bench.bundles import CACHE_BYTES
     from jpaged.pallas_kernels.ragged_paged_attention import KVShape
 
@@ -178,7 +183,7 @@ def cache_layout(cell: Cell, backend: Any) -> Any:
 
 
 def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A step of two layers, to be lowered, and its arguments' shapes: the cache, then the queries."""
+    """Return a step of two layers, to be lowered, and the shapes of its arguments: cache, q, k, v, step, sinks."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.layout import Format, Layout
@@ -193,7 +198,10 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
     def by_token(num_heads: int) -> Any:
-        """As kernels take it; of a program's arguments XLA would lay out some by head, and copy them."""
+        """Return the shape of an array [T, heads, H] that lies by token, as kernels read it.
+
+        XLA would otherwise lay some arguments out by head, and copy them.
+        """
         layout = Format(Layout((0, 1, 2)), everywhere)
         return jax.ShapeDtypeStruct((num_tokens, num_heads, cell.head_size), dtype, sharding=layout)
 
@@ -233,14 +241,14 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
 
 
 def aliased_parameters(hlo: str) -> set[int]:
-    """Numbers of a compiled program's parameters whose memory its results take, from its first line."""
+    """Return the numbers of the parameters whose memory a compiled program's results take, read from its first line."""
     return {int(number) for number in re.findall(r"\((\d+), \{\}, (?:may|must)-alias\)", hlo.split("\n", 1)[0])}
 
 
 def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[Any, ...], int]:
-    """One layer of Llama 3 8B, its 32/8 heads of 128 and its MLP spread over the mesh: norms, rotary embedding and all.
+    """Build one whole layer of Llama 3 8B, its 32/8 heads of 128 and its MLP sharded over the mesh.
 
-    `backend` is made for what lies on one chip. Returns the program, its arguments' shapes, and the number of arrays
+    `backend` is made for the heads of one chip. Returns the program, its arguments' shapes, and the number of arrays
     that the cache has on one chip.
     """
     import jax
@@ -324,7 +332,10 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
 
 
 def check_sharded_layer(gate: Any, page_size: int) -> dict[str, Any]:
-    """Compile it by a gate of four chips: two sums over the chips, the cache aliased whole, nothing spilled."""
+    """Compile `sharded_layer` for four chips and return its entry in the report.
+
+    `fault` is None if it has two sums over the chips, a wholly aliased cache and no spills.
+    """
     import jax
 
     backend = gate.backend(8, 2, 128, ())

@@ -1,14 +1,14 @@
-"""Are the GPU attention kernels right on this GPU, and how fast are they?
+"""Check the GPU attention kernels on this GPU, and measure them.
 
     python scripts/gpu_check.py --output docs/measurements/gpu_check.json
-    python scripts/gpu_check.py --interpret          # no GPU: tiny shapes, whether they are right and nothing else
+    python scripts/gpu_check.py --interpret          # no GPU: checks tiny shapes, measures nothing
 
-Needs no network and no weights, and at most 8 minutes: what would begin later is listed as not done. Every kind of
-kernel is held against the dense oracle over fresh random inputs, whose seed is printed, and has to give the same bits
-each of 20 times. Then ratios are measured, each between things that ran in turn: decoding to a copy on the device and
-to cuDNN's paged attention, prefill to a product of matrices and to cuDNN's dense attention, a window to full attention,
-pages of one byte to those of two. What cuDNN does not do here is named, and a ratio to it is not measured: then the run
-does not pass. The table is printed last.
+The script needs no network and no weights, and takes at most 8 minutes: an item that would begin later is listed as not
+done. Every kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed, and has to
+give the same bits each of 20 times. Then ratios are measured, each between loops that ran in turn: decoding to a copy
+on the device and to cuDNN's paged attention, prefill to a product of matrices and to cuDNN's dense attention, a window
+to full attention, pages of one byte to those of two. Work that cuDNN refuses here is named, and its ratio is not
+measured: then the run does not pass. The table is printed last.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from kernel_speed import LLAMA, Loop, Sizes, causal_flops
 from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, GpuBackend
 
 GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1), "decode ÷ cuDNN": ("≤", 1.0), "prefill ÷ cuDNN": ("≤", 1.1)}
-"""Of decode the worst of all shapes, against cuDNN's paged attention, which may refuse skewed rows: it pads them. Of
-prefill one prompt, against its dense one."""
+"""Ratio → its goal. `decode ÷ cuDNN` is the worst ratio of all shapes to cuDNN's paged attention, which pads skewed
+rows and may refuse them; `prefill ÷ cuDNN` is that of one prompt to its dense attention."""
 
 RATIOS = ((9, 3), (8, 8), (24, 1), (40, 1), (71, 1))
-"""Of heads: groups that fill a small tile of 16 or 32 rows, a large one, and more than one."""
+"""Query heads and KV heads whose groups fill a small tile of 16 or 32 rows, a large tile, and more than one."""
 EVERY: dict[str, Any] = {"window": 77, "soft_cap": 2.0, "has_sinks": True}
 FEW_SMS = {"num_sms": 4}
-"""On so few multiprocessors a thread block has as many pieces as a long prefill gives it on a whole chip."""
+"""With so few multiprocessors a thread block gets as many pieces as a long prefill gives it on a whole chip."""
 CROWDED = Rows((*[1] * 57, 2, 64, 65, 300, 33), (*range(1, 1009, 18), 5000, 2, 64, 640, 800, 2500), 640, num_rows=64)
 FULL = Rows(
     (*[1] * 400, *[64] * 64), (*(1 + 37 * row % 160 for row in range(400)), *range(64, 320, 4)), 4608, num_rows=512
 )
-"""With 32/8 heads: several pieces for every thread block of a chip of 132 multiprocessors."""
+"""With 32/8 heads these rows give every thread block of a chip of 132 multiprocessors several pieces."""
 
 
 def cases() -> list[Case]:
-    """Every kind of kernel there is, each in some case."""
+    """Return cases in which every kind of kernel occurs."""
     base = Case("plain")
     found = [base, replace(base, name="only decode", rows=ONLY_DECODE)]
     found += [replace(base, name=f"one token, {dtype}", rows=ONE_TOKEN, dtype=dtype) for dtype in ("bfloat16", "int8")]
@@ -78,7 +78,7 @@ def cases() -> list[Case]:
 
 
 def hopper_cases() -> list[Case]:
-    """Those of the candidate for prefill."""
+    """Return the cases of prefill by `wgmma`, which only Hopper has."""
     base = Case("wgmma", backend={"prefill": "wgmma"})
     many = replace(base, name="wgmma, many pieces", rows=CROWDED, backend={"prefill": "wgmma", **FEW_SMS})
     return [
@@ -91,26 +91,26 @@ def hopper_cases() -> list[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    """For the interpreter: the first and the last kind."""
+    """Return two cases with few tokens, for the interpreter."""
     return [replace(case, rows=TINY) for case in (cases()[0], cases()[-1])]
 
 
 def backend_of(chip: dict[str, Any]) -> Callable[[Case], GpuBackend]:
-    """The backend of each case on that chip, or on the part of it that the case asks for."""
+    """Return what makes the backend of a case for that chip, or for the part of the chip that the case asks for."""
     return lambda case: GpuBackend(
         num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_size=case.head_size, **{**chip, **case.backend}
     )
 
 
 def interpreted() -> dict[str, Any]:
-    """A chip that is none."""
+    """Return the properties of an interpreted chip."""
     from jax.experimental.pallas import mosaic_gpu
 
     return {"num_sms": 2, "interpret": mosaic_gpu.InterpretGPUParams(detect_races=True)}
 
 
 def chip_of(device: Any) -> dict[str, Any]:
-    """What the backend has to know of a GPU."""
+    """Return the properties of a GPU that the backend needs. SystemExit if the device is no GPU."""
     if device.platform != "gpu":
         raise SystemExit(f"gpu_check: the first device is a {device.platform}, not a GPU; try --interpret")
     return {
@@ -125,8 +125,10 @@ def capability(device: Any) -> tuple[int, ...]:
 
 
 def cudnn_call(head_size: int) -> Callable[..., Any]:
-    """cuDNN's paged attention of one query a row, which JAX has as a private function: q [R, N, 1, H] and what
-    `cudnn_rows` gives → [R, N, 1, H]."""
+    """Return cuDNN's paged attention of one query a row: q [R, N, 1, H] and the arrays of `cudnn_rows` → [R, N, 1, H].
+
+    JAX has it as a private function.
+    """
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
     options = {"scale": head_size**-0.5, "mask_type": MaskType.PADDING, "qkv_layout": "BNTH"}
@@ -136,8 +138,10 @@ def cudnn_call(head_size: int) -> Callable[..., Any]:
 
 
 def cudnn_rows(pages: tuple[Any, ...], step: AttentionMetadata) -> tuple[Any, ...]:
-    """Keys, values [C, K, Z, H], lengths and page table of the rows of `step`, as cuDNN takes them: with no null page,
-    and with as many pages as its page table has entries."""
+    """Return keys and values [C, K, Z, H], lengths and page table of the rows of `step`, as cuDNN takes them.
+
+    cuDNN's arrays have no null page, and as many pages as its page table has entries.
+    """
     num_rows, num_entries = step.page_tables.shape[1:]
     missing = num_rows * num_entries - (pages[0].shape[0] - 1)
     every = (jnp.pad(each[1:], ((0, missing), (0, 0), (0, 0), (0, 0))) for each in pages)
@@ -146,7 +150,10 @@ def cudnn_rows(pages: tuple[Any, ...], step: AttentionMetadata) -> tuple[Any, ..
 
 
 def paged_by_cudnn(batch: Batch) -> Loop:
-    """cuDNN's attention over the same pages. ValueError if it finds what the kernels do not: then it did other work."""
+    """Return cuDNN's attention over the same pages.
+
+    Raises ValueError if its results differ from the kernels' results: it then did other work.
+    """
     options = batch.options
     attend = jax.jit(lambda cache, q, k, v, step: cache.attend(0, q, k, v, step, **options))
     ours, cache = attend(batch.cache, batch.q, batch.k, batch.v, batch.step)
@@ -159,7 +166,7 @@ def paged_by_cudnn(batch: Batch) -> Loop:
 
 
 def dense_by_cudnn(batch: Batch) -> Loop:
-    """cuDNN's attention, not paged, of one prompt as long as the longest row."""
+    """Return cuDNN's dense attention of one prompt as long as the longest row."""
     case, longest = batch.case, int(batch.step.context_lens.max())
     q, k = (
         kernel_check.random_numbers(jax.random.key(heads), (1, longest, heads, case.head_size), jnp.bfloat16)
@@ -170,7 +177,7 @@ def dense_by_cudnn(batch: Batch) -> Loop:
 
 
 def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """K3 and K4: as on every device, and rows of different length against cuDNN's dense attention on as much work."""
+    """Measure K3, and K4: rows of different length against cuDNN's dense attention, per operation."""
     found = kernel_speed.measure_prefill(bench, case, sizes, {"cuDNN": dense_by_cudnn})
     rates, dense_s = found["flops_per_s"], found["seconds"].get("ragged by cuDNN")
     if dense_s is None:
@@ -180,7 +187,7 @@ def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
 
 
 def measures(bench: Bench, case: Case, sizes: Sizes, *, is_hopper: bool) -> dict[str, Any]:
-    """Name → what measures it."""
+    """Return name → the function that measures it."""
     found = {
         "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, {"cuDNN": paged_by_cudnn}),
         "prefill": lambda: measure_prefill(bench, case, sizes),

@@ -1,9 +1,9 @@
-"""Are attention kernels right on this device? What `gpu_check` and `tpu_check` share: cases, and the oracle.
+"""Checks attention kernels on this device against the oracle; shared by `gpu_check` and `tpu_check`.
 
     NaN-filled pages ──▶ prefill steps of each row's history ──▶ the step that is checked ──▶ dense oracle
 
-All is written through the backend itself, so that nothing here knows how its pages are laid out. Inputs are random and
-new in each run, whose seed is printed.
+All keys and values are written through the backend itself, so that this module knows no layout of pages. Inputs are
+random and new in each run, whose seed is printed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from jpaged.pallas_kernels.ragged_paged_attention import (  # noqa: E402
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention  # noqa: E402
 
 MOST_ERROR = 1e-2
-"""Of one head's output, relative to its norm: a weight and a value rounded to 8 bits each, and the sum."""
+"""The most error of a head's output, relative to its norm: a weight, a value and their sum, each rounded to 8 bits."""
 MOST_ERROR_FLOAT32 = 1e-4
-"""Sums in float32 of exact products, and a hundred times that for powers and reciprocals that hardware approximates."""
+"""The most error in float32: sums of exact products, times a hundred for approximate powers and reciprocals."""
 NUM_REPEATS = 20
-"""Of each checked step on a device: what two blocks race for, one wins most of the times."""
+"""How often a checked step runs again on a device: a race between two thread blocks shows only in some runs."""
 HISTORY_TOKENS = 64
-"""At least so many are written by one step."""
+"""The fewest tokens of history that a step has room to write."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Rows:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     num_tokens: int
-    """That the step has room for; the rest is padding."""
+    """Tokens that the step has room for; those beyond the rows' own are padding."""
     num_rows: int
     num_shared: int = 0
-    """Tokens whose pages all rows share that have known so many: whole pages."""
+    """Tokens of common first pages, a multiple of the page size; all rows with at least so much history share them."""
 
     @property
     def sharing(self) -> list[int]:
-        """The rows that share their first pages; the first of them has written them."""
+        """Return the rows that share their first pages; the first of these rows writes them."""
         lens = enumerate(zip(self.query_lens, self.context_lens, strict=True))
         return [row for row, (new, known) in lens if known - new >= self.num_shared > 0]
 
@@ -78,7 +78,7 @@ TINY = Rows((1, 1, 3, 17), (1, 66, 3, 40), 64, num_rows=4)
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of kernel. `backend` are options of the backend that are not told by the rest."""
+    """One kind of kernel to check. `backend` holds the backend's options that do not follow from the other fields."""
 
     name: str
     num_heads: int = 8
@@ -92,11 +92,11 @@ class Case:
     rows: Rows = MIXED
     backend: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     layer: int = 0
-    """Of a cache of so many layers and one more."""
+    """Index of the layer that attends; the cache has `layer + 1` layers."""
     is_freed: bool = False
-    """The pages that lie behind the window are given back before the checked step, their entries null."""
+    """Whether pages left behind by the window are freed before the checked step, their table entries null."""
     num_numbers: int = 0
-    """That lie in each array before the rows' pages, at least: 2³¹ and more want 64 bits of an address."""
+    """The fewest numbers in each array before the rows' pages: from 2³¹ on, an offset needs 64 bits."""
 
     @property
     def most_error(self) -> float:
@@ -109,7 +109,7 @@ class Case:
 
 @dataclass
 class Batch:
-    """A step ready to run."""
+    """One step with its cache and arrays, ready to run; `options` are keyword arguments of `attend`."""
 
     case: Case
     cache: PagedCache
@@ -122,7 +122,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does: for some rows, so many more tokens and so many with them."""
+    """The work of one step: the rows that take part, their new tokens, and their contexts with these."""
 
     rows: tuple[int, ...]
     query_lens: tuple[int, ...]
@@ -132,7 +132,7 @@ class Work:
 
 
 def works(rows: Rows) -> Iterator[Work]:
-    """Steps that write the rows' history, a chunk of tokens each, and then the step that is checked."""
+    """Yield the steps that write the rows' history, a chunk of tokens each, and then the step that is checked."""
     sizes = max(rows.num_tokens, HISTORY_TOKENS), rows.num_rows
     missing = [context - query for query, context in zip(rows.query_lens, rows.context_lens, strict=True)]
     done = [0] * len(missing)
@@ -151,7 +151,7 @@ def works(rows: Rows) -> Iterator[Work]:
 
 
 def step_of(backend: Backend, work: Work, tables: np.ndarray, page_size: int) -> AttentionMetadata:
-    """What attention is told of a step; `tables` [rows, P] are those of all rows."""
+    """Return the metadata of a step; `tables` [rows, P] are the page tables of all rows."""
     return step_of_rows(
         backend,
         work.query_lens,
@@ -165,7 +165,7 @@ def step_of(backend: Backend, work: Work, tables: np.ndarray, page_size: int) ->
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_numbers(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Made on the device."""
+    """Return random numbers, made on the device: normal ones, or integers from −100 to 100 in int8."""
     if jnp.dtype(dtype) == jnp.int8:
         return jax.random.randint(key, shape, -100, 101, jnp.int32).astype(jnp.int8)
     source = jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
@@ -173,17 +173,17 @@ def random_numbers(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Ar
 
 
 def random_elements(key: jax.Array, shape: tuple[int, ...], dtype: Any, stored_dtype: Any) -> jax.Array:
-    """Of arrays that hold numbers of `dtype`, one or two in each element."""
+    """Return random elements of `stored_dtype`, each holding one or two numbers of `dtype`."""
     in_one = np.dtype(stored_dtype).itemsize // np.dtype(dtype).itemsize
     numbers = random_numbers(key, shape if in_one == 1 else (*shape, in_one), dtype)
     return jax.lax.bitcast_convert_type(numbers, stored_dtype)
 
 
 class Bench:
-    """The backend of each case, on the device or interpreted, and the random numbers of this run.
+    """Holds the backend of each case, on the device or interpreted, and the random numbers of this run.
 
-    A checked step is run `num_repeats` times more and has to give the same bits: what a race changes, it changes at
-    times.
+    A checked step runs `num_repeats` times more and has to give the same bits each time, since a race changes results
+    only at times.
     """
 
     def __init__(self, backend_of: Callable[[Case], Backend], seed: int, *, num_repeats: int = 0):
@@ -195,18 +195,18 @@ class Bench:
         return key
 
     def tables(self, case: Case, context_lens: Sequence[int]) -> np.ndarray:
-        """Pages in random order [rows, P]; of those numbers 0 is the null page."""
+        """Return page tables [rows, P] with pages in random order; 0 is the null page."""
         page_numbers = min(math.prod(shape) for shape in self.layout(case, 1).shapes)
         first = 1 + -(-case.num_numbers // page_numbers)
         return random_tables(context_lens, case.page_size, self.rng, first=first)
 
     def layout(self, case: Case, num_pages: int) -> KVLayout:
-        """Of that many pages a layer."""
+        """Return the layout of the case's cache with `num_pages` pages a layer."""
         sizes = case.layer + 1, num_pages, case.page_size, case.num_kv_heads, case.head_size, case.dtype
         return self.backend_of(case).layout(KVShape(*sizes))
 
     def cache(self, case: Case, num_pages: int, *, is_dead: bool) -> PagedCache:
-        """Pages full of NaN (the largest number where there is none), or of random numbers."""
+        """Return a cache full of NaN (in dtypes without NaN, of the largest number), or of random numbers."""
         layout = self.layout(case, num_pages)
         pages = tuple(
             jnp.full(shape, layout.unwritten)
@@ -224,7 +224,7 @@ class Bench:
         return PagedCache(pages, layout, layers, self.backend_of(case), scales)
 
     def inputs(self, case: Case, num_real: int, num_tokens: int) -> list[jax.Array]:
-        """Queries, keys and values; those of padding tokens are NaN."""
+        """Return random queries, keys and values [T, heads, H]; those of padding tokens are NaN."""
         is_real = jnp.arange(num_tokens)[:, None, None] < num_real
         return [
             jnp.where(
@@ -236,7 +236,7 @@ class Bench:
         ]
 
     def options(self, case: Case) -> dict[str, Any]:
-        """What `attend` is asked for."""
+        """Return the keyword arguments of `attend` for this case."""
         options: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.head_size**-0.5}
         if case.has_sinks:
             options["sinks"] = jnp.asarray(self.rng.normal(size=case.num_heads), jnp.float32)
@@ -245,9 +245,9 @@ class Bench:
     def batch(
         self, case: Case, query_lens: Sequence[int], context_lens: Sequence[int], *, pages_of: Batch | None = None
     ) -> Batch:
-        """A step without padding over pages full of random numbers: for its time, not for its result.
+        """Return a step without padding over random pages, to be timed and not checked.
 
-        `pages_of` another batch with as many pages: they are the same arrays.
+        With `pages_of`, a batch with as many pages, it takes that batch's pages and allocates none.
         """
         total, rows = sum(query_lens), len(query_lens)
         tables = self.tables(case, context_lens)
@@ -260,9 +260,10 @@ class Bench:
         return Batch(case, cache, step, *self.inputs(case, total, total), self.options(case))
 
     def error(self, case: Case) -> float:
-        """The largest error of any head's output, relative to its norm. FloatingPointError if one is not finite.
+        """Run a case and return the largest error of any head's output, relative to its norm.
 
-        RuntimeError if the step, run again, gives other bits, or if it wrote to another layer.
+        Raises FloatingPointError if an output is not finite, RuntimeError if the step gives other bits when it runs
+        again or writes to another layer.
         """
         tables, layer = with_aliases(self.tables(case, case.rows.context_lens), case), case.layer
         cache, options = self.cache(case, int(tables.max()) + 1, is_dead=True), self.options(case)
@@ -281,7 +282,7 @@ class Bench:
             step = step_of(cache.backend, work, seen, case.page_size)
             out, cache = attend(cache, q, k, v, step)
         got = np.asarray(out[:total])
-        for _ in range(self.num_repeats):  # Writes what is there already, and so changes nothing.
+        for _ in range(self.num_repeats):  # It writes the same keys and values again.
             again, cache = attend(cache, q, k, v, step)
             if np.asarray(again[:total]).tobytes() != got.tobytes():
                 raise RuntimeError("the same step gives other bits when it is run again")
@@ -300,7 +301,7 @@ class Bench:
 
 
 def with_aliases(tables: np.ndarray, case: Case) -> np.ndarray:
-    """The first pages of rows that share them are those of the first such row."""
+    """Give all rows that share their first pages those of the first such row, in place; return the tables."""
     num_pages, sharing = case.rows.num_shared // case.page_size, case.rows.sharing
     if sharing:
         tables[sharing, :num_pages] = tables[sharing[0], :num_pages]
@@ -308,7 +309,7 @@ def with_aliases(tables: np.ndarray, case: Case) -> np.ndarray:
 
 
 def without_freed(tables: np.ndarray, case: Case) -> np.ndarray:
-    """Page tables of the checked step: null where no query of a row sees anything of a page that was given back."""
+    """Return the page tables of the checked step, with null for pages that no query of the row reaches, if freed."""
     if not (case.is_freed and case.window):
         return tables
     first_seen = np.array(case.rows.context_lens) - case.rows.query_lens - case.window + 1
@@ -316,13 +317,13 @@ def without_freed(tables: np.ndarray, case: Case) -> np.ndarray:
 
 
 def with_shared(history: list[list[np.ndarray]], rows: Rows) -> list[list[np.ndarray]]:
-    """What each row's pages hold, [tokens, K, H] each: those that share their first pages have another's tokens."""
+    """Return the history of each row, [tokens, K, H] each, with the common tokens in front of rows that share pages."""
     first = np.concatenate(history[rows.sharing[0]])[: rows.num_shared] if rows.num_shared else None
     return [[first, *own] if row in rows.sharing[1:] else own for row, own in enumerate(history)]
 
 
 def as_stored(x: np.ndarray, scale: np.ndarray | None, dtype: str) -> np.ndarray:
-    """What a page stands for that `x` [T, K, H] was written to; by numpy: the device's way is checked."""
+    """Return `x` [T, K, H] rounded as in a page of `dtype`, in float64; by numpy, to check the device's rounding."""
     if scale is None:
         return x.astype(dtype).astype(np.float64)
     scaled, limits = x.astype(np.float32) / scale[:, None], jnp.iinfo if dtype == "int8" else jnp.finfo
@@ -332,6 +333,6 @@ def as_stored(x: np.ndarray, scale: np.ndarray | None, dtype: str) -> np.ndarray
 
 
 def checks(bench: Bench, cases: Sequence[Case]) -> dict[str, tuple[Callable[[], float], float]]:
-    """Name → what finds the error of a case, and the most that is forgiven."""
-    assert len({case.name for case in cases}) == len(cases), "a name for two cases: one would not be checked"
+    """Return name → (the function that returns a case's error, the largest error allowed)."""
+    assert len({case.name for case in cases}) == len(cases), "two cases have the same name: one would not be checked"
     return {case.name: (functools.partial(bench.error, case), case.most_error) for case in cases}

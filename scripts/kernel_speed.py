@@ -1,4 +1,4 @@
-"""How fast are attention kernels on this device? Ratios, each between things that ran in turn: K1 to K6.
+"""Measures attention kernels on this device: the ratios K1 to K6, each between loops that ran in turn.
 
 K1, K2  decoding to a copy on the device      K3      prefill to a product of matrices
 K5      a window to full attention            K6      pages of one byte a number to those of two
@@ -26,58 +26,61 @@ BYTES_PER_S = {
     "NVIDIA H200": 4.8e12,
     "NVIDIA B200": 8e12,
 }
-"""Device kind → of its memory, as its data sheet has it. K1 says little if the copy itself is far from it."""
+"""Device kind → memory bandwidth by its data sheet. K1 says little if the copy itself is far below it."""
 LLAMA = Case("llama", num_heads=32, num_kv_heads=8, head_size=128)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Something that runs many times, one after the other: `body`(carry, *others) → carry."""
+    """A program that repeats `body`(carry, *others) → carry, starting with `first`."""
 
     body: Callable[..., Any]
     first: Any
     others: tuple[Any, ...]
 
     def __call__(self, count: int) -> Any:
-        """Run it `count` times in one program, made for that count."""
+        """Run the body `count` times in one program, compiled for that count."""
         return run(self.body, count, self.first, *self.others)
 
 
 Others = Mapping[str, Callable[[Batch], Loop]]
-"""Who else can do the work of a batch → how."""
+"""Name of another implementation → the function that makes its loop for a batch."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(body: Callable[..., Any], count: int, first: Any, *others: Any) -> Any:
-    """The count is static: without it XLA asks the device after each call whether there is another one."""
+    """Return the carry after `count` calls of `body`.
+
+    The count is static: otherwise XLA reads a condition from the device after each call.
+    """
     return jax.lax.fori_loop(0, count, lambda _, carry: body(carry, *others), first)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, and for how long."""
+    """Shapes of what is measured, and how long a measurement takes."""
 
     decode: tuple[tuple[int, ...], ...] = ((8192,) * 64, (4096,) * 128, (1024,) * 256)
-    """Contexts of rows of one query; the first also with pages of one byte a number."""
+    """Contexts of decode rows, one tuple a batch; the first batch also with pages of one byte a number."""
     skewed: tuple[int, ...] = (512,) * 58 + (32768,) * 6
     prefill: int = 8192
     ragged: tuple[int, ...] = (4096, 2500, 1000, 333, 200, 63)
     window: int = 1024
     windowed_rows: int = 64
-    """So many that a window of each takes its bandwidth's time and not a launch's."""
+    """Rows of the step with a window: enough that it is limited by memory bandwidth and not by its launch."""
     copied_bytes: int = 1 << 30
     matmul: int = 8192
     rounds: int = 7
     trial_calls: int = 10
-    """Of the shorter of two loops."""
+    """Calls in the shorter of the two loops that are subtracted."""
     round_s: float = 0.02
-    """What one round of one measurement takes, about."""
+    """The approximate time of one round of a measurement."""
 
 
 def loop_of(batch: Batch) -> Loop:
-    """Many calls one after the other in one program: each takes the last one's output for its queries."""
+    """Return a loop of attention calls, in which each call takes the output of the last one as its queries."""
 
-    options = batch.options  # And not the batch: JAX keeps what a program was made of, with its pages.
+    options = batch.options  # Not `batch`: JAX would keep the closure, and with it the pages.
 
     def body(carry: Any, k: Any, v: Any, step: Any) -> Any:
         cache, q = carry
@@ -88,15 +91,15 @@ def loop_of(batch: Batch) -> Loop:
 
 
 def copy_loop(num_bytes: int) -> Loop:
-    """A copy on the device. The barrier is for what two of them would be, should a loop be unrolled: −(−x) is x."""
+    """Return a loop of copies on the device. The barrier keeps XLA from simplifying −(−x) if it unrolls the loop."""
     return Loop(lambda x: jax.lax.optimization_barrier(-x), jnp.ones(num_bytes // 2, jnp.bfloat16), ())
 
 
 def times(loops: dict[str, Loop], sizes: Sizes) -> dict[str, float]:
-    """Seconds a call: medians over rounds in which every loop has its turn.
+    """Return the seconds of a call of each loop: medians over rounds in which every loop has its turn.
 
-    The time of a loop of few calls is taken off that of one with more: what is left are the calls between, without the
-    launch, and without the copies that are made before the first. Each loop is compiled twice.
+    The time of a loop of few calls is subtracted from that of a longer one. The difference holds neither the launch nor
+    the copies before the first call. Each loop is compiled twice.
     """
 
     def seconds(loop: Loop, count: int) -> float:
@@ -118,17 +121,17 @@ def times(loops: dict[str, Loop], sizes: Sizes) -> dict[str, float]:
 
 
 def kv_bytes(case: Case, context_lens: Sequence[int]) -> int:
-    """Of the keys and values of these rows."""
+    """Return the bytes of the keys and values of rows with these contexts, in one layer."""
     return 2 * sum(context_lens) * case.num_kv_heads * case.head_size * jnp.dtype(case.dtype).itemsize
 
 
 def causal_flops(case: Case, lens: Sequence[int]) -> float:
-    """Of both products of whole prompts, without what the mask hides."""
+    """Return the operations of both products of attention over whole prompts, without masked scores."""
     return sum(4.0 * n * (n + 1) / 2 * case.num_heads * case.head_size for n in lens)
 
 
 def loops_of_others(batches: dict[str, Batch], others: Others, sizes: Sizes) -> tuple[dict[str, Loop], dict[str, str]]:
-    """The same work as others do it, and why the rest of it cannot be made or run here: no more than it is lost."""
+    """Return the loops of other implementations that run here, and the error of each one that does not."""
     found, refused = {}, {}
     for who, make in others.items():
         for what, batch in batches.items():
@@ -142,7 +145,7 @@ def loops_of_others(batches: dict[str, Batch], others: Others, sizes: Sizes) -> 
 
 
 def worst_ratio(taken: dict[str, float], whats: Iterable[str], who: str) -> float | None:
-    """The largest of our times to another's; None unless it did all of it."""
+    """Return the largest ratio of our time to that of `who`; None if `who` did not run every batch of `whats`."""
     pairs = [(taken[what], taken.get(f"{what} by {who}")) for what in whats]
     return (
         None if any(theirs is None for _, theirs in pairs) else max(ours / theirs for ours, theirs in pairs if theirs)
@@ -150,10 +153,10 @@ def worst_ratio(taken: dict[str, float], whats: Iterable[str], who: str) -> floa
 
 
 def measure_decode(bench: Bench, case: Case, sizes: Sizes, others: Others) -> dict[str, Any]:
-    """K1 and K2: bytes of keys and values a second, against those that a copy reads and writes; decode ÷ others.
+    """Measure K1 and K2, bytes of keys and values a second against those of a copy, and decode ÷ others.
 
-    The ratio to others is the worst of all shapes. Skewed rows may be refused by who pads each to the longest, for want
-    of memory: the ratio is then that of equally long rows, and says so.
+    The ratio to another implementation is the worst of all shapes. One that pads rows to the longest may have no memory
+    for skewed rows: the ratio is then that of equally long rows, and a note says so.
     """
     shapes = {f"{len(lens)} × {lens[0]}": lens for lens in sizes.decode}
     equal = list(shapes)
@@ -182,7 +185,7 @@ def measure_decode(bench: Bench, case: Case, sizes: Sizes, others: Others) -> di
 
 
 def measure_prefill(bench: Bench, case: Case, sizes: Sizes, others: Others) -> dict[str, Any]:
-    """K3: one long prompt against a matrix product, and against others; beside it rows of different length."""
+    """Measure K3: one long prompt against a matrix product and others; also the rate of rows of different lengths."""
     lens, side = {"one": [sizes.prefill], "ragged": list(sizes.ragged)}, sizes.matmul
     batches = {name: bench.batch(case, each, each) for name, each in lens.items()}
     loops = {name: loop_of(batch) for name, batch in batches.items()}
@@ -197,7 +200,7 @@ def measure_prefill(bench: Bench, case: Case, sizes: Sizes, others: Others) -> d
 
 
 def measure_window(bench: Bench, case: Case, sizes: Sizes, others: Others, **options: Any) -> dict[str, Any]:
-    """K5: one layer with a window to one without, at 32 windows of context; `options` are its backend's."""
+    """Measure K5: a layer with a window against one without, at 32 windows of context; `options` are its backend's."""
     rows, lens = sizes.windowed_rows, [32 * sizes.window] * sizes.windowed_rows
     windowed = dataclasses.replace(case, window=sizes.window, backend=options)
     full = bench.batch(case, [1] * rows, lens)
@@ -208,7 +211,7 @@ def measure_window(bench: Bench, case: Case, sizes: Sizes, others: Others, **opt
 
 
 def measure_bytes(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """K6: pages of one byte a number to those of two."""
+    """Measure K6: pages of one byte a number against those of two."""
     dtypes, lens = ("bfloat16", "int8", "float8_e4m3fn"), sizes.decode[0]
     batches = {d: bench.batch(dataclasses.replace(case, dtype=d), [1] * len(lens), lens) for d in dtypes}
     taken = times({dtype: loop_of(batch) for dtype, batch in batches.items()}, sizes)

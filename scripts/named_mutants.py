@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "CI": "true",  # Hypothesis then tries the same examples each time.
     "JAX_PLATFORMS": "cpu",
     "OPENBLAS_NUM_THREADS": "1",
-    # Two mutants may have the same size and second, by which Python would take one's compiled file for the other's.
+    # Python would mix up the compiled files of two mutants of the same size, written in the same second.
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 LIMIT_FACTOR = 6.0

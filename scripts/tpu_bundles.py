@@ -1,4 +1,4 @@
-"""How long are the TPU kernels' instruction schedules, beside those of jax's own ragged paged attention (v2)?
+"""Compare the TPU kernels' instruction schedules with those of jax's own ragged paged attention (v2).
 
     python scripts/tpu_bundles.py --chip v6e --output docs/measurements/bundles_v6e.json
     python scripts/tpu_bundles.py --chip v6e --spills --output docs/measurements/spills_v6e.json
@@ -41,11 +41,11 @@ PROMPT = 1024
 V2_DECODE = ((1, 16), (1, 24), (1, 32), (2, 16), (2, 32))
 V2_SHORT = ((1, 1),)
 V2_PREFILL = ((128, 8), (256, 4), (256, 8))
-"""Queries and pages of v2's blocks: those that were the best, of (1 … 256) × (1 … 32), on one of the chips."""
+"""Queries and pages of v2's blocks: sizes that were the best of (1 … 256) × (1 … 32) on one of the chips."""
 V2 = "ragged_paged_attention"
 V2_SMALL = 32, 512
-"""Queries and tokens of v2's blocks with which spills are compared first: it compiles them in a fraction of the time,
-and spills less than with larger ones."""
+"""Queries and tokens of v2's blocks in the first comparison of spills: small blocks compile in a fraction of the time
+and spill less than large ones."""
 
 
 GOALS = {
@@ -53,7 +53,7 @@ GOALS = {
     "row_of_100": dict.fromkeys(TOPOLOGIES, 0.5),
     "prompt_of_1024": dict.fromkeys(TOPOLOGIES, 0.8),
 }
-"""The most that ours may be of v2's bundles."""
+"""Measure → chip → the largest allowed ratio of our bundles to v2's."""
 
 
 class Bench:
@@ -63,7 +63,7 @@ class Bench:
         self.compiler = compiler
 
     def ours(self) -> dict[str, Any]:
-        """Bundles of both programs of `TpuBackend`, at the sizes that it chooses."""
+        """Return the bundles of both programs of `TpuBackend`, at the sizes that it chooses."""
         from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
         from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
@@ -83,7 +83,7 @@ class Bench:
         }
 
     def v2(self) -> dict[str, Any]:
-        """The best of v2's block sizes for each purpose."""
+        """Return v2's bundles at the best of its block sizes for each purpose."""
         decode = {sizes: self._v2_loops(*sizes) for sizes in V2_DECODE}
         short = {sizes: self._v2_loops(*sizes) for sizes in V2_SHORT}
         prefill = {sizes: self._v2_loops(*sizes) for sizes in V2_PREFILL}
@@ -109,7 +109,7 @@ class Bench:
         }
 
     def spills(self, cell: Cell) -> dict[str, Any]:
-        """Registers that our kernels spill at a cell's shape; `fault` says what is more than it may be."""
+        """Return the registers that our kernels spill at a cell's shape; `fault` says which count is too large."""
         from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
         from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
         from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape
@@ -185,7 +185,7 @@ class Bench:
         self.compiler.compile(attention, *args)
 
     def _v2_heads(self, shape: TpuShape, dtype: str) -> int:
-        """Query heads that v2 computes in one turn of its innermost loop."""
+        """Return the query heads that v2 computes in one iteration of its innermost loop."""
         import jax.numpy as jnp
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
@@ -205,13 +205,13 @@ def all_spills(loops: list[Loop]) -> int:
 
 
 def spill_cells(chip: str) -> list[Cell]:
-    """The gate's cells of the one head size that v2 takes, each shape once."""
+    """Return the gate's cells of the one head size that v2 takes, each shape once."""
     cells = [cell for cell in all_cells("tpu") if cell.chip == chip and cell.head_size == HEAD_SIZE]
     return list({cell[1:6]: cell for cell in cells if not REFUSED["tpu"][0](cell)}.values())
 
 
 def bench_spills(bench: Bench) -> dict[str, Any]:
-    """Compare all cells, a line each."""
+    """Compare the spills at all cells, print a line for each, and return the report."""
     found = []
     for cell in spill_cells(bench.compiler.chip):
         begin = time.perf_counter()
@@ -224,7 +224,7 @@ def bench_spills(bench: Bench) -> dict[str, Any]:
 
 
 def bench_bundles(bench: Bench) -> dict[str, Any]:
-    """Ours beside v2's best, ratios first."""
+    """Return our bundles and v2's best, with the ratios first."""
     ours, v2 = bench.ours(), bench.v2()
     chip = bench.compiler.chip
     ratios = {name: ours[name] / v2[name] for name in ("decode_per_row_token", "row_of_100", "prompt_of_1024")}

@@ -1,13 +1,13 @@
-"""Are the TPU attention kernels right on this TPU, and how fast are they?
+"""Check the TPU attention kernels on this TPU, and measure them.
 
     python scripts/tpu_check.py --output docs/measurements/tpu_check.json
-    python scripts/tpu_check.py --interpret          # no TPU: tiny shapes, whether they are right and nothing else
+    python scripts/tpu_check.py --interpret          # no TPU: checks tiny shapes, measures nothing
 
-Needs no network and no weights, and at most 8 minutes: what would begin later is listed as not done. Every kind of
-kernel is held against the dense oracle over fresh random inputs, whose seed is printed. Then ratios are measured, each
-between things that ran in turn: decoding to a copy on the device, prefill to a product of matrices, both to jax's own
-ragged paged attention (v2; the worst of all shapes), a window to full attention, pages of one byte to those of two. The
-table is printed last.
+The script needs no network and no weights, and takes at most 8 minutes: an item that would begin later is listed as not
+done. Every kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed. Then
+ratios are measured, each between loops that ran in turn: decoding to a copy on the device, prefill to a product of
+matrices, both to jax's own ragged paged attention (v2; the worst of all shapes), a window to full attention, pages of
+one byte to those of two. The table is printed last.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes, wri
 
 GOALS = kernel_speed.GOALS | {"decode ÷ v2": ("≤", 1.0), "skewed ÷ v2": ("≤", 1.0), "prefill ÷ v2": ("≤", 1.0)}
 SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=16)
-"""Half of what a GPU is given: with copies a v5e's 16 GB have to hold it."""
+"""Half of the sizes for GPUs: they fit in the 16 GB of a v5e, copies included."""
 
 
 def cases() -> list[Case]:
-    """Every kind of kernel there is, each in some case."""
+    """Return cases in which every kind of kernel occurs."""
     base = Case("plain", page_size=128)
     found = [base, replace(base, name="only decode", rows=ONLY_DECODE), replace(base, name="one token", rows=ONE_TOKEN)]
     found += [replace(base, name=f"page {page}", page_size=page) for page in (16, 32, 64, 256)]
@@ -60,7 +60,7 @@ def cases() -> list[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    """For the interpreter: every path, at few tokens."""
+    """Return cases with few tokens that take every path, for the interpreter."""
     base = Case("plain", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, rows=TINY)
     every = {"window": 21, "soft_cap": 2.0, "has_sinks": True}
     return [
@@ -71,7 +71,7 @@ def tiny_cases() -> list[Case]:
 
 
 def interpreted(case: Case) -> TpuBackend:
-    """The backend without a chip: tiles of few tokens, so that rows of a few dozen have many."""
+    """Return an interpreted backend with tiles of few tokens, so that rows of a few dozen tokens have many tiles."""
     from jax.experimental.pallas import tpu as pltpu
 
     tile = max(32, case.page_size)
@@ -81,7 +81,7 @@ def interpreted(case: Case) -> TpuBackend:
 
 
 def backend_of(device: Any) -> Callable[[Case], TpuBackend]:
-    """The backend of each case on that TPU, as it would serve."""
+    """Return what makes the backend of a case on that TPU. SystemExit if the device is no known TPU."""
     if device.platform != "tpu":
         raise SystemExit(f"tpu_check: the first device is a {device.platform}, not a TPU; try --interpret")
     chip = TPU_CHIPS.get(device.device_kind)
@@ -92,7 +92,10 @@ def backend_of(device: Any) -> Callable[[Case], TpuBackend]:
 
 
 def v2_loop(batch: Batch) -> Loop:
-    """The same rows by jax's own kernel, which only reads its pages [C, Z, 2 × K, H], at the block sizes it chooses."""
+    """Return a loop of jax's own kernel (v2) on the same rows, with the block sizes that v2 chooses.
+
+    Its pages are [C, Z, 2 × K, H]. It only reads them and writes no keys or values.
+    """
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     case, step = batch.case, batch.step
@@ -103,7 +106,7 @@ def v2_loop(batch: Batch) -> Loop:
 
 
 def measures(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """Name → what measures it."""
+    """Return name → the function that measures it."""
     others = {"v2": v2_loop}
     return {
         "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, others),

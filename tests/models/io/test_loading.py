@@ -124,7 +124,7 @@ def test_a_tied_model_may_store_its_matrix_twice(tmp_path: Path) -> None:
 
 
 def test_jax_aliases_the_loaders_buffers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So there is no second copy of the weights."""
+    """A CPU then holds no second copy of the weights."""
     buffers: list[int] = []
     allocate = _WeightMemory.allocate
 

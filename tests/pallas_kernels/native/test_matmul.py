@@ -28,7 +28,7 @@ def panels_of(columns: np.ndarray, *, rows_at_once: int = 45) -> jax.Array:
 
 
 def operands(rows: int, depth: int, num_out: int, dtype: str) -> tuple[jax.Array, np.ndarray]:
-    """x [R, K], and W's columns [N, K]."""
+    """Return random x [R, K] and the columns of W [N, K]."""
     rng = np.random.default_rng(depth + num_out)
     x = jnp.asarray(rng.normal(size=(rows, depth)), dtype)
     return x, np.asarray(jnp.asarray(rng.normal(size=(num_out, depth)), dtype))
@@ -38,7 +38,7 @@ run = jax.jit(product, static_argnums=2)
 
 
 def error(x: jax.Array, columns: np.ndarray) -> float:
-    """Of the result, to the size of what it is a sum of."""
+    """Return the largest error of x · W, relative to the sum of its terms' absolute values."""
     exact_x, exact_weight = np.asarray(x, np.float64), columns.astype(np.float64).T
     found = np.asarray(run(x, panels_of(columns), len(columns)))
     assert found.dtype == np.float32
@@ -59,7 +59,7 @@ def test_products_are_what_they_should_be(depth: int, num_out: int, dtype: str) 
 def test_other_processors_multiply_as_well(
     dtype: str, has_pairs: bool, has_avx512: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those without a matrix unit; without pairs of bfloat16; with vectors of sixteen lanes and of eight."""
+    """Processors without AMX, with and without AVX512-BF16, with vectors of sixteen lanes and of eight."""
     if has_pairs and not matmul.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
     monkeypatch.setattr(matmul, "has_amx_unit", lambda: False)

@@ -227,7 +227,7 @@ if jax.__version_info__ < (0, 11):
 def attend_interpreted(
     cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: Any, *, sinks: Any, options: tuple[Any, ...]
 ) -> tuple[list[jax.Array], PagedCache]:
-    """As `attend_layers`, by one program for all worlds of the same shape: it compiles for longer than it runs."""
+    """Run `attend_layers` in one compiled program for all worlds of one shape: it compiles for longer than it runs."""
     return attend_layers(cache, q, k, v, step, options={**dict(options), "sinks": sinks})
 
 

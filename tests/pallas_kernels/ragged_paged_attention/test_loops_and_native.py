@@ -233,7 +233,7 @@ def test_any_order_of_chunks_and_decodes(options: dict[str, Any], kind: str) -> 
 def chain_of_layers(
     num_layers: int, cache: PagedCache, q: jax.Array, k: jax.Array, step: Any
 ) -> tuple[jax.Array, PagedCache]:
-    """As in a model: what a layer writes depends on what the one before attended to."""
+    """Run layers whose queries and keys depend on the output of the layer before, as in a model."""
     for layer in range(num_layers):
         out, cache = cache.attend(layer, q, k, k * 0.5, step, scale=0.125)
         q, k = q + out, k + out[:, :2]

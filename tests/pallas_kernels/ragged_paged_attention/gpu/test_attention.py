@@ -145,8 +145,10 @@ def test_small_tiles_of_32_rows_in_pieces_that_are_merged(num_heads: int, head_s
 
 
 def test_a_tile_reads_nothing_behind_the_last_eight_of_its_rows() -> None:
-    """What follows is another row's, and another thread block may be just writing it. Thread blocks are interpreted one
-    after the other, so that no race of two is seen: what is read tells."""
+    """The queries behind belong to another row, and another thread block may be writing them.
+
+    The interpreter runs thread blocks one after another and sees no race of two, so the test compares what is read.
+    """
     chip, place, num_rows, tile_rows = Chip(interpret=plgpu.InterpretGPUParams(detect_races=True)), 16, 30, 64
     source = jnp.broadcast_to(jnp.arange(256.0).reshape(2, 128, 1), (2, 128, 64))
 

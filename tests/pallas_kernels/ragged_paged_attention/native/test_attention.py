@@ -32,11 +32,11 @@ BIT = ir.IntType(1)
 
 DTYPES = "float32", "bfloat16"
 ROUNDING = 2**-8
-"""Of a number in bfloat16, relative to it, at most."""
+"""The largest relative error of a number rounded to bfloat16."""
 
 
 def in_words(x: np.ndarray, dtype: str) -> jax.Array:
-    """Numbers [C, K, X, Y] as pages have them: those of bfloat16 in pairs of X."""
+    """Return numbers [C, K, X, Y] as pages store them: bfloat16 as pairs along X, [C, K, ⌈X ÷ 2⌉, Y] uint32."""
     if dtype == "float32":
         return jnp.asarray(x, dtype)
     bits = np.asarray(jnp.asarray(x, dtype)).view(np.uint16).astype(np.uint32)
@@ -45,7 +45,7 @@ def in_words(x: np.ndarray, dtype: str) -> jax.Array:
 
 
 def in_numbers(words: jax.Array, size: int) -> np.ndarray:
-    """The same turned round: as many as `size` in the place of X."""
+    """Return the numbers [C, K, size, Y] that `in_words` packed, in float64."""
     array = np.asarray(words)
     if array.dtype == np.float32:
         return array.astype(np.float64)
@@ -66,13 +66,13 @@ class Step:
     q: np.ndarray
     tables: np.ndarray
     rows: np.ndarray
-    """Of each token."""
+    """The row of each token."""
     positions: np.ndarray
     num_decode: int
     prefill: list[tuple[int, int, int]] = field(default_factory=list)
-    """Row, first token, tokens."""
+    """(Row, first token, number of tokens), one entry a tile."""
     shared: list[tuple[list[int], int]] = field(default_factory=list)
-    """Rows, and how many pages they go through together."""
+    """(Rows, number of first pages that these rows share), one entry a tile."""
     sinks: np.ndarray | None = None
 
     def attend(self) -> np.ndarray:
@@ -193,7 +193,7 @@ def test_tokens_see_what_attention_says(
 def test_other_processors_attend_as_well(
     monkeypatch: pytest.MonkeyPatch, has_sinks: bool, has_pairs: bool, has_avx512: bool, dtype: str
 ) -> None:
-    """Those without a matrix unit; without products of pairs; with vectors of sixteen lanes and of eight."""
+    """Processors without AMX, with and without AVX512-BF16, with vectors of sixteen lanes and of eight."""
     if has_pairs and not llvm.host_has("avx512bf16"):
         pytest.skip("this processor has no products of pairs")
     for module in (llvm, attention):
@@ -209,7 +209,7 @@ def test_other_processors_attend_as_well(
 
 
 PAGES = [("float32", 16), ("bfloat16", 16), ("bfloat16", 32)]
-"""Of floats, of pairs, and such as a matrix unit takes."""
+"""Dtype and page size of pages of float32, of bfloat16 pairs, and of pairs that fit AMX tiles."""
 
 
 @pytest.mark.parametrize(("dtype", "page_size"), PAGES)
@@ -226,7 +226,7 @@ def test_sinks_take_their_share(dtype: str, page_size: int) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("group", [7])
 def test_a_token_has_the_same_bits_in_any_tile(group: int, window: int | None, dtype: str, page_size: int) -> None:
-    """As a row of its own, and wherever a prompt is cut."""
+    """A token gives the same bits in a decode row and in every cut of its prompt into tiles."""
     rng = np.random.default_rng(0)
     pages = random_pages(rng, 2, 64, page_size, dtype)
     step = random_step(rng, pages, group, [70], (41,), window=window)

@@ -266,7 +266,7 @@ def test_a_layer_without_keys_reads_those_of_the_layer_it_names() -> None:
 
 
 def test_decode_rows_without_tokens_among_others() -> None:
-    """They keep their queries; nothing is fetched for them or written, and nothing waits for it."""
+    """Such rows keep their queries; the kernel neither fetches, writes nor waits for anything of theirs."""
     some = world()
     some.add_rows(2)
     some.step({0: 40, 1: 5})
@@ -274,7 +274,7 @@ def test_decode_rows_without_tokens_among_others() -> None:
     pages = [np.array(array) for array in some.cache.pages]
 
     def results(rows: list[int | None]) -> tuple[np.ndarray, np.ndarray]:
-        """Of a step of such rows, of which some have a sequence: the outputs of these, and the pages."""
+        """Run a step of these rows, None for one without tokens; return the other rows' outputs, and the pages."""
         context_lens = [0 if row is None else (41, 6)[row] for row in rows]
         tables = [[[NULL_PAGE] if row is None else table[row] for row in rows] for table in some.tables]
         sizes = {"page_size": 16, "num_tokens": some.shape.num_tokens, "num_rows": 6, "table_len": 8}
@@ -308,7 +308,7 @@ KINDS = st.tuples(
 
 
 def test_any_order_of_chunks_and_decodes() -> None:
-    """Of two kinds that other tests compile too, which takes longer than their steps."""
+    """It draws from two kinds that other tests compile too, since compiling takes longer than the steps."""
 
     def make(seed: int, mode: str, options: dict[str, Any]) -> World:
         return world(mode=mode, seed=seed, options=options)

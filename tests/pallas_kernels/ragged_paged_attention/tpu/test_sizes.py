@@ -164,7 +164,7 @@ def test_a_chip_without_sizes_is_refused_by_name() -> None:
 def test_a_piece_of_a_full_tile_has_no_more_scores_than_registers_hold(
     chip: str, num_heads: int, num_kv_heads: int, dtype: str
 ) -> None:
-    """Of a piece of 128 there may be more."""
+    """A piece of 128 tokens, the smallest, may exceed `MAX_SCORES`."""
     shape = TpuShape(num_heads, num_kv_heads, 128, dtype, 128)
     sizes = sizes_by_rule(chip, shape).decode
     heads = heads_per_product(num_kv_heads, num_heads // num_kv_heads, sizes.max_rows)
