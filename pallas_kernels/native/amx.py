@@ -28,10 +28,10 @@ PANEL = 32
 """Columns of B that are multiplied together. Weights are stored in panels of as many columns."""
 DEPTH = 2 * TILE
 """Values of K that one instruction multiplies; K is padded to a multiple."""
-WORTH_HELP = 1 << 16
-"""Words (32 bits) of a weight from which on a second thread is worth waking."""
-PAIRS_AT_ONCE = 256
-"""Pairs of K per block: this part of a panel stays in the level-1 cache while all rows of A are multiplied with it."""
+MAX_SERIAL_WORDS = 1 << 16
+"""A product with a weight of at most this many 32-bit words runs on one thread: waking another would take longer."""
+MAX_PAIRS_PER_BLOCK = 256
+"""Pairs of K per block at most: this part of a panel stays in the level-1 cache while all rows of A use it."""
 SUMS, ROWS, COLUMNS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 """Tile registers: C by rows and columns, A, B."""
 # A configuration of tiles, in bytes: palette, then bytes in a row of each (int16), then rows of each (int8).
@@ -146,7 +146,7 @@ def tile_handler() -> str:
         build, num_panels, pairs = code.build, panels.size(0), panels.size(1)
         words = build.mul(build.mul(num_panels, I64(PANEL)), pairs)
         values = [x.data, panels.data, rets[0].data, pairs, rets[0].size(1), x.size(0)]
-        return values, num_panels, build.icmp_signed(">", words, I64(WORTH_HELP))
+        return values, num_panels, build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS))
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
         x, panels, out, pairs, width, num_rows = given
@@ -173,10 +173,10 @@ def tile_handler() -> str:
             matrix_unit.configure()
 
             def some_depth(begin: ir.Value) -> None:
-                end = code.min(build.add(begin, I64(PAIRS_AT_ONCE)), pairs)
+                end = code.min(build.add(begin, I64(MAX_PAIRS_PER_BLOCK)), pairs)
                 code.loop(0, done, lambda first: some_rows(first, 2, begin, end), step=2 * TILE)
 
-            code.loop(0, pairs, some_depth, step=PAIRS_AT_ONCE)
+            code.loop(0, pairs, some_depth, step=MAX_PAIRS_PER_BLOCK)
         with build.if_then(build.icmp_signed(">", rest, I64(TILE))):
             matrix_unit.configure(TILE, build.sub(rest, I64(TILE)))
             some_rows(done, 2, I64(0), pairs)

@@ -68,7 +68,7 @@ def interface_header() -> str:
 
 
 def _fields(header: str, name: str) -> tuple[str, ...]:
-    """Names of a structure's fields in their order."""
+    """Return the names of a structure's fields in their order."""
     body = re.search(rf"struct XLA_FFI_{name} {{(.*?)\n}}", header, re.DOTALL)
     text = re.sub(r"//[^\n]*", "", body[1]) if body else ""
     return tuple(re.findall(r"(\w+)\)?;", text))

@@ -22,13 +22,13 @@ from jax.ffi import ffi_call
 from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
-from .amx import DEPTH, PANEL, WORTH_HELP, has_amx_unit, tile_handler
+from .amx import DEPTH, MAX_SERIAL_WORDS, PANEL, has_amx_unit, tile_handler
 from .llvm import F32, I32, I64, Code, constant, host_has, host_has_avx512, register
 from .xla_call import Buffer, handler
 
 VECTORS = 2
 """Vectors of sums per row of x that stay in registers."""
-WORDS_AT_ONCE = 768
+MAX_WORDS_PER_BLOCK = 768
 """Words of a column per block at most: this part of a panel stays in the level-2 cache while all rows of x use it."""
 FETCHED_AHEAD = 32 * PANEL
 """Words of a panel by which prefetches run ahead: hardware prefetchers do not reach as far."""
@@ -130,13 +130,13 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, grou
         num_larger = build.sub(num_rows, build.mul(num_groups, I64(group)))
         words = build.mul(build.mul(num_panels, I64(PANEL)), depth)
         values = [x.data, panels.data, rets[0].data, depth, rets[0].size(1), num_larger, num_groups]
-        return values, num_panels, build.icmp_signed(">", words, I64(WORTH_HELP))
+        return values, num_panels, build.icmp_signed(">", words, I64(MAX_SERIAL_WORDS))
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
         x, panels, out, depth, width, num_larger, num_groups = given
         build, add, mul = code.build, code.build.add, code.build.mul
         panel = mul(mul(unit, depth), I64(PANEL))
-        num_parts = build.sdiv(add(depth, I64(WORDS_AT_ONCE - 1)), I64(WORDS_AT_ONCE))
+        num_parts = build.sdiv(add(depth, I64(MAX_WORDS_PER_BLOCK - 1)), I64(MAX_WORDS_PER_BLOCK))
         part = build.sdiv(add(depth, build.sub(num_parts, I64(1))), num_parts)
 
         def some_rows(first: ir.Value, count: int, column: int, begin: ir.Value, end: ir.Value) -> None:

@@ -20,8 +20,8 @@ from .xla_call import Buffer, handler
 NUM_ACCUMULATORS = 4
 """Independent partial sums per row at most, a vector each; a single one would stall on FMA latency."""
 ROWS_OF_UNIT = 16
-WORTH_HELP = 1 << 17
-"""Elements from which on a second thread is worth waking."""
+MIN_PARALLEL_ELEMENTS = 1 << 17
+"""A norm of fewer elements runs on one thread: waking another would take longer."""
 
 
 def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
@@ -47,7 +47,7 @@ def _handler(size: int, eps: float) -> str:
         build, (x, weight) = code.build, args
         num_rows = x.size(0)
         num_units = build.sdiv(build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
-        is_large = build.icmp_signed(">=", build.mul(num_rows, I64(size)), I64(WORTH_HELP))
+        is_large = build.icmp_signed(">=", build.mul(num_rows, I64(size)), I64(MIN_PARALLEL_ELEMENTS))
         return [x.data, weight.data, rets[0].data, num_rows], num_units, is_large
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:

@@ -31,8 +31,8 @@ from .pages import NativePages, as_words
 from .queries import Queries, Shape
 from .query_tiles import TiledQueries
 
-WORTH_HELP = 1 << 17
-"""Elements of keys from which on a second thread is worth waking."""
+MAX_SERIAL_ELEMENTS = 1 << 17
+"""Elements of keys that one thread attends to alone at most: for fewer, waking another would take longer."""
 
 
 def attend_tiles(
@@ -89,14 +89,14 @@ def _attend_handler(shape: Shape) -> str:
         token_size, num_tokens = num_kv_heads * group * shape.head_size, q.size(0)
         _clear_padding(code, rets[0].data, token_size, num_tokens, num_decode, num_prefill, prefill)
         num_tiles = build.add(build.add(num_shared, num_decode), num_prefill)
-        # Decode rows see as many tokens as their positions say; a prefill tile is worth help by itself.
+        # Decode rows see as many tokens as their positions say; a single prefill tile is enough for several threads.
         total = code.loop(
             0,
             num_decode,
             lambda row, sum: [build.add(sum, code.load_index(positions.data, row))],
-            carried=[build.mul(num_prefill, I64(WORTH_HELP))],
+            carried=[build.mul(num_prefill, I64(MAX_SERIAL_ELEMENTS))],
         )[0]
-        is_large = build.icmp_signed(">", total, I64(WORTH_HELP // (num_kv_heads * shape.head_size)))
+        is_large = build.icmp_signed(">", total, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
         data = [
             buffer.data for buffer in (q, keys, values, tables, positions, prefill, shared, members, num_seen, sinks)
         ]

@@ -26,8 +26,8 @@ from ..layer_pages import LayerPages
 
 PACKED_BF16 = jnp.uint32
 """Dtype of arrays that hold pairs of bfloat16."""
-WORTH_HELP = 1 << 11
-"""Elements written from which on a second thread is worth waking: each word of a key lies in its own cache line."""
+MAX_SERIAL_ELEMENTS = 1 << 11
+"""Elements of keys that one thread writes alone at most; few, since each word of a key lies in its own cache line."""
 FEW_TOKENS, MANY_TOKENS = 4, 16
 """Tokens that one unit writes. The words of 16 consecutive tokens of a prompt share cache lines."""
 MOST_IN_FEW = 64
@@ -109,7 +109,7 @@ def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page
         are_few = build.icmp_signed("<=", num_tokens, I64(MOST_IN_FEW))
         in_unit = build.select(are_few, I64(FEW_TOKENS), I64(MANY_TOKENS))
         num_units = build.sdiv(build.add(num_tokens, build.sub(in_unit, I64(1))), in_unit)
-        is_large = build.icmp_signed(">", num_tokens, I64(WORTH_HELP // token_values))
+        is_large = build.icmp_signed(">", num_tokens, I64(MAX_SERIAL_ELEMENTS // token_values))
         data = [buffer.data for buffer in (*rets, *args[2:5])]
         return [*data, code.load_index(args[5].data, 0), num_tokens, in_unit], num_units, is_large
 
