@@ -21,7 +21,7 @@ class LLM(Engine):
 
     @property
     def engine(self) -> Engine:
-        """The engine itself, for scripts that drive it step by step."""
+        """Return the engine itself, for scripts that drive it step by step."""
         return self
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -62,7 +62,7 @@ class SampleSearch(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether the search has ended, so that its samples have no next token."""
+        """Return whether the search has ended, so that its samples have no next token."""
 
     def forget_rows(self) -> None:
         """Drop the scores collected since the last choice: the samples lose their pages and compute them anew."""
@@ -248,7 +248,7 @@ class Request:
 
     @property
     def prompt_tuple(self) -> tuple[int, ...]:
-        """The prompt as its caller gets it back, made once: a stream returns it with every token."""
+        """Return the prompt as a tuple, made once: a stream returns it with every token."""
         if not self._prompt_tuple:
             self._prompt_tuple = tuple(self.prompt_token_ids)
         return self._prompt_tuple

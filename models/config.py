@@ -90,7 +90,7 @@ class ModelConfig:
 
     @property
     def max_context_len(self) -> int:
-        """The longest context, in positions, that the rotary embedding is made for.
+        """Return the longest context, in positions, that the rotary embedding is made for.
 
         `linear` and `yarn` stretch the context that the model was trained on, and files differ in whether
         `max_position_embeddings` already includes that. For llama3 it always does.

@@ -200,7 +200,7 @@ FLAG_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
 """Engine option, or the type of its field → converter of the flag's text, and metavar."""
 NUMBERS, REPEATABLE = ("N", "X"), ("TEXT", "ID", "ID=X")
 CONVERTERS: dict[str, Callable[[str], Any]] = {"N": _integer, "X": _number, "TEXT": str, "ID": _integer, "ID=X": _bias}
-"""What a flag's text becomes, by its metavar."""
+"""Metavar of a flag → the function that converts the flag's text."""
 
 
 def _check_flag(flag: str, value: str, known: list[str]) -> None:

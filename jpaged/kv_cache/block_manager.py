@@ -97,27 +97,27 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Device pages that can be taken now."""
+        """Return the number of device pages that can be taken now."""
         return self.device.num_free
 
     @property
     def num_usable(self) -> int:
-        """Device pages that sequences and pins can own."""
+        """Return the number of device pages that sequences and pins can own."""
         return self.device.num_usable
 
     @property
     def num_available(self) -> int:
-        """Pages that one request could have if it ran alone: pinned prefixes stay where they are."""
+        """Return the number of pages that one request could have if it ran alone; pinned prefixes keep theirs."""
         return self.device.num_usable - self.num_pinned
 
     @property
     def num_pinned(self) -> int:
-        """Pages that pinned prefixes keep, or will keep once they are computed."""
+        """Return the number of pages that pinned prefixes keep, or will keep once they are computed."""
         return len(self.store.pins) * self.num_groups
 
     @property
     def has_deferred(self) -> bool:
-        """Whether the retirement of a step in flight will free pages."""
+        """Return whether the retirement of a step in flight will free pages."""
         return bool(self.device.deferred)
 
     def pages_for(self, num_tokens: int) -> int:

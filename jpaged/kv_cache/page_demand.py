@@ -21,7 +21,7 @@ class PageDemand:
 
     @property
     def available(self) -> str:
-        """The pages that one request could have, in words for an error message."""
+        """Return the pages that one request could have, in words for an error message."""
         blocks, num_pinned = self.blocks, self.blocks.num_pinned
         pinned = f" beside {num_pinned} pinned ones, which unpin_prefix gives back" if num_pinned else ""
         return f"{blocks.num_available} pages of {blocks.block_size} tokens{pinned}"

@@ -47,7 +47,7 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        """Pages that sequences can own: neither the null page nor withdrawn ones."""
+        """Return the number of pages that sequences can own: neither the null page nor withdrawn ones."""
         return max(0, self.num_pages - 1 - self.num_withdrawn)
 
     @property

@@ -30,7 +30,7 @@ class Column(enum.Enum):
     FLOAT32 = "float32"
     """In a column of each sampled row, as the bits of a float32."""
     RULE = "rule"
-    """As a float32 among the rules of its sequence's state slot (`LogitRulesSpec.values`)."""
+    """The value is a float32 among the rules of its sequence's state slot (`LogitRulesSpec.values`)."""
 
 
 @dataclass(frozen=True)

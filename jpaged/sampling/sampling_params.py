@@ -189,12 +189,12 @@ class SamplingParams(
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken instead of drawing one."""
+        """Return whether the most likely token is taken instead of drawing one."""
         return self.temperature < GREEDY_TEMPERATURE
 
     @cached_property
     def has_rules(self) -> bool:
-        """Whether logits are changed by more than temperature and truncation."""
+        """Return whether logits are changed by more than temperature and truncation."""
         return any((value := getattr(self, name)) and value != default for name, default in _RULE_DEFAULTS.items())
 
 

@@ -27,13 +27,13 @@ class Beam:
 
     @property
     def last_token(self) -> int:
-        """The token generated last; there must be one."""
+        """Return the token generated last; there must be one."""
         assert self.token_id is not None, "a beam that has generated nothing"
         return self.token_id
 
     @property
     def token_ids(self) -> list[int]:
-        """All generated tokens, in order."""
+        """Return all generated tokens, in order."""
         token_ids, beam = list[int](), self
         while beam.before is not None:
             token_ids.append(beam.last_token)
@@ -81,12 +81,12 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether no beam goes on any more."""
+        """Return whether the search has ended: no beam goes on."""
         return self.num_generated > 0 and not self.running
 
     @property
     def num_top_tokens(self) -> int:
-        """Continuations of one beam that may be among these."""
+        """Return how many most likely next tokens of one beam a step needs."""
         return self.params.num_top_tokens(len(self.end_ids))
 
     def token_ids_of(self, sequence: SampleSequence) -> list[int]:

@@ -35,7 +35,7 @@ class Buckets:
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Token buckets that a step needs which decodes one token of each of its sequences and nothing else."""
+        """Return the token buckets of steps that only decode, one token of each sequence."""
         return tuple(size for size in self.num_tokens if size <= self.tokens_for(self.max_samples))
 
     def tokens_for(self, count: int) -> int:

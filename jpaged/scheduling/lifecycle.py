@@ -59,7 +59,7 @@ class Lifecycle:
 
     @property
     def sequences(self) -> list[SampleSequence]:
-        """Live sequences of the running requests, in the requests' order."""
+        """Return the live sequences of the running requests, in the requests' order."""
         if self._has_changed:
             self._has_changed = False
             self._sequences = [sequence for request in self.running for sequence in request.live]

@@ -42,7 +42,7 @@ class Quarantine:
 
     @property
     def isolated_request(self) -> Request | None:
-        """The quarantined request to be computed alone in the next step; None if all requests may run."""
+        """Return the quarantined request that the next step computes alone; None if all requests may run."""
         while self._quarantined and self._quarantined[0].state.is_finished:
             self._quarantined.popleft()
         return self._quarantined[0] if self._quarantined else None

@@ -51,10 +51,10 @@ class SchedulerConfig:
 
     @property
     def max_chunk(self) -> int:
-        """Tokens of one chunk at most, while chunked prefill is on."""
+        """Return the most tokens of one chunk while chunked prefill is on."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     @property
     def max_scored_tokens(self) -> int:
-        """Prompt tokens whose logprobs one step returns at most."""
+        """Return the most prompt tokens whose logprobs one step returns."""
         return self.max_scored or self.max_num_batched_tokens

@@ -24,7 +24,7 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """The positions whose next token is a prompt token with a logprob that is wanted and not yet computed."""
+        """Return the positions whose next token is a prompt token with a requested logprob, not computed yet."""
         request = self.sequence.request
         if not request.needs_prompt_scores:
             return range(0)
@@ -69,12 +69,12 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the device has nothing to compute, to copy or to note."""
+        """Return whether the device has nothing to compute, to copy or to note."""
         return not (self.decodes or self.chunks or self.moves or self.new_in_slots or self.table_changes)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes at most."""
+        """Return the most tokens that the step computes."""
         num_decoded = sum(self.decode_lens) if self.decode_lens else len(self.decodes)
         return num_decoded + sum(chunk.num_tokens for chunk in self.chunks)
 

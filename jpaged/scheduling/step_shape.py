@@ -28,7 +28,7 @@ class StepShape:
 
     @property
     def must_decode(self) -> bool:
-        """Whether sequences that decode were kept from it for so long that a step without prompts is due."""
+        """Return whether decoding sequences have waited for so many steps that one without prompts is due."""
         return self._num_withheld >= MAX_WITHHELD
 
     def prefill_budget(self, num_decodes: int) -> int:

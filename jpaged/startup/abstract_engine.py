@@ -41,7 +41,7 @@ class AbstractEngine:
 
     @property
     def platform(self) -> str:
-        """Kind of the mesh's devices: "cpu", "gpu" or "tpu"."""
+        """Return the kind of the mesh's devices: "cpu", "gpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
 
     def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:

@@ -2,7 +2,7 @@
 
 Order: data types, limits of a step, page size, then as many pages as memory leaves beside the weights and the largest
 step. An option that the user gave is kept or refused with what is missing; only defaults are lowered, with a note.
-Nothing is allocated here, and the module knows no JAX: what things take is asked of `MemoryCosts`.
+Nothing is allocated here, and the module knows no JAX: `MemoryCosts` gives the bytes of each part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_SLOTS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Demand:
-    """What one known request needs: its prompt, its output and its number of samples."""
+    """The memory demand of one known request: its prompt, its output and its number of samples."""
 
     prompt_len: int
     max_tokens: int | None
@@ -45,7 +45,7 @@ class Demand:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the request is sure to need: its prompt and max_tokens, or one token if it has no limit."""
+        """Return the tokens that the request is sure to need: its prompt and max_tokens, or one if it has no limit."""
         return self.prompt_len + (self.max_tokens or 1)
 
     def num_pages(self, block_size: int, max_model_len: int) -> int:
@@ -64,9 +64,9 @@ class MemoryPlan:
     """Free memory before anything was allocated."""
     weights_bytes: int
     step_bytes: int
-    """What the largest step takes beside weights and pages."""
+    """Bytes that the largest step takes beside weights and pages."""
     is_measured: bool
-    """Whether `step_bytes` is what the compiled step says, as where memory is short; else it is a generous estimate."""
+    """Whether `step_bytes` is measured by compiling the step, as where memory is short; else it is a high estimate."""
     pool_bytes: int
     """All pages of the pool, the null page included."""
 
@@ -93,7 +93,7 @@ class EngineSizes:
 
 
 class MemoryCosts(Protocol):
-    """What an engine's parts would take, known before anything is allocated."""
+    """The memory that an engine's parts would take, known before anything is allocated."""
 
     def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
         """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
@@ -106,7 +106,7 @@ class MemoryCosts(Protocol):
     def weights_bytes(self, dtype: str) -> int: ...
 
     def step_bytes(self, sizes: StepSizes) -> int:
-        """Return what the largest step takes beside weights and pages. Slow: it compiles the step."""
+        """Return the bytes that the largest step takes beside weights and pages. It is slow: it compiles the step."""
         ...
 
 
@@ -122,7 +122,7 @@ class FreeMemory:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is the host itself."""
+        """Return whether the device is the host itself."""
         return self.platform == "cpu"
 
 
@@ -136,7 +136,7 @@ def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def requested_max_seqs(config: EngineConfig) -> int | None:
-    """Return the most samples of one prompt that the options allow; None if the engine is sized for what is asked."""
+    """Return the most samples of one prompt that the options allow; None if they give no limit."""
     return config.max_num_seqs or config.max_num_batched_tokens
 
 

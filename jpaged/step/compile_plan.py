@@ -54,14 +54,14 @@ class CompilePlan:
 
     @property
     def num_compiled(self) -> int:
-        """Executables that are ready."""
+        """Return the number of executables that are ready."""
         with self._lock:
             done = [future for future in self._futures.values() if future.done()]
             return sum(future.exception() is None for future in done)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether an executable that was asked for, or deferred, is not ready."""
+        """Return whether a requested or deferred executable is not ready."""
         with self._lock:
             return bool(self._deferred) or not all(future.done() for future in self._futures.values())
 

@@ -229,7 +229,7 @@ class Runner:
 
     @property
     def _pages(self) -> tuple[jax.Array, ...]:
-        """Arrays of the paged cache."""
+        """Return the arrays of the paged cache."""
         return self.state.cache.pages
 
     def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:

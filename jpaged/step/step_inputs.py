@@ -83,27 +83,27 @@ class _Rows:
 
     @cached_property
     def context_lens(self) -> np.ndarray:
-        """Tokens of each row after its first token, or after all tokens of its chunk."""
+        """Return the tokens [R] that each row's context has after its first token, or after all tokens of its chunk."""
         return self.starts + self.query_lens
 
     @property
     def final_lens(self) -> np.ndarray:
-        """Context lengths once every token of the step is computed."""
+        """Return the context lengths [R] once every token of the step is computed."""
         return self.context_lens if self.decode_lens is None else self.context_lens + self.decode_lens - 1
 
     @cached_property
     def query_ends(self) -> np.ndarray:
-        """Where each row ends among the tokens of the step."""
+        """Return where each row ends among the tokens of the step, [R]."""
         return np.cumsum(self.query_lens)
 
     @cached_property
     def query_starts(self) -> np.ndarray:
-        """Where each row begins among the tokens of the step."""
+        """Return where each row begins among the tokens of the step, [R]."""
         return self.query_ends - self.query_lens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step without padding."""
+        """Return the number of tokens of the step, without padding."""
         return int(self.query_ends[-1])
 
     def chunk_starts(self, num_chunks: int) -> list[int]:
@@ -139,7 +139,7 @@ class StepInputBuilder:
         """The device's page tables as they are once every step built so far has run."""
         self.next_positions = np.zeros(num_slots, np.intp)
         """Position of the token that a decode in each state slot computes next."""
-        # Of each slot's sequence, written when it gets the slot: prompt length, index in MODES, SAMPLE_FIELDS.
+        # For each slot, written when a sequence gets it: prompt length, index in MODES, SAMPLE_FIELDS.
         self.prompt_lens = np.zeros(num_slots, np.intp)
         self.modes = np.zeros(num_slots, np.intp)
         self.sample_rows = np.zeros((len(SAMPLE_FIELDS) - len(STEP_FIELDS), num_slots), np.int32)

@@ -54,7 +54,7 @@ class StepLayout:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Name → (offset, shape), both in int32 values."""
+        """Return name → (offset, shape), both in int32 values."""
         shapes: dict[str, tuple[int, ...]] = {
             "counts": (len(COUNT_FIELDS),),
             "samples": (len(SAMPLE_FIELDS), self.num_samples),
@@ -73,7 +73,7 @@ class StepLayout:
 
     @cached_property
     def size(self) -> int:
-        """Length of the buffer in int32 values."""
+        """Return the length of the buffer in int32 values."""
         offset, shape = self.sections["plan"]
         return offset + prod(shape)
 

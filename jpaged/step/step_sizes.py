@@ -28,7 +28,7 @@ class StepSizes:
 
     @property
     def max_pages(self) -> int:
-        """Width of a page table: the pages of the longest sequence."""
+        """Return the width of a page table: the pages of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
     def buckets(self, platform: str) -> Buckets:

@@ -70,7 +70,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """The output so far, without the bytes of an unfinished character; a stop string that came ends it."""
+        """Return the output so far, up to a stop string, without the bytes of an unfinished character."""
         return "".join(self._sent) + "".join(self._unsent)
 
     def append(self, token_ids: Sequence[int]) -> str | None:

@@ -66,7 +66,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model has a chat template, so that `render_chat` needs none from the caller."""
+        """Return whether the model has a chat template, so that `render_chat` needs none from the caller."""
         return self.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -78,7 +78,7 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all weights on all devices together."""
+        """Return the bytes of all weights on all devices together."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
 

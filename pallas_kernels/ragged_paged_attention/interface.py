@@ -51,7 +51,7 @@ class AttentionMetadata:
     num_rows: Int[Array, ""]
     num_decode_rows: Int[Array, ""]
     plan: Int[Array, " plan"]
-    """What `Backend.plan` wrote on the host; only the backend reads it."""
+    """Output of `Backend.plan`, written on the host; only the backend reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PlanRows:
 
 @dataclass(frozen=True)
 class AttendOptions:
-    """What distinguishes the attention of one layer: static, part of what is compiled. See `PagedCache.attend`."""
+    """Options that distinguish the attention of one layer, static in compiled programs. See `PagedCache.attend`."""
 
     scale: float
     """Factor of the scores."""
@@ -91,7 +91,7 @@ class AttendOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one attention layer computes in a step. Arrays are those of `PagedCache.attend`."""
+    """Inputs of one attention layer in a step. Arrays are those of `PagedCache.attend`."""
 
     q: Float[Array, "T N H"]
     k: Float[Array, "T K H"] | None
@@ -148,27 +148,27 @@ class KVLayout(KVShape, ABC):
 
     @classmethod
     def of(cls, shape: KVShape, **own: Any) -> Self:
-        """The layout of a cache of these sizes; `own` are the fields that this kind of layout adds."""
+        """Return the layout of a cache of these sizes; `own` are the fields that this kind of layout adds."""
         return cls(**{field.name: getattr(shape, field.name) for field in dataclasses.fields(KVShape)}, **own)
 
     @property
     @abstractmethod
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of each array of the cache."""
+        """Return the shape of each array of the cache."""
 
     @property
     def logical_axes(self) -> tuple[tuple[str | None, ...], ...]:
-        """Logical axis names of each array, which `sharding` maps to mesh axes: the second axis counts KV heads."""
+        """Return the logical axis names of each array, which `sharding` maps to mesh axes; axis 1 counts KV heads."""
         return tuple((None, "kv_heads", *[None] * (len(shape) - 2)) for shape in self.shapes)
 
     @property
     def stored_dtype(self) -> Any:
-        """Dtype of the arrays, which may hold numbers of `dtype` as integers, one or two numbers in each."""
+        """Return the dtype of the arrays, which may hold numbers of `dtype` as integers, one or two in each."""
         return self.dtype
 
     @property
     def unwritten(self) -> Any:
-        """Element that checks fill the arrays with before anything is written: NaN, or the largest number."""
+        """Return the element that checks fill the arrays with before any write: NaN, or the largest number."""
         is_integer = np.issubdtype(self.dtype, np.integer)
         number = np.iinfo(self.dtype).max if is_integer else np.nan
         numbers_per_element = np.dtype(self.stored_dtype).itemsize // np.dtype(self.dtype).itemsize
@@ -176,14 +176,14 @@ class KVLayout(KVShape, ABC):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that one page takes in all layers together."""
+        """Return the bytes that one page takes in all layers together."""
         num_values = sum(int(np.prod(shape)) for shape in self.shapes)
         return num_values * np.dtype(self.stored_dtype).itemsize // self.num_pages
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a backend is told of a model before it serves it: heads on one device, windows, dtype of the pages."""
+    """The properties of a model that a backend is chosen for: heads on one device, windows, dtype of the pages."""
 
     num_heads: int
     """Query heads, a multiple of the KV heads."""
@@ -194,7 +194,7 @@ class AttentionShape:
     kv_dtype: str = "bfloat16"
 
     def kv_shape(self, page_size: int, *, num_layers: int = 1, num_pages: int = 1) -> KVShape:
-        """Sizes of a cache for such a model."""
+        """Return the sizes of a cache for such a model."""
         return KVShape(num_layers, num_pages, page_size, self.num_kv_heads, self.head_size, self.kv_dtype)
 
 
@@ -234,17 +234,17 @@ class Backend(ABC):
 
     @classmethod
     def read_tuned(cls, path: Path) -> tuple[Any, ...]:
-        """Entries of a file of that kind. ValueError names the file and the entry that cannot be used."""
+        """Return the entries of a tuned table. ValueError names the file and the entry that cannot be used."""
         raise NotImplementedError(f"nothing is tuned for the {cls.name} backend")
 
     @classmethod
     def hardware(cls, device: Any) -> str:
-        """The chip or processor that a comparison of this backend with `xla` holds for."""
+        """Return the chip or processor that a comparison of this backend with `xla` holds for."""
         return str(device.device_kind)
 
     @classmethod
     def describe(cls) -> str:
-        """What the backend uses of this machine, for the log; empty where the name says it."""
+        """Return the machine's features that the backend uses, for the log; empty where the name says it."""
         return ""
 
     @classmethod
@@ -273,11 +273,11 @@ class Backend(ABC):
 
     @abstractmethod
     def layout(self, shape: KVShape) -> KVLayout:
-        """Layout of a cache of these sizes; ValueError names what this backend cannot take."""
+        """Return the layout of a cache of these sizes; ValueError names what this backend cannot take."""
 
     @abstractmethod
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """Length of the plan of a step that is padded to that many tokens and rows."""
+        """Return the length of the plan of a step that is padded to that many tokens and rows."""
 
     @abstractmethod
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
@@ -294,15 +294,15 @@ class Backend(ABC):
         """
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
-        """Tokens of the longest row on which a start checks this backend: enough to take every path through it."""
+        """Return the tokens of the longest row in the check at start: enough to take every path of this backend."""
         return 1000
 
     def with_shared_prefixes(self) -> Backend | None:
-        """This backend with rows that begin with the same pages attending to these together; None if it cannot."""
+        """Return this backend with rows attending together to first pages that they share; None if it cannot."""
         return None
 
     def refuse_unlisted(self, name: str, got: Any, allowed: Sequence[Any], way_out: str) -> None:
-        """ValueError unless `got`, the value of the option `name`, is one that this backend takes."""
+        """Raise ValueError unless `got`, the value of the option `name`, is one that this backend takes."""
         if got not in allowed:
             raise ValueError(
                 f"{name}: got {got}, the {self.name} backend takes {', '.join(map(str, allowed))}; {way_out}"

@@ -128,7 +128,7 @@ class PagedCache:
         return out, dataclasses.replace(self, pages=pages)
 
     def _refuse_options(self, layer: int, options: AttendOptions) -> None:
-        """ValueError for a layer that the cache does not have, and for a window or a cap out of range."""
+        """Raise ValueError for a layer that the cache does not have, and for a window or a cap out of range."""
         window, soft_cap = options.window, options.soft_cap
         if window is not None and window < 1:
             raise ValueError(f"attend: got a window of {window}, wanted at least 1, the query's own; None sees all")
@@ -138,7 +138,7 @@ class PagedCache:
             raise ValueError(f"attend: got layer {layer}, wanted one of the cache's {len(self.layers)}, from 0 on")
 
     def _refuse_misfits(self, q: Array, new: dict[str, Array | None], sinks: Array | None) -> None:
-        """ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory."""
+        """Raise ValueError for shapes that do not fit this cache: a kernel would read and write beyond its memory."""
         if (new["k"] is None) is not (new["v"] is None):
             raise ValueError(
                 "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; values "
@@ -160,7 +160,7 @@ class PagedCache:
             raise ValueError(f"attend: got sinks {list(sinks.shape)}, wanted one for each of {q.shape[1]} query heads")
 
     def _refuse_scales(self) -> None:
-        """ValueError unless scales are there for pages of one byte a number, and for no others, in the right shape."""
+        """Raise ValueError unless pages of one byte a number, and only these, have scales of the right shape."""
         if is_quantized(self.layout.dtype) is (self.scales is None):
             raise ValueError(
                 f"attend: pages of {np.dtype(self.layout.dtype).name} {'without' if self.scales is None else 'with'} "

@@ -59,11 +59,11 @@ class TilePlanner:
     """Tokens that a group of rows must be spared reading to become shared tiles."""
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """Length of the plan of a step that is padded to that many tokens and rows."""
+        """Return the length of the plan of a step that is padded to that many tokens and rows."""
         return sum(self._lens(num_tokens, num_rows))
 
     def sections(self, plan: Any, num_tokens: int, num_rows: int) -> PlanSections:
-        """Parts of the plan of a step that is padded to that many tokens and rows."""
+        """Return the parts of the plan of a step that is padded to that many tokens and rows."""
         *starts, end = np.cumsum([0, *self._lens(num_tokens, num_rows)]).tolist()
         parts = [plan[a:b] for a, b in zip(starts, [*starts[1:], end], strict=True)]
         return PlanSections(parts[0], parts[1].reshape(3, -1), parts[2], parts[3].reshape(3, -1), *parts[4:])

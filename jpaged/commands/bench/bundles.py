@@ -57,7 +57,7 @@ class Loop(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of bundles, those of inner loops counted once."""
+        """Return the number of bundles, those of inner loops counted once."""
         return self.end - self.begin
 
     def holds(self, other: Loop) -> bool:

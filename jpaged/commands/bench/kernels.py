@@ -73,18 +73,18 @@ class Workload:
 
     @property
     def context_lens(self) -> list[int]:
-        """Tokens of each row, longest first, as the engine orders them."""
+        """Return the tokens of each row, longest first, as the engine orders them."""
         shortest = self.context_len if self.shortest_len is None else self.shortest_len
         return np.linspace(self.context_len, shortest, self.num_rows).astype(int).tolist()
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of all rows in one layer, in float32."""
+        """Return the bytes of the keys and values of all rows in one layer, in float32."""
         return sum(self.context_lens) * 2 * self.num_kv_heads * self.head_size * 4
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Return the factor of the scores."""
         return self.head_size**-0.5
 
 
@@ -124,7 +124,7 @@ class Program:
 
     @property
     def ms(self) -> float:
-        """Median milliseconds per layer."""
+        """Return the median milliseconds per layer."""
         return round(1e3 * median(self.times_s), 4)
 
 

@@ -1,4 +1,4 @@
-"""What the benches share: the flags of runs and of the report, the machine they ran on, and where a report goes."""
+"""Code that the benches share: the flags of runs and of the report, the machine they ran on, the report file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benches of whole engines compute: prompts as token ids, and how many tokens each request generates.
+"""Workloads of the benches of whole engines: prompts as token ids, and how many tokens each request generates.
 
 A, B and C are fixed lists in `workloads.json`, in SmolLM2's tokens: one stream, mixed requests, and requests that
 share a prefix. Two more are drawn from a seed: `sharegpt` has lognormal lengths like the conversations of that data
@@ -39,12 +39,12 @@ class Workload:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that all requests generate together."""
+        """Return the number of tokens that all requests generate together."""
         return sum(self.output_lens)
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence, prompt and output together."""
+        """Return the tokens of the longest sequence, prompt and output together."""
         return max(len(prompt) + out for prompt, out in zip(self.prompts, self.output_lens, strict=True))
 
 

@@ -44,7 +44,7 @@ class GpuLayout(KVLayout):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the keys and of the values."""
+        """Return the shapes of the keys and of the values."""
         shape = (self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size)
         return shape, shape
 
@@ -127,7 +127,7 @@ class GpuBackend(Backend):
 
     @property
     def planner(self) -> GpuPlanner:
-        """The planner of this backend's steps, which takes the fields of the same names."""
+        """Return the planner of this backend's steps, made from the fields of the same names."""
         return GpuPlanner(**{field.name: getattr(self, field.name) for field in fields(GpuPlanner)})
 
     def layout(self, shape: KVShape) -> GpuLayout:

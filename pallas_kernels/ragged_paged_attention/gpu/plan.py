@@ -88,17 +88,17 @@ class TileClass:
 
     @property
     def max_merges(self) -> int:
-        """Largest number of tiles that are split."""
+        """Return the largest number of tiles that are split."""
         return min(self.max_splits, self.max_tiles)
 
     @property
     def max_pieces(self) -> int:
-        """Largest number of pieces: every split makes one more."""
+        """Return the largest number of pieces: every split makes one more."""
         return self.max_tiles + self.max_splits
 
     @property
     def num_partials(self) -> int:
-        """Room for partial results: the pieces of tiles that are split."""
+        """Return the number of partial results that must have room: the pieces of split tiles."""
         return 2 * self.max_splits
 
 
@@ -112,22 +112,22 @@ class PlanSection:
 
     @property
     def num_merges_at(self) -> int:
-        """Offset of the number of merges."""
+        """Return the offset of the number of merges."""
         return self.lists_at + self.tiles.num_lists + 1
 
     @property
     def pieces_at(self) -> int:
-        """Offset of the pieces, field by field: PIECE_FIELDS × max_pieces numbers."""
+        """Return the offset of the pieces, field by field: PIECE_FIELDS × max_pieces numbers."""
         return self.num_merges_at + 1
 
     @property
     def merges_at(self) -> int:
-        """Offset of the merges, field by field: MERGE_FIELDS × max_merges numbers."""
+        """Return the offset of the merges, field by field: MERGE_FIELDS × max_merges numbers."""
         return self.pieces_at + PIECE_FIELDS * self.tiles.max_pieces
 
     @property
     def end(self) -> int:
-        """Offset behind the section."""
+        """Return the offset behind the section."""
         return self.merges_at + MERGE_FIELDS * self.tiles.max_merges
 
 
@@ -153,22 +153,22 @@ class GpuPlanner:
 
     @property
     def group(self) -> int:
-        """G: query heads that share a KV head."""
+        """Return G, the number of query heads that share a KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def large_tile_rows(self) -> int:
-        """Query rows of a large tile: as many as fit into registers."""
+        """Return the query rows of a large tile: as many as fit into registers."""
         return 64 if self.head_size <= 128 else 32
 
     @property
     def small_tile_rows(self) -> int:
-        """Query rows of a small tile: as few as the heads of one query need."""
+        """Return the query rows of a small tile: as few as the heads of one query need."""
         return min(max(1 << (self.group - 1).bit_length(), 16), self.large_tile_rows)
 
     @property
     def tile_kv(self) -> int:
-        """Keys of a KV tile."""
+        """Return the number of keys of a KV tile."""
         return 64 if self.head_size <= 128 else 32
 
     def blocks_per_sm(self, tile_rows: int) -> int:
@@ -181,12 +181,12 @@ class GpuPlanner:
 
     @property
     def partial_bytes(self) -> int:
-        """Global memory for partial results: what the queries leave of `TEMP_BYTES`, between 4 and 11 MiB."""
+        """Return the bytes for partial results: what the queries leave of `TEMP_BYTES`, between 4 and 11 MiB."""
         return min(max(TEMP_BYTES - 256 * self.num_heads * self.head_size * 2, 4 << 20), 11 << 20)
 
     @property
     def planned_windows(self) -> tuple[int | None, ...]:
-        """Windows that have a section in the plan; the first is None, full attention."""
+        """Return the windows that have a section in the plan; the first is None, full attention."""
         return (None, *sorted({window for window in self.windows if window is not None}))
 
     def plan_len(self, num_tokens: int, num_rows: int) -> int:
@@ -244,7 +244,7 @@ class GpuPlanner:
         num_pieces = num_tiles + num_splits
         splits_of_tile = np.bincount(split_tiles, minlength=num_tiles)
         first_piece = np.arange(num_tiles) + splits_of_tile.cumsum() - splits_of_tile
-        tile = np.arange(num_tiles).repeat(splits_of_tile + 1)  # Of each piece.
+        tile = np.arange(num_tiles).repeat(splits_of_tile + 1)  # The tile of each piece.
         after_split = split_tiles + 1 + np.arange(num_splits)  # The piece that each split begins.
         is_split = splits_of_tile[tile] > 0
         partial = np.where(is_split, is_split.cumsum() - 1, -1)

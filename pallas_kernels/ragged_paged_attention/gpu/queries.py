@@ -33,7 +33,7 @@ class QueryRows:
 
     @property
     def begins(self) -> Int[Array, " R"]:
-        """First aligned query row of each row, as `plan` counts them."""
+        """Return the first aligned query row of each row, as `plan` counts them."""
         lens = jnp.diff(self.step.query_starts) * self.group
         aligned = -(-lens // ROW_ALIGN) * ROW_ALIGN
         return jnp.cumsum(aligned) - aligned

@@ -32,17 +32,17 @@ class NativeLayout(KVLayout):
 
     @property
     def is_bf16_packed(self) -> bool:
-        """Whether the arrays hold pairs of bfloat16 numbers."""
+        """Return whether the arrays hold pairs of bfloat16 numbers."""
         return bool(self.dtype == jnp.bfloat16)
 
     @property
     def stored_dtype(self) -> Any:
-        """Dtype of the arrays."""
+        """Return the dtype of the arrays."""
         return np.dtype(PACKED_BF16) if self.is_bf16_packed else self.dtype
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the keys and of the values."""
+        """Return the shapes of the keys and of the values."""
         sizes = self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size
         return pages_shapes(*sizes, is_bf16_packed=self.is_bf16_packed)
 
@@ -92,7 +92,7 @@ class NativeBackend(TiledBackend):
         return cpu_features()
 
     def layout(self, shape: KVShape) -> NativeLayout:
-        """Layout of a cache of that many pages; ValueError names a dtype that is not taken."""
+        """Return the layout of a cache of that many pages; ValueError names a dtype that is not taken."""
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, "use kv_cache_dtype=auto")
         return NativeLayout.of(shape)
 

@@ -42,22 +42,22 @@ class Shape:
 
     @property
     def key_words(self) -> int:
-        """Words of the key of one slot, and of one query."""
+        """Return the words of the key of one slot, and of one query."""
         return words_of(self.head_size, is_bf16_packed=self.is_bf16_packed)
 
     @property
     def value_words(self) -> int:
-        """Words of one lane of a page's values, and of one query's weights."""
+        """Return the words of one lane of a page's values, and of one query's weights."""
         return words_of(self.page_size, is_bf16_packed=self.is_bf16_packed)
 
     @property
     def num_queries(self) -> int:
-        """Queries of a tile at most."""
+        """Return the most queries of a tile."""
         return self.max_tokens * self.group
 
     @property
     def name(self) -> str:
-        """Name of the handler."""
+        """Return the name of the handler."""
         sizes = (getattr(self, name) for name in self.__dataclass_fields__)
         return "_".join(["jpaged_attend", *(str(int(x) if isinstance(x, bool) else x) for x in sizes)]).replace(
             ".", "p"

@@ -60,7 +60,7 @@ class TpuLayout(KVLayout):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of the one array, keys and values of all layers."""
+        """Return the shape of the one array, keys and values of all layers."""
         pages, rows = self.num_layers * self.num_pages, HeadLanes(self.head_size).num_rows
         return ((pages, self.num_kv_heads, rows, self.page_size, LANES),)
 

@@ -44,27 +44,27 @@ class HeadLanes:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a key and its value share one row of lanes."""
+        """Return whether a key and its value share one row of lanes."""
         return self.head_size <= LANES // 2
 
     @property
     def num_tiles(self) -> int:
-        """Rows of 128 lanes that a key takes: width ÷ 128."""
+        """Return the rows of 128 lanes that a key takes: width ÷ 128."""
         return -(-self.head_size // LANES)
 
     @property
     def num_rows(self) -> int:
-        """S: rows of 128 lanes that the key and the value of one token take together."""
+        """Return S, the rows of 128 lanes that the key and the value of one token take together."""
         return 1 if self.is_packed else 2 * self.num_tiles
 
     @property
     def width(self) -> int:
-        """Lanes of a query or an output, padding included."""
+        """Return the lanes of a query or an output, padding included."""
         return self.num_tiles * LANES
 
     @property
     def value_lane(self) -> int:
-        """Lane at which values, and therefore outputs, begin: 64 in a packed row, else 0."""
+        """Return the lane at which values, and therefore outputs, begin: 64 in a packed row, else 0."""
         return LANES // 2 if self.is_packed else 0
 
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:

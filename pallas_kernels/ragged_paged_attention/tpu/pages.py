@@ -31,7 +31,7 @@ class PageCopies(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Z: tokens per page."""
+        """Return Z, the number of tokens per page."""
         return int(self.pages.shape[3])
 
     @property

@@ -30,7 +30,7 @@ class QueryTiles(NamedTuple):
 
 
 class QueryTileScalars(NamedTuple):
-    """What a kernel with one grid step per query tile reads from SMEM; all fields are int32."""
+    """The arrays in SMEM that a kernel with one grid step per query tile reads; all fields are int32."""
 
     page_tables: Ref
     """[R × P] the page tables of all rows, row after row."""

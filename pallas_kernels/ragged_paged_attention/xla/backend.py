@@ -81,7 +81,7 @@ class XlaLayout(KVLayout):
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the keys and of the values."""
+        """Return the shapes of the keys and of the values."""
         return ((self.num_layers * self.num_pages, self.num_kv_heads, self.page_size, self.head_size),) * 2
 
 

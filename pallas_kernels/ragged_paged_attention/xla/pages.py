@@ -30,7 +30,7 @@ class XlaPages(LayerPages):
         return replace(self, keys=keys, values=values)
 
     def scores(self, q: Float[Array, "*rows K M H"], keys: Float[Array, "*rows K S H"]) -> Array:
-        """Products [*rows, K, M, S] of queries and keys, one of which the caller has scaled; capped if the layer is."""
+        """Return the scores [*rows, K, M, S] of queries and keys, one of which the caller has scaled; capped if set."""
         scores = jnp.einsum("...mh,...sh->...ms", q, keys, preferred_element_type=jnp.float32)
         soft_cap = self.options.soft_cap
         return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
