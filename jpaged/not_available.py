@@ -1,6 +1,6 @@
 """Names of vLLM's full interface that this version does not have, each refused by name.
 
-A version that adds one of them removes it here.
+A version that adds one of them removes it here. What is not supported in a checkpoint is refused by `models`.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
     for key in ("quantization_config", "compression_config"):
         if fields.has(key):
             raise ModelLoadError(
-                f"{path}: {key} is set; quantized safetensors are not available in this version: "
+                f"{path}: {key} is set, wanted none: quantized safetensors are not supported; "
                 "take the unquantized checkpoint or a .gguf file"
             )
     fields.choice("hidden_act", ["silu"], "silu")
@@ -153,7 +153,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         reason = "so it holds no model (perhaps only a tokenizer)"
         raise ModelLoadError(f"{file.path}: has no matrix token_embd.weight, {reason}")
     if fields.integer(key("expert_count"), 0, min=0) > 0:
-        raise fields.wrong(key("expert_count"), "0: mixtures of experts are not available in this version")
+        raise fields.wrong(key("expert_count"), "0: mixtures of experts are not supported")
     hidden_size, vocab_size = fields.integer(key("embedding_length")), embedding.shape[0]
     num_layers = fields.integer(key("block_count"), max=MAX_LAYERS)
     num_heads = fields.integer(key("attention.head_count"))
@@ -222,12 +222,12 @@ def _hf_rope(fields: Fields) -> RopeConfig:
     key = "rope_scaling" if fields.data.get("rope_scaling") else "rope_parameters"
     rope = fields.mapping(key)
     if any(isinstance(value, dict) for value in rope.data.values()):
-        wanted = "one rotary embedding for all layers: one per layer type is not available in this version"
+        wanted = "one rotary embedding for all layers: one per layer type is not supported"
         raise fields.wrong(key, wanted)
     theta = fields.number("rope_theta", DEFAULT_THETA, above=1)
     partial = fields.number("partial_rotary_factor", 1.0)
     if rope.number("partial_rotary_factor", partial) != 1.0:
-        reason = "partial rotary is not available in this version"
+        reason = "rotary embedding of a part of each head is not supported"
         raise ModelLoadError(f"{fields.path}: partial_rotary_factor is not 1.0; {reason}")
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
     max_position = fields.integer("max_position_embeddings")
@@ -294,7 +294,7 @@ def _gguf_window(fields: Fields, gguf_architecture: str) -> int | None:
 def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size: int) -> RopeConfig:
     """Return the rotary embedding's config: unscaled, linear, yarn, or a factor per frequency (`rope_freqs.weight`).
 
-    Raises ModelLoadError for metadata that is invalid or not available in this version.
+    Raises ModelLoadError for metadata that is invalid or not supported.
     """
 
     def key(name: str) -> str:
@@ -321,7 +321,7 @@ def _gguf_rope(file: GGUFFile, fields: Fields, gguf_architecture: str, head_size
     unsupported = {"scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0, "scaling.yarn_log_multiplier": 0.0}
     for name, neutral in unsupported.items():
         if fields.number(key(name), neutral) != neutral:
-            raise fields.wrong(key(name), f"{neutral:g}: other values are not available in this version")
+            raise fields.wrong(key(name), f"{neutral:g}: other values are not supported")
     factor = fields.number(key("scaling.factor"), min=1)
     context_len = fields.integer(f"{gguf_architecture}.context_length")
     original = fields.integer(key("scaling.original_context_length"), context_len)

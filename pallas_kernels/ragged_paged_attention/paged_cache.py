@@ -60,7 +60,7 @@ class PagedCache:
         `soft_cap × tanh(scale × q·k / soft_cap)` (the cap only if given); `sinks` are per-head logits that
         take part in the softmax's denominator and carry no value. k = v = None writes nothing: the layer
         shares the pages of the layer it names. v = None alone means that the values are the first lanes of
-        the keys (MLA), which is not available in this version. ValueError for that, for a window below 1,
+        the keys (MLA), which is not supported. ValueError for that, for a window below 1,
         a soft cap that is not positive, and arrays that do not fit the cache. Returns zeros or any finite values
         for padding tokens whose queries are finite. The written cache replaces `self`, which is donated.
 
@@ -142,7 +142,7 @@ class PagedCache:
         if (new["k"] is None) is not (new["v"] is None):
             raise ValueError(
                 "attend: got one of k and v, wanted both, or neither for a layer that shares another's pages; values "
-                "that lie in the keys (MLA, v = None) are not available in this version"
+                "that lie in the keys (MLA, v = None) are not supported"
             )
         layout = self.layout
         wanted = f"{layout.num_kv_heads} KV heads of {layout.head_size}"

@@ -150,7 +150,7 @@ INVALID = {
     "architecture is a number": (LLAMA | {"architectures": 3}, "architectures is 3"),
     "architecture is a list of lists": (LLAMA | {"architectures": [[]]}, "architectures"),
     "nothing at all": ({}, "architectures is missing"),
-    "quantized": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config.*not available in this version"),
+    "quantized": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is set, wanted none: quantized"),
     "another activation": (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted one of silu"),
     "unknown rope type": (scaled(rope_type="longrope", factor=2.0), "longrope.*default, linear, llama3, yarn"),
     "rope type is a list": (scaled(rope_type=["linear"]), "rope_type"),
