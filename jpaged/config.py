@@ -215,7 +215,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     deterministic: bool = _option(
         False,
-        "compute each token bitwise alike in any company: every step in one padded size, one token a dispatch; slower",
+        "compute each token bitwise alike in any batch: every step in one padded size, one token a dispatch; slower",
         checks.boolean,
     )
     warmup: str = _option(

@@ -1,6 +1,6 @@
 """Check the GPU attention kernels on this GPU, and measure them.
 
-    python scripts/gpu_check.py --output docs/measurements/gpu_check.json
+    python scripts/gpu_check.py --output gpu_check.json
     python scripts/gpu_check.py --interpret          # no GPU: checks tiny shapes, measures nothing
 
 The script needs no network and no weights, and takes at most 8 minutes: an item that would begin later is listed as not

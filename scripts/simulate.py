@@ -1,7 +1,7 @@
 """Run random lives of a host core on a symbolic device, each from one seed, and report those that break a promise.
 
 python scripts/simulate.py 4711                          # replay one seed, with its event log
-python scripts/simulate.py --seeds 0:20000 --jobs 2 --output docs/measurements/simulation.json
+python scripts/simulate.py --seeds 0:20000 --jobs 2 --output simulation.json
 """
 
 from __future__ import annotations

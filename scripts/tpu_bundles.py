@@ -1,7 +1,7 @@
 """Compare the TPU kernels' instruction schedules with those of jax's own ragged paged attention (v2).
 
     python scripts/tpu_bundles.py --chip v6e --output docs/measurements/bundles_v6e.json
-    python scripts/tpu_bundles.py --chip v6e --spills --output docs/measurements/spills_v6e.json
+    python scripts/tpu_bundles.py --chip v6e --spills --output spills_v6e.json
 
 `jpaged/commands/bench/bundles.py` says what is counted, and how. The shape is 32/8 heads of 128, pages of 128 tokens,
 bfloat16. v2 is compiled with many block sizes and the best one counts. With `--spills`, the shapes are those of the

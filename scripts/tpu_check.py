@@ -1,6 +1,6 @@
 """Check the TPU attention kernels on this TPU, and measure them.
 
-    python scripts/tpu_check.py --output docs/measurements/tpu_check.json
+    python scripts/tpu_check.py --output tpu_check.json
     python scripts/tpu_check.py --interpret          # no TPU: checks tiny shapes, measures nothing
 
 The script needs no network and no weights, and takes at most 8 minutes: an item that would begin later is listed as not

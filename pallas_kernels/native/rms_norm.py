@@ -1,7 +1,7 @@
 """RMS norm on a CPU, in native code: a row's bits do not depend on how many rows there are.
 
 XLA:CPU adds the squares of a row up in another order where there are few rows: a request that is alone would not get
-the logprobs that it gets in company.
+the logprobs that it gets beside other rows.
 """
 
 from __future__ import annotations

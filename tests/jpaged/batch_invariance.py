@@ -1,4 +1,4 @@
-"""The matrix of batch invariance: a request gives the same tokens in any company and however it is scheduled.
+"""The matrix of batch invariance: a request gives the same tokens in any batch and however it is scheduled.
 
 A case is one value of every dimension. Each request of a case is compared with what it gives alone, in an engine with
 room for everything, one step after another. Where all numbers are added up in an order that depends on the page size
@@ -257,7 +257,7 @@ class Setup:
     given: Callable[[SamplingParams], SamplingParams] = lambda params: params
     """Changes the parameters that engines of cases are given; those of the request alone stay."""
     is_exact: bool = True
-    """A request has the same bits in any company, where the page size is that of the request alone."""
+    """A request has the same bits in any batch, where the page size is that of the request alone."""
     is_deterministic: bool = False
     """Engines are made with `deterministic`."""
     tolerance: float = LOGPROB_TOLERANCE

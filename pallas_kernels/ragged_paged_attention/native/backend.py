@@ -1,7 +1,7 @@
 """The `native` backend: attention, products, norms and page writes by code that LLVM compiles for this processor.
 
 For one CPU device. The order of the additions behind each number depends on its row alone, so a row has the same bits
-in any company, shared prefixes included.
+in any batch, shared prefixes included.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 Splits are numbered row after row, so a short row takes no more iterations than it needs beside a long one. Each split
 has a softmax state of its own; all are kept, and merged into one per row in the end. How a row's pages are cut, and in
-which order its splits are merged, does not depend on the other rows: its bits are the same in any company.
+which order its splits are merged, does not depend on the other rows: its bits are the same in any batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Native attention and page writes on a CPU: numbers, dead slots, threads, company, tiles, layers."""
+"""Native attention and page writes on a CPU: numbers, unwritten slots, threads, other rows, tiles, layers."""
 
 import os
 import subprocess
