@@ -205,7 +205,7 @@ def failing_with_bad(engine, monkeypatch):
 def test_a_request_whose_steps_always_fail_ends_with_an_error_and_the_others_go_on(
     engine, alone, failing_with_bad, place
 ):
-    """It comes first, in the middle or last, and some requests still wait."""
+    """The failing request comes first, in the middle or last, and some requests still wait."""
     more = [f"another greedy {number}" for number in range(16)]
     asked = {**NEIGHBOURS, **dict.fromkeys(more, NEIGHBOURS["greedy"])}
     wanted = {**alone, **dict.fromkeys(more, alone["greedy"])}

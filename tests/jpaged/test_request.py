@@ -24,7 +24,7 @@ def request_of(seed, *, number=0, engine_seed=0, n=1, **options):
 
 
 def test_derived_seeds_never_change():
-    """They were recorded: the same command prints the same text in every version."""
+    """The seeds are recorded, since the same command has to print the same text in every version."""
     assert derived_seed(0, 0) == 0x34EC4BE1CF10B6F
     assert derived_seed(7, 123456) == 0x29DB2793BABBC8ED
 

@@ -121,7 +121,7 @@ def test_the_rows_of_every_case_have_room_and_those_of_one_query_are_first(scrip
 
 
 def test_what_cudnn_may_refuse_of_skewed_rows_is_no_goal(script: Script) -> None:
-    """It is given 64 × 512 pages of them, 2³¹ numbers of keys: without a ratio that is a goal no run would pass."""
+    """cuDNN may refuse 64 × 512 pages, 2³¹ numbers of keys: if the ratio were a goal, every run would fail."""
     assert "decode ÷ cuDNN" in script("gpu_check").GOALS
     assert "skewed ÷ cuDNN" not in script("gpu_check").GOALS
 

@@ -165,7 +165,7 @@ def test_a_step_that_gives_other_bits_when_it_is_run_again_is_wrong(script: Scri
 
 
 def test_a_layer_that_is_not_the_one_it_was_told_is_wrong(script: Script) -> None:
-    """Even if it reads where it wrote."""
+    """The check finds the wrong layer even if the kernel reads the pages that it wrote."""
     check = script("kernel_check")
     with pytest.raises(RuntimeError, match="another layer"):
         check.Bench(lambda case: FirstLayer(), 1).error(paths(check)["second layer"])

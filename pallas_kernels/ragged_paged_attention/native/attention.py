@@ -8,9 +8,9 @@
     prefill tiles    some tokens of one row
 
 A page's keys and values are read once, from memory into registers, for all queries of a KV head, and of a tile from the
-caches. Whatever tile a token is in and whatever company it has, the same is done for it in the same order, one page
-after the other: its bits do not depend on it, nor on the number of threads, nor on how a prompt was cut, as long
-as all values are finite: a later token's, of weight 0, reaches the others of its row in a tile if it is not.
+caches. In any tile and beside any rows, a token's sums are the same in the same order, page by page: its bits depend
+neither on the tile, nor on the number of threads, nor on how a prompt was cut. This holds for finite values only: a
+later token's value has weight 0 for the earlier tokens of its tile, and NaN × 0 would reach them.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ def test_draws_rarely_change_with_the_rounding_of_another_executable():
 
 @pytest.mark.parametrize("offset", [0.0, 100.0, -1e4, 1e4])
 def test_logprobs_are_the_log_softmax_before_temperature_and_truncation(offset):
-    """They are within 1e-5 of float64 on the float32 logits that the sampler was given, however large."""
+    """Logprobs are within 1e-5 of float64 on the sampler's float32 logits, however large these are."""
     logits = make_logits(len(RULES), 1000, seed=10) + np.float32(offset)
     result = draw(logits, [full_rules(rule, 1000) for rule in RULES.values()], SampleMode.FULL, 20)
     exact = logits.astype(np.float64)
@@ -444,7 +444,7 @@ def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
 
 
 def test_only_rows_that_ask_for_logprobs_get_some():
-    """Any number of rows at any index, with the tokens that they draw otherwise; forced rows give the forced token."""
+    """Any number of rows may ask, at any index; logprobs change no drawn token, and forced rows give the forced one."""
     logits = make_logits(19, 1000, seed=13)
     rules = [full_rules(RULES[name], 1000) for name in (*RULES, "none", "hot")]
     rows = make_rows(rules, output_index=np.arange(19))

@@ -164,7 +164,7 @@ def ruled_logits(row, params, prompt_ids, token_ids, bad_words):
 
 
 def test_logprobs_and_prompt_logprobs_follow_the_definition(tiny, logits_of):
-    """They are asked for the whole vocabulary, with the prompt in chunks, and again from a warm prefix cache."""
+    """The request asks for the whole vocabulary, with the prompt in chunks, and again with a warm prefix cache."""
     prompt = PROMPTS[3]
     for options in ({}, {"long_prefill_token_threshold": 7}):
         with new_engine(tiny, **options) as engine:
@@ -269,7 +269,7 @@ def test_samples_and_seeds_differ_and_the_same_seed_gives_the_same_tokens(engine
 
 
 def test_nothing_ends_a_sequence_before_min_tokens(engine):
-    """Neither EOS nor a stop id, both of which would be drawn first, nor a stop string that every token holds."""
+    """Neither EOS nor a stop id, both the likeliest tokens, nor a stop string in every token ends the sequence."""
     at_once = {**GREEDY, "ignore_eos": False, "logit_bias": {EOS: 100.0}}
     ended = {"eos": at_once, "stop id": {**at_once, "logit_bias": {77: 100.0}, "stop_token_ids": [77]}}
     for name, fields in {**ended, "stop": {**GREEDY, "stop": ["a"], "logit_bias": {"66": 100.0}}}.items():

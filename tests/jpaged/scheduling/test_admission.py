@@ -103,7 +103,7 @@ def test_the_watermark_keeps_nothing_from_a_request_that_runs_alone():
 
 
 def test_a_request_that_lacked_pages_is_admitted_once_others_have_computed_its_prefix():
-    """It is admitted though no more pages are free than before."""
+    """The request is admitted though no more pages are free than before."""
     host = Host(num_blocks=1 + 10, long_prefill_token_threshold=8)
     host.add(prompt(24), max_tokens=4)
     request = host.add(prompt(22), max_tokens=2)

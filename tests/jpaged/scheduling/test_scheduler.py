@@ -114,7 +114,7 @@ def test_prompt_positions_not_scored_before_a_preemption_are_computed_after_it()
 
 
 def test_ended_requests_are_not_kept_in_memory():
-    """They are gone by the step after their last one."""
+    """A request is freed by the step after its last one."""
     host = Host(max_num_seqs=2)
     for index in range(4):
         host.add(prompt(5, 20 * index), max_tokens=3).request_id = "ended"
@@ -149,7 +149,7 @@ def test_samples_share_the_prompt_s_pages_and_copy_the_partly_filled_one():
 
 @pytest.mark.parametrize("num_pages", [100, 103, 106, 112, 121, 130])
 def test_a_fork_that_could_share_nothing_is_counted_with_pages_of_its_own(num_pages):
-    """It waits for a slot until a window has passed what it would have shared. Then both are swapped out and in."""
+    """The fork waits for a slot until a window has passed the pages that it would share. Then both are swapped."""
     host = Host(
         num_blocks=num_pages,
         num_host_blocks=200,
@@ -177,7 +177,7 @@ def test_a_fork_that_could_share_nothing_is_counted_with_pages_of_its_own(num_pa
 
 
 def test_a_cached_page_gone_bad_fails_its_readers_and_no_later_request():
-    """None of those that fail has written the page, and yet it must not be found again."""
+    """No failing request has written the page, and yet a prefix lookup must not find it again."""
     host = Host()
     host.add(prompt(8), max_tokens=1)
     host.run()

@@ -51,7 +51,7 @@ def refusal_of_a_fork(host, parent):
     ("max_tokens", "num_pages"), [(8, 1 + 2 * 2), (9, 1 + 2 * 3)], ids=["up to a page's end", "one token more"]
 )
 def test_a_fork_is_refused_if_the_pool_lacks_one_page_for_both_at_full_length(max_tokens, num_pages):
-    """They share the first of their pages, and compute 5 + max_tokens − 1 tokens each: the last token ends them."""
+    """Parent and fork share their first page, and compute 5 + max_tokens − 1 tokens each: the last token ends them."""
     for num_missing in (0, 1):
         host = Host(num_blocks=1 + num_pages - num_missing)
         request = host.add(prompt(5), max_tokens=max_tokens)
@@ -241,7 +241,7 @@ def test_a_window_passes_a_page_with_the_first_token_that_does_not_see_it():
 
 
 def test_a_page_is_published_with_the_token_after_its_last_one():
-    """Only a token that was drawn after it shows that it is sound."""
+    """Only a finite token drawn after a page shows that the page holds no NaN."""
     host = Host()
     sequence = host.add(prompt(3), max_tokens=14).sequences[0]
     published = {}

@@ -515,7 +515,7 @@ def test_a_sample_that_gets_its_slot_late_shares_the_pages_its_parent_still_has(
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_parent_decodes_on_in_a_copy_of_the_partly_filled_page_that_a_sample_shares(has_room):
-    """It does so in the same step; without a page for the copy neither goes on."""
+    """The parent decodes in the same step; without a page for the copy neither sequence goes on."""
     host = Host(max_num_seqs=2, max_num_batched_tokens=5, enable_prefix_caching=False)
     other, request = host.add(prompt(2, 500), max_tokens=20), host.add(prompt(6), max_tokens=20)
     host.step()

@@ -84,7 +84,7 @@ def test_a_seed_that_has_found_a_bug_passes(seed):
 
 
 def test_a_seed_has_one_event_log():
-    """It is the same in another process, with other string hashes and addresses."""
+    """The log is the same in another process, with other string hashes and addresses."""
     code = "from tests.jpaged.simulation import simulate; print(*(simulate(seed).log_hash for seed in range(8)))"
     logs = set()
     for hash_seed in ("0", "1"):

@@ -86,12 +86,12 @@ def test_the_defaults_of_an_accelerator():
     ],
 )
 def test_the_pool_of_a_cpu(case, pool_pages):
-    """It is min(4 GiB, half of free memory, max_num_seqs × max_model_len)."""
+    """The pool is min(4 GiB, half of free memory, max_num_seqs × max_model_len)."""
     assert sized(**case).num_blocks == pool_pages
 
 
 def test_the_pool_of_a_device():
-    """It is 0.92 of free memory without weights and one step, but at most every sequence at full length."""
+    """The pool is 0.92 of free memory without weights and one step, but at most every sequence at full length."""
     free = 40 * GIB
     page = PAGE // 2
     sizes = sized("gpu", free_bytes=free, context=131072, model={"torch_dtype": "bfloat16"})
@@ -201,7 +201,7 @@ def missing_bytes(message):
     ids=["cpu", "gpu"],
 )
 def test_a_model_larger_than_memory_is_refused_with_the_missing_bytes(platform, options, estimated, measured):
-    """It starts with exactly those bytes more. The step is measured only if the weights leave room for a page."""
+    """With exactly those bytes more it starts. The step is measured only if the weights leave room for a page."""
     message = refused(platform, free_bytes=WEIGHTS // 4, **options)
     assert message.startswith(estimated)
     assert sized(platform, free_bytes=WEIGHTS // 4 + missing_bytes(message), **options).num_blocks >= 2

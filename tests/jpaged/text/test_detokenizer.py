@@ -136,7 +136,7 @@ def test_bad_byte_does_not_hold_back_what_follows():
 
 
 def test_good_characters_stand_beside_a_bad_byte_token():
-    """Only here `decode` gives less text: it turns the whole run of byte tokens into U+FFFD."""
+    """Only in this case `decode` gives less text: it turns the whole run of byte tokens into U+FFFD."""
     tokenizer = sentence_piece_tokenizer()
     ids = [3 + byte for byte in "你".encode()] + [3 + 0xFF]
     assert tokenizer.decode(ids) == BROKEN * 4

@@ -302,7 +302,7 @@ def test_a_gguf_file_gives_back_the_tensors_it_was_converted_from(tmp_path, arch
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
 def test_quantized_rows_equal_those_of_the_dequantized_tensor(tmp_path, kind):
-    """They are equal bit for bit: quantization works along a row, so rows may be permuted before or after."""
+    """The rows are equal bit for bit: quantization works along a row, so rows may be permuted before or after."""
     kind = GGMLQuantizationType[kind]
     written = hf_tensors(tied=True)
     config, checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", written, kind=kind))

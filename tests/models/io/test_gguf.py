@@ -143,7 +143,7 @@ KINDS += ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_equal_the_gguf_packages_dequantized_tensor(tmp_path, kind):
-    """They are equal bit for bit: the same function de-quantizes them, and no block spans two rows."""
+    """The rows are equal bit for bit: the same function de-quantizes them, and no block spans two rows."""
     num_rows, num_values = 6, 512
     block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     row_bytes = num_values // block_size * block_bytes

@@ -49,7 +49,7 @@ def test_other_dtypes_are_refused(backend: Backend) -> None:
 
 
 def test_layouts_and_backends_are_values() -> None:
-    """They are static parts of a compiled step: equal ones must be one cache key."""
+    """Layouts and backends are static parts of a compiled step, so equal ones must be one cache key."""
     assert layout(XlaBackend()) == layout(XlaBackend())
     assert hash(layout(XlaBackend())) == hash(layout(XlaBackend()))
     assert layout(XlaBackend()) != layout(XlaBackend(), "float32").__class__(3, 6, 8, 2, 64, np.dtype("float32"))

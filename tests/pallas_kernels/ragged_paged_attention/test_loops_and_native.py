@@ -92,7 +92,7 @@ BFLOAT16_PAGES = {
 @pytest.mark.parametrize("stored", BFLOAT16_PAGES)
 @pytest.mark.parametrize("step_dtype", ["bfloat16", "float32"])
 def test_pages_of_bfloat16(stored: str, step_dtype: str) -> None:
-    """In pairs for native code, as bits for XLA on a CPU, elsewhere as numbers: NaN in dead slots included."""
+    """Native code stores pairs, XLA on a CPU bits, others plain numbers; unwritten slots hold NaN."""
     options: dict[str, Any] = dict(dtype="bfloat16", step_dtype=step_dtype, options=FEATURES["all of them"])
     world = World(shape_of(**options, **BFLOAT16_PAGES[stored]))
     assert world.cache.pages[0].dtype == stored
@@ -108,7 +108,7 @@ def test_pages_that_the_window_has_left_may_be_null(window: int, kind: str) -> N
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_single_token_step(kind: str) -> None:
-    """No prefill code at all."""
+    """A step of one token compiles no prefill code."""
     run_single_tokens(World(shape_of(**BACKENDS[kind])))
 
 
@@ -203,7 +203,7 @@ def test_a_causal_mask_off_by_one_would_be_noticed() -> None:
 
 
 def test_the_oracle_is_the_definition() -> None:
-    """By hand: equal scores give the mean of what is seen; a sink of the same score takes one share of it."""
+    """Equal scores give the mean of the visible values, computed by hand; a sink of the same score takes one share."""
     q, k = np.zeros((3, 1, 2)), np.zeros((4, 1, 2))
     v = np.array([1.0, 2.0, 4.0, 8.0])[:, None, None] * np.ones((4, 1, 2))
     mean = dense_attention(q, [k], [v], [3], scale=1.0)

@@ -105,7 +105,7 @@ def test_sizes_that_do_not_compile_are_left_out_and_said(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("at_start", "is_taken"), [(0, False), (1, True)])
 def test_sizes_that_spill_more_registers_in_decode_than_those_of_a_start_lose(at_start: int, is_taken: bool) -> None:
-    """They lose even if their schedule is shorter."""
+    """Sizes with more spills lose even if their schedule is shorter."""
 
     def attention_loops(backend: TpuBackend, shape: TpuShape) -> tuple[list[Loop], list[Loop]]:
         assert backend.sizes is not None

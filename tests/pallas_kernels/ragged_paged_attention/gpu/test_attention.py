@@ -89,7 +89,7 @@ def world_of_three_pages_a_row() -> World:
 
 
 def test_padding_behind_the_last_of_as_many_rows_as_there_is_room_for_is_finite() -> None:
-    """It lies in the last tile, which computes it from slots that hold NaN."""
+    """The padding lies in the last tile, which computes it from slots that hold NaN."""
     some = world_of_three_pages_a_row()
     some.step({0: 1, 1: 1, 2: 5})
     some.step({0: 1, 1: 1, 2: 1})
@@ -227,7 +227,7 @@ def test_window_soft_cap_and_sinks(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_candidate_for_prefill_on_hopper_matches_the_oracle(dtype: str) -> None:
-    """By `wgmma`, which the interpreter knows, from shared memory."""
+    """The interpreter runs `wgmma` on operands in shared memory."""
     run_three_steps(world(dtype=dtype, made_with={"prefill": "wgmma"}))
 
 
@@ -262,7 +262,7 @@ def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
 
 
 def test_a_single_token_step() -> None:
-    """No large tiles at all."""
+    """A step of one token launches no large tiles."""
     run_single_tokens(world(**PAIR))
 
 
@@ -288,7 +288,7 @@ def test_a_window_off_by_one_would_be_noticed(error: int) -> None:
 
 
 def test_drawn_raggedness_matches_the_oracle() -> None:
-    """In pieces, by the program of the rows that are cut: compiling takes longer than the steps."""
+    """The program is that of the tests with pieces: compiling another one takes longer than the steps."""
     steps = ragged_steps(most_steps=3, most_tokens=80, most_context=300, lengths=(15, 16, 17, 63, 65))
     check_any_order(lambda seed: world_of_pieces(seed=seed), steps, max_examples=3)
 

@@ -112,7 +112,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_every_pair_of_query_and_key_is_computed_once(
     heads: tuple[int, int], step: Any, spare: int, later: int, split: bool, num_sms: int
 ) -> None:
-    """Also if the plan was made for contexts of decode rows that are up to 70 tokens longer."""
+    """The plan may have been made for contexts of decode rows that are up to 70 tokens longer."""
     some = planner(*heads, windows=(None, 100), split_kv=split, num_sms=num_sms)
     query_lens, context_lens = step
     planned = [s + later if n == 1 else s for n, s in zip(query_lens, context_lens, strict=True)]
@@ -249,7 +249,7 @@ def test_the_backend_is_made_where_pallas_has_its_instructions_and_names_the_jax
 def test_the_gpu_kernels_tests_are_left_out_by_version_alone(
     version: tuple[int, ...], num_ignored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not left out for want of a name that a later JAX may have changed: then they fail."""
+    """If a later JAX renames what they use, the tests fail instead of being skipped."""
     monkeypatch.delattr(mosaic_gpu, "InterpretGPUParams", raising=False)
     monkeypatch.setattr(jax, "__version_info__", version)
     assert len(runpy.run_path(str(Path(__file__).with_name("conftest.py")))["collect_ignore"]) == num_ignored

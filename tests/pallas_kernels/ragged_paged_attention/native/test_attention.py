@@ -175,7 +175,7 @@ MASKS = {"plain": (None, None), "1": (1, None), "20": (20, None), "cap": (None, 
 def test_tokens_see_what_attention_says(
     heads: int, group: int, head_size: int, page_size: int, dtype: str, mask: str
 ) -> None:
-    """Whatever the vectors that a page and a head are cut into, at every edge of a page, in a layer of its own."""
+    """Shapes give whole and partial vectors, rows end at every edge of a page, and the layer is not the first."""
     rng = np.random.default_rng(page_size)
     pages = random_pages(rng, heads, head_size, page_size, dtype)
     window, soft_cap = MASKS[mask]
@@ -258,7 +258,7 @@ def test_rows_that_share_pages_have_the_bits_that_they_have_alone(group: int, dt
 
 
 def test_shared_pages_are_read_from_the_first_rows_table() -> None:
-    """No other row's table is read for the pages that they share."""
+    """Only the first row's table is read for the pages that all rows share."""
     rng = np.random.default_rng(0)
     step = random_step(rng, random_pages(rng, 1, 64, 16, "float32"), 2, [50, 60, 70])
     step.tables[:, :3] = step.tables[0, :3]
@@ -385,7 +385,7 @@ print(hashlib.sha256(out.tobytes()).hexdigest())
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_gives_the_same_bits(dtype: str) -> None:
-    """Also none but the caller's, and more than there are cores."""
+    """The numbers include the caller's thread alone, and more threads than cores."""
     found = set()
     for num_threads in (1, 2, 5):
         # XLA makes its pool as large as NPROC says.

@@ -197,7 +197,7 @@ def test_full_tiles_in_pieces_and_heads_in_groups(
 
 
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16: two of a full tile's four pieces at once; half of a piece of prefill's, where no more is seen."""
+    """Two of a full tile's four pieces are unrolled together; prefill computes half a piece where no more is visible."""
     monkeypatch.setattr(decode_kernel, "MAX_UNROLLED_PRODUCTS", 2)
     monkeypatch.setattr(prefill, "MAX_SCORE_ROWS", 32)
     cut = {"tile": 32, "full": 8, "sub_kv": 32, "detect_races": False}
@@ -257,7 +257,7 @@ def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
 
 
 def test_a_single_token_step() -> None:
-    """No prefill code at all."""
+    """A step of one token compiles no prefill code."""
     run_single_tokens(world(**SMALL))
 
 
