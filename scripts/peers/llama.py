@@ -41,7 +41,7 @@ batch = lib.llama_batch_init(args.batch, 0, 1)
 
 
 def decode(rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-    """One batch of (token, position, sequence, is wanted); returns the likeliest next token of each wanted sequence."""
+    """Decode a batch of (token, position, sequence, is wanted); return the likeliest next token of wanted sequences."""
     batch.n_tokens = len(rows)
     for index, (token, position, sequence, is_wanted) in enumerate(rows):
         batch.token[index], batch.pos[index], batch.logits[index] = token, position, is_wanted
@@ -56,13 +56,13 @@ def decode(rows: list[tuple[int, int, int, bool]]) -> dict[int, int]:
 
 
 def num_common(tokens: list[int], others: list[int]) -> int:
-    """Tokens with which both begin."""
+    """Return the number of tokens with which both begin."""
     pairs = zip(tokens, others, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(others)))
 
 
 def run(requests: list[dict], max_num_seqs: int) -> int:
-    """All requests; returns the tokens that came out."""
+    """Run all requests and return the number of generated tokens."""
     memory = lib.llama_get_memory(context)
     lib.llama_memory_clear(memory, True)
     waiting, free = deque(requests), list(range(max_num_seqs))

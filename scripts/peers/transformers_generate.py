@@ -26,7 +26,7 @@ model.generation_config = transformers.GenerationConfig(do_sample=False, pad_tok
 
 
 def run(batch: list[dict]) -> int:
-    """Left-padded to the longest prompt; goes on until the last one has its tokens."""
+    """Generate from a batch, left-padded to the longest prompt, until the last request has its tokens."""
     longest = max(len(request["prompt"]) for request in batch)
     padded = [[0] * (longest - len(request["prompt"])) + request["prompt"] for request in batch]
     mask = [[0] * (longest - len(request["prompt"])) + [1] * len(request["prompt"]) for request in batch]

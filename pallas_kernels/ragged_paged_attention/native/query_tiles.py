@@ -38,7 +38,7 @@ class TiledQueries(Queries):
         super().__init__(code, shape, keys=keys, values=values)
         self.matrix_unit = MatrixUnit(code)
         self.edge = code.allocate(I32, TILE * shape.head_size)
-        """Copy of the values of a block whose last slots are dead, with zeros there."""
+        """Copy of the values of a block whose last slots are unwritten, with zeros there."""
 
     def begin(self) -> None:
         self.matrix_unit.configure()

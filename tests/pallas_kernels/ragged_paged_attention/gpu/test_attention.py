@@ -81,7 +81,7 @@ def test_rows_that_share_their_first_pages() -> None:
 
 
 def world_of_three_pages_a_row() -> World:
-    """A world with room for three rows, of three pages each."""
+    """Return a world with room for three rows, of three pages each."""
     some = world(table_len=3)
     some.shape = dataclasses.replace(some.shape, num_tokens=48, num_rows=3)
     some.add_rows(3)
@@ -103,7 +103,7 @@ def test_a_row_that_fills_its_page_table_reads_nothing_behind_it() -> None:
 
 
 def world_of_pieces(**changes: Any) -> World:
-    """A world in which rows of more than 64 keys are cut."""
+    """Return a world in which rows of more than 64 keys are cut."""
     some = world(64, made_with=CUT, table_len=8, **changes)
     some.shape = dataclasses.replace(some.shape, num_tokens=200)
     return some

@@ -100,9 +100,10 @@ class Step:
         return partial(jax.jit(run), self.q, self.tables, self.positions, plan)
 
     def error(self, out: np.ndarray) -> float:
-        """Against the definition, in float64; of bfloat16 the norm of a query's error beyond what rounded weights make.
+        """Return the largest error against the definition in float64.
 
-        Roundings of many weights are of either sign, and so do not add up but as squares do.
+        In bfloat16 it is the norm of a query's error beyond that of rounded weights. Roundings of many weights have
+        either sign, so their squares add up.
         """
         page_size, window, head_size = self.pages.page_size, self.pages.options.window, self.q.shape[3]
         is_bf16_packed = self.pages.keys.dtype == PACKED_BF16
@@ -146,7 +147,7 @@ def random_step(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Step:
-    """Rows of these lengths: one token each, and for those behind as many as `queries` says, a tile each."""
+    """Return a step of rows of these lengths: one token each, the last ones with `queries` tokens in one tile each."""
     heads, page_size, head_size = pages[0].shape[1], pages[0].shape[3], pages[1].shape[3]
     counts = [1] * (len(lens) - len(queries)) + list(queries)
     rows = np.repeat(np.arange(len(lens)), counts)
@@ -337,7 +338,7 @@ def test_a_matrix_unit_multiplies_where_there_is_one() -> None:
 
 
 def code_of(step: Step) -> str:
-    """LLVM's, of the attention that the step calls."""
+    """Return the LLVM code of the attention that the step calls."""
     attention._attend_handler.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         texts: list[str] = []

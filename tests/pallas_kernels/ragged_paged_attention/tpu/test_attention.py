@@ -47,7 +47,7 @@ FEATURES = features(page_size=16)
 
 
 def slow(*values: Any) -> list[Any]:
-    """Values of a parameter that are tried with the slow tests only."""
+    """Mark values of a parameter for the slow tests only."""
     return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
 
 
@@ -56,7 +56,7 @@ def interpreted(mode: str, *, detect_races: bool = True) -> pltpu.InterpretParam
 
 
 def backend(mode: str, page_size: int, dtype: str, *, detect_races: bool = True, **cut: int) -> TpuBackend:
-    """Tiles of a few tokens, so that rows of a few dozen have many. `cut` are other sizes than these."""
+    """Return a backend with tiles of few tokens, so that rows of a few dozen have many. `cut` replaces these sizes."""
     sizes = {"tile": 32, "full": cut.get("tile", 32), "tail": page_size, "max_rows": 8, **cut}
     sizes.setdefault("write_slots", write_slots_of("v6e", dtype))
     sub_kv, tile_q = sizes.pop("sub_kv", page_size), sizes.pop("tile_q", 16)
@@ -75,7 +75,7 @@ def world(
 
 @pytest.fixture(autouse=True)
 def nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """The interpreter prints what it finds, a race or a semaphore's count behind a kernel, and goes on."""
+    """Fail if the interpreter prints a race, or a semaphore that is not zero after a kernel: it goes on after both."""
     yield
     pltpu.reset_tpu_interpret_mode_state()  # What a failure has left would make the next kernel fail.
     assert capsys.readouterr().out == ""
@@ -197,7 +197,7 @@ def test_full_tiles_in_pieces_and_heads_in_groups(
 
 
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of a full tile's four pieces are unrolled together; prefill computes half a piece where no more is visible."""
+    """Two of a full tile's four pieces are unrolled together; prefill computes half a piece at the causal edge."""
     monkeypatch.setattr(decode_kernel, "MAX_UNROLLED_PRODUCTS", 2)
     monkeypatch.setattr(prefill, "MAX_SCORE_ROWS", 32)
     cut = {"tile": 32, "full": 8, "sub_kv": 32, "detect_races": False}
@@ -222,7 +222,7 @@ def test_every_head_size(head_size: int, dtype: str, modes: tuple[str, str]) -> 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_pages_of_one_byte_a_number(dtype: str, head_size: int, mode: str) -> None:
-    """Every head and layer has scales of its own; dead slots hold the largest number, or NaN."""
+    """Every head and layer has scales of its own; unwritten slots hold the largest number, or NaN."""
     layers = (LayerPlace(0, 0), LayerPlace(0, 1))
     run_ragged(world(32, mode=mode, dtype=dtype, head_size=head_size, layers=layers, num_group_layers=2))
 
