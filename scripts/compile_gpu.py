@@ -133,7 +133,7 @@ class GpuGate:
         """
         import jax
 
-        from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions
+        from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions
 
         start = time.monotonic()
         try:
@@ -249,7 +249,7 @@ class GpuGate:
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
         """Return the backend for that many heads on one chip."""
-        from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
+        from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 
         return GpuBackend(
             num_heads=num_heads,

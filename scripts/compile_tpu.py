@@ -33,7 +33,7 @@ class TpuGate:
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:
         """Return the backend for that many heads on one chip."""
-        from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 
         return TpuBackend.for_heads(self.chip, num_heads, head_size)
 

@@ -176,7 +176,7 @@ def cache_layout(cell: Cell, backend: Any) -> Any:
     Raises ValueError if the backend does not support the cell.
     """
     from jpaged.commands.bench.bundles import CACHE_BYTES
-    from jpaged.pallas_kernels.ragged_paged_attention import KVShape
+    from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 
     layout = backend.layout(KVShape(2, 1, cell.page_size, cell.heads[1], cell.head_size, cell.dtypes[1]))
     return dataclasses.replace(layout, num_pages=-(-CACHE_BYTES // layout.page_bytes))
@@ -189,7 +189,9 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     from jax.experimental.layout import Format, Layout
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
+    from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata, LayerPlace
+    from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales
+    from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
     (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -258,7 +260,8 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     from jpaged.models.config import RopeConfig
     from jpaged.models.layers import RMSNorm, WeightMaker
     from jpaged.models.rope import inverse_frequencies, rotation_at
-    from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, KVShape, LayerPlace, PagedCache
+    from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata, KVShape, LayerPlace
+    from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
     from jpaged.sharding import TENSOR_AXIS
 
     (num_heads, num_kv_heads), head_size, num_tokens, num_rows = (32, 8), 128, 256, 16

@@ -28,7 +28,8 @@ import numpy as np
 from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Bench, Case, Rows, checks
 from kernel_speed import LLAMA, Loop, Sizes, causal_flops
 
-from jpaged.pallas_kernels.ragged_paged_attention import AttentionMetadata, GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
 GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1), "decode ÷ cuDNN": ("≤", 1.0), "prefill ÷ cuDNN": ("≤", 1.1)}
 """Ratio → its goal. `decode ÷ cuDNN` is the worst ratio of all shapes to cuDNN's paged attention, which pads skewed

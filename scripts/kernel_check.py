@@ -24,18 +24,17 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jpaged.pallas_kernels.ragged_paged_attention import (  # noqa: E402
+from jpaged.pallas_kernels.ragged_paged_attention.interface import (  # noqa: E402
     NULL_PAGE,
     AttentionMetadata,
     Backend,
     KVLayout,
-    KVScales,
     KVShape,
     LayerPlace,
-    PagedCache,
-    random_tables,
-    step_of_rows,
 )
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales  # noqa: E402
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache  # noqa: E402
+from jpaged.pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows  # noqa: E402
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention  # noqa: E402
 
 MOST_ERROR = 1e-2

@@ -64,7 +64,7 @@ class Bench:
 
     def ours(self) -> dict[str, Any]:
         """Return the bundles of both programs of `TpuBackend`, at the sizes that it chooses."""
-        from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
         from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
         backend = TpuBackend(chip=self.compiler.chip)
@@ -110,7 +110,7 @@ class Bench:
 
     def spills(self, cell: Cell) -> dict[str, Any]:
         """Return the registers that our kernels spill at a cell's shape; `fault` says which count is too large."""
-        from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
+        from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
         from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import heads_per_chunk
         from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape
 

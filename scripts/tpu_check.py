@@ -25,8 +25,7 @@ import kernel_speed
 from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Bench, Case, Rows, checks
 from kernel_speed import LLAMA, Loop, Sizes
 
-from jpaged.pallas_kernels.ragged_paged_attention import TpuBackend
-from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS, TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes, write_slots_of
 

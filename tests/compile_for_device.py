@@ -48,7 +48,8 @@ def mesh_of(gate, num_devices: int):
 
 def move_reports(mesh, target: str, num_devices: int, num_pages: int) -> dict:
     """Compile copies, swaps and attention on the cache of a model with 8e9 parameters, its heads spread over chips."""
-    from jpaged.pallas_kernels.ragged_paged_attention import KVShape, XlaBackend
+    from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
+    from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
     from jpaged.step.programs import move_programs
 
     platform = {"v6e": "tpu", "h100": "gpu"}.get(target, target)
@@ -87,7 +88,7 @@ def lower_attention(platform: str, mesh, layout, is_sharing: bool):
     """
     import jax
 
-    from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+    from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
     heads = (32, layout.num_kv_heads)
     cell = Cell(
@@ -107,7 +108,7 @@ def loop_reports(gate, target: str) -> dict:
     from kernel_check import Bench
     from kernel_speed import LLAMA, Loop, Sizes, copy_loop, loop_of, run
 
-    from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+    from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
     has_kernels = target == "v6e" or jax.__version_info__ >= (0, 11)
     backend = gate.backend(32, 8, 128, (None,)) if has_kernels else XlaBackend(platform="gpu")

@@ -156,7 +156,8 @@ def main() -> None:
     import jax
 
     from jpaged.models.config import config_from_hf
-    from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend, XlaBackend
+    from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+    from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
     from jpaged.sampling.logit_rules import rule_shapes
     from jpaged.sampling.logit_rules_spec import LogitRulesSpec
     from jpaged.sampling.sampler import SampleSettings

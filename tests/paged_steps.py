@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.pallas_kernels.ragged_paged_attention import (
+from jpaged.pallas_kernels.ragged_paged_attention.interface import (
     NULL_PAGE,
     AttentionMetadata,
     Backend,
     KVLayout,
-    KVScales,
     LayerPlace,
-    PagedCache,
     PlanRows,
 )
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
 
 def metadata(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES
+from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES
 
 ROOT = Path(__file__).parents[1]
 NUM_PAGES = 1024

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from ..errors import ConfigError
 from ..models.config import ModelConfig
 from ..models.io.loading import Weights, abstract_weights
-from ..pallas_kernels.ragged_paged_attention import Backend, KVLayout, LayerPlace, PagedCache
+from ..pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, LayerPlace
+from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode

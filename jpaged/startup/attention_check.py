@@ -23,17 +23,16 @@ from .. import pallas_kernels
 from ..checks import one_line
 from ..models.config import ModelConfig
 from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
-from ..pallas_kernels.ragged_paged_attention import (
+from ..pallas_kernels.ragged_paged_attention.interface import (
     AttentionMetadata,
     AttentionShape,
     Backend,
     KVShape,
     LayerPlace,
-    PagedCache,
-    XlaBackend,
-    random_tables,
-    step_of_rows,
 )
+from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from ..pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
+from ..pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from .attention_choice import attention_shape
 from .user_cache import make_private, user_cache
 

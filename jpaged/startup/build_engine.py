@@ -23,7 +23,7 @@ from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.io.loading import check_tensors, load_weights
-from ..pallas_kernels.ragged_paged_attention import Backend
+from ..pallas_kernels.ragged_paged_attention.interface import Backend
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
 from ..sampling.sampler import SampleSettings

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..models.io.loading import Weights
-from ..pallas_kernels.ragged_paged_attention import MAX_MOVES, KVLayout, PagedCache, copy_pages, put_pages, take_pages
+from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
+from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
+from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import new_rules, rule_shapes, set_rules
 from ..sampling.sample_columns import SAMPLE_FIELDS
 from ..sampling.sampler import PLAIN, SampleSettings

@@ -23,7 +23,8 @@ from jax.sharding import Mesh
 
 from ..kv_cache.page_store import MoveKind, PageMove
 from ..models.io.loading import Weights
-from ..pallas_kernels.ragged_paged_attention import MAX_MOVES, NULL_PAGE, Page
+from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
+from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
 from ..sampling.logit_rules import LogitRulesState
 from ..sampling.sampler import SampledRows
 from ..sampling.sampling_params import SampleMode

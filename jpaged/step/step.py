@@ -23,7 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..config import MAX_DECODE_STEPS
-from ..pallas_kernels.ragged_paged_attention import AttentionMetadata, PagedCache
+from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
+from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, apply_rules, record_tokens
 from ..sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from ..kv_cache.page_store import PageMove
-from ..pallas_kernels.ragged_paged_attention import Backend, PlanRows
+from ..pallas_kernels.ragged_paged_attention.interface import Backend, PlanRows
 from ..request import Request, SampleSequence
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns

@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from ...pallas_kernels.ragged_paged_attention import AttentionCache, AttentionMetadata
+from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
+from ...pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from ..config import ModelConfig
 from ..layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
 from ..rope import Rotation, attention_factor, inverse_frequencies, rotation_at

@@ -20,7 +20,7 @@ import numpy as np
 from jpaged.engine_core import EngineCore
 from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_store import MoveKind
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.request import CacheKey, Request, RequestState
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.io.loading import Weights, abstract_weights
-from jpaged.pallas_kernels.ragged_paged_attention import Backend, KVLayout, KVShape, NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.sharding import device_mesh
 
 SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import Backend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend
 
 Script = Callable[[str], ModuleType]
 """Name → that module of the folder `scripts`."""

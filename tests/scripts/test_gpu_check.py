@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 
 from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
 

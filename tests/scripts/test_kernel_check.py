@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend, quantize
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import quantize
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
 from .check_scripts import Script, blind
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
 COUNT = 37
 """Iterations of the timed loop; no loop inside of attention runs as often."""

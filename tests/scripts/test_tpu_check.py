@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import KVShape, TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
 from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes

@@ -28,7 +28,7 @@ from ...engine import Engine
 from ...models.config import ModelConfig
 from ...models.io.loading import Weights
 from ...outputs import RequestMetrics
-from ...pallas_kernels.ragged_paged_attention import AttentionMetadata
+from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ...sampling.sampler import SamplingRows, sample
 from ...sampling.sampling_params import SampleMode, SamplingParams
 from ...step.step_inputs import BuiltStep

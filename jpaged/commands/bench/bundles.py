@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ...pallas_kernels.ragged_paged_attention import KVLayout, TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.interface import KVLayout
+    from ...pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
     from ...pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes
 
@@ -110,7 +111,9 @@ class Compiler:
         """
         import jax.numpy as jnp
 
-        from ...pallas_kernels.ragged_paged_attention import AttentionMetadata, KVScales, LayerPlace, PagedCache
+        from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata, LayerPlace
+        from ...pallas_kernels.ragged_paged_attention.kv_scales import KVScales
+        from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
         shaped = self.shaped
         page = page_layout(backend, shape)
@@ -144,7 +147,7 @@ class Compiler:
 
 def page_layout(backend: TpuBackend, shape: TpuShape) -> KVLayout:
     """Return the layout of one page in one layer; ValueError if the kernels do not take the shape."""
-    from ...pallas_kernels.ragged_paged_attention import KVShape
+    from ...pallas_kernels.ragged_paged_attention.interface import KVShape
 
     return backend.layout(KVShape(1, 1, shape.page_size, shape.num_kv_heads, shape.head_size, shape.dtype))
 

@@ -27,19 +27,18 @@ import numpy as np
 
 from ...checks import check, one_of
 from ...errors import ConfigError
-from ...pallas_kernels.ragged_paged_attention import (
+from ...pallas_kernels.ragged_paged_attention.interface import (
     NULL_PAGE,
     AttentionMetadata,
     AttentionShape,
     Backend,
     KVShape,
     LayerPlace,
-    PagedCache,
-    XlaBackend,
-    random_tables,
-    step_of_rows,
 )
 from ...pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
+from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
+from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from ...startup.attention_choice import choose_attention
 from ..flags import FlagParser
 from ..progress import say

@@ -33,7 +33,9 @@ from ...errors import ConfigError
 from ...kv_cache.block_manager import BlockManager
 from ...kv_cache.prefix_hash import extend_hashes
 from ...models.io.loading import Weights
-from ...pallas_kernels.ragged_paged_attention import KVShape, PagedCache, XlaBackend
+from ...pallas_kernels.ragged_paged_attention.interface import KVShape
+from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from ...request import NO_EXTRAS, Request
 from ...sampling.logit_rules_spec import LogitRulesSpec
 from ...sampling.sample_columns import SAMPLE_FIELDS

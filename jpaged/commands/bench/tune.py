@@ -28,7 +28,7 @@ from ..progress import say
 from .bundles import SPILLS, TOPOLOGIES, Compiler, DecodeLoops, bundles_of_prompt, page_layout, prepare
 
 if TYPE_CHECKING:
-    from ...pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes, TunedEntry
 
 MIN_GAIN = 0.02
@@ -222,7 +222,7 @@ def _cost(figures: Figures, of: Figures) -> float:
 
 def _backend(chip: str, shape: TpuShape, sizes: TpuSizes | None = None) -> TpuBackend:
     """Return the kernels' backend for the shape, with these sizes or, without any, those that a start takes."""
-    from ...pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 
     return replace(TpuBackend.for_heads(chip, shape.num_heads, shape.head_size), sizes=sizes)
 
@@ -309,7 +309,7 @@ def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
     """
     import jax
 
-    from ...pallas_kernels.ragged_paged_attention import TpuBackend
+    from ...pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, read_tuned, sizes_of
     from ...startup.attention_choice import tuned_path, users_tuned
     from ...startup.user_cache import make_private

@@ -15,16 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
 from jpaged.pallas_kernels.native.llvm import processor
-from jpaged.pallas_kernels.ragged_paged_attention import (
-    AttentionShape,
-    KVShape,
-    NativeBackend,
-    TpuBackend,
-    XlaBackend,
-)
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import GpuPlanner
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.startup.attention_check import (
     MAX_ERROR,
     check_key,

@@ -10,9 +10,11 @@ import pytest
 from jpaged.errors import ConfigError
 from jpaged.models.config import config_from_hf
 from jpaged.pallas_kernels.native import ffi
-from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend, TpuBackend, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.names import BACKENDS
 from jpaged.pallas_kernels.ragged_paged_attention.native import backend as native_backend
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.startup.attention_choice import attention_shape, block_size_of, choose_attention, load_backend
 
 from ..tiny_model import CONFIG

@@ -12,7 +12,7 @@ import pytest
 from jpaged import Engine, SamplingParams
 from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
-from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 
 from ..tiny_model import write_tiny_model
 

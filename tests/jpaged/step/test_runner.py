@@ -10,7 +10,10 @@ import pytest
 
 from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.models.config import config_from_hf
-from jpaged.pallas_kernels.ragged_paged_attention import MAX_MOVES, LayerPlace, NativeBackend, PagedCache
+from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput

@@ -10,7 +10,9 @@ import pytest
 
 from jpaged.models.config import config_from_hf
 from jpaged.pallas_kernels.native.matmul import columns_of
-from jpaged.pallas_kernels.ragged_paged_attention import LayerPlace, NativeBackend, PagedCache
+from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.sampling.logit_rules import new_rules
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jpaged.kv_cache.page_store import MoveKind, PageMove
-from jpaged.pallas_kernels.ragged_paged_attention import XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams

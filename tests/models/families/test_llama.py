@@ -21,15 +21,10 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.io.checkpoint import open_checkpoint
 from jpaged.models.io.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.models.layers import Embedding, WeightMaker
-from jpaged.pallas_kernels.ragged_paged_attention import (
-    Backend,
-    KVShape,
-    LayerPlace,
-    NativeBackend,
-    PagedCache,
-    XlaBackend,
-)
-from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
+from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVShape, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
 from jpaged.sharding import device_mesh
 
 from ...paged_steps import metadata, nan_cache

@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.pallas_kernels.ragged_paged_attention import (
-    NULL_PAGE,
-    Backend,
-    KVScales,
-    KVShape,
-    LayerPlace,
-    NativeBackend,
-    PagedCache,
-    quantize,
-)
+from jpaged.pallas_kernels.ragged_paged_attention.interface import NULL_PAGE, Backend, KVShape, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales, quantize
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 
 from ...paged_steps import metadata, nan_cache

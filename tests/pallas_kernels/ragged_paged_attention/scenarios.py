@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import Backend, KVShape, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVShape, LayerPlace
 
 from ...paged_steps import metadata
 from .paged_world import ATOL, World, bits_of

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import Backend, KVLayout, KVShape, NativeBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.sharding import LOGICAL_TO_MESH
 
 

@@ -9,16 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jpaged.pallas_kernels.ragged_paged_attention import (
-    MAX_MOVES,
-    KVLayout,
-    KVShape,
-    NativeBackend,
-    XlaBackend,
-    copy_pages,
-    put_pages,
-    take_pages,
-)
+from jpaged.pallas_kernels.ragged_paged_attention.interface import KVLayout, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
 NUM_PAGES, NUM_LAYERS = 3 * MAX_MOVES, 3
 SHUFFLED = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).tolist()

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, XlaBackend, random_tables, step_of_rows
+from jpaged.pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
+from jpaged.pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
 from ...paged_steps import metadata
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, LayerPlace, NativeBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import NULL_PAGE, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tile_plan import MAX_GROUPS, shared_prefixes
-from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
 
 from ...paged_steps import plan_of
 from .paged_world import Shape, World

@@ -12,7 +12,8 @@ import pytest
 from jpaged.commands.bench import kernels
 from jpaged.commands.bench.kernels import GATHER_KINDS, Workload, dense, full_gather, paged
 from jpaged.commands.cli import main
-from jpaged.pallas_kernels.ragged_paged_attention import NativeBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
 SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
 

@@ -20,7 +20,8 @@ from jpaged.commands.bench.bundles import SPILLS, Compiler, Loop
 from jpaged.commands.bench.tune import DECODES, Bundles, Measured, _tune, search, write_entry
 from jpaged.commands.cli import main
 from jpaged.errors import ConfigError
-from jpaged.pallas_kernels.ragged_paged_attention import AttentionShape, KVShape, TpuBackend, XlaBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape, KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
     TpuShape,
@@ -30,6 +31,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
     sizes_by_rule,
     sizes_of,
 )
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.startup.attention_choice import attention_shape, backend_by_name, choose_attention, tuned_path
 
 from ...startup.test_attention_choice import model_with

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions, GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.memory_ops import (
     Chip,
     row_layout,
@@ -24,6 +24,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.gpu.memory_ops import (
     to_compute_dtype,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import ROW_ALIGN
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions
 
 from ....paged_steps import plan_of
 from ..paged_world import World, shape_of

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import GpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.partition import PIECE_COST, partition
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import (
     MERGE_FIELDS,

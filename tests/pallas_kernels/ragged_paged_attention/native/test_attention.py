@@ -19,7 +19,7 @@ from jpaged.pallas_kernels.native import llvm
 from jpaged.pallas_kernels.native.amx import has_amx_unit
 from jpaged.pallas_kernels.native.llvm import F32, I64, Code, register
 from jpaged.pallas_kernels.native.xla_call import Buffer, handler
-from jpaged.pallas_kernels.ragged_paged_attention import AttendOptions
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention
 from jpaged.pallas_kernels.ragged_paged_attention.native.attention import attend_tiles
 from jpaged.pallas_kernels.ragged_paged_attention.native.pages import PACKED_BF16, NativePages, write_pages

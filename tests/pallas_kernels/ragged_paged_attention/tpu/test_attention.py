@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jpaged.pallas_kernels.ragged_paged_attention import NULL_PAGE, KVScales, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.interface import NULL_PAGE, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales
 from jpaged.pallas_kernels.ragged_paged_attention.tpu import decode_kernel, prefill
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels import ragged_paged_attention
-from jpaged.pallas_kernels.ragged_paged_attention import KVShape, LayerPlace, TpuBackend
+from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode import heads_per_product
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_kernel import max_unrolled_products
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import prefill_buffers, prefill_vmem_bytes
