@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -174,6 +174,26 @@ class Code:
             one, other = (self._half(pair, which) for pair in (factor, words))
             total = self.add_product(one, other, total)
         return total
+
+    def add_outer(
+        self,
+        factors: Iterable[ir.Value],
+        words: Sequence[ir.Value],
+        totals: Sequence[ir.Value],
+        *,
+        has_avx512_bf16: bool,
+    ) -> list[ir.Value]:
+        """Return totals[i, j] + factors[i] × words[j], row after row, as `add_words` adds; a factor is one word.
+
+        Each factor is taken from the iterable, which may emit its load, just before it is multiplied.
+        """
+        found: list[ir.Value] = []
+        for factor in factors:
+            in_lanes = self.broadcast(factor, words[0].type.count)
+            so_far = totals[len(found) : len(found) + len(words)]
+            for vector, total in zip(words, so_far, strict=True):
+                found.append(self.add_words(in_lanes, vector, total, has_avx512_bf16=has_avx512_bf16))
+        return found
 
     def _half(self, pairs: ir.Value, which: int) -> ir.Value:
         """Return the lower (0) or upper (1) bfloat16 of each pair as float32."""

@@ -153,14 +153,8 @@ def _handler(is_bf16_packed: bool, has_avx512_bf16: bool, has_avx512: bool, grou
                 at = add(add(panel, mul(k, I64(PANEL))), I64(column))
                 w = [code.load_vector(panels, add(at, I64(v * lanes)), kind, lanes) for v in range(VECTORS)]
                 code.prefetch(panels, add(at, I64(FETCHED_AHEAD)), kind, VECTORS * lanes)
-                found = []
-                for i, start in enumerate(starts):
-                    factor = code.broadcast(code.load(x, add(start, k), kind), lanes)
-                    for v in range(VECTORS):
-                        found.append(
-                            code.add_words(factor, w[v], sums[i * VECTORS + v], has_avx512_bf16=has_avx512_bf16)
-                        )
-                return found
+                factors = (code.load(x, add(start, k), kind) for start in starts)
+                return code.add_outer(factors, w, sums, has_avx512_bf16=has_avx512_bf16)
 
             before = [build.select(is_begun, code.load_vector(out, place, F32, lanes), none) for place in places]
             for place, total in zip(places, code.loop(begin, end, add_products, carried=before), strict=True):

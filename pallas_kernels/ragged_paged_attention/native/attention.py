@@ -81,31 +81,23 @@ def _attend_handler(shape: Shape) -> str:
     num_kv_heads, group, page_size = shape.num_kv_heads, shape.group, shape.page_size
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
-        build, (q, keys, values, tables, positions, first, counts, prefill, shared, members, num_seen, sinks) = (
-            code.build,
-            args,
-        )
+        build = code.build
+        q, keys, values, tables, positions, first, counts, prefill, shared, members, num_seen, sinks = args
         num_shared, num_decode, num_prefill = (code.load_index(counts.data, i) for i in range(3))
-        token_size, num_tokens = num_kv_heads * group * shape.head_size, q.size(0)
-        _clear_padding(code, rets[0].data, token_size, num_tokens, num_decode, num_prefill, prefill)
+        _clear_padding(code, q, rets[0], num_kv_heads * group * shape.head_size, prefill, num_decode, num_prefill)
         num_tiles = build.add(build.add(num_shared, num_decode), num_prefill)
+
         # Decode rows see as many tokens as their positions say; a single prefill tile is enough for several threads.
-        total = code.loop(
-            0,
-            num_decode,
-            lambda row, sum: [build.add(sum, code.load_index(positions.data, row))],
-            carried=[build.mul(num_prefill, I64(MAX_SERIAL_ELEMENTS))],
-        )[0]
+        def add_position(row: ir.Value, sum: ir.Value) -> list[ir.Value]:
+            return [build.add(sum, code.load_index(positions.data, row))]
+
+        (total,) = code.loop(0, num_decode, add_position, carried=[build.mul(num_prefill, I64(MAX_SERIAL_ELEMENTS))])
         is_large = build.icmp_signed(">", total, I64(MAX_SERIAL_ELEMENTS // (num_kv_heads * shape.head_size)))
-        data = [
-            buffer.data for buffer in (q, keys, values, tables, positions, prefill, shared, members, num_seen, sinks)
-        ]
+        arrays = q, keys, values, tables, positions, prefill, shared, members, num_seen, sinks
+        data = [array.data for array in arrays]
         sizes = [tables.size(1), prefill.size(1), shared.size(1), num_shared, num_decode]
-        return (
-            [*data, rets[0].data, *sizes, code.load_index(first.data, 0)],
-            build.mul(num_tiles, I64(num_kv_heads)),
-            is_large,
-        )
+        given = [*data, rets[0].data, *sizes, code.load_index(first.data, 0)]
+        return given, build.mul(num_tiles, I64(num_kv_heads)), is_large
 
     def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
         (
@@ -140,9 +132,8 @@ def _attend_handler(shape: Shape) -> str:
             at = build.select(is_shared, add(place, i), I64(0))
             member = code.load_index(members, at)
             token = build.select(is_shared, member, build.select(is_decode, decode, add(start, i)))
-            queries.set_token(
-                i, token, build.select(is_shared, member, build.select(is_decode, decode, row)), positions
-            )
+            row_of_token = build.select(is_shared, member, build.select(is_decode, decode, row))
+            queries.set_token(i, token, row_of_token, positions)
             queries.start(i, head, q, sinks)
 
         code.loop(0, count, note)
@@ -182,23 +173,18 @@ def _attend_handler(shape: Shape) -> str:
 
 
 def _clear_padding(
-    code: Code,
-    out: ir.Value,
-    token_size: int,
-    num_tokens: ir.Value,
-    num_decode: ir.Value,
-    num_prefill: ir.Value,
-    prefill: Buffer,
+    code: Code, q: Buffer, out: Buffer, token_size: int, prefill: Buffer, num_decode: ir.Value, num_prefill: ir.Value
 ) -> None:
     """Write zeros for the padding tokens, which follow the last tile."""
-    build = code.build
+    build, num_tokens, data = code.build, q.size(0), out.data
     last = code.max(build.sub(num_prefill, I64(1)), I64(0))
     start, length = (
         code.load_index(prefill.data, build.add(build.mul(I64(kind), prefill.size(1)), last)) for kind in (1, 2)
     )
     has_prefill = build.icmp_signed(">", num_prefill, I64(0))
     end = build.select(has_prefill, build.add(start, length), num_decode)
-    zero = constant(F32, 0.0)
-    code.loop(
-        build.mul(end, I64(token_size)), build.mul(num_tokens, I64(token_size)), lambda at: code.store(zero, out, at)
-    )
+
+    def clear(at: ir.Value) -> None:
+        code.store(constant(F32, 0.0), data, at)
+
+    code.loop(build.mul(end, I64(token_size)), build.mul(num_tokens, I64(token_size)), clear)

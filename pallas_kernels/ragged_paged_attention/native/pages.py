@@ -87,11 +87,8 @@ def write_pages(
     pages.check(num_kv_heads, head_size)
     stored = jnp.dtype(jnp.bfloat16) if pages.is_bf16_packed else pages.keys.dtype
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pages.keys, pages.values)]
-    call = ffi_call(
-        _write_handler(pages.is_bf16_packed, num_kv_heads, head_size, pages.page_size),
-        shapes,
-        input_output_aliases={0: 0, 1: 1},
-    )
+    name = _write_handler(pages.is_bf16_packed, num_kv_heads, head_size, pages.page_size)
+    call = ffi_call(name, shapes, input_output_aliases={0: 0, 1: 1})
     keys, values = call(pages.keys, pages.values, k.astype(stored), v.astype(stored), slots, pages.first_page[None])
     return keys, values
 
@@ -100,9 +97,7 @@ def write_pages(
 def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
     kind = I16 if is_bf16_packed else F32
     token_values = num_kv_heads * head_size
-    (_, _, key_words, _), (_, _, value_words, _) = pages_shapes(
-        1, num_kv_heads, page_size, head_size, is_bf16_packed=is_bf16_packed
-    )
+    key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
         build, num_tokens = code.build, args[4].size(0)

@@ -17,6 +17,9 @@ from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
 from .pages import words_of
 
+Slots = tuple[ir.Value, ir.Value]
+"""The first of consecutive slots of a page, and the slot after the last; equal or descending if there are none."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -59,9 +62,8 @@ class Shape:
     def name(self) -> str:
         """Return the name of the handler."""
         sizes = (getattr(self, name) for name in self.__dataclass_fields__)
-        return "_".join(["jpaged_attend", *(str(int(x) if isinstance(x, bool) else x) for x in sizes)]).replace(
-            ".", "p"
-        )
+        name = "_".join(["jpaged_attend", *(str(int(x) if isinstance(x, bool) else x) for x in sizes)])
+        return name.replace(".", "p")
 
 
 class Queries:
@@ -113,10 +115,8 @@ class Queries:
 
     def num_pages(self, i: ir.Value) -> ir.Value:
         """Return the number of pages up to the position of token i."""
-        build = self.code.build
-        return build.sdiv(
-            build.add(self.code.load(self.lens, i, I64), I64(self.shape.page_size - 1)), I64(self.shape.page_size)
-        )
+        build, page_size = self.code.build, self.shape.page_size
+        return build.sdiv(build.add(self.code.load(self.lens, i, I64), I64(page_size - 1)), I64(page_size))
 
     def first_page(self, i: ir.Value) -> ir.Value:
         return self.code.build.sdiv(self._oldest(i), I64(self.shape.page_size))
@@ -127,8 +127,8 @@ class Queries:
             return I64(0)
         return self.code.max(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
-    def seen(self, i: ir.Value, first_slot: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return the first slot of a page that token i sees, and the slot after the last; equal or descending: none."""
+    def seen(self, i: ir.Value, first_slot: ir.Value) -> Slots:
+        """Return the slots of a page that token i sees."""
         code, build = self.code, self.code.build
         seen_from = code.max(build.sub(self._oldest(i), first_slot), I64(0))
         length = build.sub(code.load(self.lens, i, I64), first_slot)
@@ -154,18 +154,17 @@ class Queries:
 
         code.loop(0, shape.group, start)
         source, target = (build.mul(x, I64(shape.key_words)) for x in (self.of_token(i, head), first))
-        code.loop(
-            0,
-            shape.group * shape.key_words,
-            lambda at: code.store(code.load(q, build.add(source, at), self.word), self.queries, build.add(target, at)),
-        )
+
+        def copy(at: ir.Value) -> None:
+            code.store(code.load(q, build.add(source, at), self.word), self.queries, build.add(target, at))
+
+        code.loop(0, shape.group * shape.key_words, copy)
         lane, none = build.mul(first, I64(shape.head_size)), constant(ir.VectorType(F32, self.head_lanes), 0.0)
-        code.loop(
-            0,
-            shape.group * shape.head_size,
-            lambda at: code.store_vector(none, self.sums, build.add(lane, at)),
-            step=self.head_lanes,
-        )
+
+        def clear(at: ir.Value) -> None:
+            code.store_vector(none, self.sums, build.add(lane, at))
+
+        code.loop(0, shape.group * shape.head_size, clear, step=self.head_lanes)
 
     def finish(self, i: ir.Value, head: ir.Value, out: ir.Value) -> None:
         """Write the weighted means of token i to `out`; zeros where no key was seen."""
@@ -221,7 +220,7 @@ class Queries:
             code.loop(0, count * shape.group, weigh)
             for part in self.parts:
                 of_part = following if part is self.parts[0] else None
-                self._sum_values(first, count, part, page, of_part, any_from, any_to)
+                self._sum_values(first, count, part, page, of_part, (any_from, any_to))
 
     def _score(self, first: ir.Value, count: int, part: range, page: ir.Value, fetches: bool) -> None:
         """Compute scores[query, z] = q · k[:, z], some queries and slots at a time."""
@@ -241,12 +240,8 @@ class Queries:
                 k = [code.load_vector(self.keys, add(at, I64(x)), self.word, self.slot_lanes) for x in vectors]
                 if fetches:
                     code.prefetch(self.values, add(values, in_page), self.word, self.slot_span)
-                found = []
-                for index, query in enumerate(queries):
-                    ours = code.broadcast(code.load(self.queries, add(query, word), self.word), self.slot_lanes)
-                    so_far = scores[index * len(k) : (index + 1) * len(k)]
-                    found += [self._add_words(ours, x, score) for x, score in zip(k, so_far, strict=True)]
-                return found
+                factors = (code.load(self.queries, add(query, word), self.word) for query in queries)
+                return code.add_outer(factors, k, scores, has_avx512_bf16=self._fills_avx512(self.slot_lanes))
 
             scores = code.loop(0, key_words, word_of_head, carried=[none] * (len(queries) * len(vectors)))
             for index, place in enumerate(places):
@@ -254,9 +249,6 @@ class Queries:
                     code.store_vector(score, self.scores, add(I64(place * page_size + x), slot))
 
         code.loop(0, page_size, some_slots, step=self.slot_span)
-
-    def _add_words(self, factor: ir.Value, words: ir.Value, total: ir.Value) -> ir.Value:
-        return self.code.add_words(factor, words, total, has_avx512_bf16=self._fills_avx512(words.type.count))
 
     def _fills_avx512(self, lanes: int) -> bool:
         """Return whether vectors of `lanes` are long enough for the instructions for pairs."""
@@ -298,12 +290,11 @@ class Queries:
 
         def exponentiate(slot: ir.Value, total: ir.Value) -> list[ir.Value]:
             weight = build.select(is_seen(slot), code.exp(build.fsub(scores(slot), in_lanes)), none)
+            at = add(weights_of, slot)
             if shape.is_bf16_packed:
-                code.store_rounded(
-                    weight, self.weights, add(weights_of, slot), has_avx512_bf16=self._fills_avx512(slot_lanes)
-                )
+                code.store_rounded(weight, self.weights, at, has_avx512_bf16=self._fills_avx512(slot_lanes))
             else:
-                code.store_vector(weight, self.weights, add(weights_of, slot))
+                code.store_vector(weight, self.weights, at)
             return [build.fadd(total, weight)]
 
         total = code.reduce(code.loop(0, end, exponentiate, step=slot_lanes, carried=[none])[0], build.fadd)
@@ -324,18 +315,11 @@ class Queries:
         code.store(build.fadd(code.load(self.totals, query, F32), total), self.totals, query)
 
     def _sum_values(
-        self,
-        first: ir.Value,
-        count: int,
-        part: range,
-        page: ir.Value,
-        following: ir.Value | None,
-        seen_from: ir.Value,
-        seen_to: ir.Value,
+        self, first: ir.Value, count: int, part: range, page: ir.Value, following: ir.Value | None, seen: Slots
     ) -> None:
         """Add Σ weights[query, z] · v[z] to the sums, some queries and lanes at a time. Dead slots are not read."""
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
-        head_size = shape.head_size
+        (seen_from, seen_to), head_size = seen, shape.head_size
         begin = mul(page, I64(shape.value_words * head_size))
         places = [j * shape.group + g for j in range(count) for g in part]
         vectors = range(0, self.head_span, self.head_lanes)
@@ -353,13 +337,9 @@ class Queries:
                         v = [build.and_(x, constant(x.type, 0xFFFF)) for x in v]
                     if keys is not None:
                         code.prefetch(self.keys, add(keys, in_page), self.word, self.head_span)
-                    found = []
-                    for index, place in enumerate(places):
-                        at = add(I64(place * shape.value_words), word)
-                        ours = code.broadcast(code.load(self.weights, at, self.word), self.head_lanes)
-                        sums = so_far[index * len(v) : (index + 1) * len(v)]
-                        found += [self._add_words(ours, x, value) for x, value in zip(v, sums, strict=True)]
-                    return found
+                    starts = (add(I64(place * shape.value_words), word) for place in places)
+                    factors = (code.load(self.weights, start, self.word) for start in starts)
+                    return code.add_outer(factors, v, so_far, has_avx512_bf16=self._fills_avx512(self.head_lanes))
 
                 before = [code.load_vector(self.sums, place, F32, self.head_lanes) for place in at]
                 after = code.loop(first_word, end, word_of_page, carried=before)

@@ -87,9 +87,8 @@ class TiledQueries(Queries):
                 at = mul(h, I64(4))
                 c, b, b_of_edge = (Matrix(matrix.at(code, 0, at), matrix.stride) for matrix in (sums, values, edge))
                 self.matrix_unit.load_sums(c, num_tiles)
-                self.matrix_unit.multiply(
-                    weights, b, num_tiles, build.sdiv(begin_block, I64(2)), build.sdiv(whole, I64(2))
-                )
+                first_pair, end_pair = build.sdiv(begin_block, I64(2)), build.sdiv(whole, I64(2))
+                self.matrix_unit.multiply(weights, b, num_tiles, first_pair, end_pair)
                 with build.if_then(has_edge):
                     self.matrix_unit.multiply(of_edge, b_of_edge, num_tiles, 0, TILE)
                 self.matrix_unit.store_sums(c, num_tiles)
@@ -124,11 +123,8 @@ class TiledQueries(Queries):
         def copy_pair(pair: ir.Value) -> None:
             # Which numbers of a pair live: both, the first, none.
             live = build.sub(num_slots, build.mul(pair, I64(2)))
-            mask = build.select(
-                build.icmp_signed(">", live, I64(1)),
-                I32(-1),
-                build.select(build.icmp_signed("==", live, I64(1)), I32(0xFFFF), I32(0)),
-            )
+            are_both, is_first = (build.icmp_signed(order, live, I64(1)) for order in (">", "=="))
+            mask = build.select(are_both, I32(-1), build.select(is_first, I32(0xFFFF), I32(0)))
             in_lanes = code.broadcast(mask, lanes)
             row = values.at(code, build.add(first, pair))
 
