@@ -131,8 +131,7 @@ class SafetensorsCheckpoint:
         self.dtype(name)
         part = self._files[name].get_slice(name)
         start, stop = _bounds(rows, part.get_shape()[0])
-        values: np.ndarray = part[start:stop]
-        return values
+        return part[start:stop]
 
     def _add(self, file_name: str) -> None:
         # safetensors needs the bfloat16 that ml_dtypes registers with numpy.
@@ -196,8 +195,7 @@ class GGUFCheckpoint:
         """Return where llama.cpp's converter stored each of `rows`: row (half, i) of a head is at 2 i + half."""
         head, row = np.divmod(rows, self._head_size)
         half, i = np.divmod(row, self._head_size // 2)
-        stored: np.ndarray = head * self._head_size + 2 * i + half
-        return stored
+        return head * self._head_size + 2 * i + half
 
 
 def _hf_name(gguf_name: str) -> str:

@@ -95,8 +95,7 @@ class Fields:
         def is_right(value: Any) -> bool:
             return isinstance(value, list) and all(issubclass(one, kind) for one in set(map(type, value)))
 
-        values: list[Any] = self._value(key, default, is_right, f"a list of {kind.__name__} values")
-        return values
+        return self._value(key, default, is_right, f"a list of {kind.__name__} values")
 
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
         """Return the token ids of a value that is absent, null, one integer or a list, each id once.

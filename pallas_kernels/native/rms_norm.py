@@ -32,8 +32,7 @@ def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float
     if x_TD.shape[1:] != weight_D.shape:
         raise ValueError(f"rms_norm: got rows of {x_TD.shape[1:]} and a weight of {weight_D.shape}, wanted the same")
     name = _handler(x_TD.shape[1], float(eps))
-    normed: Array = ffi_call(name, jax.ShapeDtypeStruct(x_TD.shape, jnp.float32))(x_TD, weight_D)
-    return normed
+    return ffi_call(name, jax.ShapeDtypeStruct(x_TD.shape, jnp.float32))(x_TD, weight_D)
 
 
 @cache

@@ -249,12 +249,7 @@ class Backend(ABC):
 
     @classmethod
     def for_devices(
-        cls,
-        devices: Sequence[Any],
-        shape: AttentionShape,
-        *,
-        deterministic: bool = False,
-        tuned: tuple[Any, ...] = (),
+        cls, devices: Sequence[Any], shape: AttentionShape, *, deterministic: bool = False, tuned: tuple[Any, ...] = ()
     ) -> Self:
         """Return the backend for models of this shape on these JAX devices of one kind, over pages of the default size.
 

@@ -78,8 +78,7 @@ def fence_before_copy(chip: Chip) -> None:
 
 def load_global(source: Ref, layout: Any) -> jax.Array:
     """Load an array from global memory into registers of this layout."""
-    loaded: jax.Array = plgpu.load(source, layout=layout, optimized=False)
-    return loaded
+    return plgpu.load(source, layout=layout, optimized=False)
 
 
 def store_global(target: Ref, value: jax.Array) -> None:

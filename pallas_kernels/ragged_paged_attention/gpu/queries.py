@@ -48,8 +48,7 @@ class QueryRows:
         within = query_row - self.begins[row]
         token = jnp.minimum(self.step.query_starts[row] + within // self.group, num_tokens - 1)
         head_KA = jnp.arange(self.num_kv_heads)[:, None] * self.group + (within % self.group)[None]
-        aligned: Array = q.reshape(-1, head_size)[(token * num_heads)[None] + head_KA]
-        return aligned
+        return q.reshape(-1, head_size)[(token * num_heads)[None] + head_KA]
 
     def restore(self, aligned: Float[Array, "K A H"]) -> Float[Array, "T N H"]:
         """Gather results back into the order of tokens, with zeros for padding tokens.

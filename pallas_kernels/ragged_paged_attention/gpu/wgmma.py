@@ -49,8 +49,6 @@ def _product(a_ref: Ref, b_ref: Ref) -> jax.Array:
 
     def product(acc_ref: Ref) -> jax.Array:
         plgpu.wgmma(acc_ref, a_ref, b_ref)
-        result: jax.Array = acc_ref[...]
-        return result
+        return acc_ref[...]
 
-    found: jax.Array = pl.run_scoped(product, plgpu.ACC((a_ref.shape[0], b_ref.shape[1]), jnp.float32))
-    return found
+    return pl.run_scoped(product, plgpu.ACC((a_ref.shape[0], b_ref.shape[1]), jnp.float32))

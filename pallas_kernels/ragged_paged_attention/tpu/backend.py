@@ -25,7 +25,7 @@ from .heads import TOKEN_UNROLL
 from .kernel_call import CallOptions
 from .lanes import LANES, HeadLanes
 from .prefill import prefill_attention
-from .query_tiles import QueryTiles
+from .query_tiles import PLAN_HEADER
 from .sizes import (
     CHIPS,
     VMEM_BYTES,
@@ -51,7 +51,6 @@ TPU_CHIPS = {
 }
 """Device kind as JAX reports it → the chip that the kernels have sizes for."""
 LEAST_PAGE = 16
-PLAN_HEADER = 1
 
 
 @dataclass(frozen=True)
@@ -196,11 +195,10 @@ class TpuBackend(Backend):
         self, pages: tuple[Array, ...], layout: KVLayout, inputs: LayerInputs
     ) -> tuple[Float[Array, "T N H"], tuple[Array, ...]]:
         """See `Backend.attend`."""
-        q, k, v, step = inputs.q, inputs.k, inputs.v, inputs.step
+        q, k, v = inputs.q, inputs.k, inputs.v
         (kv_pages,) = pages
         num_tokens, num_heads, _ = q.shape
         sizes, call = self.sizes_for(num_heads, layout, q.dtype), CallOptions(self.interpret, self.check_bounds)
-        tiles = QueryTiles._make((*step.plan[PLAN_HEADER:].reshape(4, -1), step.plan[0]))
         if k is not None and v is not None:
             if inputs.kv_scales is None:
                 k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
@@ -210,9 +208,9 @@ class TpuBackend(Backend):
                     for x, scales in zip((k, v), inputs.kv_scales, strict=True)
                 )
             if num_tokens > 1:  # A step of one token has no prefill row.
-                kv_pages = write_prefill(k, v, kv_pages, tiles, inputs, call, tile_q=self.tile_q)
+                kv_pages = write_prefill(k, v, kv_pages, inputs, call, tile_q=self.tile_q)
         out, kv_pages = decode_attention(q, k, v, kv_pages, inputs, call, sizes=sizes.decode)
         if num_tokens > 1:
             tile_sizes = {"tile_q": self.tile_q, "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
-            out = prefill_attention(out, kv_pages, tiles, inputs, call, **tile_sizes)
+            out = prefill_attention(out, kv_pages, inputs, call, **tile_sizes)
         return out, (kv_pages,)

@@ -69,14 +69,11 @@ class HeadLanes:
 
     def rows(self, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Lay the keys and values of one head, [T, H] each, out as pages hold them: S arrays [T, 128], in order."""
-        lanes = range(0, self.width, LANES)
         k, v = self.padded(k), self.padded(v)
-        pairs = [
-            pair
-            for lane in lanes
-            for pair in self.row_pairs(k[:, lane : lane + LANES], v[:, lane : lane + LANES], lane)
-        ]
-        return [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
+        rows: dict[int, jax.Array] = {}
+        for lane in range(0, self.width, LANES):
+            rows |= self.row_pairs(k[:, lane : lane + LANES], v[:, lane : lane + LANES], lane)
+        return [rows[index] for index in range(self.num_rows)]
 
     def row_pairs(self, k: jax.Array, v: jax.Array, lane: int) -> list[tuple[int, jax.Array]]:
         """Return (index among the S rows, [T, 128]) for the 128 lanes of key and value that begin at `lane`.

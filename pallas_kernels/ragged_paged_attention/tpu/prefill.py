@@ -56,7 +56,7 @@ from .lanes import (
     zero_rows,
 )
 from .pages import PageCopies
-from .query_tiles import QueryTiles, QueryTileScalars
+from .query_tiles import QueryTiles
 
 MAX_SCORE_ROWS = 1024
 """Rows of one product's scores at most: query heads of a chunk × queries of a tile."""
@@ -108,9 +108,8 @@ class PrefillScratch(NamedTuple):
 
 def heads_per_chunk(group: int, tile_q: int) -> int:
     """Return the query heads whose scores one product computes: a divisor of the G = `group` heads of a KV head."""
-    return max(
-        size for size in range(1, group + 1) if group % size == 0 and (size == 1 or size * tile_q <= MAX_SCORE_ROWS)
-    )
+    fitting = [size for size in range(1, group + 1) if group % size == 0 and size * tile_q <= MAX_SCORE_ROWS]
+    return max(fitting, default=1)
 
 
 Buffers = dict[str, tuple[tuple[int, ...], Any]]
@@ -150,7 +149,6 @@ def prefill_vmem_bytes(buffers: Buffers, sub_kv: int) -> int:
 def prefill_attention(
     q: Float[Array, "T N H"],
     pages: Float[Array, "C K S Z L"],
-    query_tiles: QueryTiles,
     layer: LayerInputs,
     call: CallOptions,
     *,
@@ -158,21 +156,16 @@ def prefill_attention(
     sub_kv: int,
     tile_q: int,
 ) -> Float[Array, "T N H"]:
-    """Attend the queries of `query_tiles` causally to their rows' pages, and return `q` with outputs in their place.
+    """Attend the queries of prefill rows causally to their rows' pages, and return `q` with outputs in their place.
 
     All other tokens keep what `q` holds, which is donated. `tile_kv` counts keys, a multiple of the page size and of
     `sub_kv`; `tile_q` is the largest number of queries of a tile; L is 128.
     """
     _, num_heads, head_size = q.shape
-    sinks, kv_scales = layer.sinks, layer.kv_scales
-    inputs = PrefillInputs(
-        sinks=None if sinks is None else sinks.astype(jnp.float32) * LOG2_E,
-        scales=None if kv_scales is None else jnp.stack(kv_scales).astype(jnp.float32),
-        q=q,
-        pages=pages,
-    )
+    sinks = None if layer.sinks is None else layer.sinks.astype(jnp.float32) * LOG2_E
+    scales = None if layer.kv_scales is None else jnp.stack(layer.kv_scales).astype(jnp.float32)
+    inputs = PrefillInputs(sinks, scales, q, pages)
     in_specs = PrefillInputs._make((*jax.tree.map(lambda _: IN_SMEM, inputs[:2]), IN_HBM, IN_HBM))
-    scalars = QueryTileScalars.of(query_tiles, layer)
     buffers = prefill_buffers(tile_q, num_heads, pages.shape[1], head_size, tile_kv, q.dtype, pages.dtype)
     scratch = PrefillScratch(
         **{name: pltpu.VMEM(shape, dtype) for name, (shape, dtype) in buffers.items()},
@@ -183,12 +176,12 @@ def prefill_attention(
     )
     (attended,) = call_kernel(
         partial(_attend_query_tile, sub_kv=sub_kv, table_len=layer.tables.shape[1], options=layer.options),
-        scalars,
+        QueryTiles.of(layer),
         inputs,
         in_specs,
         scratch,
         outputs=("q",),
-        num_steps=query_tiles.num_tiles,
+        num_steps=layer.step.plan[0],
         vmem_bytes=prefill_vmem_bytes(buffers, sub_kv),
         name="ragged_paged_prefill",
         call=call,
@@ -197,7 +190,7 @@ def prefill_attention(
 
 
 def _attend_query_tile(
-    scalars: QueryTileScalars,
+    scalars: QueryTiles,
     inputs: PrefillInputs,
     out: Ref,
     scratch: PrefillScratch,
@@ -217,11 +210,8 @@ def _attend_query_tile(
     num_chunks, chunk = scratch.queries.shape[0], num_heads // scratch.queries.shape[0]
     can_halve = sub_kv // 2 % (LANES if sub_kv > LANES else 32 // scratch.kv_tiles.dtype.itemsize) == 0
     half = sub_kv // 2 if can_halve else sub_kv
-    q_tile, first_page, num_q_tiles = (
-        pl.program_id(0),
-        scalars.first_page_and_count[0],
-        scalars.first_page_and_count[1],
-    )
+    q_tile = pl.program_id(0)
+    first_page, num_q_tiles = scalars.first_page_and_count[0], scalars.first_page_and_count[1]
     position, end = scalars.first_positions[q_tile], scalars.end_position(q_tile)
     q_buffer = lax.rem(q_tile, 2)
     copies = PageCopies(inputs.pages, scalars.page_tables, table_len, first_page, tile_kv)

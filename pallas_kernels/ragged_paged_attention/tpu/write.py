@@ -30,7 +30,7 @@ from .heads import heads_from_rows, rows_shape, tokens_to_rows
 from .kernel_call import IN_HBM, CallOptions, call_kernel
 from .lanes import LANES, HeadLanes, Ref, divide, iota
 from .pages import PageCopies
-from .query_tiles import QueryTiles, QueryTileScalars
+from .query_tiles import QueryTiles
 
 MAX_BLOCK_TOKENS = 32
 """Tokens of a block at most: every dtype's hardware tile fits, and reading a partial block costs little."""
@@ -71,13 +71,12 @@ def write_prefill(
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     pages: Float[Array, "C K S Z L"],
-    tiles: QueryTiles,
     layer: LayerInputs,
     call: CallOptions,
     *,
     tile_q: int,
 ) -> Float[Array, "C K S Z L"]:
-    """Write the keys and values of the tiles' tokens into the pages, which are donated, and return the pages.
+    """Write the keys and values of the prefill tokens into the pages, which are donated, and return the pages.
 
     For pages of one byte a number, `k` and `v` hold such numbers exactly, in two or four bytes each. `tile_q` is the
     largest number of tokens of a tile; L is 128.
@@ -96,17 +95,17 @@ def write_prefill(
         write_sems=pltpu.SemaphoreType.DMA((2,)),
     )
 
-    def kernel(scalars: QueryTileScalars, inputs: WriteInputs, pages: Ref, scratch: WriteScratch) -> None:
+    def kernel(scalars: QueryTiles, inputs: WriteInputs, pages: Ref, scratch: WriteScratch) -> None:
         _write_tile(scalars, inputs, pages, scratch, lanes, layer.tables.shape[1])
 
     (written,) = call_kernel(
         kernel,
-        QueryTileScalars.of(tiles, layer),
+        QueryTiles.of(layer),
         WriteInputs(k, v, pages),
         WriteInputs(IN_HBM, IN_HBM, IN_HBM),
         scratch,
         outputs=("pages",),
-        num_steps=tiles.num_tiles,
+        num_steps=layer.step.plan[0],
         vmem_bytes=VMEM_LIMIT_BYTES,
         name="ragged_paged_write",
         call=call,
@@ -115,7 +114,7 @@ def write_prefill(
 
 
 def _write_tile(
-    scalars: QueryTileScalars, inputs: WriteInputs, pages: Ref, scratch: WriteScratch, lanes: HeadLanes, table_len: int
+    scalars: QueryTiles, inputs: WriteInputs, pages: Ref, scratch: WriteScratch, lanes: HeadLanes, table_len: int
 ) -> None:
     """Write one tile of tokens: wait for them, start fetching the next tile, and write block after block."""
     tile = pl.program_id(0)

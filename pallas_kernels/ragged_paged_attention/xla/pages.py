@@ -22,11 +22,9 @@ class XlaPages(LayerPages):
 
     def write(self, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slots: Int[Array, " T"]) -> XlaPages:
         """Return these pages with k and v in `slots` of the layer."""
-        stored = [x if self.keys.dtype != jnp.uint16 else _bits(x) for x in (k, v)]
-        keys, values = (
-            write_rows(pages, new, self.first_page, slots)
-            for pages, new in zip((self.keys, self.values), stored, strict=True)
-        )
+        if self.keys.dtype == jnp.uint16:
+            k, v = (lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) for x in (k, v))
+        keys, values = (write_rows(pages, x, self.first_page, slots) for pages, x in ((self.keys, k), (self.values, v)))
         return replace(self, keys=keys, values=values)
 
     def scores(self, q: Float[Array, "*rows K M H"], keys: Float[Array, "*rows K S H"]) -> Array:
@@ -41,7 +39,3 @@ def as_float32(pages: Array) -> Float[Array, ...]:
     if pages.dtype == jnp.uint16:
         pages = lax.bitcast_convert_type(pages, jnp.bfloat16)
     return pages.astype(jnp.float32)
-
-
-def _bits(x: Float[Array, "T K H"]) -> Int[Array, "T K H"]:
-    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)

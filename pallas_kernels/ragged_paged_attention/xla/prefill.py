@@ -42,7 +42,8 @@ class PrefillTiles:
         first_key = jnp.int32(0) if window is None else jnp.maximum(positions[0] - window + 1, 0)
 
         def see_tile(tile: Array, state: Softmax) -> Softmax:
-            k, v = self._tile(lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile))
+            pages = lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile)
+            k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
             keys = tile * tile_kv + jnp.arange(tile_kv)
             # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
             is_alive = (keys < end) & (keys >= first_key)
@@ -59,13 +60,9 @@ class PrefillTiles:
 
         return lax.fori_loop(first_key // tile_kv, (end + tile_kv - 1) // tile_kv, see_tile, state)
 
-    def _tile(self, pages: Int[Array, " p"]) -> tuple[Float[Array, "K S H"], Float[Array, "K S H"]]:
-        """Return the keys and values of some pages in order of position, float32."""
-        return _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
-
 
 def _joined(pages: Float[Array, "p K Z H"]) -> Float[Array, "K S H"]:
-    """Concatenate pages along their slots, in float32."""
+    """Concatenate keys or values of some pages along their slots, in float32."""
     num_pages, num_kv_heads, page_size, head_size = pages.shape
     side_by_side = jnp.moveaxis(pages, 0, 1).reshape(num_kv_heads, num_pages * page_size, head_size)
     return as_float32(side_by_side)
