@@ -38,7 +38,8 @@ class QueryTiles(NamedTuple):
     def of(cls, layer: LayerInputs) -> QueryTiles:
         """Collect the arrays that become these references; the first number of the plan counts the tiles in use."""
         plan = layer.step.plan
-        return cls(layer.tables.reshape(-1), *plan[PLAN_HEADER:].reshape(4, -1), jnp.stack([layer.first_page, plan[0]]))
+        count = jnp.stack([layer.first_page, plan[0]])
+        return cls._make((layer.tables.reshape(-1), *plan[PLAN_HEADER:].reshape(4, -1), count))
 
     def end_position(self, tile: Ref) -> Ref:
         """Return the position after the last token of a tile."""
