@@ -35,7 +35,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import (  # noqa: E4
 from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales  # noqa: E402
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache  # noqa: E402
 from jpaged.pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows  # noqa: E402
-from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention  # noqa: E402
+from tests.pallas_kernels.ragged_paged_attention.dense_attention import dense_attention  # noqa: E402
 
 MOST_ERROR = 1e-2
 """The most error of a head's output, relative to its norm: a weight, a value and their sum, each rounded to 8 bits."""

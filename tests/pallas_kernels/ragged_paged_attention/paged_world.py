@@ -12,9 +12,9 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import NULL_PAGE, Ba
 from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales, quantize
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
-from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 
 from ...paged_steps import metadata, nan_cache
+from .dense_attention import dense_attention
 
 ATOL = 1e-5
 """Outputs are means of unit normals: float32 rounds them by 1e-7, some 1000 terms by 1e-6, and ten times that is

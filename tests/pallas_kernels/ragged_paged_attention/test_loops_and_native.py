@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttendOptions, Backend, KVShape, LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
-from jpaged.pallas_kernels.ragged_paged_attention.reference import dense_attention
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.pages import XlaPages
 
 from ...paged_steps import metadata, plan_of
+from .dense_attention import dense_attention
 from .paged_world import ATOL, Shape, World, shape_of
 from .scenarios import (
     TWO_GROUPS,
