@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 from . import checks, not_available
-from .checks import INT64, CheckedFields, Rule, Unfit, integer, number, one_of, or_none
+from .checks import INT64, CheckedFields, Rule, Unfit, boolean, integer, number, one_of, or_none, text
 from .errors import ConfigError
 from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
 from .sampling.logits_processor import LogitsProcessor
@@ -38,7 +38,8 @@ ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
 
 def _option(default: Any, help_text: str, rule: Rule) -> Any:
-    return checks.checked(default, rule, help=help_text)
+    """Return the field of an option; one whose default is None takes None too."""
+    return checks.checked(default, or_none(rule) if default is None else rule, help=help_text)
 
 
 def _block_size(value: Any) -> int:
@@ -93,7 +94,7 @@ def _limits(value: Any) -> dict[str, int | None]:
 
 
 _COUNT = integer(0, INT64[1])
-_SIZE_OR_NONE = or_none(integer(1, INT64[1]))
+_SIZE = integer(1, INT64[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +104,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     model: str = _option(
         DEFAULT_MODEL,
         "a directory of safetensors, a .gguf file, org/name[@revision], or the built-in smollm2-135m",
-        checks.text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
+        text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
     )
     revision: str | None = _option(
-        None,
-        "revision of a model from the hub",
-        or_none(checks.text("a branch, a tag or a commit of a model from the hub")),
+        None, "revision of a model from the hub", text("a branch, a tag or a commit of a model from the hub")
     )
     dtype: str = _option(
         "auto", f"weights and activations: {', '.join(DTYPES)}; auto is float32 on a CPU", one_of(*DTYPES)
@@ -126,7 +125,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}", one_of("auto", *BACKEND_NAMES))
     """A backend that is named must pass its check at start; one that auto chooses is replaced by xla if it fails."""
     max_model_len: int | None = _option(
-        None, "longest sequence in tokens, prompt and output; default: the model's", _SIZE_OR_NONE
+        None, "longest sequence in tokens, prompt and output; default: the model's", _SIZE
     )
     """By default the model's; lowered, with a printed reason, where the page pool could not hold one such sequence."""
     max_logprobs: int = _option(
@@ -143,53 +142,45 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         (), "rules of your own for logits, in Python; requests give arguments in extra_args", _processors
     )
     block_size: int | None = _option(
-        None,
-        f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64, with pallas-tpu 128",
-        or_none(_block_size),
+        None, f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64, with pallas-tpu 128", _block_size
     )
     num_blocks: int | None = _option(
-        None, "pages in the pool, the null page among them; default: from memory", or_none(integer(2, INT64[1]))
+        None, "pages in the pool, the null page among them; default: from memory", integer(2, INT64[1])
     )
     kv_cache_memory_bytes: int | None = _option(
-        None, "memory of the page pool in bytes; default: from free memory", _SIZE_OR_NONE
+        None, "memory of the page pool in bytes; default: from free memory", _SIZE
     )
     device_memory_utilization: float = _option(
         0.92, "share of a device's free memory to use, in (0, 1]", number(0.0, 1.0, open_min=True)
     )
     """Share of the free memory, measured at start, that weights, steps and pages take together; not used on a CPU."""
     num_host_blocks: int | None = _option(
-        None,
-        "pages in the host's memory, the null page among them; 0: none; default: from swap_space",
-        or_none(_host_blocks),
+        None, "pages in the host's memory, the null page among them; 0: none; default: from swap_space", _host_blocks
     )
     swap_space: float | None = _option(
         None,
         "GiB of pages in the host's memory; default: up to 4, on a CPU 0 unless preemption_mode is swap",
-        or_none(number(0.0, MAX_SWAP_SPACE)),
+        number(0.0, MAX_SWAP_SPACE),
     )
     preemption_mode: str = _option(
         "auto",
         f"what is done when pages run out: {', '.join(PREEMPTION_MODES)}; auto takes the cheaper one",
         one_of(*PREEMPTION_MODES),
     )
-    enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes", checks.boolean)
+    enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes", boolean)
     max_cached_blocks: int | None = _option(
-        None, "most pages kept for later prefixes; default: all that are free", or_none(_COUNT)
+        None, "most pages kept for later prefixes; default: all that are free", _COUNT
     )
     enable_chunked_prefill: bool = _option(
-        True,
-        "compute long prompts in pieces beside decoding; without it prompts go first, each in one step",
-        checks.boolean,
+        True, "compute long prompts in pieces beside decoding; without it prompts go first, each in one step", boolean
     )
     long_prefill_token_threshold: int = _option(0, "most tokens of one prompt per step; 0: no limit of its own", _COUNT)
     max_num_batched_tokens: int | None = _option(
         None,
         "tokens per step; default 8192, on a CPU 1024, and max_model_len without chunked prefill",
-        or_none(integer(1, MAX_STEP_TOKENS)),
+        integer(1, MAX_STEP_TOKENS),
     )
-    max_num_seqs: int | None = _option(
-        None, "sequences per step; default 256, on a CPU 64", or_none(integer(1, MAX_STEP_SEQS))
-    )
+    max_num_seqs: int | None = _option(None, "sequences per step; default 256, on a CPU 64", integer(1, MAX_STEP_SEQS))
     scheduling_policy: str | Callable[[Any], Any] = _option(
         "fcfs", "which request goes first: fcfs, or priority (the lower value, then the earlier arrival)", _policy
     )
@@ -205,7 +196,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     """Share of the page pool that stays free when a request is admitted, so that running sequences can grow; else
     an admission would often cause the next preemption."""
     async_scheduling: bool = _option(
-        True, "prepare and start each step while the one before is computed; without it they take turns", checks.boolean
+        True, "prepare and start each step while the one before is computed; without it they take turns", boolean
     )
     num_decode_steps: int | str = _option(
         "auto",
@@ -216,7 +207,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     deterministic: bool = _option(
         False,
         "compute each token bitwise alike in any batch: every step in one padded size, one token a dispatch; slower",
-        checks.boolean,
+        boolean,
     )
     warmup: str = _option(
         "lazy",
@@ -225,7 +216,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         one_of(*WARMUPS),
     )
     compilation_cache_dir: str | None = _option(
-        None, "where executables are kept; default: the user's cache folder", or_none(checks.text("a directory"))
+        None, "where executables are kept; default: the user's cache folder", text("a directory")
     )
     generation_config: str = _option(
         "auto", "auto: sampling defaults from the model; none: plain defaults", one_of("auto", "none")

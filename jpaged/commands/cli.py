@@ -40,8 +40,7 @@ def _find_commands() -> dict[str, tuple[str, str]]:
                 if match := re.match(r'"""`jpaged ([\w -]+)`: (.+?)\.', file.readline()):
                     module = ".".join(path.relative_to(folder).with_suffix("").parts)
                     found[match[1]] = f".{module.removesuffix('.__init__')}", match[2]
-    names = [*FIRST, *sorted(found.keys() - FIRST)]
-    return {name: found[name] for name in names if name in found}
+    return {name: found[name] for name in [*FIRST, *sorted(found.keys() - FIRST)] if name in found}
 
 
 def _run(args: list[str], commands: dict[str, tuple[str, str]]) -> int:
@@ -73,11 +72,9 @@ def _run(args: list[str], commands: dict[str, tuple[str, str]]) -> int:
         _check(bench, benches, "bench", not_available.BENCHES)
         name, args = f"bench {bench}", args[1:]
     module, _ = commands[name]
-    status: int = import_module(module, __package__).main(args)
-    return status
+    return import_module(module, __package__).main(args)
 
 
 def _check(name: str, known: Collection[str], kind: str, missing: Collection[str]) -> None:
     """Refuse a name that is no command or no bench."""
-    allowed = f"allowed: {', '.join(known)}"
-    check_name(name, known, kind, not_available=missing, way_out=allowed, error=ConfigError)
+    check_name(name, known, kind, not_available=missing, way_out=f"allowed: {', '.join(known)}", error=ConfigError)

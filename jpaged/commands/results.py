@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ def output_record(job: Job, output: RequestOutput) -> dict[str, Any]:
 
 def dump_line(record: dict[str, Any]) -> str:
     """Return a record as one line of JSON, without its newline; a lone surrogate, which is no UTF-8, is escaped."""
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="backslashreplace").decode()
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace").decode()
 
 
 class ResultFile:
@@ -123,16 +122,10 @@ class ResultFile:
 
 
 def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
-    logprobs = completion.logprobs
-    return {
-        "index": completion.index,
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "cumulative_logprob": completion.cumulative_logprob,
-        "logprobs": None if logprobs is None else [_entries_record(entries) for entries in logprobs],
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
+    record = {one.name: getattr(completion, one.name) for one in fields(completion)}
+    if completion.logprobs is not None:
+        record["logprobs"] = [_entries_record(entries) for entries in completion.logprobs]
+    return record
 
 
 def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:

@@ -126,8 +126,7 @@ class RecordedEngine:
         self.steps.append(step)
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
         num_iterations = max(step.decode_lens, default=1)
-        buckets = self.runner.buckets
-        samples = buckets.samples_for(len(step.samples), SampleMode.GREEDY) if step.samples else 0
+        samples = self.runner.buckets.samples_for(len(step.samples), SampleMode.GREEDY) if step.samples else 0
         self.shapes += [StepShape(step.layout.num_tokens, samples)] * num_iterations
         self.true_tokens[kind] += sum(step.decode_lens) if step.decode_lens else num_tokens
         self.padded_tokens[kind] += step.layout.num_tokens * num_iterations
@@ -162,8 +161,7 @@ class BareBaseline:
         """Return the seconds for as many steps of each shape as the engine took."""
         leaves, token = jax.tree.leaves(self.weights.state), jnp.int32(0)
         for shape in set(self.recorded.shapes) - self._programs.keys():
-            step = bare_step(self.weights, shape)
-            self._programs[shape] = jax.jit(step).lower(leaves, token).compile()
+            self._programs[shape] = jax.jit(bare_step(self.weights, shape)).lower(leaves, token).compile()
         programs = [self._programs[shape] for shape in self.recorded.shapes]
         start = time.perf_counter()
         for program in programs:
@@ -182,13 +180,11 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
     def run(leaves: list[Array], token: Int[Array, ""]) -> Int[Array, ""]:
         model = nnx.merge(weights.graph, jax.tree.unflatten(tree, leaves))
         positions = jnp.arange(shape.num_tokens, dtype=jnp.int32)
-        ids = jnp.where(positions == 0, token, 7)
-        hidden, _ = model(ids, _NoAttention(), _metadata(positions))
+        hidden, _ = model(jnp.where(positions == 0, token, 7), _NoAttention(), _metadata(positions))
         if not shape.num_samples:
             return jnp.sum(hidden).astype(jnp.int32) & 7
         rows = SamplingRows(**{one.name: jnp.zeros(shape.num_samples) for one in fields(SamplingRows)})
-        drawn = sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY)
-        return drawn.token_ids[0] & 7
+        return sample(model.logits(hidden[: shape.num_samples]), rows, SampleMode.GREEDY).token_ids[0] & 7
 
     return run
 

@@ -79,8 +79,7 @@ class Compiler:
         self.chip, self.folder = chip, Path(folder)
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
         self.mesh = device_mesh(topology.devices[:1])
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        self.shaped: Any = functools.partial(jax.ShapeDtypeStruct, sharding=everywhere)
+        self.shaped: Any = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def compile(self, function: Any, *args: Any) -> None:
         """Compile a function for these arguments; its dump replaces that of the function before."""
@@ -119,10 +118,9 @@ class Compiler:
         page = page_layout(backend, shape)
         layout = dataclasses.replace(page, num_pages=-(-CACHE_BYTES // page.page_bytes))
         pages = tuple(shaped(each, layout.dtype) for each in layout.shapes)
-        scales = None
-        if layout.dtype.itemsize == 1:
-            scales = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2)
-        own_dtype = jnp.dtype(dtype or ("bfloat16" if layout.dtype.itemsize == 1 else layout.dtype))
+        has_scales = layout.dtype.itemsize == 1
+        scales = KVScales(*[shaped((1, shape.num_kv_heads), jnp.float32)] * 2) if has_scales else None
+        own_dtype = jnp.dtype(dtype or ("bfloat16" if has_scales else layout.dtype))
         cache = PagedCache(pages, layout, (LayerPlace(0, 0),), backend, scales)
         ints: Any = functools.partial(shaped, dtype=jnp.int32)
         step = AttentionMetadata(
@@ -280,8 +278,8 @@ def read_loops(bundles: str, utilization: str) -> list[Loop]:
     columns = names[1].split(", ")
     slots = [list(map(int, line.split())) for line in table.strip().splitlines() if re.fullmatch(r"[\d ]+", line)]
     if len(slots) != len(marks) or any(len(row) != len(columns) for row in slots):
-        wanted = f"wanted one for each, of {len(columns)} numbers"
-        raise ValueError(f"{fault} {len(slots)} rows for {len(marks)} bundles, {wanted}")
+        wanted = f"one for each, of {len(columns)} numbers"
+        raise ValueError(f"{fault} {len(slots)} rows for {len(marks)} bundles, wanted {wanted}")
     spans = []
     for begin, (mark, depth) in enumerate(marks):
         if mark == "LB":

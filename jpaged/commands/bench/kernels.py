@@ -220,7 +220,6 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
     ratios: dict[str, dict[str, float]] = {}
     times_ms: dict[str, dict[str, float]] = {}
     bandwidths: list[float] = []
-    bytes_vs_float32 = jnp.dtype(dtype).itemsize / 4
 
     def timed(kind: str, name: str, programs: dict[str, Program]) -> dict[str, Program]:
         """Run the programs and a read of memory in turns, and record their times."""
@@ -233,16 +232,14 @@ def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: s
 
     for name, workload in DECODES.items():
         measured = timed("decode", name, {"paged": paged(backend, workload, page_size, dtype)})
-        kv_bytes_per_s = workload.kv_bytes * bytes_vs_float32 / median(measured["paged"].times_s)
-        temp_bytes = [
-            _temp_bytes(measured["paged"]),
-            _temp_bytes(paged(backend, workload, page_size, dtype, num_copies=2)),
-        ]
+        kv_bytes_per_s = workload.kv_bytes * jnp.dtype(dtype).itemsize / 4 / median(measured["paged"].times_s)
+        temp_bytes = _temp_bytes(measured["paged"])
+        twice_bytes = _temp_bytes(paged(backend, workload, page_size, dtype, num_copies=2))
         cache_bytes = sum(page.nbytes for page in measured["paged"].state[0].pages)
         ratios[f"decode, {name}"] = {
             "KV bytes/s ÷ read bandwidth": round(kv_bytes_per_s / bandwidths[-1], 3),
-            "temporary memory ÷ pages of these rows": round(temp_bytes[0] / cache_bytes, 4),
-            "temporary memory at twice the pages ÷ at once": round(temp_bytes[1] / temp_bytes[0], 4),
+            "temporary memory ÷ pages of these rows": round(temp_bytes / cache_bytes, 4),
+            "temporary memory at twice the pages ÷ at once": round(twice_bytes / temp_bytes, 4),
         }
     if sharing is not None:
         for name, workload in GATHERS.items():
@@ -309,8 +306,7 @@ def _pages(
     tables = random_tables(workload.context_lens, page_size, np.random.default_rng(0))
     num_pages, num_shared = 1 + num_copies * int(tables.max()), workload.num_shared // page_size
     tables[:, :num_shared] = tables[0, :num_shared]
-    kv_shape = KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype)
-    layout = backend.layout(kv_shape)
+    layout = backend.layout(KVShape(num_layers, num_pages, page_size, workload.num_kv_heads, workload.head_size, dtype))
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
     num_more = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]

@@ -104,8 +104,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for size in buckets.num_tokens:
-        packed = jnp.zeros(builder.layouts[size].size, jnp.int32)
-        programs["forward", size] = lower(forward, leaves, state, packed)
+        programs["forward", size] = lower(forward, leaves, state, jnp.zeros(builder.layouts[size].size, jnp.int32))
     for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         for size in buckets.num_samples:
             programs["sample", size, mode] = lower(
@@ -156,10 +155,8 @@ class Host:
         self.scheduler = Scheduler(blocks, config, clock=time.monotonic)
         sizes = StepSizes("float32", "float32", block_size, PROMPT_LEN + OUTPUT_LEN, num_running, num_tokens)
         builder = StepInputBuilder(sizes, sizes.buckets("gpu"), XlaBackend(), rules_spec=LogitRulesSpec(VOCAB_SIZE))
-        rng = np.random.default_rng(0)
-        self.tokens = rng.integers(10, VOCAB_SIZE, 1 << 20).tolist()
+        self.tokens = np.random.default_rng(0).integers(10, VOCAB_SIZE, 1 << 20).tolist()
         self.random = random.Random(0)
-        self.num_running = num_running
         self.num_requests = 0
         self.runner = instant_runner(builder)
         self.core = EngineCore(
@@ -187,13 +184,23 @@ class Host:
         self.scheduler.ended.clear()
         return num_ended
 
+    def end_requests(self, num_requests: int) -> int:
+        """Run steps until at least `num_requests` have ended, each replaced by a new one; return how many have."""
+        num_ended = 0
+        while num_ended < num_requests:
+            num_of_step = self.step()
+            for _ in range(num_of_step):
+                self.add()
+            num_ended += num_of_step
+        return num_ended
+
     def start_watch(self) -> Stopwatch:
         """Wrap the four parts of a step in a stopwatch and return it."""
         watch, core = Stopwatch(), self.core
-        core.scheduler.schedule = watch.wrap("schedule", Scheduler.schedule.__get__(core.scheduler))  # type: ignore[method-assign]
-        core.builder.build = watch.wrap("build", StepInputBuilder.build.__get__(core.builder))  # type: ignore[method-assign]
+        core.scheduler.schedule = watch.wrap("schedule", core.scheduler.schedule)  # type: ignore[method-assign]
+        core.builder.build = watch.wrap("build", core.builder.build)  # type: ignore[method-assign]
         self.runner.dispatch = watch.wrap("dispatch", self.runner.dispatch)  # type: ignore[method-assign]
-        core.retire = watch.wrap("process", EngineCore.retire.__get__(core))  # type: ignore[method-assign]
+        core.retire = watch.wrap("process", core.retire)  # type: ignore[method-assign]
         return watch
 
 
@@ -219,13 +226,10 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
         host.add(max_tokens=1 + OUTPUT_LEN * (index + 1) // num_running)
     for _ in range(num_queued):
         host.add()
-    num_ended = 0
-    while num_ended < num_running:
-        num_ended += _step_and_refill(host)
+    host.end_requests(num_running)
     watch = host.start_watch()
-    start, num_ended = time.perf_counter(), 0
-    while num_ended < num_requests:
-        num_ended += _step_and_refill(host)
+    start = time.perf_counter()
+    num_ended = host.end_requests(num_requests)
     seconds = time.perf_counter() - start
     assert len(host.scheduler.waiting) >= num_queued, "the queue has kept its length"
     host.runner.close()
@@ -254,8 +258,7 @@ def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
 
 def bench_detokenizing(tokenizer: Tokenizer, *, num_tokens: int = 20_000) -> dict[str, float]:
     """Measure the microseconds per token to detokenize a stream token by token, without and with stop strings."""
-    text = Path(__file__).read_text(encoding="utf-8")
-    once = tokenizer.encode(text)
+    once = tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))
     token_ids = list(islice(cycle(once), num_tokens))
     found = {}
     for name, stop in (("plain", ()), ("stop_strings", ("\n\n\n\n", "\n\x00"))):
@@ -326,14 +329,6 @@ def _make_request(number: int, prompt_token_ids: list[int], max_tokens: int) -> 
         engine_seed=0,
         num_groups=1,
     )
-
-
-def _step_and_refill(host: Host) -> int:
-    """Run one step and queue a new request for each that it ended; return how many those are."""
-    num_ended = host.step()
-    for _ in range(num_ended):
-        host.add()
-    return num_ended
 
 
 def _medians(runs: list[Any]) -> Any:

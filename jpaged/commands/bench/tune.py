@@ -16,6 +16,7 @@ import math
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -201,18 +202,15 @@ def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuS
         if name in DECODE_SIZES:
             change = {"decode": sizes.decode._replace(**change)}
         other = sizes._replace(**change)
-        try:
+        with suppress(ValueError):
             check_sizes(chip, shape, other)
-        except ValueError:
-            continue
-        found.append(other)
+            found.append(other)
     return found
 
 
 def _size(sizes: TpuSizes, name: str) -> int:
     """Return the size of that name, of the prefill kernel or of decode."""
-    size: int = getattr(sizes if name in PREFILL_SIZES else sizes.decode, name)
-    return size
+    return getattr(sizes if name in PREFILL_SIZES else sizes.decode, name)
 
 
 def _cost(figures: Figures, of: Figures) -> float:
