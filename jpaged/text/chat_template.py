@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..checks import one_line
@@ -30,19 +30,13 @@ def render_chat_template(
     of `template_environment` on time or length.
     """
     conversation = [_plain_data(message, index) for index, message in enumerate(_checked_messages(messages))]
+    names = {"add_generation_prompt": add_generation_prompt, **special_tokens}
     import jinja2
 
     from .template_environment import render
 
     try:
-        return render(
-            template,
-            messages=conversation,
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
+        return render(template, messages=conversation, tools=None, documents=None, **names)
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(
             f"the chat template is not valid Jinja2: line {error.lineno}: {one_line(error.message)}; correct it",
@@ -64,13 +58,12 @@ def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     try:
-        data: dict[str, Any] = json.loads(json.dumps(message, default=_mapping_as_dict))
+        return json.loads(json.dumps(message, default=_mapping_as_dict))
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad_messages(
             f"messages[{index}] holds a value that JSON cannot hold ({one_line(error)}); send strings, numbers, "
             "booleans, null, and lists and mappings of them"
         ) from error
-    return data
 
 
 def _mapping_as_dict(value: object) -> dict[Any, Any]:
@@ -101,15 +94,13 @@ def _content_text(content: object, name: str) -> str:
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
         raise _bad_messages(f'{name} is {shorten(content)}, allowed are a string or a list of {{"type": "text", …}}')
-    return "\n".join(_part_texts(content, name))
-
-
-def _part_texts(parts: Iterable[object], name: str) -> Iterator[str]:
-    for index, part in enumerate(parts):
+    texts = []
+    for index, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise _bad_messages(f'{name}[{index}] is {shorten(part)}, allowed is {{"type": "text", "text": "…"}}')
-        yield text
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _bad_messages(message: str) -> InvalidRequestError:

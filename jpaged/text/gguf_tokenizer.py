@@ -10,7 +10,7 @@ normalizer, which is chosen by the `pre` name instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,61 +65,53 @@ class _PreTokenizer:
     """Whether prompts begin with the BOS token, if the file does not say so itself."""
 
 
-_GPT2 = _PreTokenizer((_WORDS,))
-_DIGITS = _PreTokenizer((_DIGIT, _WORDS))
-_LLAMA3 = _PreTokenizer((_SUFFIX + _LETTERS + r"\p{N}{1,3}" + _PUNCTUATION + _TAIL,), ignore_merges=True, add_bos=True)
-_QWEN2 = _PreTokenizer((_SUFFIX + _LETTERS + _DIGIT + _PUNCTUATION + _TAIL,), nfc=True)
-_QWEN35 = _PreTokenizer((_SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL,))
-_DEEPSEEK3 = _PreTokenizer(
-    (
+def _splits(*patterns: str, **options: bool) -> _PreTokenizer:
+    """Return the behaviour with these regular expressions; `options` are the other fields."""
+    return _PreTokenizer(patterns, **options)
+
+
+_DIGITS = _splits(_DIGIT, _WORDS)
+_LLAMA3 = _splits(_SUFFIX + _LETTERS + r"\p{N}{1,3}" + _PUNCTUATION + _TAIL, ignore_merges=True, add_bos=True)
+_QWEN2 = _splits(_SUFFIX + _LETTERS + _DIGIT + _PUNCTUATION + _TAIL, nfc=True)
+_PRE_TOKENIZERS = {
+    "command-r": _splits(_DIGIT, _WORDS, nfc=True),
+    "deepseek-coder": _splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT),
+    "deepseek-llm": _splits(
+        r"[\r\n]",
+        rf"\s?[{_CASED}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CJK,
+        _DIGIT,
+    ),
+    "deepseek-r1-qwen": _QWEN2,
+    "deepseek-v3": _splits(
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
         r" ?[\p{P}\p{S}]+[\r\n]*|" + _TAIL,
-    )
-)
-_GPT4O = _PreTokenizer(
-    (
+    ),
+    "falcon": _splits(r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]"),
+    "gpt-2": _splits(_WORDS),
+    "gpt-4o": _splits(
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}?|"
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
-    )
-)
-_TEKKEN = _PreTokenizer(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
-        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL
     ),
-    ignore_merges=True,
-    add_bos=True,
-)
-_PRE_TOKENIZERS = {
-    "command-r": _PreTokenizer((_DIGIT, _WORDS), nfc=True),
-    "deepseek-coder": _PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
-    "deepseek-llm": _PreTokenizer(
-        (
-            r"[\r\n]",
-            rf"\s?[{_CASED}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            _CJK,
-            _DIGIT,
-        )
-    ),
-    "deepseek-r1-qwen": _QWEN2,
-    "deepseek-v3": _DEEPSEEK3,
-    "falcon": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]")),
-    "gpt-2": _GPT2,
-    "gpt-4o": _GPT4O,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "mpt": _PreTokenizer((_WORDS,), nfc=True),
+    "mpt": _splits(_WORDS, nfc=True),
     "qwen2": _QWEN2,
-    "qwen35": _QWEN35,
+    "qwen35": _splits(_SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _TAIL),
     "refact": _DIGITS,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
-    "tekken": _TEKKEN,
+    "tekken": _splits(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
+        ignore_merges=True,
+        add_bos=True,
+    ),
 }
 
 
@@ -193,11 +185,9 @@ class _Vocabulary:
 
     def per_token(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
         """Return a list with one value for each token."""
-        values = self.fields.items(KEY + key, kind, default)
-        if len(values) != len(self.tokens):
-            raise self.fields.wrong(
-                KEY + key, f"{len(self.tokens)} values, one per token, not {len(values)}: {CORRUPT}"
-            )
+        values, num_tokens = self.fields.items(KEY + key, kind, default), len(self.tokens)
+        if len(values) != num_tokens:
+            raise self.fields.wrong(KEY + key, f"{num_tokens} values, one per token, not {len(values)}: {CORRUPT}")
         return values
 
     def merges(self) -> list[tuple[str, str]]:
@@ -239,10 +229,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Return a SentencePiece tokenizer (Llama 2's kind) as BPE: its scores become an order of merges."""
     add_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
-    scores = vocabulary.per_token("scores", float)
     strip = [decoders.Strip(" ", 1, 0)] if add_space else []
-    merges = _merges_from_scores(vocabulary.ids, vocabulary.types, scores)
-    backend = _byte_fallback_bpe(vocabulary, merges, *strip)
+    backend = _byte_fallback_bpe(vocabulary, _merges_from_scores(vocabulary), *strip)
     to_bar = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_bar]) if add_space else to_bar
     return backend, True
@@ -256,7 +244,7 @@ def _gemma4(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     return backend, True
 
 
-def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], *last_steps: Any) -> Tokenizer:
+def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *last_steps: Any) -> Tokenizer:
     """Return a BPE tokenizer that writes a character without a token as the tokens of its UTF-8 bytes.
 
     `last_steps` are decoders that follow those which make text of bytes.
@@ -264,15 +252,15 @@ def _byte_fallback_bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]
     unknown = vocabulary.special_names.get("unk_token")
     if unknown is None and UNKNOWN in vocabulary.types:
         unknown = vocabulary.tokens[vocabulary.types.index(UNKNOWN)]
-    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
-    backend = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=list(merges), **options))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last_steps]
-    backend.decoder = decoders.Sequence(steps)
+    backend = Tokenizer(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    text_of_bytes = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    backend.decoder = decoders.Sequence([*text_of_bytes, *last_steps])
     return backend
 
 
-def _merges_from_scores(ids: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return BPE merges, best first, that apply SentencePiece's rule: join the pair whose joined token scores best."""
+    ids, types, scores = vocabulary.ids, vocabulary.types, vocabulary.per_token("scores", float)
     merges = [
         (-scores[index], ids[left], ids[right], (left, right))
         for token, index in ids.items()

@@ -109,14 +109,15 @@ class OutputProcessor:
         `row` is the token's row in `sampled`. A token that ends the sequence stays among its tokens and is no part of
         its text.
         """
-        params, token_id = sequence.request.params, sequence.token_ids[-1]
+        params, token_id, output = sequence.request.params, sequence.token_ids[-1], _output_of(sequence)
         if params.logprobs is not None:
-            self._append_logprobs(sequence, sampled, row, params.logprobs)
+            assert sampled.scores is not None
+            output.logprobs.append(self._entries(token_id, sampled.scores, row, params.logprobs))
+            output.cumulative_logprob += float(sampled.scores.logprobs[row])
         if token_id in sequence.stop_ids:
             if token_id in (params.stop_token_ids or ()) and (params.ignore_eos or token_id not in self.eos_token_ids):
                 sequence.stop_reason = token_id
             return RequestState.FINISHED_STOPPED
-        output = _output_of(sequence)
         if output.detokenizer is not None and (stop := output.detokenizer.append([token_id])) is not None:
             sequence.stop_reason = stop
             return RequestState.FINISHED_STOPPED
@@ -203,14 +204,6 @@ class OutputProcessor:
         request.has_emitted_prompt_logprobs = True
         request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # A tuple says that nothing is to come.
         return request.prompt_logprobs
-
-    def _append_logprobs(self, sequence: SampleSequence, sampled: SampledRows, row: int, num_top: int) -> None:
-        """Add the logprobs of the sequence's last token, which has `row` of `sampled`."""
-        assert sampled.scores is not None
-        entries = self._entries(sequence.token_ids[-1], sampled.scores, row, num_top)
-        output = _output_of(sequence)
-        output.logprobs.append(entries)
-        output.cumulative_logprob += float(sampled.scores.logprobs[row])
 
     def _entries(self, token_id: int, scores: TokenScores, row: int, num_top: int) -> dict[int, Logprob]:
         """Return the logprob of `token_id`, then the `num_top` highest ones of its row; −1 stands for all."""

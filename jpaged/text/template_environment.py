@@ -74,7 +74,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {**filters, "tojson": _limited(_to_json), _TIMED: _timed, _BOUNDED: _bounded}
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": lambda format_: datetime.now().strftime(format_),
         "namespace": _Namespace,
         "dict": _Dict(),
     }
@@ -87,8 +87,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _LimitInserter().visit(super()._parse(source, name, filename))
-        return tree
+        return _LimitInserter().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_time()
@@ -172,15 +171,12 @@ def _bounded_value(value: Any) -> Any:
     length, pending = 0, [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, str):
-            length += len(item)
-        elif isinstance(item, list | tuple):
-            length += len(item)
+        if isinstance(item, str | list | tuple | dict):
+            _check_len(length := length + len(item))
+        if isinstance(item, list | tuple):
             pending.extend(item)
         elif isinstance(item, dict):
-            length += len(item)
             pending.extend(item.values())
-        _check_len(length)
     return value
 
 
@@ -256,7 +252,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format_: str) -> str:
-    return datetime.now().strftime(format_)

@@ -76,12 +76,11 @@ class Tokenizer:
         that is not valid Unicode (a lone surrogate).
         """
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise InvalidRequestError(
                 f"the prompt must be valid Unicode text, got {shorten(text)}; replace lone surrogates", param="prompt"
             ) from error
-        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids` as the package `tokenizers` does, without any clean-up of spaces.
@@ -90,8 +89,7 @@ class Tokenizer:
         """
         # The backend cannot be trusted to skip: tokenizers 0.23 shows special tokens that were declared `normalized`.
         shown = [i for i in ids if i not in self.special_ids] if skip_special_tokens else list(ids)
-        text: str = self.backend.decode(shown, skip_special_tokens=False)
-        return text
+        return self.backend.decode(shown, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
         """Return the bytes that a token adds to a text, b"" for an id without a token.
@@ -166,29 +164,33 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
     missing or corrupt and for a kind of tokenizer that is not supported.
     """
     if path.is_dir():
-        return _load_directory(path)
-    if not path.is_file():
-        raise ModelLoadError(
-            f"{path}: does not exist; wanted a Hugging Face directory or a GGUF file: correct the path"
-        )
-    metadata = (gguf or read_gguf(path)).metadata
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ModelLoadError(f"{path}: tokenizer.chat_template is not a string; the file is corrupt, fetch it again")
-    backend, special_tokens = build_gguf_backend(path, metadata)
-    return _make_tokenizer(path, backend, special_tokens, template)
+        backend, special_tokens, template = _read_directory(path)
+    elif path.is_file():
+        metadata = (gguf or read_gguf(path)).metadata
+        template = metadata.get("tokenizer.chat_template")
+        if not isinstance(template, str | None):
+            fault = "tokenizer.chat_template is not a string; the file is corrupt, fetch it again"
+            raise ModelLoadError(f"{path}: {fault}")
+        backend, special_tokens = build_gguf_backend(path, metadata)
+    else:
+        way_out = "wanted a Hugging Face directory or a GGUF file: correct the path"
+        raise ModelLoadError(f"{path}: does not exist; {way_out}")
+    try:
+        return Tokenizer(backend, special_tokens, chat_template=template)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
 
 
-def _load_directory(path: Path) -> Tokenizer:
+def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
+    """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template."""
     config = _read_json(path / "tokenizer_config.json")
     has_file = (path / "tokenizer.json").is_file()
     with _quiet_transformers():
-        if has_file:
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader
+        import transformers
+
+        loader = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
     try:
-        wrapped = Loader.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        wrapped = loader.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         backend = getattr(wrapped, "backend_tokenizer", None)
     except Exception as error:  # transformers and tokenizers raise errors of many types for a broken file.
         reason = "it needs code of the model, which is never run" if "auto_map" in config else one_line(error)
@@ -204,16 +206,10 @@ def _load_directory(path: Path) -> Tokenizer:
     names = {name: str(token) for name, token in wrapped.special_tokens_map.items() if isinstance(token, str)}
     # A special token must be found wherever it is written. One that is declared `normalized`, as in Llama 2, is
     # searched for only after spaces became ▁: "</s><s>" between two turns of a chat would become eight other tokens.
-    backend.add_special_tokens(
-        [
-            tokenizers.AddedToken(
-                t.content, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=True
-            )
-            for t in backend.get_added_tokens_decoder().values()
-            if t.special and t.normalized
-        ]
-    )
-    return _make_tokenizer(path, backend, names, template)
+    normalized = [token for token in backend.get_added_tokens_decoder().values() if token.special and token.normalized]
+    states = [{**token.__getstate__(), "normalized": False} for token in normalized]
+    backend.add_special_tokens([tokenizers.AddedToken(**state) for state in states])
+    return backend, names, template
 
 
 @contextmanager
@@ -239,16 +235,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: holds a {type(value).__name__}, wanted a JSON object; fetch it again")
     return value
-
-
-def _make_tokenizer(
-    path: Path, backend: tokenizers.Tokenizer, names: Mapping[str, str], template: str | None
-) -> Tokenizer:
-    """Return the tokenizer; its ModelLoadError names `path`."""
-    try:
-        return Tokenizer(backend, names, chat_template=template)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{path}: {error}") from error
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
