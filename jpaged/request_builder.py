@@ -15,7 +15,7 @@ from .request import CacheKey, Request, SampleSequence
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .scheduling.beam_search import BeamSearch
 from .startup.build_engine import EngineComponents
-from .text.prompts import EncodedPrompt, PromptEncoder, check_priority
+from .text.prompts import EncodedPrompt, check_priority
 
 Params = SamplingParams | BeamSearchParams
 MAX_SAMPLE_INDEX = (1 << 31) - 1
@@ -29,13 +29,7 @@ class RequestBuilder:
         """`num_groups` counts the page-table groups that a sequence has pages in."""
         self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes.step
         self.num_groups = num_groups
-        self.encoder = PromptEncoder(
-            self.handle.tokenizer,
-            parts.rules_spec,
-            self.sizes.max_model_len,
-            max_waiting_tokens=self.config.limits["waiting_tokens"],
-            eos_token_ids=self.handle.eos_token_ids,
-        )
+        self.encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.sizes.max_model_len)
 
     def default_params(self) -> SamplingParams:
         """Return what the model's generation config recommends, with output up to the end of the context."""

@@ -125,8 +125,7 @@ def _spellings(name: str, flag: Flag) -> tuple[str, ...]:
 def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the tables in the order of --help: numbers, repeatable flags, beam search, switches."""
     sampling = {name: SAMPLING_FLAGS[name] for name in FIRST_FLAGS} | SAMPLING_FLAGS
-    sections = (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling)
-    for metavars, flags in sections:
+    for metavars, flags in (NUMBERS, sampling), (REPEATABLE, sampling), (NUMBERS, BEAM_FLAGS), (("",), sampling):
         for name, flag in flags.items():
             if flag.metavar not in metavars:
                 continue

@@ -204,10 +204,8 @@ def _jobs(
     """Return a job for each prompt or line of the file, in order; ConfigError for flags that the model cannot take."""
     from ..sampling.logit_rules_spec import LogitRulesSpec
     from ..startup.sizing import requested_max_len, requested_max_seqs
-    from ..text.prompts import PromptEncoder
 
-    tokenizer = handle.tokenizer
-    has_template = tokenizer.has_chat_template or template is not None
+    has_template = handle.tokenizer.has_chat_template or template is not None
     if args.chat and not has_template:
         raise ConfigError("--chat: the model has no chat template; give --chat-template F, or leave it out")
     use_chat = has_template if args.chat is None else args.chat
@@ -215,15 +213,9 @@ def _jobs(
         raise ConfigError("--chat-template: has no effect with --no-chat; leave one of them out")
     if args.system is not None and not use_chat:
         raise ConfigError("--system: needs a chat template; give --chat-template F, or put it into the prompt")
+    rules_spec = LogitRulesSpec(handle.config.vocab_size)
     reader = JobReader(
-        encoder=PromptEncoder(
-            tokenizer,
-            LogitRulesSpec(handle.config.vocab_size),
-            requested_max_len(config, handle.config),
-            chat_template=template,
-            max_waiting_tokens=config.limits["waiting_tokens"],
-            eos_token_ids=handle.eos_token_ids,
-        ),
+        encoder=handle.prompt_encoder(config, rules_spec, requested_max_len(config, handle.config), template),
         beams=beams,
         defaults={**handle.sampling_defaults, **flags},
         max_logprobs=config.max_logprobs,

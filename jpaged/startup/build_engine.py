@@ -113,13 +113,9 @@ def build_engine(
         runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
             plan.wait()
-        core = EngineCore(
-            scheduler=_scheduler(config, sizes, builder, _preemption(config, sizes, builder, runner)),
-            builder=builder,
-            runner=runner,
-            outputs=OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids),
-            clock=time.monotonic,
-        )
+        scheduler = _scheduler(config, sizes, builder, _preemption(config, sizes, builder, runner))
+        outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids)
+        core = EngineCore(scheduler=scheduler, builder=builder, runner=runner, outputs=outputs, clock=time.monotonic)
     except BaseException:
         plan.close()
         raise

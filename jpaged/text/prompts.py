@@ -197,9 +197,8 @@ def check_priority(priority: Any, scheduling_policy: object) -> int:
 
 def _only_form(prompt: Mapping[str, Any]) -> tuple[str, Any]:
     """Return which of PROMPT_KEYS the mapping has, and its value."""
-    known = (*PROMPT_KEYS, *PROMPT_EXTRAS)
     for key in prompt:
-        check_name(key, known, "key of a prompt", not_available=not_available.PROMPT_KEYS)
+        check_name(key, (*PROMPT_KEYS, *PROMPT_EXTRAS), "key of a prompt", not_available=not_available.PROMPT_KEYS)
     keys = [key for key in PROMPT_KEYS if key in prompt]
     if len(keys) != 1:
         raise refusal("prompt", " and ".join(keys) or "no key", f"exactly one of {', '.join(PROMPT_KEYS)}")

@@ -63,12 +63,10 @@ def compile_template(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
+    extensions = [_Generation, LoopControlExtension]
+    # Not optimized: constants folded at compile time would escape the limits.
     environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, LoopControlExtension],
-        optimized=False,  # Constants folded at compile time would escape the limits.
-        finalize=_bounded,
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_bounded
     )
     filters = {name: _limited(function) for name, function in environment.filters.items()}
     environment.filters |= {**filters, "tojson": _limited(_to_json), _TIMED: _timed, _BOUNDED: _bounded}

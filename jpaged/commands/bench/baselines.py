@@ -91,13 +91,7 @@ class RecordedEngine:
     def __post_init__(self) -> None:
         self.runner = self.engine.runner
         self.dispatch = self.runner.dispatch
-
-        def record_and_dispatch(step: BuiltStep) -> Any:
-            if step.layout is not None:
-                self._record(step)
-            return self.dispatch(step)
-
-        self.runner.dispatch = record_and_dispatch  # type: ignore[method-assign]
+        self.runner.dispatch = self._record_and_dispatch  # type: ignore[method-assign]
 
     def run(self, workload: Workload) -> float:
         """Queue all requests at once; return the seconds to the last token. No prefix is cached from the run before."""
@@ -117,10 +111,10 @@ class RecordedEngine:
         self.metrics = [output.metrics for output in outputs]
         return seconds
 
-    def _record(self, step: BuiltStep) -> None:
-        """Record a step that is about to be dispatched."""
-        assert step.layout is not None
-        assert step.packed is not None
+    def _record_and_dispatch(self, step: BuiltStep) -> Any:
+        """Record a step, unless it has no rows, and dispatch it."""
+        if step.layout is None or step.packed is None:
+            return self.dispatch(step)
         counts = dict(zip(COUNT_FIELDS, step.layout.view(step.packed)["counts"].tolist(), strict=True))
         num_tokens = counts["num_tokens"]
         self.steps.append(step)
@@ -130,6 +124,7 @@ class RecordedEngine:
         self.shapes += [StepShape(step.layout.num_tokens, samples)] * num_iterations
         self.true_tokens[kind] += sum(step.decode_lens) if step.decode_lens else num_tokens
         self.padded_tokens[kind] += step.layout.num_tokens * num_iterations
+        return self.dispatch(step)
 
 
 class ReplayBaseline:

@@ -212,11 +212,12 @@ def measure(programs: dict[str, Program], num_runs: int) -> None:
             program.time()
 
 
-def bench(backend: Backend, sharing: Backend | None, *, page_size: int, dtype: str, num_runs: int) -> dict[str, Any]:
+def bench(backend: Backend, *, page_size: int, dtype: str, num_runs: int) -> dict[str, Any]:
     """Measure every workload, each beside a read of memory; return ratios, times and the read bandwidth.
 
-    `sharing` is the backend with shared prefixes; where it is None, shared pages and full gathers are left out.
+    Shared pages and full gathers are left out where the backend does not share prefixes.
     """
+    sharing = backend.with_shared_prefixes()
     ratios: dict[str, dict[str, float]] = {}
     times_ms: dict[str, dict[str, float]] = {}
     bandwidths: list[float] = []
@@ -277,10 +278,9 @@ def main(argv: Sequence[str]) -> int:
     dtype = "float32" if device.platform == "cpu" else "bfloat16"
     shape = AttentionShape(NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, kv_dtype=dtype)
     backend = choose_attention(args.backend, shape, [device]).backend
-    sharing = backend.with_shared_prefixes()
     page_size = args.block_size or backend.block_sizes[0]
     try:
-        result = bench(backend, sharing, page_size=page_size, dtype=dtype, num_runs=args.runs)
+        result = bench(backend, page_size=page_size, dtype=dtype, num_runs=args.runs)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     result = {
@@ -310,15 +310,9 @@ def _pages(
     pages = tuple(jax.random.normal(jax.random.key(index), shape, dtype) for index, shape in enumerate(layout.shapes))
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
     num_more = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
-    step = step_of_rows(
-        backend,
-        [query_len] * num_rows,
-        workload.context_lens,
-        np.pad(tables, ((0, 0), (0, num_more)), constant_values=NULL_PAGE),
-        page_size=page_size,
-        num_tokens=num_rows * query_len,
-        num_rows=num_rows,
-    )
+    tables = np.pad(tables, ((0, 0), (0, num_more)), constant_values=NULL_PAGE)
+    sizes = {"page_size": page_size, "num_tokens": num_rows * query_len, "num_rows": num_rows}
+    step = step_of_rows(backend, [query_len] * num_rows, workload.context_lens, tables, **sizes)
     return PagedCache(pages, layout, places, backend), step
 
 

@@ -107,9 +107,8 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
         programs["forward", size] = lower(forward, leaves, state, jnp.zeros(builder.layouts[size].size, jnp.int32))
     for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         for size in buckets.num_samples:
-            programs["sample", size, mode] = lower(
-                partial(sample, size), logits_leaves, (state.last_tokens, None), state.hidden, columns
-            )
+            shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
+            programs["sample", size, mode] = lower(partial(sample, size), *shapes)
     plan = CompilePlan(programs)
     plan.start(programs)
     plan.wait()
@@ -158,13 +157,9 @@ class Host:
         self.tokens = np.random.default_rng(0).integers(10, VOCAB_SIZE, 1 << 20).tolist()
         self.random = random.Random(0)
         self.num_requests = 0
-        self.runner = instant_runner(builder)
+        self.runner, outputs = instant_runner(builder), OutputProcessor(None, eos_token_ids=(2,))
         self.core = EngineCore(
-            scheduler=self.scheduler,
-            builder=builder,
-            runner=self.runner,
-            outputs=OutputProcessor(None, eos_token_ids=(2,)),
-            clock=time.monotonic,
+            scheduler=self.scheduler, builder=builder, runner=self.runner, outputs=outputs, clock=time.monotonic
         )
 
     def add(self, *, prompt_len: int = PROMPT_LEN, max_tokens: int = OUTPUT_LEN) -> Request:

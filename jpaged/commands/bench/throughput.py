@@ -68,16 +68,14 @@ def bench(kind: str, argv: Sequence[str]) -> int:
     workloads = [load_workload(name, vocab_size=vocab_size, num_requests=args.num_requests) for name in args.workload]
     longest = max(workload.max_len for workload in workloads)
     if config.max_model_len is None:
-        max_model_len = max(longest, min(MIN_MODEL_LEN, handle.config.max_position_embeddings))
-        config = replace(config, max_model_len=max_model_len)
+        config = replace(config, max_model_len=max(longest, min(MIN_MODEL_LEN, handle.config.max_position_embeddings)))
     elif config.max_model_len < longest:
         raise ConfigError(f"max_model_len: got {config.max_model_len}, the workloads need {longest}; raise it")
     if config.max_num_seqs is None:
         config = replace(config, max_num_seqs=16)
     with ExitStack() as stack:
         baselines = _baselines(config, handle, args, stack)
-        seconds = _measure(baselines, workloads, args.runs)
-        result = _result(kind, config, baselines, workloads, seconds)
+        result = _result(kind, config, baselines, workloads, _measure(baselines, workloads, args.runs))
     _show(result)
     write_report(result, args.output)
     return 0
@@ -115,7 +113,6 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
         return RecordedEngine(engine, sampling or (GREEDY,))
 
     ours = new_engine()
-    max_num_seqs = ours.engine.step_sizes.max_num_seqs
     makers: dict[str, Callable[[], Baseline]] = {
         "replay": lambda: ReplayBaseline(ours),
         "bare": lambda: BareBaseline(ours),
@@ -127,7 +124,7 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
     for peer in args.peer:
         name, _, command = peer.partition("=")
         say(f"{name}: starting")
-        baselines[name] = stack.enter_context(closing(PeerBaseline(name, command, max_num_seqs)))
+        baselines[name] = stack.enter_context(closing(PeerBaseline(name, command, ours.engine.step_sizes.max_num_seqs)))
     return baselines
 
 
