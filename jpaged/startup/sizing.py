@@ -252,10 +252,10 @@ def _pool(
     asked: int | None = getattr(config, name)
     if asked is not None:
         num_pages, unit_bytes = asked // unit - 1, page_bytes // unit
-        most = max(0, free.device_bytes - weights) // unit_bytes
-        if asked > most:
+        max_asked = max(0, free.device_bytes - weights) // unit_bytes
+        if asked > max_asked:
             got, beside = f"{asked} ({_gb(asked * unit_bytes)} GB)", f"the weights take {_gb(weights)} GB"
-            allowed = f"at most {most}: {_gb(free.device_bytes)} GB are free and {beside}"
+            allowed = f"at most {max_asked}: {_gb(free.device_bytes)} GB are free and {beside}"
             raise refusal(name, got, allowed, "lower it or free some memory", error=ConfigError)
         if not 1 <= num_pages <= max_pages:
             allowed = f"from {2 * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
