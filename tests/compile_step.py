@@ -3,8 +3,8 @@
     python compile_step.py cpu|v6e|h100 NUM_DEVICES float32|bfloat16
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
-reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU of one with 1e8; the
-engine's sizes are the defaults.
+reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU of a
+few layers of one with 1e8; the engine's sizes are the defaults.
 """
 
 import json
@@ -21,7 +21,7 @@ LLAMA_8B = {
     "max_position_embeddings": 8192, "tie_word_embeddings": False,
 }  # fmt: skip
 SMALL = {
-    **LLAMA_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    **LLAMA_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 9,
     "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }  # fmt: skip

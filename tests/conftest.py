@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,12 +22,14 @@ _CHECKED = (
 install_import_hook([f"jpaged.{name}" for name in _CHECKED], typechecker="beartype.beartype")
 
 # Executables are kept for later runs and for the other processes of this run, beside the fetched tokenizers. The
-# environment variables reach the processes that tests start.
+# environment variables reach the processes that tests start. Most programs of the tests run a few times on a few rows,
+# and XLA's optimizations take longer than they save: tests that need them use the fixture `optimized`.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "tests" / "xla"
 for _name, _value in (
     ("jax_compilation_cache_dir", str(_CACHE)),
     ("jax_persistent_cache_min_compile_time_secs", 0.0),
     ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ("jax_disable_most_optimizations", True),
 ):
     os.environ[_name.upper()] = str(_value)
     jax.config.update(_name, _value)
@@ -55,6 +57,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     options = config.option
     if config.pluginmanager.has_plugin("xdist") and options.numprocesses is None and not options.usepdb:
         options.numprocesses, options.dist = NUM_PROCESSES, "worksteal"
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """Let XLA optimize as it does for users: for tests of exact bits, of memory and of a large vocabulary's sums."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "False")
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROOT = Path(__file__).parents[1]
 NUM_PAGES = 1024
 TARGETS = {  # Target → the name that JAX gives its devices, and the wheels that hold its compiler.

@@ -25,6 +25,8 @@ from jpaged.sampling.sampler import (
 )
 from jpaged.sampling.sampling_params import SampleMode
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
 RULES = {

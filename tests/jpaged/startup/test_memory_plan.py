@@ -20,6 +20,8 @@ from jpaged.startup.sizing import MemoryPlan
 
 from ..tiny_model import CONFIG, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROOT = Path(__file__).parents[3]
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 16}
 

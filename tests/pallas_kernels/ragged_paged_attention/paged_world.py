@@ -66,14 +66,9 @@ class World:
         self.tables: list[list[list[int]]] = [[] for _ in range(self.num_groups)]
         self.keys: list[list[np.ndarray]] = []  # [row][layer] → [S, K, H]
         self.values: list[list[np.ndarray]] = []
-        is_interpreted = bool(getattr(shape.backend, "interpret", None))
-        self.compiler_options = COMPILER_OPTIONS if is_interpreted else None
-        if is_interpreted:
-            options = dict(shape.options)
-            sinks = options.pop("sinks", None)
-            self.run = partial(attend_interpreted, sinks=sinks, options=tuple(options.items()))
-        else:
-            self.run = jax.jit(partial(attend_layers, options=shape.options), donate_argnums=0)
+        options = dict(shape.options)
+        sinks = options.pop("sinks", None)
+        self.run = partial(attend_layers, sinks=sinks, options=tuple(options.items()))
 
     def add_row(self, prefix_of: int | None = None, num_shared: int = 0) -> int:
         """Add a sequence whose first `num_shared` pages are those of another, as after a cache hit; return its row."""
@@ -201,28 +196,23 @@ def slots_of(x: np.ndarray | jax.Array, slot_axis: int, page_size: int) -> np.nd
     return halves.reshape(bits.shape[0], page_size, *bits.shape[2:])
 
 
-def attend_layers(
-    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: Any, *, options: dict[str, Any]
-) -> tuple[list[jax.Array], PagedCache]:
-    outs = []
-    for layer in range(len(cache.layers)):
-        out, cache = cache.attend(layer, q[layer], k[layer], v[layer], step, **options)
-        outs.append(out)
-    return outs, cache
-
-
 COMPILER_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": "0"}
-"""An interpreted kernel is hundreds of calls of Python: XLA's optimizations take longer than they save."""
+"""XLA's optimizations take longer than they save: native code is compiled without XLA, and an interpreted kernel is
+hundreds of calls of Python."""
 if jax.__version_info__ < (0, 11):
     COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="options", compiler_options=COMPILER_OPTIONS)
-def attend_interpreted(
+def attend_layers(
     cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: Any, *, sinks: Any, options: tuple[Any, ...]
 ) -> tuple[list[jax.Array], PagedCache]:
-    """Run `attend_layers` in one compiled program for all worlds of one shape: it compiles for longer than it runs."""
-    return attend_layers(cache, q, k, v, step, options={**dict(options), "sinks": sinks})
+    """Attend in every layer of the cache to q, k and v [layer, T, heads, H]; worlds of equal shape share a program."""
+    outs = []
+    for layer in range(len(cache.layers)):
+        out, cache = cache.attend(layer, q[layer], k[layer], v[layer], step, sinks=sinks, **dict(options))
+        outs.append(out)
+    return outs, cache
 
 
 def shape_of(page_size: int = 8, **changes: Any) -> Shape:

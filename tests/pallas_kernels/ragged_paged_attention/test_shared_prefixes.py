@@ -86,15 +86,11 @@ def families(draw: st.DrawFn) -> list[tuple[int | None, int, int]]:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_any_tree_of_rows_matches_the_oracle(kind: str) -> None:
-    run = None
-
     @settings(max_examples=25, deadline=None)
     @given(rows=families(), seed=st.integers(0, 2**16))
     def check(rows: list[tuple[int | None, int, int]], seed: int) -> None:
-        nonlocal run
         world = sharing_world(kind)
         world.rng = np.random.default_rng(seed)
-        world.run = run = run or world.run
         for parent, num_shared, num_own in rows:
             world.step({world.add_row(parent, num_shared): num_own})
         world.step(dict.fromkeys(range(len(rows)), 1))
