@@ -65,6 +65,7 @@ def optimized() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "False")
         jax.config.update("jax_disable_most_optimizations", False)
+        jax.clear_caches()  # Functions compiled without optimizations would serve again.
         yield
         jax.config.update("jax_disable_most_optimizations", True)
 

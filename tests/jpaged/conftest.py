@@ -1,5 +1,6 @@
 """Fixtures for tests that start many engines."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
@@ -53,7 +54,7 @@ def shared_executables() -> Iterator[None]:
         made_from = (
             weights.graph, str(jax.tree.leaves(weights.state)), str(leaves), tree, self._settings, builder.rules_spec,
             builder.num_changes, builder.buckets.max_samples, tuple(builder.layouts.values()),
-            jax.config.jax_disable_most_optimizations,
+            os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
         )  # fmt: skip
         for key, lower in self.lower.items():
             program = SHARED.setdefault((key, made_from), SharedProgram(lower, Lock()))

@@ -64,7 +64,9 @@ def test_code_is_compiled_once_for_all_processes(tmp_path: Path) -> None:
     assert multiply(tmp_path) == ""
 
 
-@pytest.mark.parametrize("content", [b"short", bytes(5000)], ids=["short", "zeros"])
+@pytest.mark.parametrize(
+    "content", [pytest.param(b"short", id="short"), pytest.param(bytes(5000), id="zeros", marks=pytest.mark.slow)]
+)
 def test_a_broken_file_is_made_anew(tmp_path: Path, content: bytes) -> None:
     multiply(tmp_path)
     (file,) = tmp_path.glob("native_*.o")
@@ -131,7 +133,10 @@ PROCESSORS = {
 OF_LIBC = {"malloc", "free", "madvise", "memcpy", "memset", "memmove"}
 
 
-@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize(
+    "processor",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("skylake-avx512", "znver4") else ()) for name in PROCESSORS],
+)
 def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM calls by name what it has no instructions for: an unknown name would end the process."""
     architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]

@@ -170,10 +170,13 @@ SHAPES = [(3, 3, 64, 64), (1, 1, 64, 16), (2, 7, 128, 32), (2, 5, 80, 8), (1, 4,
 MASKS = {"plain": (None, None), "1": (1, None), "20": (20, None), "cap": (None, 3.0)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "group", "head_size", "page_size", "mask"),
-    [(*shape, mask) for index, shape in enumerate(SHAPES) for mask in list(MASKS)[index % 2 :: 2]],
+    ("heads", "group", "head_size", "page_size", "dtype", "mask"),
+    [
+        (*shape, dtype, list(MASKS)[(index + place) % len(MASKS)])
+        for index, shape in enumerate(SHAPES)
+        for place, dtype in enumerate(DTYPES)
+    ],
 )
 def test_tokens_see_what_attention_says(
     heads: int, group: int, head_size: int, page_size: int, dtype: str, mask: str
