@@ -127,7 +127,8 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     max_model_len: int | None = _option(
         None, "longest sequence in tokens, prompt and output; default: the model's", _SIZE
     )
-    """By default the model's; lowered, with a printed reason, where the page pool could not hold one such sequence."""
+    """The default is the model's length. It is lowered, with a printed reason, where the page pool could not hold one
+    such sequence."""
     max_logprobs: int = _option(
         20, "most logprobs a request may ask for per token; -1: all of the vocabulary", integer(-1, 1000)
     )
@@ -184,7 +185,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     scheduling_policy: str | Callable[[Any], Any] = _option(
         "fcfs", "which request goes first: fcfs, or priority (the lower value, then the earlier arrival)", _policy
     )
-    """In Python also a key function: it takes a request and returns what requests are sorted by."""
+    """In Python this may also be a key function, which takes a request and returns what requests are sorted by."""
     scheduling_delay_factor: float = _option(
         0.0,
         "wait this many times the last prompt step's duration for more requests before the next; 0: do not wait",

@@ -341,7 +341,7 @@ class Engine:
     def _advance(self) -> list[Request]:
         """Compute one step; return the requests that got a token or ended.
 
-        Starts steps until one more than the step to be read is under way, then reads the oldest.
+        Keeps up to `_max_in_flight` steps in flight, and reads the oldest.
         """
         self._check_open()
         core = self.core
@@ -349,7 +349,7 @@ class Engine:
             core.prepare()
             with self.plan.serving():
                 core.drop_finished()
-                # While a CPU compiles, a step may have to wait for its executable and shares the cores with them all.
+                # A CPU that compiles is slow at steps, and the next step may have to wait for its executable.
                 is_compiling = self.device.platform == "cpu" and self.plan.is_compiling
                 core.dispatch_ahead(1 if is_compiling else self._max_in_flight)
                 sampled = core.retire() if core.in_flight else []

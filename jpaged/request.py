@@ -206,7 +206,7 @@ class Request:
     missing_hash: bytes | None = None
     """Hash of the first page that the prefix cache lacked at the last check."""
     awaits_prefix: bool = False
-    """It waits for a running request to publish most of what it would otherwise compute once more."""
+    """Whether the request waits for a running one to publish most of what it would otherwise compute once more."""
     num_bypassed: int = 0
     """Later requests that were admitted before it, because it did not fit yet or awaited a prefix."""
 

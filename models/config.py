@@ -225,10 +225,10 @@ def _hf_rope(fields: Fields) -> RopeConfig:
         wanted = "one rotary embedding for all layers: one per layer type is not supported"
         raise fields.wrong(key, wanted)
     theta = fields.number("rope_theta", DEFAULT_THETA, above=1)
-    partial = fields.number("partial_rotary_factor", 1.0)
-    if rope.number("partial_rotary_factor", partial) != 1.0:
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
         reason = "rotary embedding of a part of each head is not supported"
-        raise ModelLoadError(f"{fields.path}: partial_rotary_factor is not 1.0; {reason}")
+        raise ModelLoadError(f"{fields.path}: partial_rotary_factor is {partial:g}, wanted 1: {reason}")
     kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
     max_position = fields.integer("max_position_embeddings")
     # A value beside rope_scaling overrides the one inside, as in transformers.

@@ -9,6 +9,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export JAX_PLATFORMS=cpu
+export JAX_DISABLE_MOST_OPTIMIZATIONS=False  # For users; tests/conftest.py turns them off.
 logs=$(mktemp -d)
 failed=()
 

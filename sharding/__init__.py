@@ -3,11 +3,10 @@
 if __name__ != "jpaged.sharding":
     raise ImportError("import jpaged.sharding: a bare `sharding` would be a second copy")
 
-from .devices import DEVICE_KINDS, select_devices
+from .devices import select_devices
 from .placement import LOGICAL_TO_MESH, TENSOR_AXIS, device_mesh, replicated, sharding_of
 
 __all__ = [
-    "DEVICE_KINDS",
     "LOGICAL_TO_MESH",
     "TENSOR_AXIS",
     "device_mesh",

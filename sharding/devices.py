@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 
-DEVICE_KINDS = ("auto", "cpu", "gpu", "tpu")
 ACCELERATOR_FILES = {"gpu": "/dev/nvidia[0-9]*", "tpu": "/dev/accel[0-9]*"}
 """Kind of accelerator → its device files."""
 VFIO_FILES = "/dev/vfio/[0-9]*"
@@ -19,7 +18,7 @@ EXTRAS = {"gpu": "jpaged[cuda13] or jpaged[cuda12]", "tpu": "jpaged[tpu]"}
 
 
 def select_devices(kind: str) -> list[jax.Device]:
-    """Return JAX's devices of this kind, one of DEVICE_KINDS; "auto" is the accelerator if JAX has one, else the CPU.
+    """Return JAX's devices of this kind: "cpu", "gpu", "tpu" or "auto", the accelerator if JAX has one, else the CPU.
 
     Raises RuntimeError, which says what to install, if there is no device of the kind, or if "auto" would choose the
     CPU although the machine has an accelerator that this JAX cannot use.

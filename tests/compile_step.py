@@ -3,8 +3,8 @@
     python compile_step.py cpu|v6e|h100 NUM_DEVICES float32|bfloat16
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
-reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU of a
-few layers of one with 1e8; the engine's sizes are the defaults.
+reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
+layers of a model with 1e8; the engine's sizes are the defaults.
 """
 
 import json

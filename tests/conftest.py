@@ -22,17 +22,20 @@ _CHECKED = (
 install_import_hook([f"jpaged.{name}" for name in _CHECKED], typechecker="beartype.beartype")
 
 # Executables are kept for later runs and for the other processes of this run, beside the fetched tokenizers. The
-# environment variables reach the processes that tests start. Most programs of the tests run a few times on a few rows,
-# and XLA's optimizations take longer than they save: tests that need them use the fixture `optimized`.
+# environment variables reach the processes that tests start.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jpaged" / "tests" / "xla"
 for _name, _value in (
     ("jax_compilation_cache_dir", str(_CACHE)),
     ("jax_persistent_cache_min_compile_time_secs", 0.0),
     ("jax_persistent_cache_min_entry_size_bytes", -1),
-    ("jax_disable_most_optimizations", True),
 ):
     os.environ[_name.upper()] = str(_value)
     jax.config.update(_name, _value)
+
+# Most programs of the tests run a few times on a few rows, and XLA's optimizations take longer than they save. Tests
+# that need them use the fixture `optimized`. A run with JAX_DISABLE_MOST_OPTIMIZATIONS=False optimizes every program.
+IS_UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True") == "True"
+jax.config.update("jax_disable_most_optimizations", IS_UNOPTIMIZED)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -67,7 +70,8 @@ def optimized() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", False)
         jax.clear_caches()  # Functions compiled without optimizations would serve again.
         yield
-        jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", IS_UNOPTIMIZED)
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from .page_pool import PageKey, PagePool
 
 
 class MoveKind(enum.Enum):
-    """From where to where a page is copied."""
+    """The source and the destination of a page that is copied."""
 
     COPY = "copy"
-    """From a device page to a device page."""
+    """A device page is copied to another device page."""
     SWAP_OUT = "swap_out"
-    """From a device page to a host page."""
+    """A device page is copied to a host page."""
     SWAP_IN = "swap_in"
-    """From a host page to a device page."""
+    """A host page is copied to a device page."""
 
 
 class PageMove(NamedTuple):

@@ -26,9 +26,9 @@ class Column(enum.Enum):
     """How a parameter that is one number travels to the device."""
 
     INT32 = "int32"
-    """In a column of each sampled row (`sample_columns.py`), limited to what an int32 holds."""
+    """The value is an int32 column of each sampled row (`sample_columns.py`), limited to what an int32 holds."""
     FLOAT32 = "float32"
-    """In a column of each sampled row, as the bits of a float32."""
+    """The value is a column of each sampled row, as the bits of a float32."""
     RULE = "rule"
     """The value is a float32 among the rules of its sequence's state slot (`LogitRulesSpec.values`)."""
 

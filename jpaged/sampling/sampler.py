@@ -55,8 +55,8 @@ class SamplingRows:
     ruled_slot: Int[Array, " R"]
     """The row's state slot if its request has logit rules, else 0."""
     forced_token: Int[Array, " R"]
-    """In mode FULL 1 + the id of a token that is scored instead of drawing one; else SCORED or UNSCORED: the token that
-    is drawn is scored, or not."""
+    """In mode FULL: 1 + the id of a given token, which is scored instead of drawing one; or SCORED or UNSCORED, which
+    say whether the drawn token is scored."""
     top_k: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -114,7 +114,7 @@ class SampledRows:
     is_finite: Bool[Array, " R"]
     """False where the logits held a NaN or +inf, or nothing but −inf; the row's token is then meaningless."""
     scores: TokenScores | None = None
-    """In mode FULL; zeros for rows that ask for none."""
+    """Logprobs and ranks in mode FULL, zeros for rows that ask for none; None in the other modes."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Hypothesis:
     score: float
     beam: Beam
     is_stopped: bool
-    """It ended by an end-of-sequence token; False: by its length."""
+    """Whether an end-of-sequence token ended the beam; else it ended by its length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,19 +247,12 @@ def _pool(
     weights = costs.weights_bytes(sizes.dtype)
     step = estimated_step_bytes(model, sizes.max_num_batched_tokens, sizes.max_num_seqs)
     is_measured, max_pages = False, MAX_SLOTS // sizes.block_size - 1
-    # The option that asks for a pool, and how many of its units a page takes.
-    name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
-    asked: int | None = getattr(config, name)
-    if asked is not None:
-        num_pages, unit_bytes = asked // unit - 1, page_bytes // unit
-        max_asked = max(0, free.device_bytes - weights) // unit_bytes
-        if asked > max_asked:
-            got, beside = f"{asked} ({_gb(asked * unit_bytes)} GB)", f"the weights take {_gb(weights)} GB"
-            allowed = f"at most {max_asked}: {_gb(free.device_bytes)} GB are free and {beside}"
-            raise refusal(name, got, allowed, "lower it or free some memory", error=ConfigError)
-        if not 1 <= num_pages <= max_pages:
-            allowed = f"from {2 * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
-            raise refusal(name, asked, f"{allowed}, {page_bytes} bytes each", error=ConfigError)
+    if config.num_blocks is not None:
+        num_pages = config.num_blocks - 1
+        _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights)
+    elif config.kv_cache_memory_bytes is not None:
+        num_pages = config.kv_cache_memory_bytes // page_bytes - 1
+        _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free.device_bytes, weights)
     else:
         most = CPU_POOL_BYTES // page_bytes - 1 if free.is_cpu else max_pages
         wanted = min(sizes.max_num_seqs * sizes.max_pages, most, max_pages)
@@ -275,7 +268,20 @@ def _pool(
         num_pages = min(wanted, affordable(step))
         if num_pages < 1:
             raise _no_room(config, free, weights + step, 2 * page_bytes, is_measured)
+    if not 1 <= num_pages <= max_pages:
+        name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
+        allowed = f"from {2 * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
+        raise refusal(name, getattr(config, name), f"{allowed}, {page_bytes} bytes each", error=ConfigError)
     return num_pages, MemoryPlan(free.device_bytes, weights, step, is_measured, (num_pages + 1) * page_bytes)
+
+
+def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights: int) -> None:
+    """Refuse an option `name` that asks for `got` × `unit_bytes` of pages where memory has no room for them."""
+    max_asked = max(0, free_bytes - weights) // unit_bytes
+    if got > max_asked:
+        shown = f"{got} ({_gb(got * unit_bytes)} GB)"
+        allowed = f"at most {max_asked}: {_gb(free_bytes)} GB are free and the weights take {_gb(weights)} GB"
+        raise refusal(name, shown, allowed, "lower it or free some memory", error=ConfigError)
 
 
 def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_bytes: int, step: StepSizes) -> int:

@@ -163,6 +163,7 @@ def decode(
         return (num_done < num_steps) & (token_ids[None] != stops).all(axis=0)
 
     def decode_one(carry: _DecodeCarry) -> _DecodeCarry:
+        """Compute and draw one token for each row, and move the live rows on by one position."""
         positions = step.positions + carry.num_ahead
         pages = jnp.take_along_axis(step.page_tables, (positions // page_size)[None, :, None], axis=2)[..., 0]
         is_row = jnp.arange(layout.num_rows) < counts["num_rows"]

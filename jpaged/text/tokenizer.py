@@ -206,9 +206,15 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
     names = {name: str(token) for name, token in wrapped.special_tokens_map.items() if isinstance(token, str)}
     # A special token must be found wherever it is written. One that is declared `normalized`, as in Llama 2, is
     # searched for only after spaces became ▁: "</s><s>" between two turns of a chat would become eight other tokens.
-    normalized = [token for token in backend.get_added_tokens_decoder().values() if token.special and token.normalized]
-    states = [{**token.__getstate__(), "normalized": False} for token in normalized]
-    backend.add_special_tokens([tokenizers.AddedToken(**state) for state in states])
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(
+                t.content, single_word=t.single_word, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=True
+            )
+            for t in backend.get_added_tokens_decoder().values()
+            if t.special and t.normalized
+        ]
+    )
     return backend, names, template
 
 

@@ -14,8 +14,8 @@ class BackendEntry:
     class_path: str
     """Module, relative to this package, and class of the backend: "xla.backend.XlaBackend"."""
     platforms: tuple[str, ...] = ()
-    """JAX platforms that the backend runs on, and is the default of unless something below speaks against it; empty for
-    the fallback, which runs on all platforms."""
+    """JAX platforms that the backend runs on. It is their default unless `min_jax`, `not_default` or
+    `not_deterministic` rules it out. Empty for the fallback, which runs on all platforms."""
     block_size: int = 64
     """Tokens of a page by default: the first of the class's `block_sizes`."""
     min_jax: tuple[int, ...] = ()

@@ -70,6 +70,7 @@ def test_attention_factor(config: RopeConfig, wanted: float) -> None:
     assert attention_factor(config) == pytest.approx(wanted)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_cosines_are_computed_once_for_all_layers() -> None:
     """Otherwise XLA:CPU computes them again in every consumer, for every head."""
 

@@ -30,6 +30,7 @@ def whiles(speed: Any, loop: Any, count: int) -> list[str]:
     return re.findall(rf'while\(.*known_trip_count":\{{"n":"{count}"', text)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("loop_of", [pytest.param(attention, marks=pytest.mark.slow), copy])
 def test_the_device_runs_all_calls_without_asking_whether_there_is_another(script, loop_of) -> None:
     assert len(whiles(script("kernel_speed"), loop_of(script), COUNT)) == 1

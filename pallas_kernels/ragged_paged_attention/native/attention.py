@@ -78,6 +78,10 @@ def attend_tiles(
 
 @cache
 def _attend_handler(shape: Shape) -> str:
+    """Compile and register the handler of one shape; return the name by which XLA calls it.
+
+    `prepare` counts the tiles and decides whether several threads share them, `body` computes one tile.
+    """
     num_kv_heads, group, page_size = shape.num_kv_heads, shape.group, shape.page_size
 
     def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:

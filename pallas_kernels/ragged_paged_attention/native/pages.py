@@ -95,6 +95,7 @@ def write_pages(
 
 @cache
 def _write_handler(is_bf16_packed: bool, num_kv_heads: int, head_size: int, page_size: int) -> str:
+    """Compile and register the handler that writes pages of these sizes; return the name by which XLA calls it."""
     kind = I16 if is_bf16_packed else F32
     token_values = num_kv_heads * head_size
     key_words, value_words = (words_of(size, is_bf16_packed=is_bf16_packed) for size in (head_size, page_size))

@@ -17,7 +17,7 @@ from ...native.llvm import F32, I32, I64, LONG_LANES, Code, constant, lanes_for
 from ..xla.softmax import INITIAL_MAX
 from .pages import words_of
 
-Slots = tuple[ir.Value, ir.Value]
+SlotRange = tuple[ir.Value, ir.Value]
 """The first of consecutive slots of a page, and the slot after the last; equal or descending if there are none."""
 
 
@@ -127,7 +127,7 @@ class Queries:
             return I64(0)
         return self.code.max(self.code.build.sub(self.code.load(self.lens, i, I64), I64(self.shape.window)), I64(0))
 
-    def seen(self, i: ir.Value, first_slot: ir.Value) -> Slots:
+    def seen(self, i: ir.Value, first_slot: ir.Value) -> SlotRange:
         """Return the slots of a page that token i sees."""
         code, build = self.code, self.code.build
         seen_from = code.max(build.sub(self._oldest(i), first_slot), I64(0))
@@ -315,9 +315,12 @@ class Queries:
         code.store(build.fadd(code.load(self.totals, query, F32), total), self.totals, query)
 
     def _sum_values(
-        self, first: ir.Value, count: int, part: range, page: ir.Value, following: ir.Value | None, seen: Slots
+        self, first: ir.Value, count: int, part: range, page: ir.Value, following: ir.Value | None, seen: SlotRange
     ) -> None:
-        """Add Σ weights[query, z] · v[z] to the sums, some queries and lanes at a time. Dead slots are not read."""
+        """Add Σ weights[query, z] · v[z] to the sums, some queries and lanes at a time.
+
+        Slots that no query sees are not read.
+        """
         code, build, add, mul, shape = self.code, self.code.build, self.code.build.add, self.code.build.mul, self.shape
         (seen_from, seen_to), head_size = seen, shape.head_size
         begin = mul(page, I64(shape.value_words * head_size))

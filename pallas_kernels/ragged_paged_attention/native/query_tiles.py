@@ -49,6 +49,11 @@ class TiledQueries(Queries):
     def see_page(
         self, first: ir.Value, last: ir.Value, page: ir.Value, following: ir.Value, first_slot: ir.Value
     ) -> None:
+        """Add one page's keys and values to the sums of the tile's tokens `first` to `last` − 1.
+
+        `first_slot` is the position of the page's first slot; `following` is the page that comes next, or that page
+        again if there is none.
+        """
         code, build, mul, shape = self.code, self.code.build, self.code.build.mul, self.shape
         # Positions ascend in a tile; where they do not, in a shared one, all tokens see whole pages.
         seen_from, _ = self.seen(first, first_slot)

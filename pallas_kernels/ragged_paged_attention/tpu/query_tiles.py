@@ -19,7 +19,7 @@ PLAN_HEADER = 1
 
 
 class QueryTiles(NamedTuple):
-    """The tiles of one step in M entries, of which the first `num_tiles` are used."""
+    """The arrays in SMEM that a kernel with one grid step per query tile reads: M tiles, the first ones used."""
 
     page_tables: Ref
     """[R × P] the page tables of all rows, row after row."""

@@ -25,6 +25,8 @@ from jpaged.sampling.sampler import (
 )
 from jpaged.sampling.sampling_params import SampleMode
 
+pytestmark = pytest.mark.usefixtures("optimized")  # Without vectors, sums over a vocabulary round more.
+
 NO_RULE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY_ROW = {**NO_RULE, "temperature": 0.0}
 RULES = {
@@ -129,7 +131,6 @@ def exact_weights(logits, rule):
     return np.where(kept, weights, 0), margin
 
 
-@pytest.mark.usefixtures("optimized")  # Without its vectors, XLA's sums over a vocabulary round more.
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
     """Rows of all kinds in one batch, in float32 against float64.

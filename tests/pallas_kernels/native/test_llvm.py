@@ -141,7 +141,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     """LLVM calls by name what it has no instructions for: an unknown name would end the process."""
     architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
-    for module in (xla_call, matmul, amx, attention, pages):
+    for module in (xla_call, matmul, amx, rms_norm, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     for dtype_is_pairs in (False, True):
@@ -165,6 +165,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                 )
             )
     xla_call._uninitialized.__wrapped__(4, 4)
+    rms_norm._handler.__wrapped__(100, 1e-5)
     if has_amx:
         amx.tile_handler.__wrapped__()
     binding.initialize_all_targets()
@@ -178,7 +179,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
         assembly = machine.emit_assembly(parsed)
         called = set(re.findall(r"^\s+(?:callq?|jmp|bl?)\s+([a-z_]\w*)", assembly, re.MULTILINE))
         assert called - {"work", "help"} <= OF_LIBC
-    assert len(texts) == 9 + has_amx
+    assert len(texts) == 10 + has_amx
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux with large pages")

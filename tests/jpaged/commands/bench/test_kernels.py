@@ -59,6 +59,7 @@ def test_the_dense_prefill_computes_what_paged_attention_does():
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeypatch):
     monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
     program = kernels.read_bandwidth()

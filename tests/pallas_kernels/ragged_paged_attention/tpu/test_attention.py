@@ -82,6 +82,14 @@ def nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     assert capsys.readouterr().out == ""
 
 
+@pytest.fixture
+def fresh_programs() -> Iterator[None]:
+    """Share no program with other tests, before or after the test's changes of what kernels are made from."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("reads", [True, False], ids=["read before it came", "never waited for"])
 def test_a_copy_without_its_wait_is_reported(reads: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The control of the fixture above: by what is printed, or, as later versions of jax report a race, raised."""
@@ -181,6 +189,7 @@ def test_tiles_of_many_pages_and_rows_of_many_tiles() -> None:
     run_rows_of_many_tiles(world(mode="on_wait", cut=cut, table_len=16, **SMALL))
 
 
+@pytest.mark.usefixtures("fresh_programs")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "tile", "window"), [(4, 2, 32, 35), *slow((8, 4, 64, 70), (8, 4, 64, None))]
 )
@@ -197,6 +206,7 @@ def test_full_tiles_in_pieces_and_heads_in_groups(
     run_rows_of_many_tiles(world(mode=mode, cut=cut, table_len=16, options=options, **heads))
 
 
+@pytest.mark.usefixtures("fresh_programs")
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a full tile's four pieces are unrolled together; prefill computes half a piece at the causal edge."""
     monkeypatch.setattr(decode_kernel, "MAX_UNROLLED_PRODUCTS", 2)
