@@ -9,7 +9,7 @@ from pathlib import Path
 import llvmlite.binding as binding
 import pytest
 
-from jpaged.pallas_kernels.native import amx, ffi, llvm, matmul, xla_call
+from jpaged.pallas_kernels.native import amx, ffi, llvm, matmul, rms_norm, xla_call
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
 from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
 
