@@ -69,7 +69,9 @@ class TilePlanner:
         return PlanSections(parts[0], parts[1].reshape(3, -1), parts[2], parts[3].reshape(3, -1), *parts[4:])
 
     def fill(self, rows: PlanRows, out: np.ndarray) -> None:
-        """Write the plan for these rows into `out`, which holds zeros."""
+        """Write the plan for these rows into `out`, which holds zeros: the plan of decode rows that share nothing."""
+        if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
+            return
         sections = self.sections(out, rows.padded_tokens, rows.padded_rows)
         self._fill_query_tiles(rows, sections)
         if self.is_sharing:
@@ -83,10 +85,15 @@ class TilePlanner:
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the rows behind the decode rows, each of which has one token, into tiles of at most `tile_q` tokens."""
         num_tiles, start = 0, rows.num_decode_rows
+        tile_rows, first_tokens, lens = out.query_tiles
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
             end = start + int(rows.query_lens[row])
-            for first_token in range(start, end, self.tile_q):
-                out.query_tiles[:, num_tiles] = row, first_token, min(self.tile_q, end - first_token)
+            for first in range(start, end, self.tile_q):
+                tile_rows[num_tiles], first_tokens[num_tiles], lens[num_tiles] = (
+                    row,
+                    first,
+                    min(self.tile_q, end - first),
+                )
                 num_tiles += 1
             start = end
         out.num_query_tiles[:] = num_tiles
