@@ -89,11 +89,8 @@ class TilePlanner:
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
             end = start + int(rows.query_lens[row])
             for first in range(start, end, self.tile_q):
-                tile_rows[num_tiles], first_tokens[num_tiles], lens[num_tiles] = (
-                    row,
-                    first,
-                    min(self.tile_q, end - first),
-                )
+                count = min(self.tile_q, end - first)
+                tile_rows[num_tiles], first_tokens[num_tiles], lens[num_tiles] = row, first, count
                 num_tiles += 1
             start = end
         out.num_query_tiles[:] = num_tiles
