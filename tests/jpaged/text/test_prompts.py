@@ -273,7 +273,8 @@ def test_a_long_list_of_ids_is_not_walked_in_python(tokenizer, make):
 
     count(make([0]))  # The first of a type is looked up among the abstract classes, by Python.
     ids = make([299, 0, 17, 5] * 25_000)
-    assert count(ids) == count(make([299]))
+    # Within a few lines: the garbage collector may call Python, such as JAX's callbacks, at any allocation.
+    assert count(ids) < count(make([299])) + 100
     assert encoder.encode(ids).token_ids == list(ids)
     with pytest.raises(InvalidRequestError, match="token id 300"):
         encoder.encode(make([299] * 70_000 + [300] + [0] * 30_000))
