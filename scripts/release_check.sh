@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks that .ci/run has no time for, to be run before a release; docs/testing.md says what each takes.
+# The checks that .ci/run has no time for, to be run before a release. Each part can be run alone:
 #
 #   scripts/release_check.sh            # all of them
 #   scripts/release_check.sh mutants seeds
