@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jpaged.models.config import ModelConfig
 from jpaged.models.io.loading import Weights, abstract_weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, KVShape
-from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.sharding import device_mesh
 
 SIZES: dict[str, Any] = {
@@ -75,10 +74,10 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
     return directory
 
 
-def tiny_layout(*, num_pages: int, page_size: int) -> KVLayout:
-    """Return the layout of this model's cache on the XLA path, in float32."""
+def tiny_layout(backend: Backend, *, num_pages: int, page_size: int) -> KVLayout:
+    """Return the layout of this model's cache in float32."""
     head_size = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
-    return NativeBackend().layout(
+    return backend.layout(
         KVShape(CONFIG["num_hidden_layers"], num_pages, page_size, CONFIG["num_key_value_heads"], head_size, "float32")
     )
 

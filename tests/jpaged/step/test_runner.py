@@ -30,7 +30,7 @@ from ..tiny_model import CONFIG, random_weights, tiny_layout
 PAGE, NUM_PAGES, MAX_PAGES, MAX_SEQS, NUM_HOST_PAGES = 4, 48, 5, 4, 40
 MODEL = config_from_hf(CONFIG, Path("config.json"))
 BACKEND = NativeBackend(share_prefixes=False)
-LAYOUT = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
+LAYOUT = tiny_layout(BACKEND, num_pages=NUM_PAGES, page_size=PAGE)
 SIZES = StepSizes("float32", "float32", PAGE, MAX_PAGES * PAGE, MAX_SEQS, 64)
 BUCKETS = SIZES.buckets("cpu")
 SHUFFLED = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES)).tolist()

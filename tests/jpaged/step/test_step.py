@@ -44,7 +44,7 @@ def builder():
 
 def fresh_state(fill=np.nan):
     """Return a state of NaN pages, tables that name the last page, and last tokens that are valid but wrong."""
-    layout = tiny_layout(num_pages=NUM_PAGES, page_size=PAGE)
+    layout = tiny_layout(BACKEND, num_pages=NUM_PAGES, page_size=PAGE)
     places = tuple(LayerPlace(0, layer) for layer in range(MODEL.num_layers))
     pages = tuple(jnp.full(shape, fill, jnp.float32) for shape in layout.shapes)
     tables = jnp.full((1, MAX_SEQS + 1, MAX_PAGES), NUM_PAGES - 1, jnp.int32)
