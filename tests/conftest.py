@@ -34,7 +34,7 @@ for _name, _value in (
 
 # Most programs of the tests run a few times on a few rows, and XLA's optimizations take longer than they save. Tests
 # that need them use the fixture `optimized`. A run with JAX_DISABLE_MOST_OPTIMIZATIONS=False optimizes every program.
-IS_UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True") == "True"
+IS_UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True").lower() not in ("false", "0")
 jax.config.update("jax_disable_most_optimizations", IS_UNOPTIMIZED)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,16 @@ class ResultFile:
 
 
 def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
-    record = {one.name: getattr(completion, one.name) for one in fields(completion)}
-    if completion.logprobs is not None:
-        record["logprobs"] = [_entries_record(entries) for entries in completion.logprobs]
-    return record
+    logprobs = completion.logprobs
+    return {
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "cumulative_logprob": completion.cumulative_logprob,
+        "logprobs": None if logprobs is None else [_entries_record(entries) for entries in logprobs],
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
 
 
 def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
