@@ -270,8 +270,8 @@ def test_samples_and_seeds_differ_and_the_same_seed_gives_the_same_tokens(engine
 
 def test_nothing_ends_a_sequence_before_min_tokens(engine):
     """Neither EOS nor a stop id, both the likeliest tokens, nor a stop string in every token ends the sequence."""
-    at_once = {**GREEDY, "ignore_eos": False, "logit_bias": {EOS: 100.0}}
-    ended = {"eos": at_once, "stop id": {**at_once, "logit_bias": {77: 100.0}, "stop_token_ids": [77]}}
+    eos_first = {**GREEDY, "ignore_eos": False, "logit_bias": {EOS: 100.0}}
+    ended = {"eos": eos_first, "stop id": {**eos_first, "logit_bias": {77: 100.0}, "stop_token_ids": [77]}}
     for name, fields in {**ended, "stop": {**GREEDY, "stop": ["a"], "logit_bias": {"66": 100.0}}}.items():
         for min_tokens in (0, 1, 6, NUM_TOKENS):
             output = engine.generate([PROMPTS[0]], SamplingParams(**fields, min_tokens=min_tokens), use_tqdm=False)[0]

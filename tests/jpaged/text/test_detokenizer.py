@@ -92,11 +92,11 @@ def test_any_pieces_stream_as_they_are_decoded(ids, cut, skip):
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=20), st.integers(1, 5))
-def test_several_tokens_at_once_give_the_text_of_one_by_one(text, at_once):
+def test_several_tokens_at_once_give_the_text_of_one_by_one(text, chunk_len):
     ids = list(text.encode())
     detokenizer = Detokenizer(byte_tokenizer(), [])
-    for start in range(0, len(ids), at_once):
-        detokenizer.append(ids[start : start + at_once])
+    for start in range(0, len(ids), chunk_len):
+        detokenizer.append(ids[start : start + chunk_len])
     detokenizer.finish()
     assert detokenizer.text == text
 
@@ -209,12 +209,12 @@ stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 
 @settings(max_examples=500, deadline=None)
 @given(few_letters, stop_lists, st.booleans(), st.integers(0, 6), st.integers(1, 4))
-def test_earliest_stop_string_ends_the_text(text, stops, include, min_tokens, at_once):
+def test_earliest_stop_string_ends_the_text(text, stops, include, min_tokens, chunk_len):
     options = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
     detokenizer = Detokenizer(byte_tokenizer(), [], **options)
     found = None
-    for start in range(0, len(text), at_once):
-        found = detokenizer.append(list(text[start : start + at_once].encode()))
+    for start in range(0, len(text), chunk_len):
+        found = detokenizer.append(list(text[start : start + chunk_len].encode()))
         if found is not None:
             break
     detokenizer.finish()

@@ -78,8 +78,8 @@ def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(ca
     assert "64 with xla, 64 with native, 128 with pallas-tpu, 64 with pallas-gpu" in " ".join(
         capsys.readouterr().out.split()
     )
-    for name in ("NUM_READS", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
-        monkeypatch.setattr(kernels, name, {"NUM_READS": 1, "DECODES": {"small": SMALL}}.get(name, {}))
+    for name in ("READ_BYTES", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
+        monkeypatch.setattr(kernels, name, {"READ_BYTES": 1 << 20, "DECODES": {"small": SMALL}}.get(name, {}))
     assert main(["bench", "kernels", "--runs", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["block_size"] == 64
 
@@ -90,7 +90,7 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
     small["PREFILLS"] = {"small": Workload(1, 40, 1, 8)}
     for name, workloads in small.items():
         monkeypatch.setattr(kernels, name, workloads)
-    monkeypatch.setattr(kernels, "NUM_READS", 2)
+    monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
     path = tmp_path / "kernels.json"
     assert main(["bench", "kernels", "--runs", "2", "--block-size", "16", "-o", str(path)]) == 0
     result = json.loads(path.read_text())
