@@ -68,10 +68,10 @@ def test_ragged_rows_match_the_oracle(page_size: int) -> None:
 
 
 def test_rows_of_several_tiles_in_one_piece_each() -> None:
-    """Rows at and beside the edges of a tile of 64 keys, while others decode."""
+    """Rows at and beside the edges of a tile of 64 keys, while others decode at position 62, 63 and 64."""
     some = world(16, table_len=16)
     some.add_rows(3)
-    some.step({0: 63})
+    some.step({0: 62})
     some.step({0: 1, 1: 64})
     some.step({0: 1, 1: 1, 2: 65})
     some.step({0: 1, 1: 63, 2: 1})
