@@ -68,13 +68,16 @@ def test_ragged_rows_match_the_oracle(page_size: int) -> None:
 
 
 def test_rows_of_several_tiles_in_one_piece_each() -> None:
-    """Rows at and beside the edges of a tile of 64 keys, while others decode at position 62, 63 and 64."""
+    """Rows at and beside the edges of a tile of 64 keys, while others decode at position 62, 63 and 64.
+
+    At the end a row of 120 query rows, a multiple of eight, fills one tile and a part of another before the next row.
+    """
     some = world(16, table_len=16)
     some.add_rows(3)
     some.step({0: 62})
     some.step({0: 1, 1: 64})
     some.step({0: 1, 1: 1, 2: 65})
-    some.step({0: 1, 1: 63, 2: 1})
+    some.step({0: 1, 1: 60, 2: 8})
 
 
 def test_rows_that_share_their_first_pages() -> None:
