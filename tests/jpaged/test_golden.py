@@ -80,6 +80,7 @@ def test_a_warm_prefix_cache_and_several_tokens_a_dispatch_change_no_token(
     engine: Engine, items: list[dict[str, Any]]
 ) -> None:
     """Logprobs are read token by token, so that only requests without them decode several tokens in a dispatch."""
+    engine.generate([item["prompt_ids"] for item in items], replace(PARAMS, max_tokens=1), use_tqdm=False)
     before = engine.stats()
     outputs = run(engine, items, replace(PARAMS, logprobs=None))
     check_cached(outputs, SIZES["block_size"])
