@@ -203,13 +203,18 @@ def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Int[Array, " r"], 
 
     A group may hold other rows too, and a row may be in two groups: `body` must write the same for it each time.
     """
-    group_size = min(ROWS_PER_GROUP, len(is_needed))
+    num_rows = len(is_needed)
+    if num_rows <= ROWS_PER_GROUP:
+        # Not a loop: its body would be the same each time, and XLA computes such a body before it asks for how often.
+        return lax.cond(jnp.any(is_needed), lambda x: body(jnp.arange(num_rows), x), lambda x: x, state)
     order = jnp.argsort(~is_needed, stable=True)
-    num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + group_size - 1) // group_size
-    # dynamic_slice moves a last group that would reach beyond the end back, onto rows that were in the one before.
-    return lax.fori_loop(
-        0, num_groups, lambda group, x: body(lax.dynamic_slice_in_dim(order, group * group_size, group_size), x), state
-    )
+    num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + ROWS_PER_GROUP - 1) // ROWS_PER_GROUP
+
+    def next_group(index: Array, x: T) -> T:
+        # dynamic_slice moves a last group that would reach beyond the end back, onto rows of the one before.
+        return body(lax.dynamic_slice_in_dim(order, index * ROWS_PER_GROUP, ROWS_PER_GROUP), x)
+
+    return lax.fori_loop(0, num_groups, next_group, state)
 
 
 def shifted_log_softmax(shifted_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:

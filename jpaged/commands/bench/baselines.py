@@ -51,6 +51,19 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 5},
 )
 """Sampling parameters of a mixed batch, assigned to its requests in rotation: every logit rule, and some without."""
+SAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
+    "drawn": (RANDOM,),
+    "top-k-top-p": ({"temperature": 0.8, "top_k": 40, "top_p": 0.9},),
+    "penalties": ({**GREEDY, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},),
+    "bias": ({**GREEDY, "logit_bias": {100: 2.0, 200: -100.0}},),
+    "bad-words": ({**GREEDY, "bad_words": ["never", "in no case"]},),
+    "min-tokens": ({**GREEDY, "min_tokens": 1},),
+    "logprobs-0": ({**GREEDY, "logprobs": 0},),
+    "logprobs-1": ({**GREEDY, "logprobs": 1},),
+    "logprobs-20": ({**GREEDY, "logprobs": 20},),
+    "mixed": MIXED,
+}
+"""Kinds of requests that are not greedy, or not only: sampling parameters in rotation, by name."""
 
 
 class Baseline(Protocol):
@@ -72,7 +85,7 @@ class StepShape:
 
 @dataclass
 class RecordedEngine:
-    """An engine that records the steps of its last run."""
+    """An engine that records the steps of its last run; several with other sampling may share the engine."""
 
     engine: Engine
     sampling: tuple[dict[str, Any], ...] = (GREEDY,)
@@ -91,7 +104,6 @@ class RecordedEngine:
     def __post_init__(self) -> None:
         self.runner = self.engine.runner
         self.dispatch = self.runner.dispatch
-        self.runner.dispatch = self._record_and_dispatch  # type: ignore[method-assign]
 
     def run(self, workload: Workload) -> float:
         """Queue all requests at once; return the seconds to the last token. No prefix is cached from the run before."""
@@ -104,9 +116,13 @@ class RecordedEngine:
             for index, (n, sampling) in enumerate(zip(workload.output_lens, cycle(self.sampling), strict=False))
         ]
         prompts = [list(prompt) for prompt in workload.prompts]
-        start = time.perf_counter()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
+        self.runner.dispatch = self._record_and_dispatch  # type: ignore[method-assign]
+        try:
+            start = time.perf_counter()
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - start
+        finally:
+            self.runner.dispatch = self.dispatch  # type: ignore[method-assign]
         assert [len(output.outputs[0].token_ids) for output in outputs] == list(workload.output_lens)
         self.metrics = [output.metrics for output in outputs]
         return seconds

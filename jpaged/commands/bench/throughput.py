@@ -11,7 +11,7 @@ every baseline on every workload. Medians are shown, ratios first: how many time
     sync            the engine with --no-async-scheduling
     one-step        the engine with --num-decode-steps 1
     deterministic   the engine with --deterministic
-    drawn, mixed    the engine with requests that are not greedy, or with every kind of sampling in rotation
+    drawn, …, mixed the same engine with requests of one kind that is not greedy, or of every kind in rotation
     --peer          another engine, or another checkout of this one, behind a command (peer.py, scripts/peers)
 """
 
@@ -28,14 +28,14 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from ...checks import check, one_of, refusal, shown
+from ...checks import check, integer, one_of, refusal, shown
 from ...config import EngineConfig
 from ...engine import Engine
 from ...errors import ConfigError
 from ...startup.open_model import ModelHandle, open_model
 from ..flags import FlagParser, add_engine_flags, engine_config
 from ..progress import say
-from .baselines import GREEDY, MIXED, RANDOM, BareBaseline, Baseline, DenseBaseline, RecordedEngine, ReplayBaseline
+from .baselines import SAMPLING, BareBaseline, Baseline, DenseBaseline, RecordedEngine, ReplayBaseline
 from .peer import PeerBaseline
 from .report import add_report_flags, machine, parse_bench, write_report
 from .workloads import WORKLOADS, Workload, load_workload
@@ -47,9 +47,7 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 """Baselines that are the engine with other options."""
-OTHER_SAMPLING: dict[str, tuple[dict[str, Any], ...]] = {"drawn": (RANDOM,), "mixed": MIXED}
-"""Baselines that are the engine with other sampling parameters."""
-VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS, *OTHER_SAMPLING)
+VERSUS = ("replay", "bare", "dense", *OTHER_OPTIONS, *SAMPLING)
 DEFAULT_WORKLOADS = {"latency": ["A"], "throughput": ["B", "C"]}
 MIN_MODEL_LEN = 2048
 """Context in tokens that the engine is built for, unless a workload needs more or the user gives another: the same
@@ -65,7 +63,13 @@ def bench(kind: str, argv: Sequence[str]) -> int:
     config = engine_config(args)
     handle = open_model(config)
     vocab_size = handle.config.vocab_size
-    workloads = [load_workload(name, vocab_size=vocab_size, num_requests=args.num_requests) for name in args.workload]
+    workloads = [
+        load_workload(name, vocab_size=vocab_size, num_requests=count)
+        for name in args.workload
+        for count in args.num_requests or [None]
+    ]
+    if args.num_requests and len(args.num_requests) > 1:
+        workloads = [replace(one, name=f"{one.name}, {len(one.prompts)}") for one in workloads]
     longest = max(workload.max_len for workload in workloads)
     if config.max_model_len is None:
         config = replace(config, max_model_len=max(longest, min(MIN_MODEL_LEN, handle.config.max_position_embeddings)))
@@ -88,14 +92,17 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
     parser = FlagParser(prog=f"jpaged bench {kind}", description=description, allow_abbrev=False)
     help = f"any of {', '.join(WORKLOADS)}"
     parser.add_argument("--workload", nargs="+", default=DEFAULT_WORKLOADS[kind], metavar="NAME", help=help)
-    parser.add_argument("--num-requests", type=int, metavar="N", help="only the first N of each workload")
+    help = "only the first N of each workload; with several N, each is a workload"
+    parser.add_argument("--num-requests", type=int, nargs="+", metavar="N", help=help)
     help = f"any of {', '.join(VERSUS)}; default: bare"
     parser.add_argument("--versus", nargs="*", default=["bare"], metavar="NAME", help=help)
     help = "another engine to time in turns (repeatable)"
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help=help)
     add_report_flags(parser, 5, "interleaved runs")
     add_engine_flags(parser.add_argument_group("engine"))
-    args = parse_bench(parser, argv, "num_requests")
+    args = parse_bench(parser, argv)
+    for count in args.num_requests or ():
+        check("--num-requests", count, integer(1), error=ConfigError)
     for name in args.versus:
         check("--versus", name, one_of(*VERSUS), error=ConfigError)
     for peer in args.peer:
@@ -108,9 +115,8 @@ def _parse(kind: str, argv: Sequence[str]) -> Namespace:
 def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack: ExitStack) -> dict[str, Baseline]:
     """Return everything that is timed, by name, the engine first; `stack` closes engines and peers."""
 
-    def new_engine(*sampling: dict[str, Any], **options: Any) -> RecordedEngine:
-        engine = stack.enter_context(Engine.from_engine_args(replace(config, **options), handle))
-        return RecordedEngine(engine, sampling or (GREEDY,))
+    def new_engine(**options: Any) -> RecordedEngine:
+        return RecordedEngine(stack.enter_context(Engine.from_engine_args(replace(config, **options), handle)))
 
     ours = new_engine()
     makers: dict[str, Callable[[], Baseline]] = {
@@ -118,7 +124,7 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
         "bare": lambda: BareBaseline(ours),
         "dense": lambda: DenseBaseline(ours.runner.weights, handle.config),
         **{name: partial(new_engine, **options) for name, options in OTHER_OPTIONS.items()},
-        **{name: partial(new_engine, *sampling) for name, sampling in OTHER_SAMPLING.items()},
+        **{name: partial(RecordedEngine, ours.engine, sampling) for name, sampling in SAMPLING.items()},
     }
     baselines: dict[str, Baseline] = {ENGINE: ours, **{name: makers[name]() for name in args.versus}}
     for peer in args.peer:

@@ -470,6 +470,19 @@ def test_only_rows_that_ask_for_logprobs_get_some():
                 assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
 
 
+@pytest.mark.parametrize("num_rows", [1, 8, 9])
+def test_no_vocabulary_is_drawn_from_or_ranked_outside_of_what_is_run_on_demand(num_rows):
+    """XLA moves what is the same in each turn of a loop in front of it: then every step pays, and ranking is a sort."""
+    rows = make_rows([NO_RULE] * num_rows)
+    step = jax.jit(lambda logits, rows: sample(logits, rows, SampleMode.FULL, SampleSettings(max_logprobs=20)))
+    branches, entry = step.lower(jnp.asarray(make_logits(num_rows, 1000)), rows).compile().as_text().split("\nENTRY ")
+    assert '"TopK"' in branches
+    assert '"TopK"' not in entry
+    assert not [line for line in (branches + entry).splitlines() if " sort(" in line and ",1000]" in line]
+    loops = [line for line in entry.splitlines() if " while(" in line and ",1000]" in line]
+    assert len(loops) == (2 if num_rows > 8 else 0), "over groups of rows"
+
+
 def test_padding_rows_cost_no_truncation_pass():
     """Padding rows are all zeros, top-p 0 included; if they counted as limited, each step would bisect for them."""
     rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), make_rows([NO_RULE]))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import ConfigError
+from jpaged.commands.bench.baselines import SAMPLING
 from jpaged.commands.bench.throughput import bench as run_bench
 from jpaged.commands.bench.workloads import FIXED, load_workload
 
@@ -60,6 +61,16 @@ def test_every_baseline_computes_the_same_tokens_in_interleaved_runs(tiny: str, 
     assert result["recompiles"] == 0
 
 
+def test_every_kind_of_sampling_is_timed_at_every_number_of_requests(tiny: str, tmp_path: Path) -> None:
+    """Several numbers of requests are as many workloads; the kinds share an engine, whose own steps stay apart."""
+    result = bench(tiny, tmp_path, "--num-requests", "1", "3", "--versus", "replay", *SAMPLING)
+    assert list(result["ratios"]) == ["decode, 1", "decode, 3"]
+    for name, count in (("decode, 1", 1), ("decode, 3", 3)):
+        assert list(result["seconds"][name]) == ["jpaged", "replay", *SAMPLING]
+        assert result["workloads"][name].startswith(f"{count} requests")
+    assert result["recompiles"] == 0
+
+
 def test_steps_are_counted_with_their_padding(tiny: str, tmp_path: Path) -> None:
     details = bench(tiny, tmp_path, "--versus", kind="latency")["details"]["decode"]
     workload = load_workload("decode", vocab_size=258, num_requests=4)
@@ -99,11 +110,12 @@ def test_a_command_that_is_no_peer_is_refused_by_name(tiny: str, tmp_path: Path,
         (["--workload", "D"], "--workload: got 'D', allowed: A, B, C, sharegpt"),
         (
             ["--versus", "vllm"],
-            "--versus: got 'vllm', allowed: replay, bare, dense, sync, one-step, deterministic, drawn, mixed",
+            "--versus: got 'vllm', allowed: replay, bare, dense, sync, one-step, deterministic, drawn, top-k-top-p",
         ),
         (["--peer", "vllm"], "--peer: got 'vllm', allowed: NAME=COMMAND"),
         (["--peer", "bare=true"], "--peer: got 'bare=true'"),
         (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
+        (["--num-requests", "2", "0"], "--num-requests: got 0, allowed: an integer ≥ 1"),
         (["--workload", "A"], "whose token ids go up to"),
         (["--max-model-len", "100"], "max_model_len: got 100, the workloads need"),
         (
