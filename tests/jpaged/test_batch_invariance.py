@@ -166,7 +166,7 @@ def test_products_that_round_by_the_number_of_rows_need_deterministic(tiny: Setu
     """Negative control: native products have the same bits beside any number of rows, those of XLA have not."""
     sizes = {**tiny.sizes, "attention_backend": "xla"}
     setup = replace(tiny, sizes=sizes, is_deterministic=True)
-    case = {**CASE, "is_scored": True}
+    case = {**CASE, "num_requests": 32, "is_scored": True}
     with setup.solo(CASE["block_size"]) as solo:
         run_all(setup, solo, [case]).check()
         with pytest.raises(AssertionError, match="token"):

@@ -63,7 +63,7 @@ SAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
     "logprobs-20": ({**GREEDY, "logprobs": 20},),
     "mixed": MIXED,
 }
-"""Kinds of requests that are not greedy, or not only: sampling parameters in rotation, by name."""
+"""Name → the sampling parameters, in rotation, of one kind of requests; plain greedy ones are the engine's own."""
 
 
 class Baseline(Protocol):

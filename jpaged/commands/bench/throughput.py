@@ -11,7 +11,7 @@ every baseline on every workload. Medians are shown, ratios first: how many time
     sync            the engine with --no-async-scheduling
     one-step        the engine with --num-decode-steps 1
     deterministic   the engine with --deterministic
-    drawn, …, mixed the same engine with requests of one kind that is not greedy, or of every kind in rotation
+    drawn, …, mixed the same engine with requests of one kind of sampling, or of all kinds in rotation
     --peer          another engine, or another checkout of this one, behind a command (peer.py, scripts/peers)
 """
 
