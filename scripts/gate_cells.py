@@ -289,7 +289,7 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     specs = {name: weight.sharding.spec for name, weight in weights.items()}
     shapes = {
         "positions": (num_tokens,),
-        "slots": (1, num_tokens),
+        "slot_mapping": (1, num_tokens),
         "query_starts": (num_rows + 1,),
         "context_lens": (num_rows,),
         "page_tables": (1, num_rows, num_pages),

@@ -188,7 +188,8 @@ def main() -> None:
                 found["products"] = product_bytes(programs.weights, mesh, MIN_TOKENS)
                 rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
-            for key in (("forward", num_seqs), ("forward", 2 * num_seqs), ("decode", num_seqs)):
+            decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
+            for key in (decodes, ("forward", 2 * num_seqs), ("decode", num_seqs)):
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)
     print(json.dumps(found))

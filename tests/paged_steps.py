@@ -27,8 +27,9 @@ def metadata(
     num_tokens: int,
     num_rows: int,
     table_len: int,
+    decodes_only: bool = False,
 ) -> AttentionMetadata:
-    """Return the metadata of rows in order, those with one query first.
+    """Return the metadata of rows in order, those with one query first; `decodes_only`: all of them.
 
     `tables[group][row]` lists pages; `num_tokens`, `num_rows` and `table_len` are the padded sizes.
     """
@@ -51,7 +52,9 @@ def metadata(
     query_starts[: len(query_lens) + 1] = np.cumsum([0, *query_lens])
     padded_lens = np.zeros(num_rows, np.int32)
     padded_lens[: len(context_lens)] = context_lens
-    plan = plan_of(backend, query_lens, context_lens, num_tokens, num_rows, page_tables, page_size)
+    plan = plan_of(
+        backend, query_lens, context_lens, num_tokens, num_rows, page_tables, page_size, decodes_only=decodes_only
+    )
     return AttentionMetadata(
         positions=jnp.asarray(positions),
         slot_mapping=jnp.asarray(slots),
@@ -61,6 +64,7 @@ def metadata(
         num_rows=jnp.int32(len(query_lens)),
         num_decode_rows=jnp.int32(num_decode_rows),
         plan=jnp.asarray(plan),
+        decodes_only=decodes_only,
     )
 
 
@@ -72,11 +76,13 @@ def plan_of(
     num_rows: int,
     page_tables: np.ndarray | None = None,
     page_size: int = 8,
+    *,
+    decodes_only: bool = False,
 ) -> np.ndarray:
     """Return the backend's plan of a step padded to `num_tokens` and `num_rows`; without tables, all pages are null."""
     if page_tables is None:
         page_tables = np.full((1, num_rows, 1), NULL_PAGE, np.int32)
-    out = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
+    out = np.zeros(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only), np.int32)
     rows = PlanRows(
         query_lens=np.array(query_lens, np.int32),
         context_lens=np.array(context_lens, np.int32),
@@ -86,6 +92,7 @@ def plan_of(
         page_size=page_size,
         padded_tokens=num_tokens,
         padded_rows=num_rows,
+        decodes_only=decodes_only,
     )
     backend.plan(rows, out)
     return out

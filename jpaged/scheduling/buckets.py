@@ -10,8 +10,9 @@ from ..sampling.sampling_params import SampleMode
 
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
-FULL_SAMPLES = (8, 64, 256)
-"""Sample buckets of the mode FULL below the largest one."""
+DEVICE_SAMPLES = (8, 64, 256)
+"""Sample buckets of a device below the largest one. They are few, to save executables: a device that only decodes
+samples in its decode programs, and rows that are padding cost a sampler little beside reading the head's weights."""
 MIN_FILLED = 64
 """Tokens of the smallest bucket that steps are cut down to; a smaller step costs little more than reading weights."""
 
@@ -23,9 +24,11 @@ class Buckets:
     num_tokens: tuple[int, ...]
     """Tokens of a step."""
     num_samples: tuple[int, ...]
-    """Rows that a step samples."""
-    num_full_samples: tuple[int, ...]
-    """Rows that a step samples in the mode FULL, with rules or logprobs: fewer sizes, to save executables."""
+    """Rows that a step samples, in any mode."""
+    forward_tokens: tuple[int, ...]
+    """Token buckets that have a forward program for prompts and decodes."""
+    forward_decode_tokens: tuple[int, ...]
+    """Token buckets that have a forward program for steps in which every row has one token."""
     modes: tuple[SampleMode, ...] = tuple(SampleMode)
     """Sampling modes that there are executables of, in the order of SampleMode."""
 
@@ -46,24 +49,26 @@ class Buckets:
         """Return the rows that a step of this token bucket has room for: each has at least one token."""
         return min(num_tokens, self.max_samples)
 
-    def sample_sizes(self, mode: SampleMode) -> tuple[int, ...]:
-        """Return the sample buckets of one mode."""
-        return self.num_full_samples if mode is SampleMode.FULL else self.num_samples
+    def has_decodes_apart(self, num_tokens: int) -> bool:
+        """Return whether steps of this token bucket in which every row has one token run a program of their own."""
+        return num_tokens in self.forward_decode_tokens
 
     def mode_for(self, mode: SampleMode) -> SampleMode:
         """Return the mode that samples rows of `mode`: itself if it has executables, else the only one that has."""
         return mode if mode in self.modes else self.modes[0]
 
-    def samples_for(self, count: int, mode: SampleMode) -> int:
-        """Return the smallest sample bucket of a mode that holds `count` rows. IndexError if none does."""
-        sizes = self.sample_sizes(mode)
-        return sizes[bisect_left(sizes, count)]
+    def samples_for(self, count: int) -> int:
+        """Return the smallest sample bucket that holds `count` rows. IndexError if none does."""
+        return self.num_samples[bisect_left(self.num_samples, count)]
 
 
 def one_bucket(max_num_seqs: int) -> Buckets:
-    """Return buckets of one size and one mode: the same executables compute every step, whatever it holds."""
+    """Return buckets of one size and one mode: the same executables compute every step, whatever it holds.
+
+    Every row of such a step has one token, those of prompts too.
+    """
     size = (deterministic_tokens(max_num_seqs),)
-    return Buckets(size, size, size, modes=(SampleMode.FULL,))
+    return Buckets(size, size, forward_tokens=(), forward_decode_tokens=size, modes=(SampleMode.FULL,))
 
 
 def deterministic_tokens(max_num_seqs: int) -> int:
@@ -72,13 +77,20 @@ def deterministic_tokens(max_num_seqs: int) -> int:
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
-    """Return powers of two up to the caps. A CPU, on which every row costs time, also gets small sizes."""
-    num_tokens, num_samples = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens), sample_sizes(max_num_seqs)
+    """Return powers of two up to the caps. A CPU, on which every row costs time, also gets small sizes.
+
+    On other devices, steps that only decode have forward programs of their own: each kernel or loop for prompts takes
+    time there even if it finds none.
+    """
+    num_tokens = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
     if platform == "cpu":
-        num_tokens, num_samples = (1, 8, *num_tokens), (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
-    largest = num_samples[-1]
-    num_full_samples = (*(size for size in FULL_SAMPLES if size < largest), largest)
-    return Buckets(num_tokens, num_samples, num_full_samples)
+        num_samples = (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
+        # A step of one token is a decode, or a prompt of one token, which is computed as one.
+        return Buckets((1, 8, *num_tokens), num_samples, forward_tokens=(8, *num_tokens), forward_decode_tokens=(1,))
+    largest = sample_sizes(max_num_seqs)[-1]
+    num_samples = (*(size for size in DEVICE_SAMPLES if size < largest), largest)
+    decodes = tuple(size for size in num_tokens if size <= largest)
+    return Buckets(num_tokens, num_samples, forward_tokens=num_tokens, forward_decode_tokens=decodes)
 
 
 def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
     key                       run by the runner
     ("allocate",)             once at start and after a failed step: makes the device state and the logit rules
     ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
+    ("forward_decodes", T)    instead of that in some buckets, when every row has one token
     ("sample", S, mode)       after a forward, in the sample bucket S; again for each batch of scored prompt tokens
     ("decode", T)             instead of both, when every row decodes several tokens
     ("tables",)               before a step whose page-table changes do not fit its buffer
@@ -37,7 +38,7 @@ from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
 from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
-from .step_layout import CHANGE_FIELDS
+from .step_layout import CHANGE_FIELDS, StepLayout
 
 TABLES_KEY = ("tables",)
 ALLOCATE_KEY = ("allocate",)
@@ -47,9 +48,11 @@ SWAP_OUT_KEY = ("swap_out",)
 SWAP_IN_KEY = ("swap_in",)
 
 
-def forward_key(buckets: Buckets, num_tokens: int) -> Key:
-    """Return the key of the forward program for a step of this many tokens."""
-    return ("forward", buckets.tokens_for(num_tokens))
+def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False) -> Key:
+    """Return the key of the forward program for a step of this many tokens; `decodes_only`: one of each row."""
+    size = buckets.tokens_for(num_tokens)
+    is_apart = buckets.has_decodes_apart(size) and (decodes_only or size not in buckets.forward_tokens)
+    return ("forward_decodes" if is_apart else "forward", size)
 
 
 def decode_key(buckets: Buckets, num_rows: int) -> Key:
@@ -59,7 +62,7 @@ def decode_key(buckets: Buckets, num_rows: int) -> Key:
 
 def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
     """Return the key of the sample program for this many rows."""
-    return ("sample", buckets.samples_for(num_samples, mode), mode)
+    return ("sample", buckets.samples_for(num_samples), mode)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Programs:
         options = options or ProgramOptions()
         self.weights = weights
         """Shapes of the weights with their placement."""
-        self._layouts, self._num_changes, self._rules_spec = builder.layouts, builder.num_changes, builder.rules_spec
+        self._num_changes, self._rules_spec = builder.num_changes, builder.rules_spec
         self._buckets = buckets = builder.buckets
         self._num_slots = num_slots = builder.tables.shape[1]
         self._settings = options.settings
@@ -114,28 +117,29 @@ class Programs:
             SET_RULES_KEY: self._lower_set_rules,
             **move_programs(cache.layout, mesh, num_host_blocks=options.num_host_blocks),
         }
-        for size in buckets.num_tokens:
-            self.lower["forward", size] = partial(self._lower_step, forward, size)
+        for size in buckets.forward_tokens:
+            self.lower["forward", size] = partial(self._lower_step, forward, builder.layouts[size, False])
+        for size in buckets.forward_decode_tokens:
+            self.lower["forward_decodes", size] = partial(self._lower_step, forward, builder.layouts[size, True])
         if options.num_decode_steps > 1:
             for size in buckets.decode_sizes:
-                self.lower["decode", size] = partial(self._lower_step, decode, size)
+                self.lower["decode", size] = partial(self._lower_step, decode, builder.layouts[size, True])
         for mode in buckets.modes:
-            for size in buckets.sample_sizes(mode):
+            for size in buckets.num_samples:
                 self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
 
     def _shape(self, dims: tuple[int, ...], dtype: Any) -> Any:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._whole)
 
-    def _lower_step(self, function: Callable[..., Any], num_tokens: int) -> jax.stages.Lowered:
-        """Lower `forward` or `decode` for one token bucket."""
-        layout = self._layouts[num_tokens]
+    def _lower_step(self, function: Callable[..., Any], layout: StepLayout) -> jax.stages.Lowered:
+        """Lower `forward` or `decode` for steps of one layout."""
         leaves, tree = jax.tree.flatten(self.weights.state)
 
         def run(leaves: tuple[Any, ...], state: DeviceState, packed: Any) -> Any:
             return function(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
-        run.__name__ = f"{function.__name__}_{num_tokens}"
+        run.__name__ = f"{function.__name__}{'_decodes' if layout.decodes_only else ''}_{layout.num_tokens}"
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
     def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:

@@ -109,7 +109,7 @@ class Runner:
             return StepOutputs(None)
         if step.decode_lens:
             return StepOutputs(self._run("decode", step))
-        columns = self._run("forward", step)
+        columns = self._forward(step)
         sampled = self._sample(columns, len(step.samples), step.mode) if step.samples else None
         return StepOutputs(sampled, tuple(self._score(step)))
 
@@ -132,7 +132,7 @@ class Runner:
 
         Waits for the device; must not be called while a step is in flight.
         """
-        return _shortest_s(lambda: jax.block_until_ready(self._run("forward", step)))
+        return _shortest_s(lambda: jax.block_until_ready(self._forward(step)))
 
     def reset(self) -> None:
         """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
@@ -145,8 +145,13 @@ class Runner:
         self._drop_state()
         _delete(self.weights.state)
 
+    def _forward(self, step: BuiltStep) -> Any:
+        """Start the forward program of a step and return the columns of its samplers."""
+        assert step.layout is not None
+        return self._run("forward_decodes" if step.layout.decodes_only else "forward", step)
+
     def _run(self, name: str, step: BuiltStep) -> Any:
-        """Start the program of a step, "forward" or "decode"; return what it returns beside the new state."""
+        """Start a program of a step's token bucket by its name; return what it returns beside the new state."""
         assert step.layout is not None
         assert step.packed is not None
         run = self.plan.get((name, step.layout.num_tokens))

@@ -84,12 +84,13 @@ def forward(
     ids = view["token_ids"]
     from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
     model = nnx.merge(graph, weights)
-    hidden_TD, cache = model(jnp.where(ids <= -2, from_slot, ids), state.cache, _metadata(view, tables))
+    step = _metadata(view, tables, decodes_only=layout.decodes_only)
+    hidden_TD, cache = model(jnp.where(ids <= -2, from_slot, ids), state.cache, step)
     hidden = lax.dynamic_update_slice(state.hidden, hidden_TD, (0, 0))
     return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
 
 
-def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"]) -> AttentionMetadata:
+def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
     """Return what attention reads of a step; each row gets the page table of its state slot."""
     counts = _counts(view)
     return AttentionMetadata(
@@ -101,6 +102,7 @@ def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"]) -> Att
         num_rows=counts["num_rows"],
         num_decode_rows=counts["num_decode_rows"],
         plan=view["plan"],
+        decodes_only=decodes_only,
     )
 
 
@@ -149,7 +151,7 @@ def decode(
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     counts = _counts(view)
-    step, seq_slots = _metadata(view, tables), view["seq_slots"]
+    step, seq_slots = _metadata(view, tables, decodes_only=True), view["seq_slots"]
     mesh, kv_layout = state.cache.mesh, state.cache.layout
     page_size = kv_layout.page_size
     samples = view["samples"][:, : layout.num_rows]

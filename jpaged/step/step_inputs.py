@@ -132,8 +132,13 @@ class StepInputBuilder:
         self.backend = backend
         self.rules_spec = rules_spec
         self.min_mode = MODES.index(buckets.modes[0])
-        self.layouts = {size: self._layout(size, num_groups) for size in buckets.num_tokens}
-        self.num_changes = self.layouts[buckets.num_tokens[-1]].num_changes
+        decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
+        sizes_and_kinds = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
+        self.layouts = {
+            (size, decodes_only): self._layout(size, num_groups, decodes_only) for size, decodes_only in sizes_and_kinds
+        }
+        """(token bucket, whether every row of the step has one token) → layout of the step's buffer."""
+        self.num_changes = max(layout.num_changes for layout in self.layouts.values())
         num_slots = sizes.max_num_seqs + 1
         self.tables = np.zeros((num_groups, num_slots, sizes.max_pages), np.int32)
         """The device's page tables as they are once every step built so far has run."""
@@ -178,8 +183,10 @@ class StepInputBuilder:
         Its rows are as long as page tables allow. All of them stand in state slot 0, whose pages are null pages, so
         that running the step changes nothing that a sequence uses.
         """
-        layout = self.layouts[num_tokens]
         row_len = min(num_tokens, self.sizes.max_pages * self.sizes.block_size)
+        if num_tokens not in self.buckets.forward_tokens:
+            row_len = 1
+        layout = self.layouts[num_tokens, row_len == 1 and self.buckets.has_decodes_apart(num_tokens)]
         num_rows = min(num_tokens // row_len, layout.num_rows)
         zeros = np.zeros(num_rows, np.intp)
         rows = _Rows(zeros, zeros, np.full(num_rows, row_len), np.arange(num_rows), num_rows if row_len == 1 else 0)
@@ -194,7 +201,7 @@ class StepInputBuilder:
         if self.sizes.is_deterministic:
             work = replace(work, chunks=[one for chunk in work.chunks for one in chunk.tokens()])
         rows = self._rows(work)
-        layout = self.layouts[self.buckets.tokens_for(rows.num_tokens)]
+        layout = self.layouts[self._layout_key(rows)]
         packed = np.zeros(layout.size, np.int32)  # As fast as cleaning a used buffer would be.
         view = layout.view(packed)
         updates = self._fill_changes(view, changes, layout)
@@ -227,7 +234,14 @@ class StepInputBuilder:
         self.next_positions[rows.seq_slots] = rows.context_lens
         return BuiltStep(moves, updates, {}, packed, layout, last.samples, last.mode), rows
 
-    def _layout(self, num_tokens: int, num_groups: int) -> StepLayout:
+    def _layout_key(self, rows: _Rows) -> tuple[int, bool]:
+        """Return the key in `layouts` of a step with these rows."""
+        num_tokens = self.buckets.tokens_for(rows.num_tokens)
+        if rows.decode_lens is not None:
+            return num_tokens, True
+        return num_tokens, rows.num_tokens == rows.num_decode_rows and self.buckets.has_decodes_apart(num_tokens)
+
+    def _layout(self, num_tokens: int, num_groups: int, decodes_only: bool) -> StepLayout:
         """Return the layout of the buffer for this token bucket."""
         num_rows = self.buckets.rows_for(num_tokens)
         return StepLayout(
@@ -237,7 +251,8 @@ class StepInputBuilder:
             num_groups=num_groups,
             # Each row may end one page and begin another. Prefix-cache hits, forks and swaps can cause more changes.
             num_changes=num_groups * (2 * num_rows + num_tokens // self.sizes.block_size),
-            plan_len=self.backend.plan_len(num_tokens, num_rows),
+            plan_len=self.backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only),
+            decodes_only=decodes_only,
         )
 
     def _assign_slot(self, sequence: SampleSequence) -> None:
@@ -324,6 +339,7 @@ class StepInputBuilder:
             page_size=self.sizes.block_size,
             padded_tokens=layout.num_tokens,
             padded_rows=layout.num_rows,
+            decodes_only=layout.decodes_only,
         )
         self.backend.plan(plan_rows, view["plan"])
 

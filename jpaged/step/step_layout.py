@@ -2,8 +2,9 @@
 
 One buffer, because transfers to a device are slow to start: nine arrays took 304 µs, one takes 20 µs. The host writes
 the sections through numpy views (step_inputs.py), and the compiled step reads them as slices of the traced array
-(step.py). A layout belongs to one token bucket and is a static argument of the compiled step, so that every offset is
-a constant of the program. Floats travel as the bits of a float32. With T tokens, R rows, S sampled rows, all padded:
+(step.py). A layout belongs to one token bucket, and to steps that only decode or to all others. It is a static argument
+of the compiled step, so that every offset is a constant of the program. Floats travel as the bits of a float32. With T
+tokens, R rows, S sampled rows, all padded:
 
     counts        [5]          COUNT_FIELDS
     samples       [fields, S]  SAMPLE_FIELDS of each sampled row
@@ -51,6 +52,8 @@ class StepLayout:
     """Page-table changes that the buffer has room for."""
     plan_len: int
     """Length of what the attention backend plans on the host."""
+    decodes_only: bool = False
+    """Whether the step's program takes rows of one token only."""
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...]]]:

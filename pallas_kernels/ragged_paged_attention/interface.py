@@ -52,6 +52,9 @@ class AttentionMetadata:
     num_decode_rows: Int[Array, ""]
     plan: Int[Array, " plan"]
     """Output of `Backend.plan`, written on the host; only the backend reads it."""
+    decodes_only: bool = field(default=False, metadata={"static": True})
+    """Whether every row of the step has exactly one query. Static: such steps have programs of their own, which contain
+    no attention of prefill rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class PlanRows:
     """Tokens that the step is padded to."""
     padded_rows: int
     """Rows that the step is padded to."""
+    decodes_only: bool = False
+    """Whether the step's program is one for decode rows only; then each row has exactly one query."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +276,11 @@ class Backend(ABC):
         """Return the layout of a cache of these sizes; ValueError names what this backend cannot take."""
 
     @abstractmethod
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """Return the length of the plan of a step that is padded to that many tokens and rows."""
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
+        """Return the length of the plan of a step that is padded to that many tokens and rows.
+
+        `decodes_only`: the step's program takes no rows with more than one query.
+        """
 
     @abstractmethod
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:

@@ -33,10 +33,12 @@ def step_of_rows(
     page_size: int,
     num_tokens: int,
     num_rows: int,
+    decodes_only: bool = False,
 ) -> AttentionMetadata:
     """Build a step of these rows, those with one query first, padded to `num_tokens` and `num_rows`.
 
-    `tables` are the page numbers of each row [rows, P], in one page-table group.
+    `tables` are the page numbers of each row [rows, P], in one page-table group. `decodes_only`: the step is for a
+    program that takes rows with one query only.
     """
     lens, contexts = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
     count, total, num_decode_rows = len(lens), int(lens.sum()), int(np.count_nonzero(lens == 1))
@@ -49,7 +51,7 @@ def step_of_rows(
     slots = tables[row, positions // page_size] * page_size + positions % page_size
     page_tables = np.zeros((1, num_rows, tables.shape[1]), np.int32)
     page_tables[0, :count] = tables
-    plan = np.zeros(backend.plan_len(num_tokens, num_rows), np.int32)
+    plan = np.zeros(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only), np.int32)
     rows = PlanRows(
         query_lens=lens,
         context_lens=contexts,
@@ -59,6 +61,7 @@ def step_of_rows(
         page_size=page_size,
         padded_tokens=num_tokens,
         padded_rows=num_rows,
+        decodes_only=decodes_only,
     )
     backend.plan(rows, plan)
 
@@ -74,4 +77,5 @@ def step_of_rows(
         num_rows=jnp.int32(count),
         num_decode_rows=jnp.int32(num_decode_rows),
         plan=jnp.asarray(plan),
+        decodes_only=decodes_only,
     )

@@ -58,13 +58,16 @@ class TilePlanner:
     min_saved_tokens: int
     """Tokens that a group of rows must be spared reading to become shared tiles."""
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return the length of the plan of a step that is padded to that many tokens and rows."""
-        return sum(self._lens(num_tokens, num_rows))
+        return sum(self._lens(num_tokens, num_rows, decodes_only))
 
-    def sections(self, plan: Any, num_tokens: int, num_rows: int) -> PlanSections:
-        """Return the parts of the plan of a step that is padded to that many tokens and rows."""
-        *starts, end = np.cumsum([0, *self._lens(num_tokens, num_rows)]).tolist()
+    def sections(self, plan: Any, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> PlanSections:
+        """Return the parts of the plan of a step that is padded to that many tokens and rows.
+
+        A step of decode rows only has no query tiles.
+        """
+        *starts, end = np.cumsum([0, *self._lens(num_tokens, num_rows, decodes_only)]).tolist()
         parts = [plan[a:b] for a, b in zip(starts, [*starts[1:], end], strict=True)]
         return PlanSections(parts[0], parts[1].reshape(3, -1), parts[2], parts[3].reshape(3, -1), *parts[4:])
 
@@ -72,15 +75,16 @@ class TilePlanner:
         """Write the plan for these rows into `out`, which holds zeros: the plan of decode rows that share nothing."""
         if rows.num_decode_rows == len(rows.query_lens) and not self.is_sharing:
             return
-        sections = self.sections(out, rows.padded_tokens, rows.padded_rows)
+        sections = self.sections(out, rows.padded_tokens, rows.padded_rows, decodes_only=rows.decodes_only)
         self._fill_query_tiles(rows, sections)
         if self.is_sharing:
             self._fill_shared_tiles(rows, sections)
 
-    def _lens(self, num_tokens: int, num_rows: int) -> tuple[int, ...]:
+    def _lens(self, num_tokens: int, num_rows: int, decodes_only: bool) -> tuple[int, ...]:
         # Each prefill row may end in a query tile that is not full, and each group in such a shared tile.
+        num_query_tiles = 0 if decodes_only else num_tokens // self.tile_q + num_rows
         num_shared_tiles = MAX_GROUPS + num_rows // min(self.shared_rows, num_rows)
-        return 1, 3 * (num_tokens // self.tile_q + num_rows), 1, 3 * num_shared_tiles, num_rows, num_rows
+        return 1, 3 * num_query_tiles, 1, 3 * num_shared_tiles, num_rows, num_rows
 
     def _fill_query_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the rows behind the decode rows, each of which has one token, into tiles of at most `tile_q` tokens."""
@@ -156,9 +160,9 @@ class TiledBackend(Backend):
     def planner(self) -> TilePlanner:
         """Return the planner that writes and reads this backend's plans."""
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """See `Backend.plan_len`."""
-        return self.planner.plan_len(num_tokens, num_rows)
+        return self.planner.plan_len(num_tokens, num_rows, decodes_only=decodes_only)
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """See `Backend.plan`."""

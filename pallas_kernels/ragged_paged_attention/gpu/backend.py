@@ -139,7 +139,7 @@ class GpuBackend(Backend):
         self.refuse_unlisted("block_size", shape.page_size, PAGE_SIZES, "leave it out or use --attention-backend xla")
         return GpuLayout.of(shape)
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return the int32 numbers of a plan, with room for both classes of tiles and all windows."""
         return self.planner.plan_len(num_tokens, num_rows)
 

@@ -116,7 +116,7 @@ class NativeBackend(TiledBackend):
             layer = replace(layer, keys=keys, values=values)
         num_tokens, num_heads, head_size = q.shape
         num_rows, grouped = len(step.context_lens), (layout.num_kv_heads, num_heads // layout.num_kv_heads)
-        plan = self.planner.sections(step.plan, num_tokens, num_rows)
+        plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         if inputs.options.window is not None:
             # The rows of a tile attend to all of its pages, which a window may have left.
             plan = plan.without_shared_tiles()

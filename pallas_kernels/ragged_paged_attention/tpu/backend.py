@@ -167,12 +167,12 @@ class TpuBackend(Backend):
             return sizes_by_rule(self.chip, shape, in_float32=True)
         return sizes_of(self.chip, shape, self.tuned)
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
-        """Return the int32 numbers of a plan: the number of query tiles, and four values per tile.
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
+        """Return the int32 numbers of a plan: the number of query tiles, and four values per tile; 0 without tiles.
 
         Each prefill row may begin and end with a tile that is not full.
         """
-        return PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
+        return 0 if decodes_only else PLAN_HEADER + 4 * (num_tokens // self.tile_q + 2 * min(num_rows, num_tokens))
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the prefill rows into tiles, (row, first token, its position, length), at multiples of `tile_q`.
@@ -180,6 +180,8 @@ class TpuBackend(Backend):
         The multiples are positions in the sequence, so that the mask's diagonal lies alike in all tiles but a row's
         first and last.
         """
+        if rows.decodes_only:
+            return
         tile_rows, tokens, positions, lens = out[PLAN_HEADER:].reshape(4, -1)
         num_tiles, token = 0, rows.num_decode_rows
         for row in range(rows.num_decode_rows, len(rows.query_lens)):
@@ -197,7 +199,7 @@ class TpuBackend(Backend):
         """See `Backend.attend`."""
         q, k, v = inputs.q, inputs.k, inputs.v
         (kv_pages,) = pages
-        num_tokens, num_heads, _ = q.shape
+        num_heads = q.shape[1]
         sizes, call = self.sizes_for(num_heads, layout, q.dtype), CallOptions(self.interpret, self.check_bounds)
         if k is not None and v is not None:
             if inputs.kv_scales is None:
@@ -207,10 +209,10 @@ class TpuBackend(Backend):
                     quantize(x, scales, kv_pages.dtype).astype(q.dtype)
                     for x, scales in zip((k, v), inputs.kv_scales, strict=True)
                 )
-            if num_tokens > 1:  # A step of one token has no prefill row.
+            if not inputs.step.decodes_only:
                 kv_pages = write_prefill(k, v, kv_pages, inputs, call, tile_q=self.tile_q)
         out, kv_pages = decode_attention(q, k, v, kv_pages, inputs, call, sizes=sizes.decode)
-        if num_tokens > 1:
+        if not inputs.step.decodes_only:
             tile_sizes = {"tile_q": self.tile_q, "tile_kv": sizes.tile_kv, "sub_kv": sizes.sub_kv}
             out = prefill_attention(out, kv_pages, inputs, call, **tile_sizes)
         return out, (kv_pages,)

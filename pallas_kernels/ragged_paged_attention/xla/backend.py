@@ -142,7 +142,7 @@ class XlaBackend(TiledBackend):
         grouped = layout.num_kv_heads, num_heads // layout.num_kv_heads
         q_TKGH = inputs.q.astype(jnp.float32).reshape(num_tokens, *grouped, head_size)
         sinks_KG = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32).reshape(grouped)
-        plan = self.planner.sections(step.plan, num_tokens, num_rows)
+        plan = self.planner.sections(step.plan, num_tokens, num_rows, decodes_only=step.decodes_only)
         tiles = PrefillTiles(layer, pages_per_tile=max(1, sizes.prefill_keys // layer.page_size))
         q_RKGH = jnp.pad(q_TKGH[:num_rows], [(0, max(num_rows - num_tokens, 0)), (0, 0), (0, 0), (0, 0)])
         before = None if inputs.sinks is None else Softmax.start(q_RKGH, sinks_KG)
@@ -159,6 +159,6 @@ class XlaBackend(TiledBackend):
         tile_q = min(sizes.queries, num_tokens)
         room = max(num_tokens, num_rows) + tile_q
         out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded.result(), 0, 0)
-        if num_tokens > 1:  # A step of one token has no prefill row.
+        if not step.decodes_only:
             out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q)
         return out[:num_tokens].reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)

@@ -126,7 +126,7 @@ def test_sections_cover_the_buffer_without_gap_or_overlap(**sizes):
 
 
 def test_the_device_reads_the_sections_that_the_host_writes():
-    layout = builder_of(num_groups=2).layouts[16]
+    layout = builder_of(num_groups=2).layouts[16, False]
     packed = np.arange(layout.size, dtype=np.int32)
     traced = jax.jit(layout.view)(packed)
     for name, section in layout.view(packed).items():
