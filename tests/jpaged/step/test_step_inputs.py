@@ -30,11 +30,13 @@ GREEDY, RANDOM, SCORED = (
 SCORED_PROMPT = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
-def builder_of(*, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, is_deterministic=False):
+def builder_of(
+    *, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, is_deterministic=False, platform="cpu"
+):
     sizes = StepSizes("float32", "float32", block_size, 128 * block_size, max_num_seqs, max_num_batched_tokens)
     builder = StepInputBuilder(
         replace(sizes, is_deterministic=is_deterministic),
-        sizes.buckets("cpu"),
+        sizes.buckets(platform),
         XlaBackend(),
         rules_spec=LogitRulesSpec(10_000),
         num_groups=num_groups,
@@ -164,6 +166,23 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
     # Samples keep the order of the work and name their row's last token. The chunk ends before its prompt does.
     assert built.samples == [short, long]
     assert view["samples"][:2, :2].tolist() == [[1, 0], [2, 3]]
+
+
+def test_on_a_device_a_step_of_rows_with_one_token_is_planned_for_programs_that_only_decode():
+    """A prompt of one token is such a row; one row with more tokens makes the step an ordinary one."""
+    builder = builder_of(platform="gpu", max_num_batched_tokens=256)
+    [one], [other], [short] = running(5, slots=[1]), running(5, slots=[2]), running(1, slots=[3])
+    for sequence in (one, other):
+        built, _ = prefill(builder, sequence)
+        assert not built.layout.decodes_only
+    start = chunk_of(short, 0, 1, [short])
+    works = [{"decodes": [one, other]}, {"decodes": [one, other], "decode_lens": [2, 2]}]
+    works.append({"decodes": [one, other], "chunks": [start], "placed": [short]})
+    for work in works:
+        built, view = build(builder, **work)
+        assert built.layout.decodes_only
+        assert len(view["plan"]) == builder.backend.plan_len(16, 16, decodes_only=True)
+        assert len(view["plan"]) < builder.backend.plan_len(16, 16)
 
 
 def test_in_deterministic_engines_a_chunk_is_packed_as_if_it_came_token_by_token():
