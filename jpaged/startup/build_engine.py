@@ -51,6 +51,9 @@ logger = logging.getLogger("jpaged")
 
 SWITCH_INTERVAL_S = 0.001
 """Thread switch interval while weights load; CPython's default is 5 ms."""
+GPU_DECODE_STEPS = 4
+"""Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
+ends before, and so few are enough to hide the work of the host."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -99,7 +102,7 @@ def build_engine(
     check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
-    programs = engine.programs(builder, **pools, num_decode_steps=_num_decode_steps(config))
+    programs = engine.programs(builder, **pools)
     plan = CompilePlan(programs.lower)
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
@@ -113,7 +116,8 @@ def build_engine(
         runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
             plan.wait()
-        scheduler = _scheduler(config, sizes, builder, _preemption(config, sizes, builder, runner))
+        preemption = _preemption(config, sizes, builder, runner)
+        scheduler = _scheduler(config, sizes, builder, preemption, engine.num_decode_steps)
         outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids)
         core = EngineCore(scheduler=scheduler, builder=builder, runner=runner, outputs=outputs, clock=time.monotonic)
     except BaseException:
@@ -146,8 +150,10 @@ def _checked_engine(
     rules_spec = LogitRulesSpec(model.vocab_size, processors, frozenset(handle.eos_token_ids))
     settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs")
 
+    num_decode_steps = _num_decode_steps(config, device.platform)
+
     def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = AbstractEngine(model, device_mesh([device]), backend, rules_spec, settings)
+        engine = AbstractEngine(model, device_mesh([device]), backend, rules_spec, settings, num_decode_steps)
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
@@ -224,15 +230,17 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _num_decode_steps(config: EngineConfig) -> int:
+def _num_decode_steps(config: EngineConfig, platform: str) -> int:
     """Return the most tokens that a sequence decodes in one dispatch."""
     if config.deterministic:
         return 1
-    return MAX_DECODE_STEPS if config.num_decode_steps == "auto" else int(config.num_decode_steps)
+    if config.num_decode_steps != "auto":
+        return int(config.num_decode_steps)
+    return GPU_DECODE_STEPS if platform == "gpu" else MAX_DECODE_STEPS
 
 
 def _scheduler(
-    config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy
+    config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy, decode_steps: int
 ) -> Scheduler:
     """Return the scheduler with its block manager."""
     step, buckets, costs = sizes.step, builder.buckets, preemption.costs
@@ -258,7 +266,8 @@ def _scheduler(
         delay_factor=config.scheduling_delay_factor,
         preemption=preemption,
         limits=QueueLimits(**config.limits),
-        max_decode_steps=_num_decode_steps(config),
+        max_decode_steps=decode_steps,
+        decodes_rules_several=SampleMode.FULL in buckets.decode_modes,
         token_buckets=buckets.num_tokens,
         # With unlimited logprobs each scored token brings a row of the whole vocabulary: one sampler call per step.
         max_scored=buckets.max_samples if config.max_logprobs < 0 else None,

@@ -40,9 +40,10 @@ def warmup_keys(
         return [], [] if is_cpu else everything
     buckets = builder.buckets
     num_seqs = min(sum(demand.num_samples for demand in demands), builder.sizes.max_num_seqs)
-    samplers = [sample_key(buckets, num_seqs, buckets.mode_for(mode)) for mode in modes]
-    decodes = [decode_key(buckets, num_seqs), forward_key(buckets, num_seqs, decodes_only=True)]
-    deferred = [key for key in decodes if key in programs.lower]
+    samplers = dict.fromkeys(sample_key(buckets, num_seqs, mode) for mode in modes)
+    decodes = [decode_key(buckets, num_seqs, mode) for mode in modes]
+    decodes.append(forward_key(buckets, num_seqs, decodes_only=True))
+    deferred = [key for key in dict.fromkeys(decodes) if key in programs.lower]
     return [*_prompt_keys(config, builder, demands), *samplers], deferred if is_cpu else [*deferred, *everything]
 
 
