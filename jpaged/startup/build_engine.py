@@ -23,7 +23,7 @@ from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.io.loading import check_tensors, load_weights
-from ..pallas_kernels.ragged_paged_attention.interface import Backend
+from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
 from ..sampling.sampler import SampleSettings
@@ -41,6 +41,7 @@ from ..text.output_processor import OutputProcessor
 from .abstract_engine import WINDOWS, AbstractEngine
 from .attention_check import find_failure
 from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
+from .check_process import check_before_opening, check_request, find_failure_apart
 from .host_memory import free_host_bytes
 from .open_model import ModelHandle
 from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, size_engine
@@ -54,6 +55,8 @@ SWITCH_INTERVAL_S = 0.001
 GPU_DECODE_STEPS = 4
 """Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
 ends before, and so few are enough to hide the work of the host."""
+DEFAULT_MEMORY_SHARE, LARGE_MEMORY_SHARE = 0.75, 0.9
+"""Share of a GPU's memory that JAX reserves by default, and the one from which on nothing is said of the rest."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -92,12 +95,13 @@ def build_engine(
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
     use_compilation_cache(config.compilation_cache_dir)
+    check_before_opening(config, handle.config)
     device = _select_device(config.device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
     engine, sizes = _checked_engine(config, handle, device, free, demands)
     for note in sizes.notes:
         logger.warning(note)
-    logger.info("memory: %s", sizes.memory)
+    logger.info("memory: %s%s", sizes.memory, withheld_memory(device))
     step = sizes.step
     check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
     builder = engine.builder(step)
@@ -161,7 +165,10 @@ def _checked_engine(
     log("attention: %s, %s", " · ".join(filter(None, [choice.backend.name, choice.backend.describe()])), choice.reason)
     engine, sizes = sized(choice.backend)
     step = sizes.step
-    failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
+    if engine.backend.check_guard is CheckGuard.CHILD:
+        failure = find_failure_apart(check_request(config, model, type(engine.backend), device.platform))
+    else:
+        failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
     if failure is None:
         return engine, sizes
     if config.attention_backend != "auto":
@@ -209,6 +216,20 @@ def _free_bytes(device: jax.Device) -> int:
     """Return the bytes that are free on the device; on a CPU, those of the host."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def withheld_memory(device: jax.Device) -> str:
+    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all."""
+    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or os.environ.get("XLA_CLIENT_MEM_FRACTION")
+    share = float(given or DEFAULT_MEMORY_SHARE)
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if stats is None or not 0 < share < LARGE_MEMORY_SHARE:
+        return ""
+    withheld = stats["bytes_limit"] / share * (1 - share)
+    return (
+        f"; JAX leaves {withheld / 1e9:.3g} GB of the GPU unused: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before JAX "
+        "starts to have them"
+    )
 
 
 def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
