@@ -57,6 +57,8 @@ GPU_DECODE_STEPS = 4
 ends before, and so few are enough to hide the work of the host."""
 DEFAULT_MEMORY_SHARE, LARGE_MEMORY_SHARE = 0.75, 0.9
 """Share of a GPU's memory that JAX reserves by default, and the one from which on nothing is said of the rest."""
+CPU_COMPILERS, MAX_COMPILERS = 2, 16
+"""Programs that are compiled at the same time on a CPU, and at most elsewhere: each may take a gigabyte of memory."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -107,7 +109,7 @@ def build_engine(
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools)
-    plan = CompilePlan(programs.lower)
+    plan = CompilePlan(programs.lower, num_compilers=_num_compilers(device.platform))
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
     plan.start([ALLOCATE_KEY, *needed_first], progress=_phase(progress, "compile"))
@@ -258,6 +260,14 @@ def _num_decode_steps(config: EngineConfig, platform: str) -> int:
     if config.num_decode_steps != "auto":
         return int(config.num_decode_steps)
     return GPU_DECODE_STEPS if platform == "gpu" else MAX_DECODE_STEPS
+
+
+def _num_compilers(platform: str) -> int:
+    """Return how many programs are compiled at the same time: on a device, one for each core of the host."""
+    if platform == "cpu":
+        return CPU_COMPILERS
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(num_cores, CPU_COMPILERS), MAX_COMPILERS)
 
 
 def _scheduler(

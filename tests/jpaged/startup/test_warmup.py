@@ -57,6 +57,16 @@ def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first
         assert first == [*dict.fromkeys(used), ("sample", 1, SampleMode.RANDOM)]
 
 
+def test_a_device_compiles_what_unknown_requests_need_first_first() -> None:
+    """The largest forwards, then samplers and decode programs, those for few rows first; page moves come last."""
+    host = Host(max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, num_blocks=65)
+    decode, sample = (("decode", 16, SampleMode.FULL), ("sample", 8, SampleMode.RANDOM))
+    wanted = [("allocate",), ("forward", 2048), ("forward", 1024), sample, decode, ("forward", 512), ("copy",)]
+    programs: Any = SimpleNamespace(lower=dict.fromkeys(sorted(wanted, key=str)))
+    found = warmup_keys(EngineConfig(), programs, host.core.builder, [], [], is_cpu=False)
+    assert found == ([], wanted)
+
+
 def test_the_first_token_of_a_known_prompt_waits_for_no_compilation_after_the_start(tmp_path: Path) -> None:
     config = EngineConfig(
         model=str(write_tiny_model(tmp_path)), max_num_seqs=1, max_num_batched_tokens=64, max_model_len=128
