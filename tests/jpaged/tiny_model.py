@@ -33,10 +33,11 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tensors(seed: int = 0) -> dict[str, np.ndarray]:
+def tensors(seed: int = 0, head_size: int = 16) -> dict[str, np.ndarray]:
     """Return weights scaled so that the logits of different tokens lie well apart."""
     rng = np.random.default_rng(seed)
-    hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 32
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    queries, kv = (CONFIG[f"num_{name}_heads"] * head_size for name in ("attention", "key_value"))
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return rng.normal(0, columns**-0.5, (rows, columns)).astype(np.float32)
@@ -45,8 +46,8 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
     for layer in range(CONFIG["num_hidden_layers"]):
         name = f"model.layers.{layer}."
         for part, shape in {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
         }.items():  # fmt: skip
             found[f"{name}{part}.weight"] = matrix(*shape)
@@ -70,7 +71,7 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    save_file(tensors(), str(directory / "model.safetensors"))
+    save_file(tensors(head_size=config.get("head_dim", 16)), str(directory / "model.safetensors"))
     return directory
 
 
