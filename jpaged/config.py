@@ -18,6 +18,7 @@ from .sampling.logits_processor import LogitsProcessor
 DEFAULT_MODEL = "smollm2-135m"
 """The built-in model that serves where none is named."""
 DTYPES = ("auto", "float32", "bfloat16")
+LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 MAX_BLOCK_SIZE = 1024
 MAX_STEP_TOKENS = 1 << 20
@@ -109,6 +110,13 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     revision: str | None = _option(
         None, "revision of a model from the hub", text("a branch, a tag or a commit of a model from the hub")
     )
+    load_format: str = _option(
+        "auto",
+        f"{', '.join(LOAD_FORMATS)}; dummy: random weights made on the device, from the model's config alone",
+        one_of(*LOAD_FORMATS),
+    )
+    """With dummy no weights are read. A directory needs no more than config.json; without a tokenizer in it, requests
+    give token ids and want no text."""
     dtype: str = _option(
         "auto", f"weights and activations: {', '.join(DTYPES)}; auto is float32 on a CPU", one_of(*DTYPES)
     )

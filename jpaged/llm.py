@@ -28,6 +28,6 @@ class LLM(Engine):
         """Return what the model's generation config recommends, like `Engine.default_sampling_params`."""
         return self.default_sampling_params()
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer."""
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return the model's tokenizer; None for random weights without one."""
         return self.tokenizer

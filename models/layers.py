@@ -31,7 +31,7 @@ class WeightMaker:
 
     def vector(self, size: int, axis: str | None, *, fill: float, **metadata: Any) -> nnx.Param[Any]:
         """Return a weight [size] whose elements are `fill` until it is loaded."""
-        return nnx.Param(self.new((size,), (axis,), fill), logical_axes=(axis,), **metadata)
+        return nnx.Param(self.new((size,), (axis,), fill), logical_axes=(axis,), fill=fill, **metadata)
 
     def matrix(self, num_in: int, num_out: int, axes: tuple[str, str], **metadata: Any) -> nnx.Param[Any]:
         """Return a matrix W [in, out], stored as `ops` wants it; a checkpoint stores Wᵀ."""

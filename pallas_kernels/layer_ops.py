@@ -47,6 +47,10 @@ class LayerOps:
         """
         return list(bounds)[::-1], partial(write_rows, out.T)
 
+    def store(self, matrix: Float[Array, "I O"]) -> Array:
+        """Return a matrix W [num_in, num_out] as the array that stores it."""
+        return matrix
+
     def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
         """Return x · W in float32, accumulated in float32, for a stored matrix W of `num_out` columns."""
         return jnp.dot(x, weight, preferred_element_type=jnp.float32)

@@ -1,39 +1,55 @@
-"""Check the GPU attention kernels on this GPU, and measure them.
+"""Check jpaged on this GPU, and measure it.
 
-    python scripts/gpu_check.py --output gpu_check.json
-    python scripts/gpu_check.py --interpret          # no GPU: checks tiny shapes, measures nothing
+    python scripts/gpu_check.py --list                               # every item, with its minutes
+    python scripts/gpu_check.py --only correctness copy K1 --output gpu_1.json
+    python scripts/gpu_check.py --interpret                          # no GPU: tiny shapes, times mean nothing
 
-The script needs no network and no weights, and takes at most 8 minutes: an item that would begin later is listed as not
-done. Every kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed, and has to
-give the same bits each of 20 times. Then ratios are measured, each between loops that ran in turn: decoding to a copy
-on the device and to cuDNN's paged attention, prefill to a product of matrices and to cuDNN's dense attention, a window
-to full attention, pages of one byte to those of two. Work that cuDNN refuses here is named, and its ratio is not
-measured: then the run does not pass. The table is printed last.
+The script needs no network and no weights. A run takes at most 8 minutes (`--minutes`): an item that would be over
+later is listed as not done. docs/first_light.md says which runs to make, and what to do with what they find. Every
+kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed, and has to give the
+same bits each of 20 times. Ratios are measured between loops that ran in turn: decoding to a copy on the device,
+prefill to a product of matrices, a window to full attention, pages of one byte to those of two; beside each the
+kernels with other options, and plain XLA. Ratios to cuDNN stand apart: work that cuDNN refuses is named, and the run
+may pass. Golden tokens and the speed of a model of 8B check the whole engine. The table is printed last.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import check_report
+import check_run
+import engine_check
 import jax
 import jax.numpy as jnp
 import kernel_check
-import kernel_speed
+import kernel_items
 import numpy as np
-from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Bench, Case, Rows, checks
-from kernel_speed import LLAMA, Loop, Sizes, causal_flops
+import step_profile
+from check_items import Goal
+from driver_check import find_driver_fault
+from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Case, Rows
+from kernel_items import Session
+from kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes
 
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
-GOALS = kernel_speed.GOALS | {"K4": ("≤", 1.1), "decode ÷ cuDNN": ("≤", 1.0), "prefill ÷ cuDNN": ("≤", 1.1)}
+GOALS = {
+    **kernel_items.GOALS,
+    **engine_check.GOALS,
+    "K4": Goal("≤", 1.1, "K4", is_own=False),
+    "prefill ÷ cuDNN": Goal("≤", 1.1, "K4", is_own=False),
+    "decode ÷ cuDNN": Goal("≤", 1.0, "cudnn", is_own=False),
+}
 """Ratio → its goal. `decode ÷ cuDNN` is the worst ratio of all shapes to cuDNN's paged attention, which pads skewed
 rows and may refuse them; `prefill ÷ cuDNN` is that of one prompt to its dense attention."""
+MEMORY_SHARE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+"""JAX gives out three quarters of a GPU's memory by default, too little for the 8B model on small ones."""
 
 RATIOS = ((9, 3), (8, 8), (24, 1), (40, 1), (71, 1))
 """Query heads and KV heads whose groups fill a small tile of 16 or 32 rows, a large tile, and more than one."""
@@ -177,42 +193,52 @@ def dense_by_cudnn(batch: Batch) -> Loop:
     return Loop(lambda q, k: attend(q, k, k), q, (k,))
 
 
-def measure_prefill(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """Measure K3, and K4: rows of different length against cuDNN's dense attention, per operation."""
-    found = kernel_speed.measure_prefill(bench, case, sizes, {"cuDNN": dense_by_cudnn})
-    rates, dense_s = found["flops_per_s"], found["seconds"].get("ragged by cuDNN")
-    if dense_s is None:
-        return {**found, "K4": None}
-    rates["cuDNN, as long as the longest of ragged"] = dense = causal_flops(case, [max(sizes.ragged)]) / dense_s
-    return {**found, "K4": dense / rates["ragged"]}
+CORRECTNESS, *MEASURED = kernel_items.kernel_items()
+SMALL, *ENGINE = engine_check.engine_items(MEMORY_SHARE, has_command_buffers=True)
+ITEMS = [
+    CORRECTNESS,
+    SMALL,
+    *MEASURED,
+    kernel_items.ragged_item({"cuDNN": dense_by_cudnn}, "prompts of different length; ÷ cuDNN's dense attention"),
+    kernel_items.others_item("cudnn", {"cuDNN": paged_by_cudnn}, "decode ÷ cuDNN's paged attention"),
+    step_profile.profile_item(),
+    *ENGINE,
+]
 
 
-def measures(bench: Bench, case: Case, sizes: Sizes, *, is_hopper: bool) -> dict[str, Any]:
-    """Return name → the function that measures it."""
-    found = {
-        "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, {"cuDNN": paged_by_cudnn}),
-        "prefill": lambda: measure_prefill(bench, case, sizes),
-    }
-    if is_hopper:
-        candidate = replace(case, backend={"prefill": "wgmma"})
-        found["prefill by wgmma"] = lambda: measure_prefill(bench, candidate, sizes)
-    found["window"] = lambda: kernel_speed.measure_window(
-        bench, case, sizes, {"cuDNN": paged_by_cudnn}, windows=(sizes.window,)
+def session_of(args: argparse.Namespace) -> Session:
+    """Return what the items need of this GPU. SystemExit, in one line, if there is none or its driver is too old."""
+    if args.interpret:
+        chip = interpreted()
+        case = replace(LLAMA, num_heads=2, num_kv_heads=1, head_size=64)
+        return Session(
+            args.seed, backend_of(chip), tiny_cases(), case, TINY_SIZES, ("xla",), is_tiny=True, output=args.output
+        )
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as error:
+        raise SystemExit(f"gpu_check: {find_driver_fault() or ' '.join(str(error).split())}") from error
+    if device.platform != "gpu" and (fault := find_driver_fault()):
+        raise SystemExit(f"gpu_check: {fault}")
+    chip = chip_of(device)
+    is_hopper = capability(device)[0] == 9
+    return Session(
+        args.seed,
+        backend_of(chip),
+        cases() + (hopper_cases() if is_hopper else []),
+        LLAMA,
+        Sizes(),
+        ("pallas-gpu", "xla"),
+        num_repeats=kernel_check.NUM_REPEATS,
+        decode_variants={f"min_share {share}": {"min_share": share} for share in (1, 3, 12)},
+        prefill_variants={"wgmma": {"prefill": "wgmma"}} if is_hopper else {},
+        window_options={"windows": (Sizes().window,)},
+        output=args.output,
     )
-    found["bytes"] = lambda: kernel_speed.measure_bytes(bench, case, sizes)
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = check_report.arguments(__doc__, argv)
-    if args.interpret:
-        bench = Bench(backend_of(interpreted()), args.seed)
-        return check_report.run(args, checks(bench, tiny_cases()), {}, {})
-    device = jax.devices()[0]
-    bench = Bench(backend_of(chip_of(device)), args.seed, num_repeats=kernel_check.NUM_REPEATS)
-    is_hopper = capability(device)[0] == 9
-    chosen = cases() + (hopper_cases() if is_hopper else [])
-    return check_report.run(args, checks(bench, chosen), measures(bench, LLAMA, Sizes(), is_hopper=is_hopper), GOALS)
+    return check_run.main(__file__, __doc__, ITEMS, GOALS, session_of, argv)
 
 
 if __name__ == "__main__":

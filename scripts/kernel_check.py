@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from check_items import Part
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -186,7 +188,7 @@ class Bench:
     """
 
     def __init__(self, backend_of: Callable[[Case], Backend], seed: int, *, num_repeats: int = 0):
-        self.backend_of, self.num_repeats = backend_of, num_repeats
+        self.backend_of, self.num_repeats, self.seed = backend_of, num_repeats, seed
         self.rng, self.key = np.random.default_rng(seed), jax.random.key(seed)
 
     def next_key(self) -> jax.Array:
@@ -331,7 +333,13 @@ def as_stored(x: np.ndarray, scale: np.ndarray | None, dtype: str) -> np.ndarray
     return clipped.astype(dtype).astype(np.float64) * scale[:, None]
 
 
-def checks(bench: Bench, cases: Sequence[Case]) -> dict[str, tuple[Callable[[], float], float]]:
-    """Return name → (the function that returns a case's error, the largest error allowed)."""
+def parts_of(
+    backend_of: Callable[[Case], Backend], cases: Sequence[Case], seed: int, *, num_repeats: int = 0
+) -> dict[str, Part]:
+    """Return a part for each case, named after it. Each has random numbers of its own: parts may run in any order."""
     assert len({case.name for case in cases}) == len(cases), "two cases have the same name: one would not be checked"
-    return {case.name: (functools.partial(bench.error, case), case.most_error) for case in cases}
+
+    def error(case: Case) -> float:
+        return Bench(backend_of, seed ^ zlib.crc32(case.name.encode()), num_repeats=num_repeats).error(case)
+
+    return {case.name: Part(functools.partial(error, case), case.most_error) for case in cases}

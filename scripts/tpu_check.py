@@ -1,37 +1,54 @@
-"""Check the TPU attention kernels on this TPU, and measure them.
+"""Check jpaged on this TPU, and measure it.
 
-    python scripts/tpu_check.py --output tpu_check.json
-    python scripts/tpu_check.py --interpret          # no TPU: checks tiny shapes, measures nothing
+    python scripts/tpu_check.py --list                               # every item, with its minutes
+    python scripts/tpu_check.py --only correctness copy K1 --output tpu_1.json
+    python scripts/tpu_check.py --interpret                          # no TPU: tiny shapes, times mean nothing
 
-The script needs no network and no weights, and takes at most 8 minutes: an item that would begin later is listed as not
-done. Every kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed. Then
-ratios are measured, each between loops that ran in turn: decoding to a copy on the device, prefill to a product of
-matrices, both to jax's own ragged paged attention (v2; the worst of all shapes), a window to full attention, pages of
-one byte to those of two. The table is printed last.
+The script needs no network and no weights. A run takes at most 8 minutes (`--minutes`): an item that would be over
+later is listed as not done. docs/first_light.md says which runs to make, and what to do with what they find. Every
+kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed, and has to give the
+same bits each of 20 times. Ratios are measured between loops that ran in turn: decoding to a copy on the device,
+prefill to a product of matrices, a window to full attention, pages of one byte to those of two; beside each the
+kernels with other sizes of tiles, and plain XLA. Ratios to jax's own ragged paged attention (v2; the worst of all
+shapes) stand apart. Golden tokens and the speed of a model of 8B check the whole engine. The table is printed last.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import check_report
+import check_run
+import engine_check
 import jax
 import kernel_check
-import kernel_speed
-from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Bench, Case, Rows, checks
-from kernel_speed import LLAMA, Loop, Sizes
+import kernel_items
+import step_profile
+from check_items import Goal
+from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Case, Rows
+from kernel_items import Session
+from kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes, Variants
 
+from jpaged.commands.bench.tune import DECODE_SIZES, PREFILL_SIZES, other_sizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS, TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
-from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes, write_slots_of
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes, sizes_of, write_slots_of
 
-GOALS = kernel_speed.GOALS | {"decode ÷ v2": ("≤", 1.0), "skewed ÷ v2": ("≤", 1.0), "prefill ÷ v2": ("≤", 1.0)}
+GOALS = {
+    **kernel_items.GOALS,
+    **engine_check.GOALS,
+    "decode ÷ v2": Goal("≤", 1.0, "v2", is_own=False),
+    "skewed ÷ v2": Goal("≤", 1.0, "v2", is_own=False),
+    "prefill ÷ v2": Goal("≤", 1.0, "K4", is_own=False),
+}
 SIZES = Sizes(decode=((8192,) * 32, (4096,) * 64, (1024,) * 256), skewed=(512,) * 29 + (32768,) * 3, windowed_rows=16)
 """Half of the sizes for GPUs: they fit in the 16 GB of a v5e, copies included."""
+FACTORS = (0.5, 2.0)
+"""Factors of a tile's sizes that are measured in their place."""
 
 
 def cases() -> list[Case]:
@@ -81,13 +98,30 @@ def interpreted(case: Case) -> TpuBackend:
 
 def backend_of(device: Any) -> Callable[[Case], TpuBackend]:
     """Return what makes the backend of a case on that TPU. SystemExit if the device is no known TPU."""
+    chip = chip_of(device)
+    return lambda case: replace(TpuBackend.for_heads(chip, case.num_heads, case.head_size), **case.backend)
+
+
+def chip_of(device: Any) -> str:
+    """Return the name of a TPU that the kernels have sizes for. SystemExit if the device is none."""
     if device.platform != "tpu":
         raise SystemExit(f"tpu_check: the first device is a {device.platform}, not a TPU; try --interpret")
     chip = TPU_CHIPS.get(device.device_kind)
     if chip is None:
         known = ", ".join(TPU_CHIPS)
         raise SystemExit(f"tpu_check: got {device.device_kind}, the kernels have sizes for {known}; try --interpret")
-    return lambda case: TpuBackend.for_heads(chip, case.num_heads, case.head_size)
+    return chip
+
+
+def variants(chip: str, case: Case, names: Sequence[str]) -> Variants:
+    """Return tiles in which one of the sizes `names` is another, as far as the kernels can work with them."""
+    shape = TpuShape(case.num_heads, case.num_kv_heads, case.head_size, case.dtype, case.page_size)
+    found = {}
+    for name in names:
+        for sizes in other_sizes(chip, shape, sizes_of(chip, shape), name, FACTORS):
+            value = getattr(sizes.decode if name in DECODE_SIZES else sizes, name)
+            found[f"{name} {value}"] = {"sizes": sizes}
+    return found
 
 
 def v2_loop(batch: Batch) -> Loop:
@@ -104,24 +138,48 @@ def v2_loop(batch: Batch) -> Loop:
     return Loop(functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5), batch.q, (pages, *rows))
 
 
-def measures(bench: Bench, case: Case, sizes: Sizes) -> dict[str, Any]:
-    """Return name → the function that measures it."""
-    others = {"v2": v2_loop}
-    return {
-        "decode": lambda: kernel_speed.measure_decode(bench, case, sizes, others),
-        "prefill": lambda: kernel_speed.measure_prefill(bench, case, sizes, others),
-        "window": lambda: kernel_speed.measure_window(bench, case, sizes, {}),
-        "bytes": lambda: kernel_speed.measure_bytes(bench, case, sizes),
-    }
+CORRECTNESS, *MEASURED = kernel_items.kernel_items()
+SMALL, *ENGINE = engine_check.engine_items({}, has_command_buffers=False)
+ITEMS = [
+    CORRECTNESS,
+    SMALL,
+    *MEASURED,
+    kernel_items.ragged_item({"v2": v2_loop}, "prompts of different length; one prompt ÷ v2"),
+    kernel_items.others_item("v2", {"v2": v2_loop}, "decode ÷ jax's own ragged paged attention"),
+    step_profile.profile_item(),
+    *ENGINE,
+]
+
+
+def session_of(args: argparse.Namespace) -> Session:
+    """Return what the items need of this TPU. SystemExit, in one line, if there is none."""
+    case = replace(LLAMA, page_size=128)
+    if args.interpret:
+        case = replace(case, num_heads=2, num_kv_heads=1, head_size=64, page_size=32)
+        return Session(
+            args.seed, interpreted, tiny_cases(), case, TINY_SIZES, ("xla",), is_tiny=True, output=args.output
+        )
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as error:
+        raise SystemExit(f"tpu_check: {' '.join(str(error).split())}") from error
+    chip = chip_of(device)
+    return Session(
+        args.seed,
+        backend_of(device),
+        cases(),
+        case,
+        SIZES,
+        ("pallas-tpu", "xla"),
+        num_repeats=kernel_check.NUM_REPEATS,
+        decode_variants=variants(chip, case, DECODE_SIZES),
+        prefill_variants=variants(chip, case, PREFILL_SIZES),
+        output=args.output,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = check_report.arguments(__doc__, argv)
-    if args.interpret:
-        return check_report.run(args, checks(Bench(interpreted, args.seed), tiny_cases()), {}, {})
-    bench = Bench(backend_of(jax.devices()[0]), args.seed, num_repeats=kernel_check.NUM_REPEATS)
-    llama = replace(LLAMA, page_size=128)
-    return check_report.run(args, checks(bench, cases()), measures(bench, llama, SIZES), GOALS)
+    return check_run.main(__file__, __doc__, ITEMS, GOALS, session_of, argv)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def _jobs(
     from ..sampling.logit_rules_spec import LogitRulesSpec
     from ..startup.sizing import requested_max_len, requested_max_seqs
 
-    has_template = handle.tokenizer.has_chat_template or template is not None
+    has_template = template is not None or (handle.tokenizer is not None and handle.tokenizer.has_chat_template)
     if args.chat and not has_template:
         raise ConfigError("--chat: the model has no chat template; give --chat-template F, or leave it out")
     use_chat = has_template if args.chat is None else args.chat

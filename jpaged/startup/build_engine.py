@@ -22,6 +22,7 @@ from ..config import MAX_DECODE_STEPS, EngineConfig
 from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
+from ..models.io.dummy import dummy_weights
 from ..models.io.loading import check_tensors, load_weights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
@@ -80,7 +81,7 @@ class EngineComponents:
     runner: Runner
     rules_spec: LogitRulesSpec
     load_s: float
-    """Seconds that reading the weights took."""
+    """Seconds that reading the weights, or making them, took."""
 
 
 def build_engine(
@@ -105,7 +106,8 @@ def build_engine(
         logger.warning(note)
     logger.info("memory: %s%s", sizes.memory, withheld_memory(device))
     step = sizes.step
-    check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
+    if handle.checkpoint is not None:
+        check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools)
@@ -117,7 +119,10 @@ def build_engine(
     try:
         with _short_switch_interval():
             report = _phase(progress, "load")
-            weights = load_weights(programs.weights, handle.config, handle.checkpoint, progress=report)
+            if handle.checkpoint is None:
+                weights = dummy_weights(programs.weights, progress=report)
+            else:
+                weights = load_weights(programs.weights, handle.config, handle.checkpoint, progress=report)
         load_s = time.monotonic() - start
         runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":

@@ -19,7 +19,8 @@ from ..models.io.fields import Fields, read_json_object
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
 
 GGUF_MAGIC = b"GGUF"
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+WEIGHT_FILES = "*.safetensors"
+HUB_FILES = ("*.json", WEIGHT_FILES, "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 """Files that are downloaded: weights, configs and tokenizers, and nothing that could be code or a pickle."""
 EXCLUDED_HUB_FILES = ("*/*", "consolidated*")
 """Files that are not downloaded though HUB_FILES match: second copies of the weights in other formats."""
@@ -38,10 +39,11 @@ class ModelSource:
     """Sampling defaults of a built-in model, whose file cannot carry them."""
 
 
-def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
+def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> ModelSource:
     """Find `model` and download it if necessary; a path that exists goes before a name of the hub.
 
-    Raises ModelLoadError, one line with the way out, if there is no model of that name. Weights are not read.
+    Without `with_weights`, no weights come from the hub. Raises ModelLoadError, one line with the way out, if there is
+    no model of that name. Weights are not read.
     """
     if model in BUILTIN_MODELS:
         _refuse_revision(model, revision)
@@ -62,7 +64,7 @@ def resolve_model(model: str, *, revision: str | None = None) -> ModelSource:
         raise ModelLoadError(f"model {model!r}: cannot be read ({error}); {way_out}") from error
     if revision and match["revision"] and revision != match["revision"]:
         raise ModelLoadError(f"model {model!r}: the revision is given twice, as {revision!r} too: give one of them")
-    return _local_source(model, _hub_snapshot(model, match["repo"], revision or match["revision"]))
+    return _local_source(model, _hub_snapshot(model, match["repo"], revision or match["revision"], with_weights))
 
 
 def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> dict[str, Any]:
@@ -131,14 +133,15 @@ def _unknown_model(model: str, path: Path) -> str:
     )
 
 
-def _hub_snapshot(model: str, repo: str, revision: str | None) -> Path:
+def _hub_snapshot(model: str, repo: str, revision: str | None, with_weights: bool) -> Path:
     """Return the snapshot's directory in the hub's own cache; download missing files unless HF_HUB_OFFLINE is set."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    patterns = [pattern for pattern in HUB_FILES if with_weights or pattern != WEIGHT_FILES]
     try:
         snapshot = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=list(EXCLUDED_HUB_FILES)
+            repo, revision=revision, allow_patterns=patterns, ignore_patterns=list(EXCLUDED_HUB_FILES)
         )
     except LocalEntryNotFoundError as error:
         reason = "neither a path nor in the hub's cache, and the hub is offline or out of reach"

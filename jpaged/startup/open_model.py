@@ -11,11 +11,11 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.config import ModelConfig
-from ..models.io.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint
+from ..models.io.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint, read_config
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
-from ..text.tokenizer import Tokenizer, load_tokenizer
+from ..text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model
 
 
@@ -25,8 +25,10 @@ class ModelHandle:
 
     source: ModelSource
     config: ModelConfig
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
+    checkpoint: Checkpoint | None
+    """None with random weights (`load_format` dummy)."""
+    tokenizer: Tokenizer | None
+    """None with random weights for a directory without a tokenizer."""
     sampling_defaults: dict[str, Any]
     """SamplingParams fields that the model's generation config, or its model card, sets."""
     eos_token_ids: frozenset[int]
@@ -42,17 +44,24 @@ class ModelHandle:
 
 def open_model(config: EngineConfig) -> ModelHandle:
     """Find and open the model of `config`. Raises ModelLoadError, naming the file and the way out."""
-    source = resolve_model(config.model, revision=config.revision)
-    model_config, checkpoint = open_checkpoint(source.path)
-    tokenizer = load_tokenizer(source.path, checkpoint.file if isinstance(checkpoint, GGUFCheckpoint) else None)
-    if tokenizer.vocab_size > model_config.vocab_size:
+    is_dummy = config.load_format == "dummy"
+    source = resolve_model(config.model, revision=config.revision, with_weights=not is_dummy)
+    checkpoint: Checkpoint | None = None
+    if is_dummy:
+        model_config = read_config(source.path)
+    else:
+        model_config, checkpoint = open_checkpoint(source.path)
+    tokenizer = None
+    if not is_dummy or has_tokenizer(source.path):
+        tokenizer = load_tokenizer(source.path, checkpoint.file if isinstance(checkpoint, GGUFCheckpoint) else None)
+    if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         raise ModelLoadError(
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
             f"{model_config.vocab_size} rows; tokenizer and weights belong to different models"
         )
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
     ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}
-    if tokenizer.eos_token_id is not None:
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     try:
         SamplingParams(**defaults)

@@ -41,7 +41,8 @@ class EncodedPrompt:
 class PromptEncoder:
     """Encodes and checks prompts for one model."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None for a model without one: its requests have token ids and want no text."""
     rules_spec: LogitRulesSpec
     max_model_len: int
     """Longest sequence in tokens, prompt and output."""
@@ -68,7 +69,7 @@ class PromptEncoder:
             extras = _extras(prompt)
             key, prompt = _only_form(prompt)
             if key == "messages":
-                text = self.tokenizer.render_chat(prompt, template=self.chat_template)
+                text = self._tokenizer_for(key, "messages").render_chat(prompt, template=self.chat_template)
                 return EncodedPrompt(self._tokenize(text, add_special_tokens=False), text, **extras)
         if isinstance(prompt, str):
             return EncodedPrompt(self._tokenize(prompt, add_special_tokens=True), prompt, **extras)
@@ -90,6 +91,8 @@ class PromptEncoder:
                 self._check_id(token_id, name)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name), max_logprobs)
+        if params.detokenize:
+            self._tokenizer_for("detokenize", "true", "false")
         self.rules_spec.check(params)
         ends = self.eos_token_ids.union(params.stop_token_ids or ())
         if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
@@ -116,9 +119,9 @@ class PromptEncoder:
         """
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
-            bare = word.lstrip()
+            bare, tokenizer = word.lstrip(), self._tokenizer_for("bad_words", shown(word), "none")
             try:
-                both = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")]
+                both = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (bare, f" {bare}")]
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"bad_words: {shown(word)}: {error}", param="bad_words") from error
             if not both[0]:
@@ -146,11 +149,18 @@ class PromptEncoder:
         if wanted > limit:
             raise refusal(name, shown(wanted), f"at most the size of the vocabulary, {limit}")
 
+    def _tokenizer_for(self, name: str, got: str, allowed: str = "token ids") -> Tokenizer:
+        """Return the tokenizer; if the model has none, refuse `got` of the field `name`, which needs one."""
+        if self.tokenizer is None:
+            way_out = "put the tokenizer's files beside the model's config.json"
+            raise refusal(name, got, f"{allowed}, since the model has no tokenizer", f"give that, or {way_out}")
+        return self.tokenizer
+
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
-        token_ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = self._tokenizer_for("prompt", "a text").encode(text, add_special_tokens=add_special_tokens)
         self._check_len(len(token_ids))
         self._check_id(max(token_ids), "prompt")
         return token_ids

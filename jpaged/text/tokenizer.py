@@ -25,6 +25,8 @@ from .chat_template import render_chat_template, shorten
 from .gguf_tokenizer import build_gguf_backend
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a directory with a tokenizer has at least one."""
 # Decoders for which the text of a token depends only on whether any token comes before it.
 _STREAMABLE_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
@@ -155,6 +157,11 @@ class Tokenizer:
         if self.has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         return self.decode([self._anchor, token_id], skip_special_tokens=False)[self._anchor_len :].encode()
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a model's directory has any file of a tokenizer; a `.gguf` file always has its own."""
+    return not path.is_dir() or any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:

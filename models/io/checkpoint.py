@@ -86,6 +86,13 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, Checkpoint]:
     return config, checkpoint
 
 
+def read_config(path: Path) -> ModelConfig:
+    """Read the config of a directory or of a GGUF file, without its weights. Raises ModelLoadError."""
+    if not path.is_dir():
+        return config_from_gguf(read_gguf(path))
+    return config_from_hf(read_json_object(path / "config.json"), path / "config.json")
+
+
 class SafetensorsCheckpoint:
     """The safetensors of a directory: `model.safetensors`, or else the shards that its index names.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..layer_ops import Bounds, LayerOps, RowWriter
-from .matmul import columns_of, empty_panels, fill_panels, panels_shape, product
+from .matmul import columns_of, empty_panels, fill_panels, in_panels, panels_shape, product
 from .rms_norm import rms_norm
 from .xla_call import uninitialized
 
@@ -36,6 +36,9 @@ class NativeOps(LayerOps):
         # Panels are for a single device, so the slice is the whole matrix.
         num_in, num_out = matrix
         return [(0, num_out), (0, num_in)], partial(fill_panels, empty_panels(num_in, num_out, out))
+
+    def store(self, matrix: Float[Array, "I O"]) -> Array:
+        return in_panels(matrix)
 
     def product(self, x: Float[Array, "R I"], weight: Array, num_out: int) -> Float[Array, "R O"]:
         return product(x.astype(weight.dtype), weight, num_out)

@@ -75,6 +75,17 @@ def fill_panels(panels: np.ndarray, first: int, columns: np.ndarray) -> None:
         done += some.shape[0] * some.shape[1]
 
 
+def in_panels(matrix: Float[Array, "K N"]) -> Array:
+    """Return a weight W [K, N] in panels, as `fill_panels` writes them."""
+    depth, num_out = matrix.shape
+    shape = panels_shape(depth, num_out, matrix.dtype)
+    padded_depth = 2 * shape[1] if len(shape) == 4 else depth
+    padded = jnp.pad(matrix, ((0, padded_depth - depth), (0, shape[0] * PANEL - num_out)))
+    if len(shape) == 3:
+        return padded.reshape(depth, shape[0], PANEL).transpose(1, 0, 2)
+    return padded.reshape(shape[1], 2, shape[0], PANEL).transpose(2, 0, 3, 1)
+
+
 def columns_of(panels: Float[Array, ...], ids: Int[Array, " T"], depth: int) -> Float[Array, "T K"]:
     """Return W[:, ids] transposed: rows of embeddings."""
     bits = panels

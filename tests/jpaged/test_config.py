@@ -37,6 +37,7 @@ SIZE = [None, 1, LARGEST], [0, -1, LARGEST + 1, 5.0]
 RANGES = {
     "seed": ([0, *INT64, np.int64(3)], [INT64[0] - 1, LARGEST + 1, None]),
     "max_logprobs": ([-1, 0, 20, 1000], [-2, 1001, None]),
+    "load_format": (["auto", "dummy"], ["safetensors", "Dummy", "", None]),
     "logprobs_mode": (["raw_logprobs", "processed_logprobs"], ["raw_logits", "", None]),
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,

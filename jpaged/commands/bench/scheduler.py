@@ -293,6 +293,8 @@ def main(argv: Sequence[str]) -> int:
         for num_queued in args.queued:
             queues[num_queued].append(bench_queue(**sizes, num_queued=num_queued, num_requests=args.requests))
     per_request = {size: median(one["us_per_request"] for one in runs) for size, runs in queues.items()}
+    tokenizer = open_model(EngineConfig()).tokenizer
+    assert tokenizer is not None, "only random weights come without one"
     result = {
         "what": "host core per step, instant device; medians over runs; microseconds",
         "running": args.running,
@@ -303,7 +305,7 @@ def main(argv: Sequence[str]) -> int:
         "python": platform.python_version(),
         "decode_step": _medians(decode),
         "hash_and_look_up": _medians(hashing),
-        "detokenize": bench_detokenizing(open_model(EngineConfig()).tokenizer),
+        "detokenize": bench_detokenizing(tokenizer),
         "us_per_request": per_request,
         "growth": {size: round(value / per_request[args.queued[0]], 3) for size, value in per_request.items()},
         "steps_with_newcomers": {size: _medians([one["step_us"] for one in runs]) for size, runs in queues.items()},

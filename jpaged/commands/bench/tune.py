@@ -173,7 +173,7 @@ def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned
         for name in names:
             if name in FETCHED and not source.sees_copies:
                 continue
-            candidates = [trial, *_others(chip, shape, trial, name)]
+            candidates = [trial, *other_sizes(chip, shape, trial, name)]
             costs = dict(zip(candidates, source.figures(kind, candidates), strict=True))
             held = costs[trial]
             if isinstance(held, str):
@@ -192,12 +192,14 @@ def search(chip: str, shape: TpuShape, source: Source, start: TpuSizes) -> Tuned
     return Tuned(best, before, after)
 
 
-def _others(chip: str, shape: TpuShape, sizes: TpuSizes, name: str) -> list[TpuSizes]:
-    """Return the sizes with another value of `name`, as far as the kernels could work with them."""
+def other_sizes(
+    chip: str, shape: TpuShape, sizes: TpuSizes, name: str, factors: Sequence[float] = FACTORS
+) -> list[TpuSizes]:
+    """Return the sizes with `name` times each of `factors`, as far as the kernels could work with them."""
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import check_sizes
 
     found = []
-    for factor in FACTORS:
+    for factor in factors:
         change: dict[str, Any] = {name: int(_size(sizes, name) * factor)}
         if name in DECODE_SIZES:
             change = {"decode": sizes.decode._replace(**change)}

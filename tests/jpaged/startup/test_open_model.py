@@ -92,3 +92,21 @@ def test_a_default_out_of_range_is_refused_with_the_way_out(model):
     with pytest.raises(ModelLoadError, match=r"out of range: temperature: got 5\.0, .* give --generation-config none"):
         handle(model)
     assert handle(model, generation_config="none").sampling_defaults == {}
+
+
+def test_random_weights_need_no_file_but_the_config(model):
+    for path in model.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    found = handle(model, load_format="dummy")
+    assert (found.checkpoint, found.tokenizer) == (None, None)
+    assert found.eos_token_ids == {0}
+    with pytest.raises(ModelLoadError, match="holds no weights"):
+        handle(model)
+
+
+def test_random_weights_take_a_tokenizer_that_is_there_and_refuse_one_that_is_broken(model):
+    assert handle(model, load_format="dummy").tokenizer.vocab_size == CONFIG["vocab_size"]
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: cannot be read"):
+        handle(model, load_format="dummy")

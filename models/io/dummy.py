@@ -1,0 +1,68 @@
+"""Random weights in the memory of the device, for speed and correctness checks without a checkpoint.
+
+Every number is an odd integer of eight bits times a power of two, so that bfloat16 holds it exactly: weights of both
+dtypes, and on every platform, are the same numbers. Nothing passes through the memory of the host.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ...pallas_kernels.layer_ops import LayerOps
+from .loading import Weights
+
+SEED = 0
+STANDARD_DEVIATION = 147.8
+"""That of odd integers drawn evenly from −255 to 255."""
+
+
+def dummy_weights(abstract: Weights, *, progress: Callable[[int, int], None] | None = None) -> Weights:
+    """Return `abstract` with random arrays in its dtypes and shardings, made one after the other on their devices.
+
+    A matrix has a standard deviation of about 1 ÷ √(inputs), gains of norms are 1, biases 0. A weight's numbers follow
+    from its path in the model and from its shape, not from how its backend stores it. `progress(done, total)` counts
+    arrays.
+    """
+    leaves = nnx.to_flat_state(abstract.state)
+    made: dict[tuple[Any, ...], Any] = {}
+    for path, leaf in leaves:
+        metadata = leaf.get_metadata()
+        # Waiting for each array keeps the temporary memory of one of them, and not of several.
+        made[path] = leaf.replace(jax.block_until_ready(_array(leaf, ".".join(map(str, path)), metadata)))
+        if progress is not None:
+            progress(len(made), len(leaves))
+    return replace(abstract, state=nnx.from_flat_state(made))
+
+
+def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
+    """Return the array of one weight, whose shape, dtype, sharding and metadata are given."""
+    if "fill" in metadata:
+        make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
+        return jax.jit(make, out_shardings=leaf.sharding)()
+    # As a checkpoint has it: a matrix W [in, out] as Wᵀ, a table of embeddings [V, D] as it is.
+    shape = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+    key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
+    return _maker(shape, leaf.dtype, metadata["ops"] if "matrix" in metadata else None, leaf.sharding)(key)
+
+
+@lru_cache(maxsize=64)
+def _maker(shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: Any) -> Any:
+    """Return the compiled function key → array; equal arguments, as those of a model's layers, share one."""
+    return jax.jit(partial(_random, shape=shape, dtype=dtype, ops=ops), out_shardings=sharding)
+
+
+def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> Any:
+    """Return random rows [out, in], turned and stored by `ops` if these are given."""
+    exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
+    odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
+    rows = (odd * 2.0**exponent).astype(dtype)
+    return rows if ops is None else ops.store(rows.T)

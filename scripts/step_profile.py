@@ -1,0 +1,161 @@
+"""The item `step`: how many launches a layer takes, counted in the compiled programs, and where a step's time goes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from check_items import Item
+from engine_check import LLAMA_8B, TINY_8B, model_folder
+from kernel_items import Session, one
+
+from jpaged import Engine, SamplingParams
+
+NO_LAUNCH = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
+    "copy-done", "async-done", "iota", "while", "conditional", "call", "async-start", "async-update",
+}  # fmt: skip
+"""Operations of a compiled program for which the device launches nothing by themselves."""
+NUM_LAYERS = (2, 4)
+NUM_TOP = 25
+"""Kernels of the profile that are reported, the longest first."""
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = .*? ([a-z][a-z0-9-]*)\(")
+_CALLEES = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)")
+
+
+def launches(text: str) -> Counter[str]:
+    """Return the operations that a compiled program launches, by opcode, loops times their known trip counts.
+
+    `text` is the optimized HLO. "while of unknown length" counts loops whose predicate the host must read on a GPU.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if line.endswith("{") and (found := re.match(r"(ENTRY )?%?([\w.-]+) \(", line)):
+            name = found[2]
+            entry, bodies[name] = (name if found[1] else entry), []
+        elif name and line.startswith(" "):
+            bodies[name].append(line)
+
+    def count(computation: str) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for line in bodies.get(computation, ()):
+            found = _INSTRUCTION.match(line)
+            if found is None:
+                continue
+            opcode = found[1]
+            if opcode in ("while", "call", "conditional", "async-start"):
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                times = int(trips[1]) if trips else 1
+                if opcode == "while" and not trips:
+                    total["while of unknown length"] += 1
+                callees = _CALLEES.findall(line)
+                branches = re.search(r"branch_computations=\{([^}]*)\}", line)
+                callees += re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
+                inner = [count(callee) for callee in callees]
+                if opcode == "conditional":
+                    inner = [max(inner, key=lambda each: each.total(), default=Counter())]
+                for each in inner:
+                    total += Counter({name: number * times for name, number in each.items()})
+            elif opcode not in NO_LAUNCH:
+                total[opcode] += 1
+        return total
+
+    return count(entry)
+
+
+def programs(engine: Engine, choices: Sequence[Callable[[list[int]], int]]) -> dict[str, Counter[str]]:
+    """Return the launches of the engine's forward and decode programs of chosen sizes, by name."""
+    sizes: dict[str, list[int]] = {}
+    for kind, *size in (key for key in engine.plan.programs if isinstance(key, tuple)):
+        if kind in ("forward", "forward_decodes", "decode"):
+            sizes.setdefault(kind, []).append(size[0])
+    keys = sorted({(kind, size) for kind, each in sizes.items() for size in {choose(each) for choose in choices}})
+    engine.plan.start(keys)
+    return {f"{kind} {size}": launches(engine.plan.get((kind, size)).as_text()) for kind, size in keys}
+
+
+def try_profile(*arguments: Any) -> Any:
+    """Return a profile, or what kept the profiler from making it: the launches are worth having without it."""
+    try:
+        return profile(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def profile(engine: Engine, prompts: list[list[int]], num_tokens: int, keep: Path | None) -> dict[str, Any]:
+    """Return the longest kernels while `prompts` are continued, in ms, and keep the trace as `keep` if it is given."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    engine.generate(prompts, params, use_tqdm=False)  # Compiles.
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            engine.generate(prompts, params, use_tqdm=False)
+        (space,) = Path(folder).rglob("*.xplane.pb")
+        found = longest_kernels(space)
+        if keep is not None:
+            shutil.copyfile(space, keep)
+            found["trace"] = keep.name
+    return found
+
+
+def longest_kernels(space: Path) -> dict[str, Any]:
+    """Return, for each plane of a device in a trace, its busy ms and its longest operations with calls and ms."""
+    found: dict[str, Any] = {}
+    for plane in jax.profiler.ProfileData.from_file(str(space)).planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        time_ns: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
+        for line in plane.lines:
+            if line.name.startswith(("Stream", "XLA Ops")):
+                for event in line.events:
+                    time_ns[event.name] += event.duration_ns
+                    calls[event.name] += 1
+        top = {name: {"calls": calls[name], "ms": round(ns / 1e6, 4)} for name, ns in time_ns.most_common(NUM_TOP)}
+        found[plane.name] = {"busy_ms": round(time_ns.total() / 1e6, 3), "longest": top}
+    return found
+
+
+def measure_step(session: Session) -> dict[str, Any]:
+    """Count the launches of a layer of an 8B shape under each backend, and profile decoding with the first one."""
+    config = TINY_8B if session.is_tiny else LLAMA_8B
+    rows, context, max_tokens = (1, 8, 8) if session.is_tiny else (64, 512, 8192)
+    fewest, most = (1, 2) if session.is_tiny else NUM_LAYERS
+    num_tokens, choices = (3, [min]) if session.is_tiny else (32, [min, max])
+    options: dict[str, Any] = {
+        "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": rows, "max_num_batched_tokens": max_tokens,
+        "max_model_len": context + 64, "num_blocks": 2 + rows * -(-(context + 64) // 16), "warmup": "off",
+    }  # fmt: skip
+    found: dict[str, Any] = {"launches a layer": {}, f"launches of {fewest} layers": {}}
+    for backend in session.backends:
+        counted = []
+        for num_layers in (fewest, most):
+            with (
+                model_folder({**config, "num_hidden_layers": num_layers}) as folder,
+                Engine(folder, attention_backend=backend, **options) as engine,
+            ):
+                counted.append(programs(engine, choices))
+                if backend == session.backends[0] and num_layers == most:
+                    prompts = [[1 + row] * context for row in range(rows)]
+                    keep = None if session.output is None else session.output.with_suffix(".xplane.pb")
+                    found["profile"] = try_profile(engine, prompts, num_tokens, keep)
+        fewer, more = counted
+        span = most - fewest
+        found["launches a layer"][backend] = {
+            name: {opcode: (number - fewer[name][opcode]) / span for opcode, number in more[name].items()
+                   if number != fewer[name][opcode]}
+            for name in more
+        }  # fmt: skip
+        found[f"launches of {fewest} layers"][backend] = {name: dict(each) for name, each in fewer.items()}
+    return found
+
+
+def profile_item() -> Item:
+    """Return the item."""
+    return one("step", 1.5, "launches a layer of an 8B shape, and a profile of decoding", measure_step, environment={})
