@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable
@@ -84,6 +85,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 values to write, since it reads the pages of another layer."""
 STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
 """Tokens and rows of a step; prefill's are the most that an engine takes by default."""
+DECODES = "decode", "one token"
+"""Steps whose rows have one token each: an engine has programs of their own for them."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
     "tpu": (
         lambda cell: cell.page_size < 32 and cell.dtypes[1] in ("int8", "float8_e4m3fn"),
@@ -194,6 +197,7 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
     (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
+    decodes_only = cell.step in DECODES
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -220,7 +224,8 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         page_tables=shaped(1, num_rows, 8192 // cell.page_size),
         num_rows=shaped(),
         num_decode_rows=shaped(),
-        plan=shaped(backend.plan_len(num_tokens, num_rows)),
+        plan=shaped(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only)),
+        decodes_only=decodes_only,
     )
     options = dict(FEATURES[cell.feature])
     sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
@@ -240,6 +245,14 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     layouts = tuple(x and x.format for x in (q, k, v))
     to_lower = jax.jit(program, donate_argnums=(0, 1, 2, 3), out_shardings=(layouts, None))
     return to_lower, (cache, q, k, v, step, sinks)
+
+
+def page_table_copies(cell: Cell, hlo: str) -> int:
+    """Return how many instructions of a compiled program of `two_layers` copy its page tables or change their form."""
+    num_rows, table_len = STEPS[cell.step][1], 8192 // cell.page_size
+    kinds = "copy|copy-start|reshape|transpose|fusion"
+    made = re.findall(rf"= \(?s32\[([\d,]+)\]\S* (?:.*? )?(?:{kinds})\(", hlo)
+    return sum(math.prod(map(int, dims.split(","))) == num_rows * table_len for dims in made)
 
 
 def aliased_parameters(hlo: str) -> set[int]:

@@ -91,6 +91,7 @@ class DecodeKernel:
         self.copies = PageCopies(outputs.pages, scalars.page_tables, table_len, first_page, self.tile)
         self.full = self.sizes.full if self.window is None else math.gcd(self.sizes.full, MAX_MASKED_KEYS)
         self.block, self.num_rows = pl.program_id(0), scalars.first_page_and_count[1]
+        self.last_row = jnp.maximum(self.num_rows - 1, 0)  # A call without rows has a grid step, too.
         self.tail_buffer = lax.rem(self.block, 2)
         compute_dtype = scratch.diagonal_q.dtype
         dtype = compute_dtype if compute_dtype == jnp.float32 else scratch.tail_tiles.dtype
@@ -223,7 +224,7 @@ class DecodeKernel:
         next_long = self.scalars.next_long[row.index + 1]
         is_same, is_last = tile_index + 1 < row.last_tile, next_long >= self.num_rows
         if self.window is not None:
-            other = self._row(jnp.minimum(next_long, self.num_rows - 1))
+            other = self._row(jnp.minimum(next_long, self.last_row))
             pl.when(is_same)(lambda: self._fetch_full(row, tile_index + 1, buffer))
             pl.when(~is_same & ~is_last)(lambda: self._fetch_full(other, other.first_tile, buffer))
             return
@@ -271,7 +272,8 @@ class DecodeKernel:
     def _wait_tails(self, rows: list[Row]) -> None:
         for row in rows:
             begin, end = self._span(row, row.last_tile)
-            self.copies.wait(jnp.maximum(end - begin, 0), self.scratch.tail_sems.at[self.tail_buffer])
+            wait = functools.partial(self.copies.wait, end - begin, self.scratch.tail_sems.at[self.tail_buffer])
+            pl.when(end > begin)(wait)  # What a wait for no bytes does is not documented.
 
     def _attend_tails(self, number: Any) -> None:
         """Attend `tail_rows` rows of the block together to their tails, in sub-tiles of `sizes.tail` tokens."""
@@ -316,7 +318,7 @@ class DecodeKernel:
                 new = jnp.broadcast_to(new.astype(old.dtype), old.shape)
                 tail[head, lane_row, pl.ds(at, size)] = jnp.where(is_new, new, old)
         page_index = divide(position, page_size)
-        page = self.copies.page(jnp.minimum(row.index, self.num_rows - 1), page_index)
+        page = self.copies.page(jnp.minimum(row.index, self.last_row), page_index)
         page_offset = pl.multiple_of(row.last_tile * self.tile + at - page_index * page_size, size)
         target = self.outputs.pages.at[page, :, :, pl.ds(page_offset, size)]
         return pltpu.make_async_copy(tail.at[:, :, pl.ds(at, size)], target, self.scratch.write_sem)
