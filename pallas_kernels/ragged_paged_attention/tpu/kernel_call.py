@@ -24,6 +24,8 @@ IN_HBM, IN_SMEM = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_spac
 class CallOptions(NamedTuple):
     """How a kernel is compiled or interpreted."""
 
+    vmem_bytes: int
+    """VMEM of a core, in bytes: no kernel may ask for more."""
     interpret: Any = False
     """`pltpu.InterpretParams` to interpret the kernel on any platform, else False."""
     check_bounds: bool = False
@@ -71,7 +73,9 @@ def call_kernel(
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
         input_output_aliases={len(scalars) + present.index(field): index for index, field in enumerate(outputs)},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), disable_bounds_checks=not call.check_bounds, vmem_limit_bytes=vmem_bytes
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=not call.check_bounds,
+            vmem_limit_bytes=min(vmem_bytes, call.vmem_bytes),
         ),
         interpret=call.interpret,
         name=name,

@@ -139,11 +139,11 @@ def prefill_buffers(
     }
 
 
-def prefill_vmem_bytes(buffers: Buffers, sub_kv: int) -> int:
+def prefill_vmem_bytes(buffers: Buffers, sub_kv: int, *, spare_bytes: int = SPARE_VMEM_BYTES) -> int:
     """Return the VMEM that prefill may need: its buffers, three arrays of scores in float32, and the spare bytes."""
     rows = buffers["queries"][0][1]
     buffer_bytes = sum(padded_bytes(shape, dtype) for shape, dtype in buffers.values())
-    return SPARE_VMEM_BYTES + buffer_bytes + 3 * 4 * rows * sub_kv
+    return spare_bytes + buffer_bytes + 3 * 4 * rows * sub_kv
 
 
 def prefill_attention(

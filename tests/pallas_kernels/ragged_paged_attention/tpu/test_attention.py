@@ -262,6 +262,17 @@ def test_full_tiles_in_pieces_and_heads_in_groups(
     run_rows_of_many_tiles(world(mode=mode, cut=cut, table_len=16, options=options, **heads))
 
 
+@pytest.mark.parametrize(("window", "mode"), [(None, "eager"), *slow((35, "on_wait"), (None, "on_wait"))])
+def test_rows_of_more_full_tiles_than_are_fetched_ahead(window: int | None, mode: str) -> None:
+    """Three of four tiles are under way, of one row or of several; a step with fewer fetches none that it has not."""
+    options = {} if window is None else {"window": window}
+    some = world(mode=mode, cut={"tile": 16, "buffers": 4}, table_len=8, options=options, **SMALL)
+    some.add_rows(3)
+    some.step({0: 20, 1: 58})
+    some.step({0: 1, 1: 1, 2: 1})
+    some.step({0: 1})
+
+
 @pytest.mark.usefixtures("fresh_programs")
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a full tile's four pieces are unrolled together; prefill computes half a piece at the causal edge."""
@@ -278,7 +289,7 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize(("dtype", "modes"), [("float32", ("eager", "on_wait")), ("bfloat16", ("on_wait", "eager"))])
 def test_every_head_size(head_size: int, dtype: str, modes: tuple[str, str]) -> None:
     run_ragged(world(mode=modes[head_size // 16 % 2], head_size=head_size, dtype=dtype))
