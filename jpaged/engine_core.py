@@ -225,8 +225,8 @@ class EngineCore:
         for index in range(max(lens)):
             rows = [row for row, one in enumerate(samples) if index < lens[row] and not one.state.is_finished]
             live, num_left = [samples[row] for row in rows], [lens[row] - index - 1 for row in rows]
-            token_ids, is_finite = sampled.token_ids[index, rows], sampled.is_finite[index, rows]
-            self._append_sampled(live, token_ids, is_finite, sampled, num_left)
+            now = sampled.at(index, rows)
+            self._append_sampled(live, now.token_ids, now.is_finite, now, num_left)
 
     def _append_sampled(
         self,

@@ -167,8 +167,8 @@ class Request:
     cache_key: CacheKey = NO_EXTRAS
     seed: int = field(init=False)
     """64 bits, from which every draw of this request comes."""
-    may_decode_several: bool = field(init=False)
-    """A step may decode several of its tokens: it needs no work of the host, no rule and no logprob between them."""
+    is_plain: bool = field(init=False)
+    """It asks for no logit rule and no logprobs."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be generated."""
     beams: SampleSearch | None = None
@@ -234,7 +234,7 @@ class Request:
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
         params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.
         self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
-        self.may_decode_several = params.logprobs is None and not params.has_rules
+        self.is_plain = params.logprobs is None and not params.has_rules
         self.needs_prompt_scores = params.prompt_logprobs is not None
         for index in range(params.n) if sample_indices is None else sample_indices:
             sequence = self.new_sequence(index, self.prompt_token_ids, num_groups)

@@ -3,7 +3,7 @@
 if __name__ != "jpaged.sharding":
     raise ImportError("import jpaged.sharding: a bare `sharding` would be a second copy")
 
-from .devices import select_devices
+from .devices import select_devices, visible_accelerators
 from .placement import LOGICAL_TO_MESH, TENSOR_AXIS, device_mesh, replicated, sharding_of
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "replicated",
     "select_devices",
     "sharding_of",
+    "visible_accelerators",
 ]

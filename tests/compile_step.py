@@ -177,9 +177,9 @@ def main() -> None:
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
     rules_spec = LogitRulesSpec(model.vocab_size)
-    engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20))
+    engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
     for num_pages in (num_devices * pages for pages in NUM_PAGES):
-        programs = engine.programs(engine.builder(sizes), num_blocks=num_pages, num_decode_steps=16)
+        programs = engine.programs(engine.builder(sizes), num_blocks=num_pages)
         cache = programs.state.cache
         cache_shapes = [array.sharding.shard_shape(array.shape) for array in cache.pages]
         cache_bytes = sum(map(_count, cache_shapes)) * cache.layout.stored_dtype.itemsize
@@ -189,7 +189,7 @@ def main() -> None:
                 rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
-            for key in (decodes, ("forward", 2 * num_seqs), ("decode", num_seqs)):
+            for key in (decodes, ("forward", 2 * num_seqs), ("decode", num_seqs, SampleMode.RANDOM)):
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)
     print(json.dumps(found))

@@ -15,6 +15,7 @@ from pathlib import Path
 from .. import not_available
 from ..checks import check_name, one_line
 from ..errors import ConfigError, JpagedError, ModelLoadError
+from .device_memory import reserve_device_memory
 from .progress import say
 
 FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "bench kernels", "bench scheduler")
@@ -24,6 +25,7 @@ FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "benc
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    reserve_device_memory()
     try:
         return _run(args, _find_commands())
     except (JpagedError, ModelLoadError) as error:

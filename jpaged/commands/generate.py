@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import one_line
 from ..errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
+from .device_memory import reserve_device_memory
 from .flags import beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record, read_prompts
 from .progress import ProgressReport, say, seconds_since_start
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # A character that stdout cannot encode must not end the run.
+    reserve_device_memory()
     try:
         return _run(parse_generate(list(sys.argv[1:] if argv is None else argv)))
     except (JpagedError, ModelLoadError) as error:

@@ -1,9 +1,7 @@
 """Samples the next token of every row, on the device, without sorting the vocabulary.
 
-Each truncation rule keeps the tokens whose probability reaches a threshold, which is found exactly by bisecting the
-bits of a float32. A token is then drawn down a tree over the vocabulary: at each node by the inverse CDF of its
-branches' weights, with a random number for each level. Rules apply in vLLM's order: temperature, min-p, top-k, top-p,
-each over the tokens that the one before left. Tokens that tie with the last one kept are kept as well.
+Truncation rules (truncation.py) leave tokens out by setting their weight to 0. A token is then drawn down a tree over
+the vocabulary: at each node by the inverse CDF of its branches' weights, with a random number for each level.
 
 The random numbers depend on (seed, sample index, output index, purpose) and on nothing else: not on the row, the batch,
 a preemption or a restart.
@@ -26,18 +24,19 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, UNSCORED
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
+from .top_blocks import BLOCK, top_k
+from .truncation import TruncationLimits, is_in_top_k, truncated_weights
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
-BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
 NUM_BRANCHES = 16
 """Children of a node of the tree that tokens are drawn by."""
 ROWS_PER_GROUP = 8
 """Rows that are computed together where only some rows need a computation: few, so that they stay in a CPU's cache."""
 
 T = TypeVar("T")
-Bounds = tuple[Array, Array, Array, Array]
-"""State of a bisection, [R] each: lower and upper bound as the bits of a float32, and how many tokens reach each."""
+Group = Int[Array, " r"] | slice
+"""Some rows: their numbers, or a slice."""
 
 
 @jax.tree_util.register_dataclass
@@ -116,6 +115,10 @@ class SampledRows:
     scores: TokenScores | None = None
     """Logprobs and ranks in mode FULL, zeros for rows that ask for none; None in the other modes."""
 
+    def at(self, index: int, rows: list[int]) -> SampledRows:
+        """Return these rows of one iteration of a decode program, whose arrays are numpy arrays [K, R, …]."""
+        return jax.tree.map(lambda each: each[index, rows], self)
+
 
 @dataclass(frozen=True)
 class SampleSettings:
@@ -127,6 +130,9 @@ class SampleSettings:
     has_processed_logprobs: bool = False
     """Logprobs are those of the distribution that is drawn from, after rules, temperature and truncation; else those of
     the model's logits."""
+    is_static: bool = False
+    """Whether a sampler has no branch, and no loop whose length depends on data: all rows are computed as if each
+    needed everything. For a device whose conditions the host has to read, a GPU."""
 
 
 PLAIN = SampleSettings()
@@ -140,73 +146,72 @@ def sample(
     settings: SampleSettings = PLAIN,
     ruled_RV: Float[Array, "R V"] | None = None,
 ) -> SampledRows:
-    """Sample a token for every row. `ruled_RV` are the logits after the rows' rules, in mode FULL only."""
-    if mode is SampleMode.FULL:
-        return sample_full(logits_RV, logits_RV if ruled_RV is None else ruled_RV, rows, settings)
-    row_max = jnp.max(logits_RV, axis=-1, keepdims=True)
-    greedy, is_finite = _first_maximum(logits_RV, row_max)
+    """Sample a token for every row from `ruled_RV`, its logits after its rules; in mode FULL, score tokens too.
+
+    `ruled_RV` is None where no row has rules. Drawing and scoring are computed only for groups of rows that hold one
+    that needs it, unless the settings are static.
+    """
+    ruled_RV = logits_RV if ruled_RV is None else ruled_RV
+    row_max = jnp.max(ruled_RV, axis=-1, keepdims=True)
+    greedy, is_finite = _first_maximum(ruled_RV, row_max)
     if mode is SampleMode.GREEDY:
         return SampledRows(greedy, is_finite)
     # ≤, not <: a temperature just below the limit may round up to it on its way to float32.
     is_greedy = rows.temperature <= GREEDY_TEMPERATURE
-    tempered_RV = tempered(logits_RV - row_max, rows, is_greedy)
-    weights, _ = truncated_weights(tempered_RV, rows, is_greedy)
-    uniform = uniforms(rows, PURPOSE_SAMPLE, num_levels(weights.shape[1]))
-    return SampledRows(jnp.where(is_greedy, greedy, draw_tokens(weights, uniform)), is_finite)
-
-
-def sample_full(
-    logits_RV: Float[Array, "R V"], ruled_RV: Float[Array, "R V"], rows: SamplingRows, settings: SampleSettings
-) -> SampledRows:
-    """Sample every row from `ruled_RV`, its logits after its rules, and score the tokens of rows that ask for logprobs.
-
-    Drawing and scoring are computed only for groups of rows that hold one that needs it.
-    """
-    row_max = jnp.max(ruled_RV, axis=-1, keepdims=True)
-    greedy, is_finite = _first_maximum(ruled_RV, row_max)
-    # A NaN of the model's counts even where a rule has replaced it by −inf.
-    is_finite &= _first_maximum(logits_RV, jnp.max(logits_RV, axis=-1, keepdims=True))[1]
-    is_greedy = rows.temperature <= GREEDY_TEMPERATURE
     uniform = uniforms(rows, PURPOSE_SAMPLE, num_levels(logits_RV.shape[1]))
 
-    def weights_of(group: Int[Array, " r"]) -> tuple[Array, Array, Array]:
-        own: SamplingRows = jax.tree.map(lambda column: column[group], rows)
-        tempered_rV = tempered(ruled_RV[group] - row_max[group], own, is_greedy[group])
-        return tempered_rV, *truncated_weights(tempered_rV, own, is_greedy[group])
+    def weights_of(group: Group) -> tuple[Array, Array, Array]:
+        temperature = jnp.where(is_greedy, 1.0, rows.temperature)[group, None]
+        tempered_rV = (ruled_RV[group] - row_max[group]) / temperature
+        return tempered_rV, *truncated_weights(tempered_rV, limits(group), settings.is_static)
 
-    def draw(group: Int[Array, " r"], token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
+    def limits(group: Group) -> TruncationLimits:
+        """Return the limits of some rows; greedy rows have none."""
+        columns = jnp.where(is_greedy, 0.0, rows.min_p), jnp.where(is_greedy, 0, rows.top_k)
+        return TruncationLimits(*(each[group] for each in (*columns, jnp.where(is_greedy, 1.0, rows.top_p))))
+
+    def draw(group: Group, token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
         _, weights, _ = weights_of(group)
         drawn = jnp.where(is_greedy[group], greedy[group], draw_tokens(weights, uniform[group]))
         return token_ids.at[group].set(drawn)
 
-    is_forced = rows.forced_token > 0
-    token_ids = jnp.where(is_forced, rows.forced_token - 1, _for_groups(~(is_greedy | is_forced), draw, greedy))
+    is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
+    drawn = _for_groups(~(is_greedy | is_forced), draw, greedy, settings.is_static)
+    if mode is SampleMode.RANDOM:
+        return SampledRows(drawn, is_finite)
+    token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
+    # A NaN of the model's counts even where a rule has replaced it by −inf.
+    logits_max = jnp.max(logits_RV, axis=-1, keepdims=True)
+    is_finite &= _first_maximum(logits_RV, logits_max)[1]
 
-    def score(group: Int[Array, " r"], scores: TokenScores) -> TokenScores:
+    def score(group: Group, scores: TokenScores) -> TokenScores:
         if settings.has_processed_logprobs:
-            tempered_rV, _, is_kept = weights_of(group)
-            is_kept &= is_in_top_k(tempered_rV, rows.top_k[group], is_greedy[group])
-            logprobs = shifted_log_softmax(jnp.where(is_kept, tempered_rV, -jnp.inf))
+            shifted_rV, _, is_kept = weights_of(group)
+            is_kept &= is_in_top_k(shifted_rV, limits(group).top_k, settings.is_static)
+            shifted_rV = jnp.where(is_kept, shifted_rV, -jnp.inf)
         else:
-            logits_rV = logits_RV[group]
-            logprobs = shifted_log_softmax(logits_rV - jnp.max(logits_rV, axis=-1, keepdims=True))
-        new = token_scores(logprobs, token_ids[group], settings.max_logprobs)
+            shifted_rV = logits_RV[group] - logits_max[group]
+        new = token_scores(shifted_rV, token_ids[group], settings.max_logprobs)
         return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), scores, new)
 
     shapes = jax.eval_shape(lambda: token_scores(logits_RV, token_ids, settings.max_logprobs))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return SampledRows(token_ids, is_finite, _for_groups(rows.forced_token != UNSCORED, score, no_scores))
+    scores = _for_groups(rows.forced_token != UNSCORED, score, no_scores, settings.is_static)
+    return SampledRows(token_ids, is_finite, scores)
 
 
-def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Int[Array, " r"], T], T], state: T) -> T:
+def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Group, T], T], state: T, is_static: bool) -> T:
     """Run state = body(rows, state) for groups of rows until each row with `is_needed` was in one.
 
     A group may hold other rows too, and a row may be in two groups: `body` must write the same for it each time.
+    `is_static`: all rows are one group, whether they need it or not.
     """
     num_rows = len(is_needed)
+    if is_static:
+        return body(slice(None), state)
     if num_rows <= ROWS_PER_GROUP:
         # Not a loop: its body would be the same each time, and XLA computes such a body before it asks for how often.
-        return lax.cond(jnp.any(is_needed), lambda x: body(jnp.arange(num_rows), x), lambda x: x, state)
+        return lax.cond(jnp.any(is_needed), lambda x: body(slice(None), x), lambda x: x, state)
     order = jnp.argsort(~is_needed, stable=True)
     num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + ROWS_PER_GROUP - 1) // ROWS_PER_GROUP
 
@@ -217,19 +222,37 @@ def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Int[Array, " r"], 
     return lax.fori_loop(0, num_groups, next_group, state)
 
 
-def shifted_log_softmax(shifted_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
-    """Return the log-softmax of logits whose row maximum is 0; the rounding of large logits would show otherwise."""
-    return shifted_RV - jnp.log(jnp.sum(jnp.exp(shifted_RV), axis=-1, keepdims=True))
+def token_scores(shifted_RV: Float[Array, "R V"], token_ids: Int[Array, " R"], max_logprobs: int) -> TokenScores:
+    """Score one token per row, with the `max_logprobs` most likely ones; −1: with all.
 
-
-def token_scores(logprobs_RV: Float[Array, "R V"], token_ids: Int[Array, " R"], max_logprobs: int) -> TokenScores:
-    """Score one token per row among the row's logprobs, with the `max_logprobs` highest ones; −1: with all."""
-    own = jnp.take_along_axis(logprobs_RV, token_ids[:, None], axis=1)
-    ranks = 1 + jnp.sum((logprobs_RV > own).astype(jnp.int32), axis=-1)
+    The logprobs are the log-softmax of `shifted_RV`, logits whose row maximum is 0: the rounding of large logits would
+    show otherwise.
+    """
+    own = jnp.take_along_axis(shifted_RV, token_ids[:, None], axis=1)
+    ranks, log_total = _ranks_and_log_totals(shifted_RV, own)
+    own_logprobs = (own - log_total)[:, 0]
     if max_logprobs < 0:
-        return TokenScores(own[:, 0], ranks, all_logprobs=logprobs_RV)
-    top_logprobs, top_ids = lax.top_k(logprobs_RV, min(max_logprobs, logprobs_RV.shape[1]))
-    return TokenScores(own[:, 0], ranks, top_ids, top_logprobs)
+        return TokenScores(own_logprobs, ranks, all_logprobs=shifted_RV - log_total)
+    top, top_ids = top_k(shifted_RV, min(max_logprobs, shifted_RV.shape[1]))
+    return TokenScores(own_logprobs, ranks, top_ids, top - log_total)
+
+
+def _ranks_and_log_totals(
+    shifted_RV: Float[Array, "R V"], own: Float[Array, "R 1"]
+) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
+    """Return the rank of each row's own logit, 1 for the largest, and the logarithm of the sum of exponentials.
+
+    Both come from one reduction of blocks and one over blocks: a CPU would take longer for the ranks than for the
+    exponentials, and a single running sum over a vocabulary would be off by 1e-6.
+    """
+    num_rows, size = shifted_RV.shape
+    padding = ((0, 0), (0, -size % BLOCK))
+    blocks = jnp.pad(shifted_RV, padding, constant_values=-jnp.inf).reshape(num_rows, -1, BLOCK)
+    operands = (blocks > own[:, :, None]).astype(jnp.int32), jnp.exp(blocks)
+    counts, totals = lax.reduce(
+        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
+    )
+    return 1 + jnp.sum(counts, axis=1), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
 
 
 def _first_maximum(
@@ -263,93 +286,6 @@ def uniforms(rows: SamplingRows, purpose: int, count: int) -> Float[Array, "R co
     low, high = (lax.bitcast_convert_type(word, jnp.uint32) for word in (rows.seed_low, rows.seed_high))
     bits: UInt32[Array, "R count"] = jax.vmap(one)(low, high, rows.sample_index, rows.output_index)
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-
-
-def tempered(shifted_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]) -> Float[Array, "R V"]:
-    """Return logits whose row maximum is 0 divided by each row's temperature; greedy rows (padding too) unchanged."""
-    return shifted_RV / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
-
-
-def truncated_weights(
-    tempered_RV: Float[Array, "R V"], rows: SamplingRows, is_greedy: Bool[Array, " R"]
-) -> tuple[Float[Array, "R V"], Bool[Array, "R V"]]:
-    """Return softmax numerators, 0 for tokens that min-p, top-k or top-p drop, and which tokens are kept.
-
-    The row maximum of `tempered_RV` is 0, so that the weight of the most likely token is 1.
-    """
-    weights = jnp.exp(tempered_RV)
-    threshold = jnp.where(is_greedy, 0.0, rows.min_p)
-    has_top_k = ~is_greedy & (rows.top_k > 0) & (rows.top_k < weights.shape[1])
-    threshold = _raised_threshold(weights, threshold, has_top_k, rows.top_k, jnp.zeros_like(threshold))
-    has_top_p = ~is_greedy & (rows.top_p < 1.0)
-    _, mass = _kept_total(weights, threshold)
-    threshold = _raised_threshold(weights, threshold, has_top_p, jnp.zeros_like(rows.top_k), rows.top_p * mass)
-    is_kept = weights >= threshold[:, None]
-    return jnp.where(is_kept, weights, 0.0), is_kept
-
-
-def is_in_top_k(
-    tempered_RV: Float[Array, "R V"], top_k: Int[Array, " R"], is_greedy: Bool[Array, " R"]
-) -> Bool[Array, "R V"]:
-    """Return which tokens are among the top k, told apart also where their weight e^x is 0, below x = −104.
-
-    1 / (1 − x) is ordered as x is and does not underflow.
-    """
-    heights = 1.0 / (1.0 - tempered_RV)
-    no_mass = jnp.zeros(heights.shape[0], jnp.float32)
-    has_top_k = ~is_greedy & (top_k > 0) & (top_k < heights.shape[1])
-    return heights >= _raised_threshold(heights, no_mass, has_top_k, top_k, no_mass)[:, None]
-
-
-def _raised_threshold(
-    weights: Float[Array, "R V"],
-    threshold: Float[Array, " R"],
-    is_limited: Bool[Array, " R"],
-    min_count: Int[Array, " R"],
-    min_mass: Float[Array, " R"],
-) -> Float[Array, " R"]:
-    """Return each row's highest threshold that still keeps `min_count` tokens whose weights sum up to `min_mass`.
-
-    Rows without `is_limited` keep the threshold that they have. Bisects the bits of a float32, which are in the
-    order of the numbers, until at most one token lies between the bounds of every limited row: further passes for
-    other rows would not change which tokens are kept. Without a limited row there is no pass at all.
-    """
-
-    def is_open(bounds: Bounds) -> Array:
-        low, high, num_low, num_high = bounds
-        return jnp.any(is_limited & (high - low > 1) & (num_low - num_high > 1))
-
-    def halve(bounds: Bounds) -> Bounds:
-        low, high, num_low, num_high = bounds
-        middle = low + (high - low) // 2
-        count, mass = _kept_total(weights, lax.bitcast_convert_type(middle, jnp.float32))
-        is_enough = (count >= min_count) & (mass >= min_mass)
-        return (
-            jnp.where(is_enough, middle, low),
-            jnp.where(is_enough, high, middle),
-            jnp.where(is_enough, count, num_low),
-            jnp.where(is_enough, num_high, count),
-        )
-
-    low = lax.bitcast_convert_type(threshold, jnp.int32)
-    high, num_low = jnp.full_like(low, BITS_OF_ONE + 1), jnp.full_like(low, weights.shape[1])
-    low, *_ = lax.while_loop(is_open, halve, (low, high, num_low, jnp.zeros_like(low)))
-    return jnp.where(is_limited, lax.bitcast_convert_type(low, jnp.float32), threshold)
-
-
-def _kept_total(
-    weights: Float[Array, "R V"], threshold: Float[Array, " R"]
-) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
-    """Return how many weights reach the threshold, and their sum.
-
-    Both come from one reduction: two of them take a CPU ten times as long.
-    """
-    is_kept = weights >= threshold[:, None]
-    operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
-    count, mass = lax.reduce(
-        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (1,)
-    )
-    return count, mass
 
 
 def num_levels(vocab_size: int) -> int:

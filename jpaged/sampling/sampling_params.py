@@ -264,6 +264,10 @@ class SampleMode(enum.Enum):
     """Random draws under rules, with logprobs."""
 
 
+MODES = tuple(SampleMode)
+"""Sampling modes in ascending order: each can do what the ones before it do."""
+
+
 def sample_mode(params: SamplingParams | BeamSearchParams) -> SampleMode:
     """Return the first mode that computes what these parameters ask for."""
     if isinstance(params, BeamSearchParams) or params.logprobs is not None or params.has_rules:

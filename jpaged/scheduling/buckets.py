@@ -6,13 +6,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..sampling.sampling_params import SampleMode
+from ..sampling.sampling_params import MODES, SampleMode
 
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
 DEVICE_SAMPLES = (8, 64, 256)
-"""Sample buckets of a device below the largest one. They are few, to save executables: a device that only decodes
-samples in its decode programs, and rows that are padding cost a sampler little beside reading the head's weights."""
+"""Sample buckets of a device below the largest one, in mode FULL; in other modes there are the smallest and the
+largest. They are few, to save executables: a device that only decodes samples in its decode programs, and rows that are
+padding cost a sampler little beside reading the head's weights."""
+GPU_DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
+"""Sampling modes of a GPU's decode programs. The host would have to read the condition of a branch there, so that
+programs of the mode RANDOM draw each row, greedy ones too."""
 MIN_FILLED = 64
 """Tokens of the smallest bucket that steps are cut down to; a smaller step costs little more than reading weights."""
 
@@ -24,13 +28,17 @@ class Buckets:
     num_tokens: tuple[int, ...]
     """Tokens of a step."""
     num_samples: tuple[int, ...]
-    """Rows that a step samples, in any mode."""
+    """Rows that a step samples."""
+    num_plain_samples: tuple[int, ...]
+    """Some of these, of the samplers of all modes but FULL."""
     forward_tokens: tuple[int, ...]
     """Token buckets that have a forward program for prompts and decodes."""
     forward_decode_tokens: tuple[int, ...]
     """Token buckets that have a forward program for steps in which every row has one token."""
-    modes: tuple[SampleMode, ...] = tuple(SampleMode)
-    """Sampling modes that there are executables of, in the order of SampleMode."""
+    modes: tuple[SampleMode, ...] = (SampleMode.RANDOM, SampleMode.FULL)
+    """Sampling modes that there are samplers of, in the order of SampleMode."""
+    decode_modes: tuple[SampleMode, ...] = (SampleMode.RANDOM, SampleMode.FULL)
+    """Sampling modes that there are decode programs of, in the order of SampleMode."""
 
     @property
     def max_samples(self) -> int:
@@ -49,17 +57,26 @@ class Buckets:
         """Return the rows that a step of this token bucket has room for: each has at least one token."""
         return min(num_tokens, self.max_samples)
 
+    def decode_mode_for(self, mode: SampleMode) -> SampleMode | None:
+        """Return the mode of the decode program for rows of `mode`; None if they decode one token a step."""
+        return next((each for each in self.decode_modes if MODES.index(each) >= MODES.index(mode)), None)
+
+    def mode_for(self, mode: SampleMode) -> SampleMode:
+        """Return the mode of the sampler for rows of `mode`."""
+        return next(each for each in self.modes if MODES.index(each) >= MODES.index(mode))
+
     def has_decodes_apart(self, num_tokens: int) -> bool:
         """Return whether steps of this token bucket in which every row has one token run a program of their own."""
         return num_tokens in self.forward_decode_tokens
 
-    def mode_for(self, mode: SampleMode) -> SampleMode:
-        """Return the mode that samples rows of `mode`: itself if it has executables, else the only one that has."""
-        return mode if mode in self.modes else self.modes[0]
+    def sample_sizes(self, mode: SampleMode) -> tuple[int, ...]:
+        """Return the sample buckets of the samplers of one mode."""
+        return self.num_samples if mode is SampleMode.FULL else self.num_plain_samples
 
-    def samples_for(self, count: int) -> int:
-        """Return the smallest sample bucket that holds `count` rows. IndexError if none does."""
-        return self.num_samples[bisect_left(self.num_samples, count)]
+    def samples_for(self, count: int, mode: SampleMode) -> int:
+        """Return the smallest sample bucket of a mode that holds `count` rows. IndexError if none does."""
+        sizes = self.sample_sizes(mode)
+        return sizes[bisect_left(sizes, count)]
 
 
 def one_bucket(max_num_seqs: int) -> Buckets:
@@ -68,7 +85,8 @@ def one_bucket(max_num_seqs: int) -> Buckets:
     Every row of such a step has one token, those of prompts too.
     """
     size = (deterministic_tokens(max_num_seqs),)
-    return Buckets(size, size, forward_tokens=(), forward_decode_tokens=size, modes=(SampleMode.FULL,))
+    modes = (SampleMode.FULL,)
+    return Buckets(size, size, (), forward_tokens=(), forward_decode_tokens=size, modes=modes, decode_modes=())
 
 
 def deterministic_tokens(max_num_seqs: int) -> int:
@@ -77,8 +95,9 @@ def deterministic_tokens(max_num_seqs: int) -> int:
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
-    """Return powers of two up to the caps. A CPU, on which every row costs time, also gets small sizes.
+    """Return powers of two up to the caps, for a platform: "cpu", "gpu" or "tpu".
 
+    A CPU, on which every row costs time, also gets small sizes.
     On other devices, steps that only decode have forward programs of their own: each kernel or loop for prompts takes
     time there even if it finds none.
     """
@@ -86,11 +105,18 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: st
     if platform == "cpu":
         num_samples = (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
         # A step of one token is a decode, or a prompt of one token, which is computed as one.
-        return Buckets((1, 8, *num_tokens), num_samples, forward_tokens=(8, *num_tokens), forward_decode_tokens=(1,))
+        forwards = {"forward_tokens": (8, *num_tokens), "forward_decode_tokens": (1,)}
+        return Buckets((1, 8, *num_tokens), num_samples, num_samples, **forwards)
     largest = sample_sizes(max_num_seqs)[-1]
     num_samples = (*(size for size in DEVICE_SAMPLES if size < largest), largest)
-    decodes = tuple(size for size in num_tokens if size <= largest)
-    return Buckets(num_tokens, num_samples, forward_tokens=num_tokens, forward_decode_tokens=decodes)
+    return Buckets(
+        num_tokens,
+        num_samples,
+        num_plain_samples=(num_samples[0], largest),
+        forward_tokens=num_tokens,
+        forward_decode_tokens=tuple(size for size in num_tokens if size <= largest),
+        decode_modes=GPU_DECODE_MODES if platform == "gpu" else Buckets.decode_modes,
+    )
 
 
 def sample_sizes(max_num_seqs: int) -> tuple[int, ...]:

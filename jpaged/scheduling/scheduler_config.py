@@ -37,6 +37,8 @@ class SchedulerConfig:
     """Whether a preempted request is swapped out or recomputed."""
     tokens_ahead: int = 1
     """Tokens that a decoding sequence has pages for, at least, before the scheduler checks it again."""
+    decodes_rules_several: bool = True
+    """Whether a step may decode several tokens of requests with logit rules or logprobs."""
     max_decode_steps: int = 1
     """Tokens that sequences decode one after another in one step where nothing else is to be done."""
     token_buckets: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ build the programs of a TPU on a machine without one.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh
@@ -39,6 +39,8 @@ class AbstractEngine:
     backend: Backend
     rules_spec: LogitRulesSpec
     settings: SampleSettings = PLAIN
+    num_decode_steps: int = 1
+    """Most tokens of a sequence in one dispatch."""
 
     @property
     def platform(self) -> str:
@@ -69,12 +71,14 @@ class AbstractEngine:
         """
         builder = self.builder(sizes)
         buckets = builder.buckets
-        programs = self.programs(builder, num_blocks=2, num_decode_steps=2)
+        programs = self.programs(builder, num_blocks=2)
         keys = [
             forward_key(buckets, buckets.num_tokens[-1]),
             sample_key(buckets, buckets.max_samples, SampleMode.FULL),
-            decode_key(buckets, buckets.max_samples),
+            decode_key(buckets, buckets.max_samples, SampleMode.GREEDY),
+            decode_key(buckets, buckets.max_samples, SampleMode.FULL),
         ]
+        keys = [key for key in dict.fromkeys(keys) if key in programs.lower]
         with ThreadPoolExecutor(len(keys)) as compilers:
             largest = max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
         hidden = programs.state.hidden
@@ -82,16 +86,19 @@ class AbstractEngine:
 
     def builder(self, sizes: StepSizes) -> StepInputBuilder:
         """Return what builds the step inputs of an engine of these sizes."""
-        return StepInputBuilder(
-            sizes, sizes.buckets(self.platform), self.backend, rules_spec=self.rules_spec, num_groups=len(WINDOWS)
-        )
+        buckets = sizes.buckets(self.platform)
+        if self.settings.max_logprobs < 0:
+            # Several steps of logprobs of the whole vocabulary would take too much memory.
+            modes = tuple(mode for mode in buckets.decode_modes if mode is not SampleMode.FULL)
+            buckets = replace(buckets, decode_modes=modes)
+        return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, num_groups=len(WINDOWS))
 
-    def programs(
-        self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0, num_decode_steps: int = 1
-    ) -> Programs:
+    def programs(self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0) -> Programs:
         """Return every program of an engine with these pools of pages, which takes the inputs of `builder`."""
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
+        # A GPU's host would have to read the condition of each branch and loop.
+        settings = replace(self.settings, is_static=self.platform == "gpu")
         layers = tuple(LayerPlace(group=0, index=layer) for layer in range(self.model.num_layers))
         return Programs(
             self.weights(sizes.dtype),
@@ -99,7 +106,7 @@ class AbstractEngine:
             self.mesh,
             builder,
             hidden_size=self.model.hidden_size,
-            options=ProgramOptions(self.settings, num_decode_steps, num_host_blocks),
+            options=ProgramOptions(settings, self.num_decode_steps, num_host_blocks),
         )
 
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:

@@ -7,10 +7,14 @@ the model's shape, the chip or a version changes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
+import os
+import threading
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from ..pallas_kernels.ragged_paged_attention.interface import (
     AttentionMetadata,
     AttentionShape,
     Backend,
+    CheckGuard,
     KVShape,
     LayerPlace,
 )
@@ -41,6 +46,8 @@ logger = logging.getLogger("jpaged")
 MAX_ERROR = 2e-2
 """Largest difference of a row from the `xla` backend's, as a share of its norm: both round to bfloat16 in different
 places."""
+WATCHDOG_S = 120.0
+"""Seconds after which a comparison on a TPU counts as hanging: it takes a few, with the compilation of all kernels."""
 CHECK_TOKENS, CHECK_ROWS = 64, 8
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
@@ -51,10 +58,11 @@ def find_failure(
 ) -> str | None:
     """Compare a backend with `xla` on this device, unless that was done before with the same versions.
 
-    Returns a clause that says why the backend must not serve: it differs, or it cannot be run. None if it may serve.
+    A backend whose check is made in a child process is no business of this function (`check_process`). Returns a
+    clause that says why the backend must not serve: it differs, or it cannot be run. None if it may serve.
     Where this user's files cannot be kept, it is compared at each start, with a warning.
     """
-    if not backend.needs_check:
+    if not backend.needs_check or backend.check_guard is CheckGuard.CHILD:
         return None
     where, each_start = f"on {device.device_kind}", "the check of %s is made at each start: %s"
     mark: Path | None
@@ -67,7 +75,8 @@ def find_failure(
         except (OSError, RuntimeError) as problem:
             mark = None
             logger.warning(each_start, backend.name, problem)
-        error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
+        with _watchdog(backend):
+            error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps, device))
     except Exception as failure:
@@ -82,6 +91,25 @@ def find_failure(
         except OSError as problem:
             logger.warning(each_start, backend.name, problem)
     return None
+
+
+@contextlib.contextmanager
+def _watchdog(backend: Backend) -> Iterator[None]:
+    """End the process with one line after WATCHDOG_S, for a backend that asks for it: nothing ends a hanging kernel."""
+
+    def end_process() -> None:
+        message = f"error: attention: the check of {backend.name} has given no answer within {WATCHDOG_S:g} s; "
+        os.write(2, f"{message}use --attention-backend xla\n".encode())
+        os._exit(1)
+
+    timer = threading.Timer(WATCHDOG_S, end_process)
+    timer.daemon = True
+    if backend.check_guard is CheckGuard.WATCHDOG:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_key(

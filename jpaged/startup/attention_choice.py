@@ -55,7 +55,8 @@ def choose_attention(
     for by name cannot serve, or if the user's table of tuned sizes is broken.
     """
     if asked != "auto":
-        return AttentionChoice(backend_by_name(asked, shape, devices, deterministic=deterministic), "asked for")
+        backend = backend_by_name(asked, shape, devices, deterministic=deterministic)
+        return AttentionChoice(backend, f"asked for{_not_verified(ENTRIES[asked], devices[0])}")
     reason, is_replacement = f"the default on {devices[0].platform}", False
     for entry in BACKENDS:
         if devices[0].platform not in entry.platforms:
@@ -72,7 +73,7 @@ def choose_attention(
         except ValueError as error:
             reason, is_replacement = f"not {entry.name}: {error}", True
             continue
-        return AttentionChoice(backend, reason)
+        return AttentionChoice(backend, f"{reason}{_not_verified(entry, devices[0])}")
     fallback = backend_by_name(FALLBACK.name, shape, devices, deterministic=deterministic)
     return AttentionChoice(fallback, reason, is_replacement)
 
@@ -111,7 +112,14 @@ def _why_not_default(entry: BackendEntry, device: jax.Device, *, deterministic: 
         return f"it needs jax {'.'.join(map(str, entry.min_jax))} or later, this is {jax.__version__}"
     if deterministic and entry.not_deterministic:
         return f"deterministic is true, and {entry.not_deterministic}"
-    return entry.not_default.format(device=device.device_kind)
+    return ""
+
+
+def _not_verified(entry: BackendEntry, device: jax.Device) -> str:
+    """Return what a start says beside the reason where the backend's check script has not passed on such a device."""
+    if not entry.check_script or device.device_kind in entry.verified_on:
+        return ""
+    return f"; not yet verified on {device.device_kind} by {entry.check_script}"
 
 
 def load_backend(entry: BackendEntry) -> type[Backend]:

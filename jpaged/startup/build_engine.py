@@ -23,7 +23,7 @@ from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.io.loading import check_tensors, load_weights
-from ..pallas_kernels.ragged_paged_attention.interface import Backend
+from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
 from ..sampling.sampler import SampleSettings
@@ -41,6 +41,7 @@ from ..text.output_processor import OutputProcessor
 from .abstract_engine import WINDOWS, AbstractEngine
 from .attention_check import find_failure
 from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
+from .check_process import check_before_opening, check_request, find_failure_apart
 from .host_memory import free_host_bytes
 from .open_model import ModelHandle
 from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, size_engine
@@ -51,6 +52,13 @@ logger = logging.getLogger("jpaged")
 
 SWITCH_INTERVAL_S = 0.001
 """Thread switch interval while weights load; CPython's default is 5 ms."""
+GPU_DECODE_STEPS = 4
+"""Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
+ends before, and so few are enough to hide the work of the host."""
+DEFAULT_MEMORY_SHARE, LARGE_MEMORY_SHARE = 0.75, 0.9
+"""Share of a GPU's memory that JAX reserves by default, and the one from which on nothing is said of the rest."""
+CPU_COMPILERS, MAX_COMPILERS = 2, 16
+"""Programs that are compiled at the same time on a CPU, and at most elsewhere: each may take a gigabyte of memory."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -89,18 +97,19 @@ def build_engine(
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
     use_compilation_cache(config.compilation_cache_dir)
+    check_before_opening(config, handle.config)
     device = _select_device(config.device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
     engine, sizes = _checked_engine(config, handle, device, free, demands)
     for note in sizes.notes:
         logger.warning(note)
-    logger.info("memory: %s", sizes.memory)
+    logger.info("memory: %s%s", sizes.memory, withheld_memory(device))
     step = sizes.step
     check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
-    programs = engine.programs(builder, **pools, num_decode_steps=_num_decode_steps(config))
-    plan = CompilePlan(programs.lower)
+    programs = engine.programs(builder, **pools)
+    plan = CompilePlan(programs.lower, num_compilers=_num_compilers(device.platform))
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
     plan.start([ALLOCATE_KEY, *needed_first], progress=_phase(progress, "compile"))
@@ -113,7 +122,8 @@ def build_engine(
         runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
             plan.wait()
-        scheduler = _scheduler(config, sizes, builder, _preemption(config, sizes, builder, runner))
+        preemption = _preemption(config, sizes, builder, runner)
+        scheduler = _scheduler(config, sizes, builder, preemption, engine.num_decode_steps)
         outputs = OutputProcessor(handle.tokenizer, eos_token_ids=handle.eos_token_ids)
         core = EngineCore(scheduler=scheduler, builder=builder, runner=runner, outputs=outputs, clock=time.monotonic)
     except BaseException:
@@ -146,8 +156,10 @@ def _checked_engine(
     rules_spec = LogitRulesSpec(model.vocab_size, processors, frozenset(handle.eos_token_ids))
     settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs")
 
+    num_decode_steps = _num_decode_steps(config, device.platform)
+
     def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = AbstractEngine(model, device_mesh([device]), backend, rules_spec, settings)
+        engine = AbstractEngine(model, device_mesh([device]), backend, rules_spec, settings, num_decode_steps)
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
@@ -155,7 +167,10 @@ def _checked_engine(
     log("attention: %s, %s", " · ".join(filter(None, [choice.backend.name, choice.backend.describe()])), choice.reason)
     engine, sizes = sized(choice.backend)
     step = sizes.step
-    failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
+    if engine.backend.check_guard is CheckGuard.CHILD:
+        failure = find_failure_apart(check_request(config, model, type(engine.backend), device.platform))
+    else:
+        failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
     if failure is None:
         return engine, sizes
     if config.attention_backend != "auto":
@@ -205,6 +220,20 @@ def _free_bytes(device: jax.Device) -> int:
     return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
 
 
+def withheld_memory(device: jax.Device) -> str:
+    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all."""
+    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or os.environ.get("XLA_CLIENT_MEM_FRACTION")
+    share = float(given or DEFAULT_MEMORY_SHARE)
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if stats is None or not 0 < share < LARGE_MEMORY_SHARE:
+        return ""
+    withheld = stats["bytes_limit"] / share * (1 - share)
+    return (
+        f"; JAX leaves {withheld / 1e9:.3g} GB of the GPU unused: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before JAX "
+        "starts to have them"
+    )
+
+
 def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
     """Return a callback that reports to `progress` as the phase `name`."""
     return None if progress is None else lambda done, total: progress(name, done, total)
@@ -224,15 +253,25 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _num_decode_steps(config: EngineConfig) -> int:
+def _num_decode_steps(config: EngineConfig, platform: str) -> int:
     """Return the most tokens that a sequence decodes in one dispatch."""
     if config.deterministic:
         return 1
-    return MAX_DECODE_STEPS if config.num_decode_steps == "auto" else int(config.num_decode_steps)
+    if config.num_decode_steps != "auto":
+        return int(config.num_decode_steps)
+    return GPU_DECODE_STEPS if platform == "gpu" else MAX_DECODE_STEPS
+
+
+def _num_compilers(platform: str) -> int:
+    """Return how many programs are compiled at the same time: on a device, one for each core of the host."""
+    if platform == "cpu":
+        return CPU_COMPILERS
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(num_cores, CPU_COMPILERS), MAX_COMPILERS)
 
 
 def _scheduler(
-    config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy
+    config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy, decode_steps: int
 ) -> Scheduler:
     """Return the scheduler with its block manager."""
     step, buckets, costs = sizes.step, builder.buckets, preemption.costs
@@ -258,7 +297,8 @@ def _scheduler(
         delay_factor=config.scheduling_delay_factor,
         preemption=preemption,
         limits=QueueLimits(**config.limits),
-        max_decode_steps=_num_decode_steps(config),
+        max_decode_steps=decode_steps,
+        decodes_rules_several=SampleMode.FULL in buckets.decode_modes,
         token_buckets=buckets.num_tokens,
         # With unlimited logprobs each scored token brings a row of the whole vocabulary: one sampler call per step.
         max_scored=buckets.max_samples if config.max_logprobs < 0 else None,

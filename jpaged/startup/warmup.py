@@ -7,15 +7,19 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from ..config import EngineConfig
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import filled_tokens
 from ..step.compile_plan import Key
-from ..step.programs import Programs, decode_key, forward_key, sample_key
+from ..step.programs import ALLOCATE_KEY, Programs, decode_key, forward_key, sample_key
 from ..step.step_inputs import StepInputBuilder
 from .sizing import Demand
+
+LONG_STEP = 1024
+"""Tokens of a step from which on its forward program is compiled before the programs that decode."""
 
 
 def warmup_keys(
@@ -31,7 +35,7 @@ def warmup_keys(
 
     `demands` and `modes` are the known requests and their sampling modes; both empty if they are not known.
     """
-    everything = list(programs.lower)
+    everything = _by_need(programs.lower)
     if config.warmup == "full":
         return everything, []
     if config.warmup == "off":
@@ -40,10 +44,27 @@ def warmup_keys(
         return [], [] if is_cpu else everything
     buckets = builder.buckets
     num_seqs = min(sum(demand.num_samples for demand in demands), builder.sizes.max_num_seqs)
-    samplers = [sample_key(buckets, num_seqs, buckets.mode_for(mode)) for mode in modes]
-    decodes = [decode_key(buckets, num_seqs), forward_key(buckets, num_seqs, decodes_only=True)]
-    deferred = [key for key in decodes if key in programs.lower]
+    samplers = dict.fromkeys(sample_key(buckets, num_seqs, mode) for mode in modes)
+    decodes = [decode_key(buckets, num_seqs, mode) for mode in modes]
+    decodes.append(forward_key(buckets, num_seqs, decodes_only=True))
+    deferred = [key for key in dict.fromkeys(decodes) if key in programs.lower]
     return [*_prompt_keys(config, builder, demands), *samplers], deferred if is_cpu else [*deferred, *everything]
+
+
+def _by_need(keys: Iterable[Key]) -> list[Key]:
+    """Return the keys in the order in which unknown requests are likely to need them.
+
+    A first prompt comes, long or short: the largest forward programs, which also take longest to compile; then the
+    samplers and decode programs for few rows and for more; then the smaller forwards, and what moves pages.
+    """
+
+    def need(key: Any) -> tuple[int, int]:
+        name, size = key[0], key[1] if len(key) > 1 else 0
+        if name == "forward":
+            return (1, -size) if size >= LONG_STEP else (3, -size)
+        return (2, size) if size else (0 if key == ALLOCATE_KEY else 4, 0)
+
+    return sorted(keys, key=need)
 
 
 def _prompt_keys(config: EngineConfig, builder: StepInputBuilder, demands: Sequence[Demand]) -> dict[Key, None]:

@@ -1,6 +1,6 @@
 """The closed set of executables: each is compiled ahead of time, once, and nothing outside the set may run in a step.
 
-Two background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
+Background threads compile what `start` asks for, in order; `defer` puts keys off until the first step is done, so
 that compiling takes no processor time from the first token; `get` returns an executable and waits if it has to. The
 plan knows keys and how to lower them (programs.py), not what they compute. It also listens to `jax.monitoring`, which
 reports every compilation in the process: those on the thread of a step are counted in `num_outside` and should be 0.
@@ -19,7 +19,6 @@ from itertools import count
 import jax
 
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-NUM_COMPILERS = 2
 DEFERRED_START_S = 2.0
 """Seconds after which deferred keys are compiled even if no step has run."""
 
@@ -32,7 +31,8 @@ Lower = Callable[[], jax.stages.Lowered]
 class CompilePlan:
     """Executables by key, compiled in the background once `start` has asked for them, else at their first use."""
 
-    def __init__(self, programs: Mapping[Key, Lower]):
+    def __init__(self, programs: Mapping[Key, Lower], *, num_compilers: int = 2):
+        """`programs`: key → the function that lowers the program. `num_compilers` are compiled at the same time."""
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
         self.waited_s = 0.0
@@ -40,7 +40,7 @@ class CompilePlan:
         self.num_outside = 0
         """Compilations during steps that the plan did not ask for; anything but 0 is a defect."""
         self._futures: dict[Key, Future[jax.stages.Compiled]] = {}
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="jpaged-compile")
+        self._compilers = ThreadPoolExecutor(num_compilers, thread_name_prefix="jpaged-compile")
         self._urgent = ThreadPoolExecutor(1, thread_name_prefix="jpaged-compile-now")
         """Compiles what a step waits for, past the queue of `_compilers`."""
         self._serving: set[int] = set()
@@ -66,7 +66,7 @@ class CompilePlan:
             return bool(self._deferred) or not all(future.done() for future in self._futures.values())
 
     def start(self, keys: Iterable[Key], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile these in the background, two at a time, in this order; report each by `progress(done, total)`.
+        """Compile these in the background, in this order, some at a time; report each by `progress(done, total)`.
 
         Raises KeyError for a key outside the plan, because the set of shapes is fixed at start.
         """

@@ -5,7 +5,7 @@
     ("forward", T)            each step of prefill chunks and single decodes, in the token bucket T
     ("forward_decodes", T)    instead of that in some buckets, when every row has one token
     ("sample", S, mode)       after a forward, in the sample bucket S; again for each batch of scored prompt tokens
-    ("decode", T)             instead of both, when every row decodes several tokens
+    ("decode", T, mode)       instead of both, when every row decodes several tokens
     ("tables",)               before a step whose page-table changes do not fit its buffer
     ("set_rules",)            when a sequence with logit rules gets a state slot
     ("copy",) ("swap_out",) ("swap_in",)   before a step that moves pages
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -29,14 +30,14 @@ from ..models.io.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
-from ..sampling.logit_rules import new_rules, rule_shapes, set_rules
+from ..sampling.logit_rules import LogitRulesState, new_rules, rule_shapes, set_rules
 from ..sampling.sample_columns import SAMPLE_FIELDS
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated, sharding_of
 from .compile_plan import Key, Lower
-from .step import DeviceState, decode, forward, new_state, sample_rows, update_tables
+from .step import DecodeSampling, DeviceState, decode, forward, new_state, sample_rows, update_tables
 from .step_inputs import StepInputBuilder
 from .step_layout import CHANGE_FIELDS, StepLayout
 
@@ -55,14 +56,16 @@ def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False
     return ("forward_decodes" if is_apart else "forward", size)
 
 
-def decode_key(buckets: Buckets, num_rows: int) -> Key:
-    """Return the key of the program that decodes several tokens of each of this many rows."""
-    return ("decode", buckets.tokens_for(num_rows))
+def decode_key(buckets: Buckets, num_rows: int, mode: SampleMode) -> Key | None:
+    """Return the key of the program that decodes several tokens of each of this many rows; None if there is none."""
+    decode_mode = buckets.decode_mode_for(mode)
+    return None if decode_mode is None else ("decode", buckets.tokens_for(num_rows), decode_mode)
 
 
 def sample_key(buckets: Buckets, num_samples: int, mode: SampleMode) -> Key:
-    """Return the key of the sample program for this many rows."""
-    return ("sample", buckets.samples_for(num_samples), mode)
+    """Return the key of the sample program for this many rows of a mode."""
+    mode = buckets.mode_for(mode)
+    return ("sample", buckets.samples_for(num_samples, mode), mode)
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,8 @@ class Programs:
     ):
         """`weights` and `cache` hold shapes only: weights as `abstract_weights` makes them, a cache without pages.
 
-        There is a forward program for each token bucket, a sampler for each sample bucket and mode, and a decode
-        program for each token bucket in which every sequence can decode. The token buckets, state slots and page
-        tables are those of `builder`.
+        The buckets of the builder say which forward programs, samplers and decode programs there are. The token
+        buckets, state slots and page tables are those of `builder`.
         """
         options = options or ProgramOptions()
         self.weights = weights
@@ -101,7 +103,7 @@ class Programs:
         self._num_changes, self._rules_spec = builder.num_changes, builder.rules_spec
         self._buckets = buckets = builder.buckets
         self._num_slots = num_slots = builder.tables.shape[1]
-        self._settings = options.settings
+        self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._whole = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=_cache_arrays(cache.layout, mesh)),
@@ -118,40 +120,57 @@ class Programs:
             **move_programs(cache.layout, mesh, num_host_blocks=options.num_host_blocks),
         }
         for size in buckets.forward_tokens:
-            self.lower["forward", size] = partial(self._lower_step, forward, builder.layouts[size, False])
+            self.lower["forward", size] = partial(self._lower_forward, builder.layouts[size, False])
         for size in buckets.forward_decode_tokens:
-            self.lower["forward_decodes", size] = partial(self._lower_step, forward, builder.layouts[size, True])
+            self.lower["forward_decodes", size] = partial(self._lower_forward, builder.layouts[size, True])
         if options.num_decode_steps > 1:
-            for size in buckets.decode_sizes:
-                self.lower["decode", size] = partial(self._lower_step, decode, builder.layouts[size, True])
+            for size, mode in product(buckets.decode_sizes, buckets.decode_modes):
+                self.lower["decode", size, mode] = partial(self._lower_decode, builder.layouts[size, True], mode)
         for mode in buckets.modes:
-            for size in buckets.num_samples:
+            for size in buckets.sample_sizes(mode):
                 self.lower["sample", size, mode] = partial(self._lower_sample, size, mode)
 
     def _shape(self, dims: tuple[int, ...], dtype: Any) -> Any:
         """Return the abstract shape of an array of which every device has a whole copy."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self._whole)
 
-    def _lower_step(self, function: Callable[..., Any], layout: StepLayout) -> jax.stages.Lowered:
-        """Lower `forward` or `decode` for steps of one layout."""
+    def _lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
+        """Lower the forward program for steps of one layout."""
         leaves, tree = jax.tree.flatten(self.weights.state)
 
         def run(leaves: tuple[Any, ...], state: DeviceState, packed: Any) -> Any:
-            return function(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
+            return forward(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
-        run.__name__ = f"{function.__name__}{'_decodes' if layout.decodes_only else ''}_{layout.num_tokens}"
+        run.__name__ = f"forward{'_decodes' if layout.decodes_only else ''}_{layout.num_tokens}"
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
+
+    def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
+        """Lower the decode program of one mode for steps of one layout."""
+        leaves, tree = jax.tree.flatten(self.weights.state)
+        sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
+
+        def run(leaves: tuple[Any, ...], state: Any, packed: Any) -> Any:
+            return decode(self.weights.graph, jax.tree.unflatten(tree, leaves), *state, packed, layout, sampling)
+
+        run.__name__ = f"decode_{layout.num_tokens}_{mode.value}"
+        state, packed = (self.state, self._rules_of(mode)), self._shape((layout.size,), jnp.int32)
+        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), state, packed)
+
+    def _rules_of(self, mode: SampleMode) -> LogitRulesState | None:
+        """Return the shapes of the logit rules for a program of that mode; None if it reads none."""
+        return self._rules if mode is SampleMode.FULL else None
 
     def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
         """Lower the sampler of this many rows."""
         leaves, unflatten = self.weights.split_logits()
 
         def run(leaves: tuple[Any, ...], state: Any, hidden: Any, columns: Any) -> Any:
-            weights, settings = unflatten(leaves), self._settings
-            return sample_rows(self.weights.graph, weights, state, hidden, columns, num_rows, mode, settings)
+            weights, settings = unflatten(leaves), self._options.settings
+            columns = columns[:, :num_rows]
+            return sample_rows(self.weights.graph, weights, state, hidden, columns, mode, settings, self._mesh)
 
         run.__name__ = f"sample_{num_rows}_{mode.value}"
-        state = self.state.last_tokens, self._rules if mode is SampleMode.FULL else None
+        state = self.state.last_tokens, self._rules_of(mode)
         columns = self._shape((len(SAMPLE_FIELDS), self._buckets.max_samples), jnp.int32)
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), state, self.state.hidden, columns)
 

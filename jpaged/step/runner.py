@@ -31,7 +31,16 @@ from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import Buckets
 from ..sharding import replicated
 from .compile_plan import CompilePlan
-from .programs import ALLOCATE_KEY, COPY_KEY, SET_RULES_KEY, SWAP_IN_KEY, SWAP_OUT_KEY, TABLES_KEY, sample_key
+from .programs import (
+    ALLOCATE_KEY,
+    COPY_KEY,
+    SET_RULES_KEY,
+    SWAP_IN_KEY,
+    SWAP_OUT_KEY,
+    TABLES_KEY,
+    decode_key,
+    sample_key,
+)
 from .step import DeviceState
 from .step_inputs import BuiltStep
 
@@ -108,7 +117,7 @@ class Runner:
         if step.layout is None:
             return StepOutputs(None)
         if step.decode_lens:
-            return StepOutputs(self._run("decode", step))
+            return StepOutputs(self._decode(step))
         columns = self._forward(step)
         sampled = self._sample(columns, len(step.samples), step.mode) if step.samples else None
         return StepOutputs(sampled, tuple(self._score(step)))
@@ -148,15 +157,20 @@ class Runner:
     def _forward(self, step: BuiltStep) -> Any:
         """Start the forward program of a step and return the columns of its samplers."""
         assert step.layout is not None
-        return self._run("forward_decodes" if step.layout.decodes_only else "forward", step)
-
-    def _run(self, name: str, step: BuiltStep) -> Any:
-        """Start a program of a step's token bucket by its name; return what it returns beside the new state."""
-        assert step.layout is not None
-        assert step.packed is not None
+        name = "forward_decodes" if step.layout.decodes_only else "forward"
         run = self.plan.get((name, step.layout.num_tokens))
-        self.state, result = run(self._leaves, self.state, self._put(step.packed))
-        return result
+        self.state, columns = run(self._leaves, self.state, self._put(step.packed))
+        return columns
+
+    def _decode(self, step: BuiltStep) -> SampledRows:
+        """Start the decode program of a step and return its sampled rows, [K, R]."""
+        assert step.layout is not None
+        key = decode_key(self.buckets, step.layout.num_tokens, step.mode)
+        assert key is not None, "the scheduler lets these rows decode one token a step"
+        state = self.state, self.rules if key[2] is SampleMode.FULL else None
+        (self.state, rules), sampled = self.plan.get(key)(self._leaves, state, self._put(step.packed))
+        self.rules = rules or self.rules
+        return sampled
 
     def _score(self, step: BuiltStep) -> Iterator[SampledRows]:
         """Start a sampler for each batch of prompt tokens that the step scores."""
@@ -169,7 +183,8 @@ class Runner:
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         """Start the sampler for the hidden states of the last forward program."""
         run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
-        state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
+        has_rules = self.buckets.mode_for(mode) is SampleMode.FULL
+        state = self.state.last_tokens, self.rules if has_rules else None
         (last_tokens, rules), sampled = run_sample(self._logits_leaves, state, self.state.hidden, columns)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules

@@ -3,7 +3,7 @@
     update_tables(tables, changes)              → tables      for page-table changes that a step's buffer cannot hold
     forward(…, state, packed inputs)            → state, SAMPLE_FIELDS of the rows to sample
     sample_rows(…, sampling state, hidden, …)   → sampling state, sampled rows; several times if prompts are scored
-    decode(…, state, packed inputs)             → state, sampled rows of up to MAX_DECODE_STEPS tokens per sequence
+    decode(…, state, rules, packed inputs)      → state, rules, sampled rows of several tokens per sequence
 
 A prefill or mixed step is one forward and then one sampler; a step in which every sequence decodes several tokens is
 one decode. programs.py compiles these functions for every padded size, runner.py calls the executables. The model reads
@@ -13,6 +13,7 @@ one decode. programs.py compiles these functions for every padded size, runner.p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ..config import MAX_DECODE_STEPS
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, apply_rules, record_tokens
@@ -32,9 +32,6 @@ from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
 from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepLayout
-
-DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
-"""Sampling modes of a decode program, indexed by the count `is_random`."""
 
 SamplingState = tuple[Int[Array, " slots"], LogitRulesState | None]
 """The state that samplers keep by state slot: the last token, and the logit rules, which are None in modes that read
@@ -116,44 +113,84 @@ def sample_rows(
     weights: Any,
     state: SamplingState,
     hidden_TD: Float[Array, "T D"],
-    columns: Int[Array, "fields S"],
-    num_rows: int,
+    columns: Int[Array, "fields R"],
     mode: SampleMode,
     settings: SampleSettings,
+    mesh: Mesh | None = None,
 ) -> tuple[SamplingState, SampledRows]:
-    """Sample the first `num_rows` rows, padding included; keep each token in its state slot, and in its slot's rules.
+    """Sample rows, padding included; keep each token in its state slot, and in its slot's rules.
 
     `columns` are the SAMPLE_FIELDS of the rows; they say which hidden state each row is drawn from, or scored.
     """
-    columns = columns[:, :num_rows]
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
-    logits_RV = nnx.merge(graph, weights).logits(hidden_TD[columns[TOKEN]])
+    logits_RV = _whole_logits(nnx.merge(graph, weights).logits(hidden_TD[columns[TOKEN]]), mesh)
     last_tokens, rules = state
-    ruled_RV = None
-    if rules is not None:
-        ruled_RV = apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
-    sampled = sample_logits(logits_RV, rows, mode, settings, ruled_RV)
+    sampled = _draw(logits_RV, rows, rules, mode, settings)
     if rules is not None:
         rules = record_tokens(rules, rows.ruled_slot, sampled.token_ids)
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
 
 
-def decode(
-    graph: Any, weights: Any, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
-) -> tuple[DeviceState, SampledRows]:
-    """Decode up to MAX_DECODE_STEPS tokens of every row, one after another; return rows by iteration, [K, R].
+def _draw(
+    logits_RV: Float[Array, "R V"],
+    rows: SamplingRows,
+    rules: LogitRulesState | None,
+    mode: SampleMode,
+    settings: SampleSettings,
+) -> SampledRows:
+    """Sample a token for every row from its logits, after its rules if there are any."""
+    ruled_RV = None
+    if rules is not None:
+        ruled_RV = apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
+    return sample_logits(logits_RV, rows, mode, settings, ruled_RV)
 
-    A row is live until it has its `decode_lens` tokens or draws one that ends its sequence, and the loop runs until no
-    row is live. What later iterations hold for a row means nothing. Rows that are no longer live are computed beside
-    the others with unchanged inputs, so they write again what they have written. A row whose last token ends its
-    sequence already draws nothing. `state` is donated.
+
+def _whole_logits(logits_RX: Float[Array, "R X"], mesh: Mesh | None) -> Float[Array, "R V"]:
+    """Return the logits of the whole vocabulary on every chip of a mesh, where each has computed those of a part.
+
+    Every chip then draws the same tokens. The gather stands outside of loops and branches of the sampler: a TPU's
+    compiler hangs on communication inside of a branch. It is explicit, because XLA by itself would gather the head's
+    weights instead.
+    """
+    if mesh is None:
+        return logits_RX
+    gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
+    specs = {"in_specs": PartitionSpec(None, TENSOR_AXIS), "out_specs": PartitionSpec()}
+    return jax.shard_map(gather, mesh=mesh, check_vma=False, **specs)(logits_RX)
+
+
+@dataclass(frozen=True)
+class DecodeSampling:
+    """How a decode program samples, and how often."""
+
+    mode: SampleMode
+    settings: SampleSettings
+    num_steps: int
+    """Most tokens of each row; if the settings are static, every call computes so many."""
+    mesh: Mesh | None = None
+
+
+def decode(
+    graph: Any,
+    weights: Any,
+    state: DeviceState,
+    rules: LogitRulesState | None,
+    packed: Int[Array, " n"],
+    layout: StepLayout,
+    sampling: DecodeSampling,
+) -> tuple[tuple[DeviceState, LogitRulesState | None], SampledRows]:
+    """Decode up to K = `sampling.num_steps` tokens of every row, one after another; return rows by iteration, [K, R].
+
+    A row is live until it has its `decode_lens` tokens or draws one that ends its sequence. The loop runs until no row
+    is live; with static settings it runs K times. What later iterations hold for a row means nothing. Rows that are no
+    longer live are computed beside the others with unchanged inputs, so they write again what they have written. A row
+    whose last token ends its sequence already draws nothing. `state` and `rules` are donated.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     counts = _counts(view)
     step, seq_slots = _metadata(view, tables, decodes_only=True), view["seq_slots"]
-    mesh, kv_layout = state.cache.mesh, state.cache.layout
-    page_size = kv_layout.page_size
+    page_size = state.cache.layout.page_size
     samples = view["samples"][:, : layout.num_rows]
     row_of_sample = samples[TOKEN]
     slots, params = samples[SLOT], SamplingRows.from_columns(samples)
@@ -176,16 +213,19 @@ def decode(
             context_lens=step.context_lens + carry.num_ahead,
         )
         hidden_RD, cache = model(carry.token_ids, carry.cache, now)
-        logits_RV = model.logits(hidden_RD[row_of_sample])
+        logits_RV = _whole_logits(model.logits(hidden_RD[row_of_sample]), sampling.mesh)
         rows = replace(params, output_index=params.output_index + carry.num_done)
-        drawn = _draw(logits_RV, rows, counts["is_random"], mesh)
-        is_live = carry.is_live
+        drawn = _draw(logits_RV, rows, carry.rules, sampling.mode, sampling.settings)
+        is_live, rules = carry.is_live, carry.rules
+        if rules is not None:
+            rules = record_tokens(rules, jnp.where(is_live, rows.ruled_slot, 0), drawn.token_ids)
         last_tokens = carry.last_tokens.at[jnp.where(is_live, slots, 0)].set(drawn.token_ids)
         num_done = carry.num_done + 1
         is_live &= stays_live(drawn.token_ids, num_done)
         is_moving = jnp.zeros_like(is_row).at[jnp.where(is_live, row_of_sample, layout.num_rows)].set(True, mode="drop")
         return _DecodeCarry(
             cache=cache,
+            rules=rules,
             last_tokens=last_tokens,
             token_ids=jnp.where(is_moving, last_tokens[seq_slots], carry.token_ids),
             num_ahead=carry.num_ahead + is_moving.astype(jnp.int32),
@@ -194,42 +234,26 @@ def decode(
             rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
         )
 
-    shape = MAX_DECODE_STEPS, layout.num_rows
-    nothing = SampledRows(jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool))
+    drawn = jax.eval_shape(
+        lambda hidden_RD: _draw(model.logits(hidden_RD), params, rules, sampling.mode, sampling.settings),
+        jax.ShapeDtypeStruct((layout.num_rows, state.hidden.shape[1]), state.hidden.dtype),
+    )
     start = _DecodeCarry(
         cache=state.cache,
+        rules=rules,
         last_tokens=state.last_tokens,
         token_ids=state.last_tokens[seq_slots],
         num_ahead=jnp.zeros_like(seq_slots),
         is_live=stays_live(state.last_tokens[slots], jnp.int32(0)),
         num_done=jnp.int32(0),
-        rows=nothing,
+        rows=jax.tree.map(lambda row: jnp.full((sampling.num_steps, *row.shape), row.dtype == bool, row.dtype), drawn),
     )
-    end = lax.while_loop(lambda carry: carry.is_live.any(), decode_one, start)
-    return replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens), end.rows
-
-
-def _draw(
-    logits_RV: Float[Array, "R V"], rows: SamplingRows, is_random: Int[Array, ""], mesh: Mesh | None
-) -> SampledRows:
-    """Draw one token per row, by the cheap greedy branch if no row is random.
-
-    On a mesh, where each chip has the logits of a part of the vocabulary, every chip gathers all logits and draws the
-    same tokens. The gather stands outside of the switch: a TPU's compiler hangs on communication inside of a branch.
-    It is explicit, because XLA by itself would gather the head's weights instead.
-    """
-    modes = [lambda logits, rows, mode=mode: sample_logits(logits, rows, mode) for mode in DECODE_MODES]
-
-    def draw(is_random: Int[Array, ""], logits_RX: Float[Array, "R X"], rows: SamplingRows) -> SampledRows:
-        if mesh is not None:
-            logits_RX = lax.all_gather(logits_RX, TENSOR_AXIS, axis=1, tiled=True)
-        return lax.switch(is_random, modes, logits_RX, rows)
-
-    if mesh is None:
-        return draw(is_random, logits_RV, rows)
-    specs = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-    on_chips = jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-    return on_chips(is_random, logits_RV, rows)
+    if sampling.settings.is_static:
+        end = lax.fori_loop(0, sampling.num_steps, lambda _, carry: decode_one(carry), start)
+    else:
+        end = lax.while_loop(lambda carry: carry.is_live.any(), decode_one, start)
+    state = replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens)
+    return (state, end.rules), end.rows
 
 
 @jax.tree_util.register_dataclass
@@ -238,6 +262,7 @@ class _DecodeCarry:
     """The loop state of `decode`: what one iteration hands to the next."""
 
     cache: PagedCache
+    rules: LogitRulesState | None
     last_tokens: Int[Array, " slots"]
     token_ids: Int[Array, " R"]
     """Token that each row computes next."""

@@ -24,14 +24,11 @@ from ..pallas_kernels.ragged_paged_attention.interface import Backend, PlanRows
 from ..request import Request, SampleSequence
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
-from ..sampling.sampling_params import SampleMode, sample_mode
+from ..sampling.sampling_params import MODES, SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
 from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TOKEN, StepLayout
 from .step_sizes import StepSizes
-
-MODES = tuple(SampleMode)
-"""Sampling modes in ascending order: each can do what the ones before it do."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,6 @@ class StepInputBuilder:
         self.buckets = buckets
         self.backend = backend
         self.rules_spec = rules_spec
-        self.min_mode = MODES.index(buckets.modes[0])
         decodes = {*buckets.decode_sizes, *buckets.forward_decode_tokens}
         sizes_and_kinds = [(size, False) for size in buckets.forward_tokens] + [(size, True) for size in decodes]
         self.layouts = {
@@ -193,7 +189,7 @@ class StepInputBuilder:
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
         self._fill_rows(view, rows, layout)
-        view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0, False
+        view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0
         return BuiltStep([], (), {}, packed, layout), rows.num_tokens
 
     def _pack(self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]) -> _Packed:
@@ -208,8 +204,7 @@ class StepInputBuilder:
         self._fill_rows(view, rows, layout)
         self._fill_token_ids(view["token_ids"], rows, work.chunks)
         samples, mode = self._fill_samples(view["samples"], rows, work)
-        is_random = mode is not SampleMode.GREEDY
-        view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples), is_random
+        view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples)
         scored, score_columns = self._score_rows(rows, work.chunks)
         decode_lens = work.decode_lens
         step = BuiltStep(work.moves, updates, rules, packed, layout, samples, mode, decode_lens, scored, score_columns)
@@ -409,4 +404,4 @@ class StepInputBuilder:
         columns[SLOT, :num_samples] = slots
         columns[OUTPUT_INDEX, :num_samples] = rows.context_lens[row_of_sample] - self.prompt_lens[slots]
         columns[len(STEP_FIELDS) :, :num_samples] = self.sample_rows.take(slots, axis=1)
-        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=self.min_mode)]
+        return [*work.decodes, *samplers], MODES[self.modes[slots].max(initial=0)]

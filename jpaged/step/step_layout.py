@@ -6,7 +6,7 @@ the sections through numpy views (step_inputs.py), and the compiled step reads t
 of the compiled step, so that every offset is a constant of the program. Floats travel as the bits of a float32. With T
 tokens, R rows, S sampled rows, all padded:
 
-    counts        [5]          COUNT_FIELDS
+    counts        [4]          COUNT_FIELDS
     samples       [fields, S]  SAMPLE_FIELDS of each sampled row
     changes       [4, N]       CHANGE_FIELDS of each page-table change; padding sets a null page to itself
     token_ids     [T]          an id ≥ 0, or −(s + 1) ≤ −2 for the last token that was sampled in state slot s
@@ -34,9 +34,8 @@ from ..sampling.sample_columns import SAMPLE_FIELDS
 TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN = map(SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token"))
 CHANGE_FIELDS = ("group", "slot", "index", "page")
 """A page-table change: entry `index` of the table of state slot `slot` in page-table group `group` becomes `page`."""
-COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples", "is_random")
-"""How much of the padded sections is used. `num_decode_rows` counts rows with one token; `is_random` is 1 if a
-sampled row is not greedy."""
+COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples")
+"""How much of the padded sections is used. `num_decode_rows` counts rows with one token."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Nothing here knows a request, a schedule or a chip.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -207,6 +208,16 @@ class BackendUnavailableError(ValueError):
     """A backend cannot serve on this machine, whatever the model. The text says why, as a clause."""
 
 
+class CheckGuard(enum.Enum):
+    """What guards a start against a kernel that hangs or crashes while it is compared with `xla`."""
+
+    NONE = "none"
+    WATCHDOG = "watchdog"
+    """The process ends if there is no answer in time. A TPU belongs to one process at a time."""
+    CHILD = "child"
+    """The comparison is made in a child process, whatever happens to it."""
+
+
 class PageTableLimit(NamedTuple):
     """Room that a device has for page tables, in int32 entries."""
 
@@ -232,6 +243,8 @@ class Backend(ABC):
     """Room for page tables on the device; None where nothing but memory limits them."""
     needs_check: ClassVar[bool] = True
     """Whether a start compares this backend with the `xla` backend on the device before it serves."""
+    check_guard: ClassVar[CheckGuard] = CheckGuard.NONE
+    """What guards a start against a comparison that does not come back."""
     layer_ops: ClassVar[LayerOps] = XLA_OPS
     """Products, norms and weight storage that go with this backend."""
     tuned_table: ClassVar[str | None] = None

@@ -14,15 +14,17 @@ class BackendEntry:
     class_path: str
     """Module, relative to this package, and class of the backend: "xla.backend.XlaBackend"."""
     platforms: tuple[str, ...] = ()
-    """JAX platforms that the backend runs on. It is their default unless `min_jax`, `not_default` or
-    `not_deterministic` rules it out. Empty for the fallback, which runs on all platforms."""
+    """JAX platforms that the backend runs on. It is their default unless `min_jax` or `not_deterministic` rules
+    it out. Empty for the fallback, which runs on all platforms."""
     block_size: int = 64
     """Tokens of a page by default: the first of the class's `block_sizes`."""
     min_jax: tuple[int, ...] = ()
     """First version of JAX that has what the backend needs; empty where every supported version has it."""
-    not_default: str = ""
-    """Why `auto` never chooses this backend, as a clause, where "{device}" stands for the device's kind; empty where
-    `auto` may choose it."""
+    verified_on: tuple[str, ...] = ()
+    """Kinds of device, as JAX names them, on which the project's check script of this backend has passed; a start on
+    another one says so."""
+    check_script: str = ""
+    """That script; empty for backends that the tests run on the device itself."""
     not_deterministic: str = ""
     """Why this backend cannot serve with `deterministic=True`, as a clause; empty where it can."""
 
@@ -39,14 +41,15 @@ BACKENDS = (
         "tpu.backend.TpuBackend",
         platforms=("tpu",),
         block_size=128,
+        check_script="scripts/tpu_check.py",
         not_deterministic="its kernels round a prompt as it is cut, and write a row's keys while other rows attend",
     ),
     BackendEntry(
         "pallas-gpu",
         "gpu.backend.GpuBackend",
         platforms=("gpu",),
+        check_script="scripts/gpu_check.py",
         min_jax=(0, 11),
-        not_default="its kernels have not passed scripts/gpu_check.py on {device}",
     ),
 )
 """Every backend, one entry each. `auto` takes the first that is a default of the device's platform and can serve, else

@@ -52,7 +52,7 @@ def shared_executables() -> Iterator[None]:
         init(self, weights, cache, mesh, builder, **options)
         leaves, tree = jax.tree.flatten((self.state, self._rules))
         made_from = (
-            weights.graph, str(jax.tree.leaves(weights.state)), str(leaves), tree, self._settings, builder.rules_spec,
+            weights.graph, str(jax.tree.leaves(weights.state)), str(leaves), tree, self._options, builder.rules_spec,
             builder.num_changes, builder.buckets.max_samples, tuple(builder.layouts.values()),
             os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
         )  # fmt: skip

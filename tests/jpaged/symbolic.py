@@ -173,7 +173,7 @@ class SymbolicDevice:
             return []
         view = {name: array.tolist() for name, array in step.layout.view(step.packed).items() if name != "plan"}
         self._change_tables(view["changes"])
-        num_tokens, num_rows, num_decode_rows, num_samples, _ = view["counts"]
+        num_tokens, num_rows, num_decode_rows, num_samples = view["counts"]
         self._check_padding(view, num_tokens, num_rows)
         if step.decode_lens:
             num_steps = max(step.decode_lens)

@@ -78,7 +78,6 @@ def test_prompts_together_give_the_tokens_logprobs_and_text_of_transformers(
 def test_a_warm_prefix_cache_and_several_tokens_a_dispatch_change_no_token(
     engine: Engine, items: list[dict[str, Any]]
 ) -> None:
-    """Logprobs are read token by token, so that only requests without them decode several tokens in a dispatch."""
     engine.generate([item["prompt_ids"] for item in items], replace(PARAMS, max_tokens=1), use_tqdm=False)
     before = engine.stats()
     outputs = run(engine, items, replace(PARAMS, logprobs=None))
@@ -96,8 +95,7 @@ def test_prompts_one_by_one_give_the_same_tokens(engine: Engine, items: list[dic
     for item in items:
         run(engine, [item])
     num_steps = sum(len(item["output_ids"]) for item in items)
-    # Where an end was sampled, the step after it was already under way.
-    assert num_steps <= engine.stats()["steps"] - before <= num_steps + len(items)
+    assert engine.stats()["steps"] - before <= num_steps, "several tokens a dispatch, with their logprobs"
 
 
 def test_conversations_are_written_out_as_transformers_does(engine: Engine) -> None:

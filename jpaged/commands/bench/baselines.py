@@ -136,7 +136,7 @@ class RecordedEngine:
         self.steps.append(step)
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
         num_iterations = max(step.decode_lens, default=1)
-        samples = self.runner.buckets.samples_for(len(step.samples)) if step.samples else 0
+        samples = self.runner.buckets.samples_for(len(step.samples), step.mode) if step.samples else 0
         self.shapes += [StepShape(step.layout.num_tokens, samples)] * num_iterations
         self.true_tokens[kind] += sum(step.decode_lens) if step.decode_lens else num_tokens
         self.padded_tokens[kind] += step.layout.num_tokens * num_iterations

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import AttendOptions, AttentionShape, Backend, KVLayout, KVShape, LayerInputs, PlanRows
+from ..interface import AttendOptions, AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PlanRows
 from ..kv_scales import quantize
 from ..page_writes import write_rows
 from . import mma, wgmma
@@ -76,6 +76,7 @@ class GpuBackend(Backend):
     interpret: Any = None
 
     name = "pallas-gpu"
+    check_guard = CheckGuard.CHILD
     kv_dtypes = ("bfloat16", "int8", "float8_e4m3fn")
 
     @classmethod

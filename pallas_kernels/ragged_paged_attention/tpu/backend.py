@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..interface import AttentionShape, Backend, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
+from ..interface import AttentionShape, Backend, CheckGuard, KVLayout, KVShape, LayerInputs, PageTableLimit, PlanRows
 from ..kv_scales import QUANTIZED_DTYPES, quantize
 from .decode import decode_attention, decode_vmem_bytes
 from .heads import TOKEN_UNROLL
@@ -106,6 +106,7 @@ class TpuBackend(Backend):
     # of the plan of prefill's tiles.
     page_table_limit = PageTableLimit(max_entries=255_000, row_entries=8)
     tuned_table = "tpu.json"
+    check_guard = CheckGuard.WATCHDOG
 
     def __post_init__(self) -> None:
         if self.tile_q < TOKEN_UNROLL or self.tile_q & (self.tile_q - 1):

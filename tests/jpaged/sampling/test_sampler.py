@@ -19,11 +19,10 @@ from jpaged.sampling.sampler import (
     draw_tokens,
     num_levels,
     sample,
-    tempered,
-    truncated_weights,
     uniforms,
 )
 from jpaged.sampling.sampling_params import SampleMode
+from jpaged.sampling.truncation import TruncationLimits, truncated_weights
 
 pytestmark = pytest.mark.usefixtures("optimized")  # Without vectors, sums over a vocabulary round more.
 
@@ -87,14 +86,16 @@ run = jax.jit(sample, static_argnums=(2, 3))
 jitted_draw = jax.jit(draw_tokens)
 
 
-@jax.jit
-def jitted_truncated_weights(shifted, rows, is_greedy):
-    return truncated_weights(tempered(shifted, rows, is_greedy), rows, is_greedy)
+@partial(jax.jit, static_argnums=2)
+def kept_weights(logits, rows, is_static):
+    """Return the weights that truncation keeps, of logits whose row maximum is 0."""
+    limits = TruncationLimits(rows.min_p, rows.top_k, rows.top_p)
+    return truncated_weights(logits / rows.temperature[:, None], limits, is_static)[0]
 
 
-def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, *, is_padded=True, **which):
+def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, *, is_padded=True, is_static=False, **which):
     """Sample the rows; they are padded to a multiple of 32, so that most tests share one executable."""
-    settings = SampleSettings(max_logprobs=max_logprobs)
+    settings = SampleSettings(max_logprobs=max_logprobs, is_static=is_static)
     num_rows = len(rules)
     num_more = -num_rows % 32 if is_padded else 0
     rows = jax.tree.map(lambda leaf: jnp.pad(leaf, (0, num_more)), make_rows(rules, **which))
@@ -131,8 +132,9 @@ def exact_weights(logits, rule):
     return np.where(kept, weights, 0), margin
 
 
+@pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
+def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size, is_static):
     """Rows of all kinds in one batch, in float32 against float64.
 
     Where a comparison is closer than float32 sums over a vocabulary are exact (1e-6), as top-p's is among 49152 tokens,
@@ -141,7 +143,7 @@ def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
     rules = [full_rules(rule, vocab_size) for rule in RULES.values()]
     logits = make_logits(len(rules), vocab_size, seed=2)
     shifted = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
-    kept = np.asarray(jitted_truncated_weights(shifted, make_rows(rules), jnp.zeros(len(rules), bool))[0])
+    kept = np.asarray(kept_weights(shifted, make_rows(rules), is_static))
     num_near = 0
     for name, rule, row, weights in zip(RULES, rules, logits, kept, strict=True):
         exact, margin = exact_weights(row, rule)
@@ -156,13 +158,14 @@ def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size):
     assert num_near <= (vocab_size == 49152)
 
 
+@pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("vocab_size", [11, 1000])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
+def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size, is_static):
     rule = full_rules(rule, vocab_size)
     logits = np.random.default_rng(3).integers(-3, 3, (1, vocab_size)).astype(np.float32)
     shifted = jnp.asarray(logits - logits.max())
-    weights = np.asarray(jitted_truncated_weights(shifted, make_rows([rule]), jnp.zeros(1, bool))[0])[0]
+    weights = np.asarray(kept_weights(shifted, make_rows([rule]), is_static))[0]
     exact, _ = exact_weights(logits[0], rule)
     assert np.array_equal(weights > 0, exact > 1e-37)
     assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
@@ -170,8 +173,8 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size):
 
 def test_a_uniform_distribution_keeps_every_token_under_every_rule():
     rules = [full_rules(rule, 600) for rule in RULES.values()]
-    weights, _ = truncated_weights(jnp.zeros((len(rules), 600)), make_rows(rules), jnp.zeros(len(rules), bool))
-    assert (np.asarray(weights) == 1.0).all()
+    for is_static in (False, True):
+        assert (np.asarray(kept_weights(jnp.zeros((len(rules), 600)), make_rows(rules), is_static)) == 1.0).all()
 
 
 def is_drawn_from(weights, counts):
@@ -483,8 +486,36 @@ def test_no_vocabulary_is_drawn_from_or_ranked_outside_of_what_is_run_on_demand(
     assert len(loops) == (2 if num_rows > 8 else 0), "over groups of rows"
 
 
+def test_equal_logits_are_ranked_in_the_order_of_their_tokens():
+    """Also where they lie in several of the blocks that are searched for the most likely tokens."""
+    logits = np.random.default_rng(21).integers(-2, 3, (6, 49_152)).astype(np.float32)
+    logits[:3] = np.where(np.random.default_rng(22).random((3, 49_152)) < 1e-4, logits[:3], -3.0)
+    for max_logprobs in (1, 20, 300):
+        result = draw(logits, [NO_RULE] * 6, SampleMode.FULL, max_logprobs, is_padded=False)
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :max_logprobs]
+        assert np.array_equal(result.scores.top_token_ids, order)
+
+
+@pytest.mark.parametrize("has_processed_logprobs", [False, True])
+def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_length(has_processed_logprobs):
+    """A GPU's host would have to read each condition."""
+    rules = [full_rules(rule, 1000) for rule in RULES.values()] + [GREEDY_ROW]
+    logits, rows = jnp.asarray(make_logits(len(rules), 1000, seed=14)), make_rows(rules, output_index=3)
+    for mode in (SampleMode.RANDOM, SampleMode.FULL):
+        settings = SampleSettings(max_logprobs=4, has_processed_logprobs=has_processed_logprobs)
+        one, other = (run(logits, rows, mode, replace(settings, is_static=is_static)) for is_static in (False, True))
+        for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        lowered = run.lower(logits, rows, mode, replace(settings, is_static=True))
+        hlo = lowered.compile().as_text()
+        assert " conditional(" not in hlo
+        loops = [line for line in hlo.splitlines() if " while(" in line]
+        assert all("known_trip_count" in line for line in loops), loops
+
+
 def test_padding_rows_cost_no_truncation_pass():
     """Padding rows are all zeros, top-p 0 included; if they counted as limited, each step would bisect for them."""
-    rows = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.zeros_like(leaf)]), make_rows([NO_RULE]))
-    weights = partial(truncated_weights, rows=rows, is_greedy=rows.temperature <= 1e-5)
-    assert (np.asarray(weights(jnp.asarray(make_logits(2, 40)) - 20.0)[0]) > 0).all()
+    rules, padding = [{**NO_RULE, "top_k": 7}] * 2, {**dict.fromkeys(NO_RULE, 0), "top_p": 0.0}
+    logits = jnp.asarray(make_logits(2, 40))
+    step = jax.jit(partial(sample, mode=SampleMode.RANDOM))
+    assert int(step(logits, make_rows([rules[0], padding])).token_ids[1]) == int(logits[1].argmax())

@@ -15,7 +15,7 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(platform, num_seqs, more, data):
     cap = num_seqs + more
     buckets = make_buckets(max_num_batched_tokens=cap, max_num_seqs=num_seqs, platform=platform)
-    for sizes in (buckets.num_tokens, buckets.num_samples):
+    for sizes in (buckets.num_tokens, buckets.num_samples, buckets.num_plain_samples):
         assert list(sizes) == sorted(set(sizes))
     count = data.draw(st.integers(1, cap) | st.sampled_from([1, cap]))
     size = buckets.tokens_for(count)
@@ -23,12 +23,13 @@ def test_every_count_up_to_the_caps_finds_the_smallest_bucket_that_holds_it(plat
     assert buckets.rows_for(size) >= min(count, num_seqs)
     assert all(buckets.rows_for(size) == size for size in buckets.decode_sizes), "each token may be a row"
     count = data.draw(st.integers(1, num_seqs) | st.sampled_from([1, num_seqs]))
-    assert buckets.samples_for(count) == min(each for each in buckets.num_samples if each >= count)
+    for mode in SampleMode:
+        assert buckets.samples_for(count, mode) == min(each for each in buckets.sample_sizes(mode) if each >= count)
 
 
 def test_a_count_beyond_the_cap_has_no_bucket():
     buckets = make_buckets(max_num_batched_tokens=64, max_num_seqs=8, platform="cpu")
-    for ask in (lambda: buckets.tokens_for(65), lambda: buckets.samples_for(9)):
+    for ask in (lambda: buckets.tokens_for(65), lambda: buckets.samples_for(9, SampleMode.GREEDY)):
         with pytest.raises(IndexError):
             ask()
 
@@ -38,9 +39,9 @@ def test_the_default_sizes_need_at_most_36_executables(platform):
     tokens, seqs = (1024, 64) if platform == "cpu" else (8192, 256)
     buckets = make_buckets(max_num_batched_tokens=tokens, max_num_seqs=seqs, platform=platform)
     forwards = len(buckets.forward_tokens) + len(buckets.forward_decode_tokens)
-    decodes = len(buckets.decode_sizes)
+    decodes = len(buckets.decode_sizes) * len(buckets.decode_modes)
     others = 6  # Table updates, allocation, rules of a slot, page copies, swap-out and swap-in.
-    samples = len(buckets.num_samples) * len(SampleMode)
+    samples = sum(len(buckets.sample_sizes(mode)) for mode in buckets.modes)
     assert forwards + decodes + samples + others <= 36
 
 
@@ -49,5 +50,5 @@ def test_a_deterministic_engine_has_one_bucket_and_one_way_to_sample(max_num_seq
     buckets = one_bucket(max_num_seqs)
     (size,) = buckets.num_tokens
     assert max_num_seqs <= size == deterministic_tokens(max_num_seqs) == buckets.rows_for(size)
-    assert buckets.tokens_for(1) == buckets.samples_for(1) == size
+    assert buckets.tokens_for(1) == buckets.samples_for(1, SampleMode.FULL) == size
     assert {buckets.mode_for(mode) for mode in SampleMode} == set(buckets.modes) == {SampleMode.FULL}

@@ -47,10 +47,11 @@ def test_pages_for_tokens_ahead_preempt_no_sequence():
     assert host.max_used == 6
 
 
-@pytest.mark.parametrize(("logprobs", "is_one_by_one"), [(None, False), (2, True)])
-def test_with_logprobs_each_step_decodes_one_token(logprobs, is_one_by_one):
-    """Decode programs of several tokens return no logprobs."""
-    host = new_host()
-    host.add(range(20, 30), max_tokens=49, params=SamplingParams(temperature=0.0, detokenize=False, logprobs=logprobs))
+@pytest.mark.parametrize("has_program", [True, False])
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}], ids=str)
+def test_requests_with_logprobs_decode_several_tokens_where_there_is_a_program_for_it(asked, has_program):
+    host = new_host(decodes_rules_several=has_program)
+    params = SamplingParams(temperature=0.0, detokenize=False, **asked)
+    host.add(range(20, 30), max_tokens=49, params=params)
     host.dispatch()
-    assert (max(host.dispatch().decode_lens, default=1) == 1) == is_one_by_one
+    assert (max(host.dispatch().decode_lens, default=1) > 1) == (has_program or not asked)

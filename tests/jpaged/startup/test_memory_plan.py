@@ -38,7 +38,7 @@ class Measured:
 
 def measure(engine: Engine) -> Measured:
     runner = engine.runner
-    keys = [("forward", 64), ("decode", 8), ("sample", 8, SampleMode.FULL)]
+    keys = [("forward", 64), *((name, 8, SampleMode.FULL) for name in ("decode", "sample"))]
     largest = max(own_bytes(runner.plan.get(key)) for key in keys)
     return Measured(engine.sizes.memory, largest, runner.page_bytes)
 

@@ -44,9 +44,9 @@ def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first
             max_num_seqs=1, max_num_batched_tokens=max_num_batched_tokens, max_model_len=256, num_blocks=65, **options
         )
         builder, demands = host.core.builder, [Demand(prompt_len, 2)]
-        programs: Any = SimpleNamespace(lower={("decode", 1): None})
+        programs: Any = SimpleNamespace(lower={("decode", 1, SampleMode.RANDOM): None})
         first, deferred = warmup_keys(config, programs, builder, demands, [SampleMode.GREEDY], is_cpu=True)
-        assert deferred == [("decode", 1)]
+        assert deferred == [("decode", 1, SampleMode.RANDOM)]
         request = host.add(range(20, 20 + prompt_len), max_tokens=2, params=PARAMS)
         used = []
         while not request.sequences[0].num_output_tokens:
@@ -54,7 +54,17 @@ def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first
             layout = host.core.in_flight[-1].step.layout
             used.append(("forward_decodes" if layout.decodes_only else "forward", layout.num_tokens))
             host.retire()
-        assert first == [*dict.fromkeys(used), ("sample", 1, SampleMode.GREEDY)]
+        assert first == [*dict.fromkeys(used), ("sample", 1, SampleMode.RANDOM)]
+
+
+def test_a_device_compiles_what_unknown_requests_need_first_first() -> None:
+    """The largest forwards, then samplers and decode programs, those for few rows first; page moves come last."""
+    host = Host(max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, num_blocks=65)
+    decode, sample = (("decode", 16, SampleMode.FULL), ("sample", 8, SampleMode.RANDOM))
+    wanted = [("allocate",), ("forward", 2048), ("forward", 1024), sample, decode, ("forward", 512), ("copy",)]
+    programs: Any = SimpleNamespace(lower=dict.fromkeys(sorted(wanted, key=str)))
+    found = warmup_keys(EngineConfig(), programs, host.core.builder, [], [], is_cpu=False)
+    assert found == ([], wanted)
 
 
 def test_the_first_token_of_a_known_prompt_waits_for_no_compilation_after_the_start(tmp_path: Path) -> None:

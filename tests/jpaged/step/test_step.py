@@ -61,7 +61,7 @@ def sequence(token_ids, *, slot, pages, **params):
 
 
 jitted_forward = jax.jit(forward, static_argnums=(0, 4))
-jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6, 7))
+jitted_sample = jax.jit(sample_rows, static_argnums=(0, 5, 6))
 
 
 def run(weights, builder, state, *work):
@@ -191,7 +191,7 @@ def test_sampled_tokens_are_kept_in_their_state_slots_and_padding_in_slot_0(weig
     state, hidden, columns, _ = run(weights, builder, fresh_state(), *work)
     kept = state.last_tokens, None
     (last_tokens, _), sampled = jitted_sample(
-        weights.graph, weights.state, kept, state.hidden, columns, 8, SampleMode.GREEDY, SampleSettings()
+        weights.graph, weights.state, kept, state.hidden, columns[:, :8], SampleMode.GREEDY, SampleSettings()
     )
     head = weights.state["head"]["weight"].get_value()
     rows = columns_of(head, jnp.arange(MODEL.vocab_size), MODEL.hidden_size)
@@ -212,7 +212,7 @@ def test_a_rows_parameters_reach_the_sampler(weights, builder):
         state, _, columns, _ = run(weights, builder, fresh_state(), (one, 5))
         kept = state.last_tokens, new_rules(LogitRulesSpec(MODEL.vocab_size), len(state.last_tokens))
         mode, settings = SampleMode.FULL, SampleSettings(max_logprobs=3)
-        arguments = weights.graph, weights.state, kept, state.hidden, columns, 8, mode, settings
+        arguments = weights.graph, weights.state, kept, state.hidden, columns[:, :8], mode, settings
         sampled = jitted_sample(*arguments)[1]
         return int(sampled.token_ids[0]), int(sampled.scores.ranks[0])
 

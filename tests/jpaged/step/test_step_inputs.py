@@ -152,7 +152,6 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
         "num_rows": 3,
         "num_decode_rows": 2,
         "num_samples": 2,
-        "is_random": 1,
     }
     assert view["seq_slots"].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
     assert view["context_lens"].tolist() == [6, 2, 7, 0, 0, 0, 0, 0]
@@ -244,7 +243,7 @@ def test_several_tokens_per_row_are_packed_with_their_numbers_and_the_next_step_
     builder.backend = SimpleNamespace(plan=record)
     built, view = build(builder, decodes=sequences, decode_lens=lens)
     assert (built.decode_lens, built.samples) == (lens, sequences)
-    assert view["counts"].tolist() == [3, 3, 3, 3, 1]
+    assert view["counts"].tolist() == [3, 3, 3, 3]
     assert view["seq_slots"][:3].tolist() == [2, 3, 1]
     assert view["decode_lens"].tolist() == [2, 3, 5, 0, 0, 0, 0, 0]
     assert view["context_lens"][:3].tolist() == [10, 7, 4]
@@ -306,7 +305,7 @@ def test_a_null_prefill_fills_its_bucket_with_rows_as_long_as_page_tables_allow(
     built, num_tokens = builder.null_prefill(bucket)
     view, num_rows = built.layout.view(built.packed), len(row_lens)
     assert num_tokens == sum(row_lens)
-    assert view["counts"].tolist() == [num_tokens, num_rows, num_rows if row_lens == [1] else 0, 0, 0]
+    assert view["counts"].tolist() == [num_tokens, num_rows, num_rows if row_lens == [1] else 0, 0]
     assert view["context_lens"][:num_rows].tolist() == row_lens
     assert np.diff(view["query_starts"]).tolist() == row_lens + [0] * (built.layout.num_rows - num_rows)
     assert view["positions"][:num_tokens].tolist() == [at for length in row_lens for at in range(length)]

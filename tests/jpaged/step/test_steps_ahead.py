@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jpaged import Engine, SamplingParams
+from jpaged.sampling.sampling_params import SampleMode
 from jpaged.scheduling.buckets import make_buckets
 from jpaged.step import step_sizes
 from jpaged.step.runner import StepOutputs
@@ -166,7 +167,7 @@ def test_an_abort_with_steps_in_flight_changes_no_other_request(tiny: str) -> No
 def test_the_first_token_does_not_wait_for_deferred_executables(tiny: str) -> None:
     """No step that would have to wait for a deferred executable is dispatched ahead."""
     with recorded_engine(tiny) as (engine, recorded):
-        engine.runner.plan.defer([("decode", 8)])
+        engine.runner.plan.defer([("decode", 8, SampleMode.RANDOM)])
         engine.add_request("a", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
         while not (outputs := engine.step()):
             pass

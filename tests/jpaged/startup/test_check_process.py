@@ -1,0 +1,132 @@
+"""A kernel that hangs, crashes or computes nonsense at its check costs a start no more than that kernel."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged import Engine
+from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape
+from jpaged.startup import check_process
+from jpaged.startup.attention_check import MAX_ERROR
+from jpaged.startup.check_process import CheckRequest, check_before_opening, find_failure_apart
+
+from ..tiny_model import write_tiny_model
+from . import broken_kernels
+from .test_attention_choice import model_with
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember results in a folder of the test, and forget those of this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    find_failure_apart.cache_clear()
+
+
+def request_of(backend: Any) -> CheckRequest:
+    shape = AttentionShape(4, 2, 64, (None, 9), "float32")
+    return CheckRequest.of(backend, device="cpu", shape=shape, dtype="float32", block_size=16, is_deterministic=False)
+
+
+def test_a_request_arrives_as_it_was_sent() -> None:
+    request = request_of(broken_kernels.Right)
+    assert CheckRequest.from_json(request.to_json()) == request
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted"),
+    [
+        (broken_kernels.Nan, f"it differs from xla on cpu by inf of an output's norm, allowed: {MAX_ERROR}"),
+        (broken_kernels.Crashes, "its check in a process of its own ended by SIGSEGV"),
+    ],
+    ids=["NaN", "crash"],
+)
+def test_a_failure_in_the_child_is_told_and_remembered_until_its_file_is_deleted(
+    backend: Any, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (failure,) = {find_failure_apart(request_of(backend)) for _ in range(2)}
+    assert failure is not None
+    (mark,) = (tmp_path / "jpaged" / "checked").iterdir()
+    assert failure == f"{wanted}; remembered in {mark}, delete it to check again"
+    find_failure_apart.cache_clear()
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    assert find_failure_apart(request_of(backend)) == json.loads(mark.read_text())["failure"] == wanted
+
+
+@pytest.mark.parametrize("backend", [broken_kernels.Right, broken_kernels.Unavailable])
+def test_a_backend_that_agrees_or_is_not_for_this_device_has_no_failure(backend: Any) -> None:
+    """Why a backend is not for a device, the start says by itself."""
+    assert find_failure_apart(request_of(backend)) is None
+
+
+def test_a_child_that_hangs_is_ended_in_time() -> None:
+    start = time.monotonic()
+    failure = find_failure_apart(request_of(broken_kernels.Hangs), 8.0)
+    assert failure is not None
+    assert failure.startswith("its check in a process of its own gave no answer within 8 s; remembered in ")
+    assert time.monotonic() - start < 30
+
+
+def test_a_watchdog_ends_the_process_of_a_kernel_that_hangs() -> None:
+    """The process that makes the check itself, as on a TPU, says which option leads around it."""
+    script = (
+        "import jax\n"
+        "from jpaged.startup import attention_check\n"
+        "from tests.jpaged.startup.test_attention_choice import MODEL\n"
+        "from tests.jpaged.startup.broken_kernels import Hangs\n"
+        "attention_check.WATCHDOG_S = 3.0\n"
+        "device = jax.devices('cpu')[0]\n"
+        "attention_check.find_failure(Hangs(), MODEL, 'float32', 'float32', 16, device)\n"
+    )
+    start = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    message = "error: attention: the check of pallas-gpu has given no answer within 3 s; use --attention-backend xla"
+    assert run.stderr.splitlines()[-1] == message
+    assert time.monotonic() - start < 60
+
+
+def test_a_start_asks_before_the_gpu_is_opened_only_where_a_gpu_may_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[CheckRequest] = []
+    monkeypatch.setattr(check_process, "find_failure_apart", asked.append)
+    monkeypatch.setattr(check_process, "load_backend", lambda entry: broken_kernels.Right)
+    monkeypatch.setattr(check_process, "visible_accelerators", lambda: ["gpu"])
+    monkeypatch.setattr(check_process, "_jax_may_use_gpus", lambda: True)
+    monkeypatch.setattr(check_process.jax, "__version_info__", (0, 11, 0))
+    model = model_with(dtype="bfloat16")
+    check_before_opening(EngineConfig(device="cpu"), model)
+    check_before_opening(EngineConfig(attention_backend="xla"), model)
+    assert asked == []
+    check_before_opening(EngineConfig(block_size=32), model)
+    (request,) = asked
+    assert (request.device, request.dtype, request.block_size) == ("auto", "bfloat16", 32)
+    monkeypatch.setattr(check_process, "visible_accelerators", list)
+    check_before_opening(EngineConfig(), model)
+    assert len(asked) == 1
+
+
+def test_a_default_that_fails_in_its_child_is_replaced_and_one_asked_for_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A whole engine, whose default backend on this CPU crashes when it is checked."""
+    tiny, sizes = str(write_tiny_model(tmp_path / "tiny")), {"max_num_seqs": 2, "max_model_len": 64}
+    monkeypatch.setattr("jpaged.startup.attention_choice.load_backend", lambda entry: {
+        "native": broken_kernels.Crashes,
+        "xla": broken_kernels.XlaBackend,
+    }[entry.name])  # fmt: skip
+    with caplog.at_level(logging.WARNING, "jpaged"), Engine(tiny, **sizes, device="cpu") as engine:
+        assert engine.backend.name == "xla"
+        (message,) = (record.getMessage() for record in caplog.records if "attention: " in record.getMessage())
+        assert message.startswith("attention: xla, not pallas-gpu: its check in a process of its own ended by SIGSEGV")
+        assert engine.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(ConfigError, match=r"cannot serve here: .* ended by SIGSEGV.* use --attention-backend xla"):
+        Engine(tiny, **sizes, device="cpu", attention_backend="native")
