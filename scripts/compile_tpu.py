@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from gate_cells import STEPS, Cell, aliased_parameters, cache_layout, two_layers
+from gate_cells import DECODES, STEPS, Cell, aliased_parameters, cache_layout, page_table_copies, two_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jpaged.commands.bench.bundles import TOPOLOGIES as CHIPS
-from jpaged.commands.bench.bundles import prepare
+from jpaged.commands.bench.bundles import TOPOLOGIES, prepare
+
+CHIPS = {**TOPOLOGIES, "v4": "v4:2x2x1", "v5p": "v5p:2x2x1"}
+"""Chip → the topology that the compiler is asked for."""
 
 MOST_TEMP_BYTES = 4 << 20
 """The most temporary memory of a cell beside its own arrays: too little for a hidden copy of 8,192 tokens' arrays."""
+
+
+KERNEL = re.compile(r"= (\(.*?\)|\S+) custom-call\(([^)]*)\), custom_call_target=\"tpu_custom_call\"")
+"""A Pallas kernel's call in optimized HLO: the shapes of its results, and the names of its operands."""
+DEFINED = re.compile(r"^ *(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) [\w-]+\(", re.MULTILINE)
+IN_VMEM = re.compile(r"\b(\w+\[\d+,\d+,[\d,]+\])\{[^}]*S\(1\)")
+
+
+def kernel_arrays_in_vmem(hlo: str) -> list[str]:
+    """Return the operands and results of Pallas kernels that XLA placed in VMEM: memory that the kernels count on.
+
+    Arrays of less than three dimensions pass through VMEM on their way to SMEM, and are left out.
+    """
+    shapes = dict(DEFINED.findall(hlo))
+    found = []
+    for results, operands in KERNEL.findall(hlo):
+        names = re.findall(r"%?([\w.-]+)(?:, |$)", re.sub(r"/\*.*?\*/", "", operands))
+        found += [each for text in (results, *(shapes[name] for name in names)) for each in IN_VMEM.findall(text)]
+    return found
 
 
 class TpuGate:
@@ -66,13 +88,19 @@ class TpuGate:
             message = str(error).strip().splitlines()
             return {**cell._asdict(), "fault": f"{type(error).__name__}: {' '.join(message)[:400]}"}
         memory = executable.memory_analysis()
-        # What the program itself holds beside its arguments: keys, or values, of the second layer, or both of them as
-        # the pages hold them, rounded (in a model instead of the others).
+        # What the program itself holds beside its arguments: a layer's keys and values, rounded as its pages hold them.
         is_rounded = cell.dtypes[0] != cell.dtypes[1]
-        own_bytes = 0 if arguments[2] is None else (2 if is_rounded else 1) * _tiled_bytes(cell)
-        fault = None
-        if not set(range(len(layout.shapes))) <= aliased_parameters(executable.as_text()):
+        own_bytes = 2 * _tiled_bytes(cell) if is_rounded and arguments[2] is not None else 0
+        fault, hlo = None, executable.as_text()
+        num_kernels, num_copies = len(KERNEL.findall(hlo)), page_table_copies(cell, hlo)
+        if not set(range(len(layout.shapes))) <= aliased_parameters(hlo):
             fault = "the cache is not aliased whole"
+        elif in_vmem := kernel_arrays_in_vmem(hlo):
+            fault = f"XLA places arrays of kernels in VMEM: {', '.join(in_vmem)}"
+        elif cell.step in DECODES and num_kernels != 2:
+            fault = f"{num_kernels} kernels in two layers of decode rows, wanted one a layer"
+        elif num_copies > 1:
+            fault = f"page tables are copied {num_copies} times in two layers, wanted once"
         elif memory.temp_size_in_bytes > MOST_TEMP_BYTES + own_bytes:
             fault = f"{memory.temp_size_in_bytes} bytes of temporary memory, {own_bytes} the program's own"
         seconds = round(time.monotonic() - start, 2)
@@ -80,6 +108,7 @@ class TpuGate:
             **cell._asdict(),
             "temp_bytes": memory.temp_size_in_bytes,
             "own_bytes": own_bytes,
+            "kernels": num_kernels,
             "seconds": seconds,
             "fault": fault,
         }

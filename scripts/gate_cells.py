@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable
@@ -43,7 +44,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "tpu": {
         "chip": ("v5e", "v6e", "v7x"),
         "heads": HEADS,
-        "head_size": (64, 80, 96, 128, 192, 256),
+        "head_size": (64, 80, 96, 112, 128, 192, 256),
         "dtype": (
             "bfloat16",
             "float32",
@@ -84,6 +85,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 values to write, since it reads the pages of another layer."""
 STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
 """Tokens and rows of a step; prefill's are the most that an engine takes by default."""
+DECODES = "decode", "one token"
+"""Steps whose rows have one token each: an engine has programs of their own for them."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
     "tpu": (
         lambda cell: cell.page_size < 32 and cell.dtypes[1] in ("int8", "float8_e4m3fn"),
@@ -194,6 +197,7 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
     (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
+    decodes_only = cell.step in DECODES
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -220,7 +224,8 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         page_tables=shaped(1, num_rows, 8192 // cell.page_size),
         num_rows=shaped(),
         num_decode_rows=shaped(),
-        plan=shaped(backend.plan_len(num_tokens, num_rows)),
+        plan=shaped(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only)),
+        decodes_only=decodes_only,
     )
     options = dict(FEATURES[cell.feature])
     sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None
@@ -228,18 +233,29 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
 
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
         for layer in range(2):
-            out, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
-            # As in a model: queries are not needed again, and what the next layer writes depends on this one. A write
-            # that did not could come before this layer's read, and would want a copy of the cache.
-            if k is not None:
-                k, v = k + out[:, :num_kv_heads], v + out[:, :num_kv_heads]
-            q, k, v = jax.lax.optimization_barrier((out, k, v))
+            q, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
+            # As in a model, what the next layer writes depends on this one's output. A write that did not could come
+            # before this layer's read, and would want a copy of the cache. A number that the compiler does not know to
+            # be 0 takes no memory; keys and values that depended on the output would take theirs.
+            late = jnp.minimum(q[0, 0, 0].astype(jnp.int32), 0)
+            step = dataclasses.replace(step, context_lens=step.context_lens + late, plan=step.plan + late)
+            cache = dataclasses.replace(cache, scales=jax.tree.map(lambda scale: scale + late, cache.scales))  # noqa: B023
         return (q, k, v), cache
 
     q = by_token(num_heads)
     layouts = tuple(x and x.format for x in (q, k, v))
     to_lower = jax.jit(program, donate_argnums=(0, 1, 2, 3), out_shardings=(layouts, None))
     return to_lower, (cache, q, k, v, step, sinks)
+
+
+def page_table_copies(cell: Cell, hlo: str) -> int:
+    """Return how many instructions of a compiled program of `two_layers` bring its page tables into another form.
+
+    Copies from one memory to another, which run beside other work, are left out.
+    """
+    num_rows, table_len = STEPS[cell.step][1], 8192 // cell.page_size
+    made = re.findall(r"= s32\[([\d,]+)\]\S* (?:reshape|transpose|fusion)\(", hlo)
+    return sum(math.prod(map(int, dims.split(","))) == num_rows * table_len for dims in made)
 
 
 def aliased_parameters(hlo: str) -> set[int]:

@@ -260,9 +260,8 @@ class Backend(ABC):
         """Return the chip or processor that a comparison of this backend with `xla` holds for."""
         return str(device.device_kind)
 
-    @classmethod
-    def describe(cls) -> str:
-        """Return the machine's features that the backend uses, for the log; empty where the name says it."""
+    def describe(self) -> str:
+        """Return, for the log, the machine's features that the backend uses, or what it lacks there; else nothing."""
         return ""
 
     @classmethod

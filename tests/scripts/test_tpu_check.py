@@ -37,8 +37,8 @@ def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
 def test_without_a_tpu_and_on_one_without_sizes_it_says_so(script: Script) -> None:
     with pytest.raises(SystemExit, match="the first device is a cpu, not a TPU; try --interpret"):
         script("tpu_check").session_of(script("check_items").arguments("A run.", [], script("tpu_check").ITEMS))
-    with pytest.raises(SystemExit, match="got TPU v4, the kernels have sizes for TPU v5 lite"):
-        script("tpu_check").backend_of(SimpleNamespace(platform="tpu", device_kind="TPU v4"))
+    with pytest.raises(SystemExit, match="got TPU v3, the kernels have sizes for TPU v5 lite"):
+        script("tpu_check").backend_of(SimpleNamespace(platform="tpu", device_kind="TPU v3"))
 
 
 def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:

@@ -37,8 +37,8 @@ MIN_GAIN = 0.02
 DTYPES = ("bfloat16", "float32")
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 """Factors of a size that are tried in its place."""
-DECODE_SIZES, PREFILL_SIZES = ("max_rows", "full", "tail", "tile"), ("sub_kv", "tile_kv")
-FETCHED = ("tile", "tile_kv")
+DECODE_SIZES, PREFILL_SIZES = ("max_rows", "full", "tail", "tile", "buffers"), ("sub_kv", "tile_kv")
+FETCHED = ("tile", "buffers", "tile_kv")
 CONTEXT_LENS, PROMPT_LENS = (100, 1000, 8000), (1024, 8192)
 DECODES = {100: (64, 16), 1000: (64, 4), 8000: (16, 2)}
 """Context length → rows and layers that are timed where `MAX_BYTES` allow them, as they do for 8 heads of 128."""

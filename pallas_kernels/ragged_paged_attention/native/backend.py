@@ -86,8 +86,7 @@ class NativeBackend(TiledBackend):
         """See `Backend.hardware`: JAX calls every processor "cpu"; the system may not let this process use AMX."""
         return f"{processor()}; {cpu_features()}; llvmlite {llvmlite.__version__}"
 
-    @classmethod
-    def describe(cls) -> str:
+    def describe(self) -> str:
         """See `Backend.describe`."""
         return cpu_features()
 

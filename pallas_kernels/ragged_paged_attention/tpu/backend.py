@@ -28,10 +28,10 @@ from .prefill import prefill_attention
 from .query_tiles import PLAN_HEADER
 from .sizes import (
     CHIPS,
-    VMEM_BYTES,
     TpuShape,
     TpuSizes,
     TunedEntry,
+    buffers_of,
     read_tuned,
     sizes_by_rule,
     sizes_of,
@@ -40,7 +40,7 @@ from .sizes import (
 )
 from .write import write_prefill
 
-HEAD_SIZES = (64, 80, 96, 128, 192, 256)
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 TPU_CHIPS = {
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
@@ -48,6 +48,9 @@ TPU_CHIPS = {
     "TPU v6e": "v6e",
     "TPU7x": "v7x",
     "TPU v7x": "v7x",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v4": "v4",
 }
 """Device kind as JAX reports it → the chip that the kernels have sizes for."""
 LEAST_PAGE = 16
@@ -67,12 +70,13 @@ class TpuLayout(KVLayout):
 def refuse_large_pages(chip: str, layout: TpuLayout) -> None:
     """Raise ValueError if decode's tiles, of at least a page and at least 128 tokens, do not fit into the VMEM."""
     token_bytes = layout.page_bytes // (layout.num_layers * layout.page_size)
-    needed = decode_vmem_bytes(max(layout.page_size, LANES) * token_bytes)
-    if needed > VMEM_BYTES[chip]:
+    tile_bytes, vmem_bytes = max(layout.page_size, LANES) * token_bytes, CHIPS[chip].vmem_bytes
+    needed = decode_vmem_bytes(tile_bytes, buffers_of(chip, tile_bytes), spare_bytes=CHIPS[chip].spare_bytes)
+    if needed > vmem_bytes:
         raise ValueError(
             f"block_size: got {layout.page_size}; with {layout.num_kv_heads} KV heads of {layout.head_size} in "
             f"{layout.dtype.name} the pallas-tpu backend would need {needed >> 20} MiB of a core's "
-            f"{VMEM_BYTES[chip] >> 20} MiB of VMEM; "
+            f"{vmem_bytes >> 20} MiB of VMEM; "
             + ("set block_size to 128, or use" if layout.page_size > LANES else "use")
             + " --attention-backend xla"
         )
@@ -132,6 +136,11 @@ class TpuBackend(Backend):
             )
         return cls.for_heads(TPU_CHIPS[kind], shape.num_heads, shape.head_size, tuned)
 
+    def describe(self) -> str:
+        """See `Backend.describe`: chips that nothing was tuned for have the sizes of the nearest one."""
+        nearest = CHIPS[self.chip].rule
+        return f"sizes of {nearest}, not tuned for {self.chip}" if nearest else ""
+
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
         """See `Backend.check_context_len`: one token more than two full tiles of decode."""
         return 2 * self.sizes_for(num_heads, layout, dtype).decode.tile + 1
@@ -139,7 +148,7 @@ class TpuBackend(Backend):
     @classmethod
     def for_heads(cls, chip: str, num_heads: int, head_size: int, tuned: tuple[TunedEntry, ...] = ()) -> TpuBackend:
         """Make a backend for that many heads on one chip, with tiles of queries that fit into its VMEM."""
-        return cls(chip, tile_q=tile_q_of(num_heads, head_size), tuned=tuned)
+        return cls(chip, tile_q=tile_q_of(chip, num_heads, head_size), tuned=tuned)
 
     def layout(self, shape: KVShape) -> TpuLayout:
         """Return the layout of such a cache; ValueError names what these kernels cannot take."""
@@ -201,7 +210,8 @@ class TpuBackend(Backend):
         q, k, v = inputs.q, inputs.k, inputs.v
         (kv_pages,) = pages
         num_heads = q.shape[1]
-        sizes, call = self.sizes_for(num_heads, layout, q.dtype), CallOptions(self.interpret, self.check_bounds)
+        sizes = self.sizes_for(num_heads, layout, q.dtype)
+        call = CallOptions(CHIPS[self.chip].vmem_bytes, self.interpret, self.check_bounds)
         if k is not None and v is not None:
             if inputs.kv_scales is None:
                 k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)

@@ -1,10 +1,10 @@
 """Attention of decode rows, one query each, with the new key and value written on the way: the call of the kernel.
 
     one grid step = a block of BLOCK_ROWS rows       VMEM
-      the full KV tiles of its long rows, one            full_tiles [2, K, S, tile, 128], two buffers:
-      after another:                                       buffer a ◀─ DMA ── the next full tile, of whichever row
-        full tile │ full tile │ …                          buffer b ── compute
-        no mask, one wait for all pages
+      the full KV tiles of its long rows, one            full_tiles [buffers, K, S, tile, 128], a ring:
+      after another:                                       buffer a ── compute
+        full tile │ full tile │ …                          buffer b ◀─ DMA ── the next full tile, of whichever row
+        no mask, one wait for all pages                    buffer c ◀─ DMA ── the one after it …
       then the last KV tile ("tail") of every row,       tail_tiles [2, BLOCK_ROWS, K, S, tile, 128]:
       two rows at a time (float32: one):                   the next block's ◀─ DMA ── while this block is computed
         sub-tile 0 │ sub-tile 1 │ …, masked; the two
@@ -14,6 +14,9 @@
     h KV heads side by side on the lanes share one product; their queries, G rows each, lie on a block diagonal:
       Q [h·G, h·W] · Kᵀ [h·W, T]      →  scores [h·G, T]
       P [h·G, T] · V [T, h·W]         →  [h·G, h·W], of which the diagonal blocks are kept
+
+Full tiles are fetched in the order of their computation, across rows and blocks, `buffers` − 1 of them ahead: this many
+bytes are under way while one tile is computed, and none of them twice.
 
 The softmax is online, as in `prefill`. With a window, full tiles are masked too, and only the pages that the window
 reaches are fetched. The new key and value are put into the tail tile while it lies in VMEM, in the aligned block of
@@ -49,9 +52,11 @@ SPARE_VMEM_BYTES = 16 << 20
 """VMEM beside the tiles: queries, outputs, scores and what the compiler spills."""
 
 
-def decode_vmem_bytes(tile_bytes: int, block_rows: int = BLOCK_ROWS) -> int:
-    """Return the VMEM that decode may need: two full tiles, two tails of each row of a block, and the spare bytes."""
-    return SPARE_VMEM_BYTES + (2 + 2 * block_rows) * tile_bytes
+def decode_vmem_bytes(
+    tile_bytes: int, buffers: int, *, block_rows: int = BLOCK_ROWS, spare_bytes: int = SPARE_VMEM_BYTES
+) -> int:
+    """Return the VMEM that decode may need: full tiles, two tails of each row of a block, and the spare bytes."""
+    return spare_bytes + (buffers + 2 * block_rows) * tile_bytes
 
 
 def heads_per_product(num_kv_heads: int, group: int, max_rows: int) -> int:
@@ -106,16 +111,17 @@ def decode_attention(
     tile_shape = num_kv_heads, num_lane_rows, sizes.tile, LANES
     state_shape = block_rows, num_kv_heads // heads, heads * group
     scratch = DecodeScratch(
-        full_tiles=pltpu.VMEM((2, *tile_shape), pages.dtype),
+        full_tiles=pltpu.VMEM((sizes.buffers, *tile_shape), pages.dtype),
         tail_tiles=pltpu.VMEM((2, block_rows, *tile_shape), pages.dtype),
         diagonal_q=pltpu.VMEM((*state_shape, heads * width), compute_dtype(q.dtype, pages.dtype)),
         running_max=pltpu.VMEM((*state_shape, LANES), jnp.float32),
         running_sum=pltpu.VMEM((*state_shape, LANES), jnp.float32),
         acc=pltpu.VMEM((*state_shape, width), jnp.float32),
-        full_sems=pltpu.SemaphoreType.DMA((2,)),
+        full_sems=pltpu.SemaphoreType.DMA((sizes.buffers,)),
         tail_sems=pltpu.SemaphoreType.DMA((2,)),
         write_sem=pltpu.SemaphoreType.DMA(()),
         next_buffer=pltpu.SMEM((1,), jnp.int32),
+        next_fetch=pltpu.SMEM((2,), jnp.int32),
     )
 
     def kernel(scalars: DecodeScalars, inputs: DecodeInputs, out: Ref, pages: Ref, scratch: DecodeScratch) -> None:
@@ -131,7 +137,7 @@ def decode_attention(
         scratch,
         outputs=("q", "pages"),
         num_steps=(num_rows + block_rows - 1) // block_rows,
-        vmem_bytes=decode_vmem_bytes(tile_bytes, block_rows),
+        vmem_bytes=decode_vmem_bytes(tile_bytes, sizes.buffers, block_rows=block_rows),
         name="ragged_paged_decode",
         call=call,
     )

@@ -85,12 +85,14 @@ class DecodeKernel:
         self.scalars, self.inputs, self.outputs, self.scratch, self.sizes = scalars, inputs, outputs, scratch, sizes
         self.scale, self.window, self.soft_cap = options.scale, options.window, options.soft_cap
         _, self.block_rows, self.num_kv_heads, _, self.tile, _ = scratch.tail_tiles.shape
+        self.num_buffers = scratch.full_tiles.shape[0]
         _, self.num_products, self.product_rows, _ = scratch.diagonal_q.shape
         self.lanes, self.heads = HeadLanes(inputs.q.shape[2]), self.num_kv_heads // self.num_products
         first_page = scalars.first_page_and_count[0]
         self.copies = PageCopies(outputs.pages, scalars.page_tables, table_len, first_page, self.tile)
         self.full = self.sizes.full if self.window is None else math.gcd(self.sizes.full, MAX_MASKED_KEYS)
         self.block, self.num_rows = pl.program_id(0), scalars.first_page_and_count[1]
+        self.last_row = jnp.maximum(self.num_rows - 1, 0)  # A call without rows has a grid step, too.
         self.tail_buffer = lax.rem(self.block, 2)
         compute_dtype = scratch.diagonal_q.dtype
         dtype = compute_dtype if compute_dtype == jnp.float32 else scratch.tail_tiles.dtype
@@ -125,11 +127,6 @@ class DecodeKernel:
             slots = pl.ds(0, self.sizes.write_slots)
             written = self.scratch.tail_tiles.at[self.tail_buffer, pl.ds(0, num_written), :, :, slots]
             pl.when(num_written > 0)(pltpu.make_async_copy(written, written, self.scratch.write_sem).wait)
-        if self.window is None:
-            is_last = (self.block + 1) * self.block_rows >= self.num_rows
-            pl.when(is_last & (next_long[0] < self.num_rows))(
-                lambda: self._wait_whole_tile(self.scratch.next_buffer[0])
-            )
 
     # Rows
 
@@ -147,15 +144,16 @@ class DecodeKernel:
         return self.copies.span(tile_index, self._first_seen(row.context_len), row.context_len)
 
     def _begin_call(self) -> None:
-        """Zero the off-diagonal blocks of `diagonal_q` and fetch the first full tile, before the first block."""
-        scratch, next_long = self.scratch, self.scalars.next_long
+        """Zero the off-diagonal blocks of `diagonal_q` and fetch the first full tiles, before the first block."""
+        scratch, first_long = self.scratch, self.scalars.next_long[0]
         scratch.next_buffer[0] = 0
+        scratch.next_fetch[0], scratch.next_fetch[1] = first_long, self._first_tile(first_long)
         scratch.diagonal_q[...] = jnp.zeros(scratch.diagonal_q.shape, scratch.diagonal_q.dtype)
 
-        @pl.when(next_long[0] < self.num_rows)
-        def _() -> None:
-            row = self._row(next_long[0])
-            self._fetch_full(row, row.first_tile, 0)
+        @pl.loop(0, jnp.where(first_long < self.num_rows, self.num_buffers - 1, 0))
+        def _(buffer: Any) -> None:
+            self._fetch_ahead(buffer)
+            self._advance()
 
     def _begin_row(self, index: int) -> None:
         """Put a row's queries on the diagonal, and set its softmax state to that before the first key.
@@ -199,38 +197,39 @@ class DecodeKernel:
 
     # Full tiles
 
-    def _fetch_full(self, row: Row, tile_index: Any, buffer: Any) -> None:
-        target, semaphore = self.scratch.full_tiles.at[buffer], self.scratch.full_sems.at[buffer]
-        if self.window is None:
-            self.copies.fetch_full(row.index, tile_index, target, semaphore)
-        else:
-            self.copies.fetch(row.index, tile_index, self._span(row, tile_index), target, semaphore)
-
     def _wait_full(self, row: Row, tile_index: Any, buffer: Any) -> None:
+        semaphore = self.scratch.full_sems.at[buffer]
         if self.window is None:
-            self._wait_whole_tile(buffer)
+            tile = self.scratch.full_tiles.at[buffer]
+            pltpu.make_async_copy(tile, tile, semaphore).wait()
         else:
             begin, end = self._span(row, tile_index)
-            self.copies.wait(end - begin, self.scratch.full_sems.at[buffer])
+            self.copies.wait(end - begin, semaphore)
 
-    def _wait_whole_tile(self, buffer: Any) -> None:
-        """Wait for the bytes of one full tile, of whichever row."""
-        tile = self.scratch.full_tiles.at[buffer]
-        pltpu.make_async_copy(tile, tile, self.scratch.full_sems.at[buffer]).wait()
+    def _fetch_ahead(self, buffer: Any) -> None:
+        """Fetch the full tile at `next_fetch`, if there is one, into a buffer."""
+        index, tile_index = self.scratch.next_fetch[0], self.scratch.next_fetch[1]
+        row, is_any = self._row(jnp.minimum(index, self.last_row)), index < self.num_rows
+        target, semaphore = self.scratch.full_tiles.at[buffer], self.scratch.full_sems.at[buffer]
+        if self.window is None:
+            self.copies.fetch_full(row.index, tile_index, target, semaphore, is_wanted=is_any)
+        else:
+            span = self._span(row, tile_index)
+            pl.when(is_any)(lambda: self.copies.fetch(row.index, tile_index, span, target, semaphore))
 
-    def _fetch_next(self, row: Row, tile_index: Any, buffer: Any) -> None:
-        """Fetch the full tile that follows tile `tile_index` of `row`, of this row or of the next long one."""
-        next_long = self.scalars.next_long[row.index + 1]
-        is_same, is_last = tile_index + 1 < row.last_tile, next_long >= self.num_rows
-        if self.window is not None:
-            other = self._row(jnp.minimum(next_long, self.num_rows - 1))
-            pl.when(is_same)(lambda: self._fetch_full(row, tile_index + 1, buffer))
-            pl.when(~is_same & ~is_last)(lambda: self._fetch_full(other, other.first_tile, buffer))
-            return
-        # There is no branch, so that all is one block of instructions: the very last tile is fetched once more.
-        next_row = jnp.where(is_same | is_last, row.index, next_long)
-        next_tile = jnp.where(is_same, tile_index + 1, jnp.where(is_last, tile_index, 0))
-        self._fetch_full(row._replace(index=next_row), next_tile, buffer)
+    def _advance(self) -> None:
+        """Set `next_fetch` to the full tile after it: of the same row, or the first of the next row that has any."""
+        next_fetch = self.scratch.next_fetch
+        index, tile_index = next_fetch[0], next_fetch[1]
+        row = self._row(jnp.minimum(index, self.last_row))
+        is_any, next_long = index < self.num_rows, self.scalars.next_long[row.index + 1]
+        is_same = is_any & (tile_index + 1 < row.last_tile)
+        next_fetch[0] = jnp.where(is_same | ~is_any, index, next_long)
+        next_fetch[1] = jnp.where(is_same, tile_index + 1, self._first_tile(next_long))
+
+    def _first_tile(self, index: Any) -> Any:
+        """Return the number of the first KV tile that holds a key which row `index` sees; any, without such a row."""
+        return 0 if self.window is None else self._row(jnp.minimum(index, self.last_row)).first_tile
 
     def _attend_full_tiles(self) -> None:
         """Attend every row of the block to its full tiles, each in sub-tiles of `full` tokens."""
@@ -243,9 +242,11 @@ class DecodeKernel:
             @pl.loop(row.first_tile, row.last_tile)
             def _(tile_index: Any) -> None:
                 buffer = scratch.next_buffer[0]
-                scratch.next_buffer[0] = 1 - buffer
-                self._fetch_next(row, tile_index, 1 - buffer)
+                self._fetch_ahead((buffer - 1) & (self.num_buffers - 1))
                 self._wait_full(row, tile_index, buffer)
+                # Behind the wait, since the compiler moves no instruction of the tile's computation before it.
+                scratch.next_buffer[0] = (buffer + 1) & (self.num_buffers - 1)
+                self._advance()
 
                 def attend(number: Any) -> None:
                     at = pl.multiple_of(number * full, full)
@@ -271,7 +272,8 @@ class DecodeKernel:
     def _wait_tails(self, rows: list[Row]) -> None:
         for row in rows:
             begin, end = self._span(row, row.last_tile)
-            self.copies.wait(jnp.maximum(end - begin, 0), self.scratch.tail_sems.at[self.tail_buffer])
+            wait = functools.partial(self.copies.wait, end - begin, self.scratch.tail_sems.at[self.tail_buffer])
+            pl.when(end > begin)(wait)  # What a wait for no bytes does is not documented.
 
     def _attend_tails(self, number: Any) -> None:
         """Attend `tail_rows` rows of the block together to their tails, in sub-tiles of `sizes.tail` tokens."""
@@ -316,7 +318,7 @@ class DecodeKernel:
                 new = jnp.broadcast_to(new.astype(old.dtype), old.shape)
                 tail[head, lane_row, pl.ds(at, size)] = jnp.where(is_new, new, old)
         page_index = divide(position, page_size)
-        page = self.copies.page(jnp.minimum(row.index, self.num_rows - 1), page_index)
+        page = self.copies.page(jnp.minimum(row.index, self.last_row), page_index)
         page_offset = pl.multiple_of(row.last_tile * self.tile + at - page_index * page_size, size)
         target = self.outputs.pages.at[page, :, :, pl.ds(page_offset, size)]
         return pltpu.make_async_copy(tail.at[:, :, pl.ds(at, size)], target, self.scratch.write_sem)

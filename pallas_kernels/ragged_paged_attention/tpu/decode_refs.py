@@ -25,6 +25,9 @@ class DecodeSizes(NamedTuple):
     """Rows of scores in one product at most, where more than one KV head shares it."""
     write_slots: int
     """Consecutive slots of a page that one DMA can address by themselves."""
+    buffers: int = 2
+    """Full tiles in VMEM, a power of two: one is computed while the others are fetched. Tables that were written when
+    there were always two do not name it."""
 
 
 class DecodeScalars(NamedTuple):
@@ -68,10 +71,10 @@ class DecodeOutputs(NamedTuple):
 
 
 class DecodeScratch(NamedTuple):
-    """Scratch memory. A leading 2 counts the two buffers of what is fetched ahead."""
+    """Scratch memory. A leading 2 counts the two buffers of what is fetched ahead; full tiles have `buffers`."""
 
     full_tiles: Ref
-    """[2, K, S, tile, 128] in VMEM, of the pages' dtype: full KV tiles of whichever row comes next."""
+    """[buffers, K, S, tile, 128] in VMEM, of the pages' dtype: full KV tiles of whichever rows come next."""
     tail_tiles: Ref
     """[2, B, K, S, tile, 128] in VMEM, of the pages' dtype: the last KV tile of each row of this and the next block."""
     diagonal_q: Ref
@@ -83,10 +86,12 @@ class DecodeScratch(NamedTuple):
     acc: Ref
     """float32 [B, J, h·G, W] in VMEM: the weighted sum of values of each query so far."""
     full_sems: Ref
-    """DMA semaphores [2]: the copies into the two full tiles."""
+    """DMA semaphores [buffers]: the copies into each of the full tiles."""
     tail_sems: Ref
     """DMA semaphores [2]: the copies into the tail tiles of an even and of an odd block."""
     write_sem: Ref
     """DMA semaphore: the copies of new tokens from the tails to their pages."""
     next_buffer: Ref
-    """int32 [1] in SMEM: which of the two full tiles is computed next."""
+    """int32 [1] in SMEM: which of the full tiles is computed next."""
+    next_fetch: Ref
+    """int32 [2] in SMEM: the row and the number of the full tile that is fetched next; R if there is none."""

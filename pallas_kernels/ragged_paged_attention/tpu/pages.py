@@ -55,12 +55,20 @@ class PageCopies(NamedTuple):
         @pl.loop(*span)
         def _(index: Any) -> None:
             offset = pl.multiple_of((index - tile_index * self.pages_per_tile) * self.page_size, self.page_size)
-            self._start(row, index, target, offset, semaphore)
+            self._start(self.page(row, index), target, offset, semaphore)
 
-    def fetch_full(self, row: Any, tile_index: Any, target: Ref, semaphore: Ref) -> None:
-        """Start the copies of all pages of a tile, without a loop so that they are issued beside other work."""
-        for index in range(self.pages_per_tile):
-            self._start(row, tile_index * self.pages_per_tile + index, target, index * self.page_size, semaphore)
+    def fetch_full(self, row: Any, tile_index: Any, target: Ref, semaphore: Ref, *, is_wanted: Any) -> None:
+        """Start the copies of all pages of a tile, without a loop, if it is wanted. Its page numbers are read anyway.
+
+        A branch with nothing but the starts of copies in it costs the fewest bundles.
+        """
+        first = tile_index * self.pages_per_tile
+        pages = [self.page(row, first + index) for index in range(self.pages_per_tile)]
+
+        @pl.when(is_wanted)
+        def _() -> None:
+            for index, page in enumerate(pages):
+                self._start(page, target, index * self.page_size, semaphore)
 
     def wait(self, num_pages: Any, semaphore: Ref) -> None:
         """Wait until the bytes of `num_pages` pages have arrived, in whichever order.
@@ -70,6 +78,6 @@ class PageCopies(NamedTuple):
         pages = self.pages.at[pl.ds(0, num_pages)]
         pltpu.make_async_copy(pages, pages, semaphore).wait()
 
-    def _start(self, row: Any, index: Any, target: Ref, offset: Any, semaphore: Ref) -> None:
-        source = self.pages.at[self.page(row, index)]
-        pltpu.make_async_copy(source, target.at[:, :, pl.ds(offset, self.page_size)], semaphore).start()
+    def _start(self, page: Any, target: Ref, offset: Any, semaphore: Ref) -> None:
+        slots = target.at[:, :, pl.ds(offset, self.page_size)]
+        pltpu.make_async_copy(self.pages.at[page], slots, semaphore).start()

@@ -139,11 +139,11 @@ def prefill_buffers(
     }
 
 
-def prefill_vmem_bytes(buffers: Buffers, sub_kv: int) -> int:
+def prefill_vmem_bytes(buffers: Buffers, sub_kv: int, *, spare_bytes: int = SPARE_VMEM_BYTES) -> int:
     """Return the VMEM that prefill may need: its buffers, three arrays of scores in float32, and the spare bytes."""
     rows = buffers["queries"][0][1]
     buffer_bytes = sum(padded_bytes(shape, dtype) for shape, dtype in buffers.values())
-    return SPARE_VMEM_BYTES + buffer_bytes + 3 * 4 * rows * sub_kv
+    return spare_bytes + buffer_bytes + 3 * 4 * rows * sub_kv
 
 
 def prefill_attention(
@@ -174,8 +174,14 @@ def prefill_attention(
         kv_sems=pltpu.SemaphoreType.DMA((2,)),
         next_buffer=pltpu.SMEM((1,), jnp.int32),
     )
+
+    def kernel(scalars: QueryTiles, inputs: PrefillInputs, out: Ref, scratch: PrefillScratch) -> None:
+        sizes = {"sub_kv": sub_kv, "table_len": layer.tables.shape[1]}
+        attend = partial(_attend_query_tile, scalars, inputs, out, scratch, **sizes, options=layer.options)
+        pl.when(scalars.num_tiles > 0)(attend)
+
     (attended,) = call_kernel(
-        partial(_attend_query_tile, sub_kv=sub_kv, table_len=layer.tables.shape[1], options=layer.options),
+        kernel,
         QueryTiles.of(layer),
         inputs,
         in_specs,
@@ -211,7 +217,7 @@ def _attend_query_tile(
     can_halve = sub_kv // 2 % (LANES if sub_kv > LANES else 32 // scratch.kv_tiles.dtype.itemsize) == 0
     half = sub_kv // 2 if can_halve else sub_kv
     q_tile = pl.program_id(0)
-    first_page, num_q_tiles = scalars.first_page_and_count[0], scalars.first_page_and_count[1]
+    first_page, num_q_tiles = scalars.first_page_and_count[0], scalars.num_tiles
     position, end = scalars.first_positions[q_tile], scalars.end_position(q_tile)
     q_buffer = lax.rem(q_tile, 2)
     copies = PageCopies(inputs.pages, scalars.page_tables, table_len, first_page, tile_kv)

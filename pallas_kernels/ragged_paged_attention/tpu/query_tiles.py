@@ -2,7 +2,8 @@
 
 The host cuts the rows. What it writes (`TpuBackend.plan`) is the number of tiles, then four rows of M numbers: the row,
 the first token, its position and the length of each tile. The prefill kernel computes one tile of queries per grid
-step; the kernel that writes prefill's keys and values takes the same tiles.
+step; the kernel that writes prefill's keys and values takes the same tiles. A plan without tiles has a grid step, too,
+which does nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class QueryTiles(NamedTuple):
         plan = layer.step.plan
         count = jnp.stack([layer.first_page, plan[0]])
         return cls._make((layer.tables.reshape(-1), *plan[PLAN_HEADER:].reshape(4, -1), count))
+
+    @property
+    def num_tiles(self) -> Ref:
+        """Return the number of tiles in use."""
+        return self.first_page_and_count[1]
 
     def end_position(self, tile: Ref) -> Ref:
         """Return the position after the last token of a tile."""

@@ -23,15 +23,46 @@ from .decode import decode_vmem_bytes
 from .decode_refs import DecodeSizes
 from .lanes import LANES, HeadLanes
 
-CHIPS = ("v5e", "v6e", "v7x")
-VMEM_BYTES = {"v5e": 128 << 20, "v6e": 128 << 20, "v7x": 64 << 20}
-"""VMEM of one core of each chip, in bytes."""
-TILE_BYTES = 2 << 20
-"""Keys and values of all heads in one KV tile by the rule: enough to hide a copy's latency; ten of them fit in VMEM."""
+
+class Chip(NamedTuple):
+    """What the sizes of tiles on one chip follow from. Sizes of memory are in bytes."""
+
+    vmem_bytes: int
+    """VMEM of one core."""
+    tile_bytes: int = 2 << 20
+    """Keys and values of all heads in one KV tile by the rule: enough to hide the start of a copy."""
+    flight_bytes: int = 8 << 20
+    """Full tiles of decode by the rule, of which all but one are under way: their number is a power of two. What memory
+    delivers in a few microseconds, so that it is never idle."""
+    query_bytes: int = 40 << 20
+    """VMEM for the queries and accumulators of one query tile of prefill."""
+    spare_bytes: int = 16 << 20
+    """VMEM beside decode's tiles."""
+    min_tile_q: int = 32
+    """Fewest queries of one query tile of prefill."""
+    rule: str | None = None
+    """Chip with a rule of its own whose rule this chip takes: the nearest one. None for a chip that has one."""
+
+
+CHIPS = {
+    "v4": Chip(
+        16 << 20,
+        tile_bytes=1 << 19,
+        flight_bytes=2 << 20,
+        query_bytes=4 << 20,
+        spare_bytes=4 << 20,
+        min_tile_q=16,
+        rule="v5e",
+    ),
+    "v5e": Chip(128 << 20),
+    "v5p": Chip(64 << 20, rule="v5e"),
+    "v6e": Chip(128 << 20),
+    "v7x": Chip(64 << 20, flight_bytes=16 << 20),
+}
 MAX_SCORES = 16 << 10
 """Scores of one decode product over a full tile, at most: in float32 they take a quarter of the registers."""
-QUERY_BYTES = 40 << 20
-"""VMEM for the queries and accumulators of one query tile of prefill."""
+MAX_BUFFERS = 16
+"""Full tiles of decode at most, by the rule: small tiles are few bytes, but each fetch ahead delays the first tile."""
 MAX_PREFILL_KEYS = 512
 """Keys of one prefill product at most, by the rule."""
 
@@ -124,32 +155,40 @@ def check_sizes(chip: str, shape: TpuShape, sizes: TpuSizes) -> None:
         require(name, numbers[tile] % numbers[name] == 0, f"divisors of {tile}, {numbers[tile]}")
     slots = write_slots_of(chip, shape.dtype)
     require("write_slots", sizes.decode.write_slots == slots, f"{slots} on {chip} for {shape.dtype}")
-    for name in ("tile", "tile_kv"):
-        needed = decode_vmem_bytes(numbers[name] * _token_bytes(shape))
-        allowed = f"those that fit into the {VMEM_BYTES[chip] >> 20} MiB of a core of {chip}"
-        require(name, needed <= VMEM_BYTES[chip], allowed, f", tiles that need {needed >> 20} MiB")
+    require("buffers", numbers["buffers"] >= 2 and not numbers["buffers"] & (numbers["buffers"] - 1), "powers of two")
+    for name, buffers in (("tile", sizes.decode.buffers), ("tile_kv", 2)):
+        tile_bytes, vmem_bytes = numbers[name] * _token_bytes(shape), CHIPS[chip].vmem_bytes
+        needed = decode_vmem_bytes(tile_bytes, buffers, spare_bytes=CHIPS[chip].spare_bytes)
+        allowed = f"those that fit into the {vmem_bytes >> 20} MiB of a core of {chip}"
+        require(name, needed <= vmem_bytes, allowed, f", tiles that need {needed >> 20} MiB")
 
 
 def sizes_by_rule(chip: str, shape: TpuShape, *, in_float32: bool = False) -> TpuSizes:
-    """Return KV tiles of about `TILE_BYTES`, and products whose scores fit into registers.
+    """Return KV tiles of about the chip's `tile_bytes`, and products whose scores fit into registers.
 
     `in_float32` says that products are computed in float32 although the pages hold narrower numbers.
     """
     page_size, itemsize = shape.page_size, jnp.dtype(shape.dtype).itemsize
-    token_bytes = _token_bytes(shape)
+    token_bytes, tile_bytes = _token_bytes(shape), CHIPS[chip].tile_bytes
     tail = LANES if page_size % LANES == 0 else -(-LANES // page_size) * page_size
     max_rows, full = (1, tail) if in_float32 or shape.dtype == "float32" else _chip_rule(chip, itemsize)
     # The queries of one KV head may be more rows than that.
     full = min(full, MAX_SCORES // max(shape.num_heads // shape.num_kv_heads, max_rows))
     # Shorter products of one-byte numbers spill a register on v5e.
-    min_tile = full if itemsize == 1 and full * token_bytes <= 2 * TILE_BYTES else LANES
-    max_tile = min(max(TILE_BYTES // token_bytes, min_tile), 2048)
+    min_tile = full if itemsize == 1 and full * token_bytes <= 2 * tile_bytes else LANES
+    max_tile = min(max(tile_bytes // token_bytes, min_tile), 2048)
     full = tail * _power_of_two_up_to(min(full, max_tile) // tail)
     unit = math.lcm(page_size, full)
     tile = unit * _power_of_two_up_to(max_tile // unit)
-    decode = DecodeSizes(tile, full, tail, max_rows, write_slots_of(chip, shape.dtype))
+    buffers = buffers_of(chip, tile * token_bytes)
+    decode = DecodeSizes(tile, full, tail, max_rows, write_slots_of(chip, shape.dtype), buffers)
     sub_sizes = [size for size in range(tail, tile + 1, tail) if tile % size == 0 and size <= MAX_PREFILL_KEYS]
     return TpuSizes(decode, tile, max(sub_sizes, default=tail))
+
+
+def buffers_of(chip: str, tile_bytes: int) -> int:
+    """Return decode's number of full tiles: as many as `flight_bytes` hold, 2 to `MAX_BUFFERS`."""
+    return min(max(_power_of_two_up_to(CHIPS[chip].flight_bytes // tile_bytes), 2), MAX_BUFFERS)
 
 
 def _token_bytes(shape: TpuShape) -> int:
@@ -162,11 +201,12 @@ def _power_of_two_up_to(limit: int) -> int:
     return 1 << max(limit, 1).bit_length() - 1
 
 
-def tile_q_of(num_heads: int, head_size: int) -> int:
-    """Return prefill's queries per tile, 32 … 256: as many as `QUERY_BYTES` hold with their accumulators."""
+def tile_q_of(chip: str, num_heads: int, head_size: int) -> int:
+    """Return prefill's queries per tile, `min_tile_q` … 256: as many as `query_bytes` hold with accumulators."""
     # Three accumulators in float32, two buffers of queries, one of outputs, and queries by head, at most in float32.
     bytes_per_query = num_heads * (HeadLanes(head_size).width + LANES) * 4 * 4
-    return max(min(1 << (QUERY_BYTES // bytes_per_query).bit_length() - 1, 256), 32)
+    fitting = _power_of_two_up_to(CHIPS[chip].query_bytes // bytes_per_query)
+    return max(min(fitting, 256), CHIPS[chip].min_tile_q)
 
 
 def write_slots_of(chip: str, dtype: Any) -> int:
@@ -184,7 +224,8 @@ def _chip_rule(chip: str, itemsize: int) -> tuple[int, int]:
     Of the values that spill no register at the shapes in the file, they are those whose schedule of a full tile is
     shortest, within one percent.
     """
-    rule = json.loads(resources.files(__package__).joinpath("rules.json").read_text())["chips"][chip]
+    rules = json.loads(resources.files(__package__).joinpath("rules.json").read_text())["chips"]
+    rule = rules[CHIPS[chip].rule or chip]
     return rule["max_rows"], rule["full"][str(itemsize)]
 
 

@@ -17,6 +17,7 @@ this row alone.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -96,7 +97,8 @@ def write_prefill(
     )
 
     def kernel(scalars: QueryTiles, inputs: WriteInputs, pages: Ref, scratch: WriteScratch) -> None:
-        _write_tile(scalars, inputs, pages, scratch, lanes, layer.tables.shape[1])
+        write = partial(_write_tile, scalars, inputs, pages, scratch, lanes, layer.tables.shape[1])
+        pl.when(scalars.num_tiles > 0)(write)
 
     (written,) = call_kernel(
         kernel,
@@ -118,7 +120,7 @@ def _write_tile(
 ) -> None:
     """Write one tile of tokens: wait for them, start fetching the next tile, and write block after block."""
     tile = pl.program_id(0)
-    first_page, num_tiles = scalars.first_page_and_count[0], scalars.first_page_and_count[1]
+    first_page, num_tiles = scalars.first_page_and_count[0], scalars.num_tiles
     copies = PageCopies(pages, scalars.page_tables, table_len, first_page, tile=0)
     num_kv_heads, block, page_size = scratch.blocks.shape[1], scratch.blocks.shape[3], pages.shape[3]
     buffer = lax.rem(tile, 2)

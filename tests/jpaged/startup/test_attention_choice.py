@@ -81,7 +81,7 @@ def test_a_default_that_does_not_take_the_model_says_so_and_one_asked_for_is_ref
     chosen = choose("auto", large, tpu("TPU7x"), "float32")
     assert chosen.backend.name == "xla"
     assert "40 KV heads of 128 in float32 the pallas-tpu backend would need 66 MiB" in chosen.reason
-    assert "this device is TPU v4" in choose("auto", model_with(head_size=128), tpu("TPU v4")).reason
+    assert "this device is TPU v3" in choose("auto", model_with(head_size=128), tpu("TPU v3")).reason
 
 
 def test_a_deterministic_engine_is_not_given_kernels_that_are_not():

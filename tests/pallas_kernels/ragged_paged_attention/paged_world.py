@@ -91,8 +91,13 @@ class World:
         for group in range(self.num_groups):
             self.tables[group][row][:num_pages] = [NULL_PAGE] * num_pages
 
-    def step(self, work: dict[int, int], tolerance: float = ATOL, **oracle_options: Any) -> None:
-        """Compute `work[row]` more tokens of each row, in every layer, and compare outputs and pages."""
+    def step(
+        self, work: dict[int, int], tolerance: float = ATOL, *, decodes_only: bool = False, **oracle_options: Any
+    ) -> None:
+        """Compute `work[row]` more tokens of each row, in every layer, and compare outputs and pages.
+
+        `decodes_only`: by a program for rows with one token each.
+        """
         shape = self.shape
         rows = sorted(work, key=lambda row: work[row] > 1)
         query_lens = [work[row] for row in rows]
@@ -121,6 +126,7 @@ class World:
             num_tokens=shape.num_tokens,
             num_rows=shape.num_rows,
             table_len=shape.table_len,
+            decodes_only=decodes_only,
         )
         before = [np.array(pages) for pages in self.cache.pages]
         outs, self.cache = self.run(self.cache, *(jnp.asarray(x, shape.input_dtype) for x in (q, k, v)), step)
@@ -129,7 +135,7 @@ class World:
         for layer, out in enumerate(outs):
             is_finite = np.isfinite(np.asarray(out, np.float32)).all(axis=(1, 2))
             assert is_finite[is_padding & np.isfinite(q[layer]).all(axis=(1, 2))].all(), "padding tokens"
-        for layer in range(len(shape.layers)):
+        for layer in range(len(shape.layers) if rows else 0):
             options = {**shape.options, **oracle_options}
             wanted = dense_attention(
                 q[layer, :total],

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import utils as interpreter
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -82,6 +83,20 @@ def nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     assert capsys.readouterr().out == ""
 
 
+@pytest.fixture(autouse=True)
+def negative_indices_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse reads, writes and copies that begin before an array: the interpreter counts such indices from its end."""
+    to_range = interpreter.to_range
+
+    def checked(transforms: Any) -> Any:
+        found = to_range(transforms)
+        if any((each.start if isinstance(each, slice) else each) < 0 for each in found):
+            raise IndexError(f"negative index: {found}")
+        return found
+
+    monkeypatch.setattr(interpreter, "to_range", checked)
+
+
 @pytest.fixture
 def fresh_programs() -> Iterator[None]:
     """Share no program with other tests, before or after the test's changes of what kernels are made from."""
@@ -113,9 +128,50 @@ def test_a_copy_without_its_wait_is_reported(reads: bool, capsys: pytest.Capture
     assert ("RACE DETECTED" if reads else "non-zero count") in raised + capsys.readouterr().out
 
 
+def test_an_index_of_minus_one_is_reported() -> None:
+    """The control of the fixture that refuses negative indices."""
+
+    def kernel(index: Any, x: Any, out: Any) -> None:
+        out[0] = x[index[0]]
+
+    x, in_smem = jnp.arange(4), pl.BlockSpec(memory_space=pltpu.SMEM)
+    run = pl.pallas_call(
+        kernel, x[:1], in_specs=[in_smem] * 2, out_specs=in_smem, interpret=interpreted("eager", detect_races=False)
+    )
+    assert run(jnp.array([3]), x).tolist() == [3]
+    with pytest.raises(RuntimeError, match="negative index"):
+        jax.block_until_ready(run(jnp.array([-1]), x))
+
+
 @pytest.mark.parametrize(("page_size", "mode"), [(16, "eager"), *slow((16, "on_wait"), (32, "eager"), (32, "on_wait"))])
 def test_ragged_rows_match_the_oracle(page_size: int, mode: str) -> None:
     run_ragged(world(page_size, mode=mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_of_prefill_rows_of_decode_rows_of_both_and_of_none(mode: str) -> None:
+    """Every kernel of every step has a grid step, even where it has no rows: an empty grid may hang a TPU."""
+    visited: list[int] = []
+
+    def record(token: Any, point: Any, core: Any) -> Any:
+        visited.append(int(point[0]))
+        return token
+
+    some = world(mode=mode, **SMALL)
+    recording = replace(interpreted(mode), grid_point_recorder=record)
+    some.cache = replace(some.cache, backend=replace(some.shape.backend, interpret=recording))  # type: ignore[call-arg]
+    some.add_rows(2)
+    for work, decodes_only, num_kernels in (
+        ({0: 20, 1: 3}, False, 3),
+        ({}, False, 3),
+        ({0: 1, 1: 1}, False, 3),
+        ({0: 1, 1: 1}, True, 1),
+        ({}, True, 1),
+        ({0: 1, 1: 17}, False, 3),
+    ):
+        visited.clear()
+        some.step(work, decodes_only=decodes_only)
+        assert visited.count(0) == num_kernels
 
 
 def test_rows_that_share_their_first_pages() -> None:
@@ -206,6 +262,17 @@ def test_full_tiles_in_pieces_and_heads_in_groups(
     run_rows_of_many_tiles(world(mode=mode, cut=cut, table_len=16, options=options, **heads))
 
 
+@pytest.mark.parametrize(("window", "mode"), [(None, "eager"), *slow((35, "on_wait"), (None, "on_wait"))])
+def test_rows_of_more_full_tiles_than_are_fetched_ahead(window: int | None, mode: str) -> None:
+    """Three of four tiles are under way, of one row or of several; a step with fewer fetches none that it has not."""
+    options = {} if window is None else {"window": window}
+    some = world(mode=mode, cut={"tile": 16, "buffers": 4}, table_len=8, options=options, **SMALL)
+    some.add_rows(3)
+    some.step({0: 20, 1: 58})
+    some.step({0: 1, 1: 1, 2: 1})
+    some.step({0: 1})
+
+
 @pytest.mark.usefixtures("fresh_programs")
 def test_pieces_in_stretches_and_half_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a full tile's four pieces are unrolled together; prefill computes half a piece at the causal edge."""
@@ -222,7 +289,7 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize(("dtype", "modes"), [("float32", ("eager", "on_wait")), ("bfloat16", ("on_wait", "eager"))])
 def test_every_head_size(head_size: int, dtype: str, modes: tuple[str, str]) -> None:
     run_ragged(world(mode=modes[head_size // 16 % 2], head_size=head_size, dtype=dtype))
@@ -268,7 +335,6 @@ def test_groups_have_their_own_pages_and_layers_their_own_places() -> None:
 
 
 def test_a_single_token_step() -> None:
-    """A step of one token compiles no prefill code."""
     run_single_tokens(world(**SMALL))
 
 

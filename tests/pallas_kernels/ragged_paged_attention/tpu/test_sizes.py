@@ -4,6 +4,7 @@ import json
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,16 +12,20 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.pallas_kernels import ragged_paged_attention
-from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape, KVShape, LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode import heads_per_product
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_kernel import max_unrolled_products
-from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import prefill_buffers, prefill_vmem_bytes
+from jpaged.pallas_kernels.ragged_paged_attention.tpu.prefill import (
+    SPARE_VMEM_BYTES,
+    prefill_buffers,
+    prefill_vmem_bytes,
+)
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
     CHIPS,
     MAX_SCORES,
-    VMEM_BYTES,
     TpuShape,
+    buffers_of,
     check_sizes,
     read_tuned,
     sizes_by_rule,
@@ -30,7 +35,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
 from ....paged_steps import metadata, nan_cache
 
 SHAPE = TpuShape(32, 8, 128, "bfloat16", 128)
-DECODE = {"tile": 1024, "full": 512, "tail": 128, "max_rows": 16, "write_slots": 8}
+DECODE = {"tile": 1024, "full": 512, "tail": 128, "max_rows": 16, "write_slots": 8, "buffers": 2}
 ENTRY: dict[str, Any] = {
     "chip": "v6e",
     "shape": SHAPE._asdict(),
@@ -79,8 +84,12 @@ def test_our_own_table_can_be_read() -> None:
 
 @pytest.mark.parametrize(("chip", "dtype"), list(product(CHIPS, ("bfloat16", "float32", "int8"))))
 def test_the_rule_gives_what_an_entry_might_hold(chip: str, dtype: str) -> None:
-    for (n, k), head_size, page in product(((32, 8), (9, 3), (71, 1)), (64, 80, 128, 256), (16, 32, 64, 128, 256)):
+    for (n, k), head_size, page in product(((32, 8), (9, 3), (71, 1)), (64, 80, 112, 128, 256), (16, 32, 64, 128, 256)):
         shape = TpuShape(n, k, head_size, dtype, page)
+        try:
+            TpuBackend(chip=chip).layout(KVShape(1, 1, page, k, head_size, dtype))
+        except ValueError:
+            continue  # Refused by name.
         check_sizes(chip, shape, sizes_by_rule(chip, shape))
 
 
@@ -101,13 +110,15 @@ BROKEN = {
     "tail: got 2048, allowed: divisors of tile, 1024": sized(tail=2048),
     "max_rows: got 1.5, allowed: an integer ≥ 1": sized(max_rows=1.5),
     "write_slots: got 16, allowed: 8 on v6e for bfloat16": sized(write_slots=16),
+    "buffers: got 3, allowed: powers of two": sized(buffers=3),
+    "tile: got 1024, tiles that need 304 MiB": sized(buffers=64),
     "tile: got 65536, tiles that need 2576 MiB": sized(tile=65536),
     "tile_kv: got 8192, tiles that need 336 MiB": sized(tile_kv=8192),
     "page_size: got 0, allowed: an integer ≥ 1": changed(shape={**ENTRY["shape"], "page_size": 0}),
     "head_size: got '128', allowed: an integer ≥ 1": changed(shape={**ENTRY["shape"], "head_size": "128"}),
     "tile_kv: got 576, allowed: multiples of a page's 128 tokens": sized(tile_kv=576),
     "sub_kv: got 384, allowed: divisors of tile_kv, 1024": sized(sub_kv=384),
-    "chip: got 'v4', allowed: v5e, v6e, v7x": changed(chip="v4"),
+    "chip: got 'v3', allowed: v4, v5e, v5p, v6e, v7x": changed(chip="v3"),
     "source: got 'guessed', allowed: measured, bundles": changed(source="guessed"),
     "Invalid isoformat string: 'today'": changed(date="today"),
     "unexpected keyword argument 'heads'": changed(shape={"heads": 3}),
@@ -155,8 +166,25 @@ def test_pages_whose_tiles_no_vmem_holds_are_refused_with_what_they_need(
 
 
 def test_a_chip_without_sizes_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="chip: got v4, the pallas-tpu backend knows v5e, v6e, v7x; use"):
-        TpuBackend(chip="v4")
+    with pytest.raises(ValueError, match="chip: got v3, the pallas-tpu backend knows v4, v5e, v5p, v6e, v7x; use"):
+        TpuBackend(chip="v3")
+
+
+@pytest.mark.parametrize(("kind", "said"), [("TPU v4", "sizes of v5e, not tuned for v4"), ("TPU v6 lite", "")])
+def test_a_chip_that_nothing_was_tuned_for_says_whose_sizes_it_takes(kind: str, said: str) -> None:
+    shape = AttentionShape(num_heads=32, num_kv_heads=8, head_size=128)
+    assert TpuBackend.for_devices([SimpleNamespace(device_kind=kind)], shape).describe() == said
+
+
+@pytest.mark.parametrize("tile_bytes", [1 << 16, 1 << 19, 2 << 20, 3 << 20, 4 << 20, 9 << 20])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_full_tiles_in_vmem_are_a_power_of_two_that_fits_its_share(chip: str, tile_bytes: int) -> None:
+    """On v7x seven tiles of 2 MiB are under way while one is computed; two tiles are always there."""
+    buffers = buffers_of(chip, tile_bytes)
+    assert buffers in (2, 4, 8, 16)
+    assert buffers == 2 or buffers * tile_bytes <= CHIPS[chip].flight_bytes
+    assert buffers == 16 or 2 * buffers * tile_bytes > CHIPS[chip].flight_bytes
+    assert buffers_of("v7x", 2 << 20) == 8
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "float8_e4m3fn"])
@@ -190,13 +218,14 @@ def test_prefill_fits_into_the_memory_of_a_core(chip: str, heads: tuple[int, int
             continue  # Refused by name, for decode's sake.
         sizes = backend.sizes_for(num_heads, pages, step_dtype)
         tiles = prefill_buffers(backend.tile_q, *heads, head_size, sizes.tile_kv, step_dtype, dtype)
-        assert prefill_vmem_bytes(tiles, sizes.sub_kv) <= VMEM_BYTES[chip]
+        spare_bytes = min(SPARE_VMEM_BYTES, CHIPS[chip].spare_bytes)
+        assert prefill_vmem_bytes(tiles, sizes.sub_kv, spare_bytes=spare_bytes) <= CHIPS[chip].vmem_bytes
 
 
 def test_products_in_float32_are_cut_as_those_of_float32_pages() -> None:
     backend = TpuBackend("v6e")
     pages = backend.layout(KVShape(1, 1, 128, num_kv_heads=8, head_size=128, dtype="bfloat16"))
-    assert backend.sizes_for(32, pages, "bfloat16").decode[1::2] == (256, 16)
+    assert backend.sizes_for(32, pages, "bfloat16").decode[1:4:2] == (256, 16)
     mixed, sizes = backend.sizes_for(32, pages, "float32"), sizes_by_rule("v6e", TpuShape(32, 8, 128, "float32", 128))
     assert (mixed.decode.full, mixed.decode.max_rows) == (sizes.decode.full, sizes.decode.max_rows) == (128, 1)
 
