@@ -37,6 +37,11 @@ class Cell(NamedTuple):
             return first, pages
         return ("bfloat16" if first in ("int8", "float8_e4m3fn") else first), first
 
+    @property
+    def decodes_only(self) -> bool:
+        """Return whether the cell's program takes rows with one query only."""
+        return self.step in DECODE_STEPS
+
 
 HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (40, 8), (12, 2), (28, 4), (32, 4), (96, 8), (16, 1), (64, 4))
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -82,6 +87,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 """Feature → keyword arguments of `attend`. `sinks` stands for an array of sinks; with `reads` the step has no keys and
 values to write, since it reads the pages of another layer."""
+DECODE_STEPS = ("decode", "one token")
+"""Steps that are compiled by the program of steps that only decode."""
 STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
 """Tokens and rows of a step; prefill's are the most that an engine takes by default."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
@@ -220,7 +227,8 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         page_tables=shaped(1, num_rows, 8192 // cell.page_size),
         num_rows=shaped(),
         num_decode_rows=shaped(),
-        plan=shaped(backend.plan_len(num_tokens, num_rows)),
+        plan=shaped(backend.plan_len(num_tokens, num_rows, decodes_only=cell.decodes_only)),
+        decodes_only=cell.decodes_only,
     )
     options = dict(FEATURES[cell.feature])
     sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None

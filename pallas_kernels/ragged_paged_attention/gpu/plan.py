@@ -8,10 +8,11 @@
       block 0      block 1      block 2          flash-decoding), whose partial results a second kernel merges;
                                                  most tiles are one piece
 
-Rows of few queries (decode) go into small tiles, all others into large ones: two `TileClass`es, one launch each. A
-piece holds no length that a later step could change: the first piece of a tile begins at key 0 and the last one has no
-end, and the kernel takes both from the lengths that it finds on the device. Therefore a plan that was made for longer
-contexts serves the steps before as well.
+Rows of few queries (decode) go into small tiles, all others into large ones: two `TileClass`es, one launch each. The
+plan of a step that only decodes has no large tiles, unless the heads of one query fill them. A piece holds no length
+that a later step could change: the first piece of a tile begins at key 0 and the last one has no end, and the kernel
+takes both from the lengths that it finds on the device. Therefore a plan that was made for longer contexts serves the
+steps before as well.
 
 The plan is one int32 array, written by numpy alone. All layers with the same window share one section of it.
 """
@@ -189,16 +190,26 @@ class GpuPlanner:
         """Return the windows that have a section in the plan; the first is None, full attention."""
         return (None, *sorted({window for window in self.windows if window is not None}))
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return the int32 numbers of the plan of a step padded to that many tokens and rows."""
-        return self.sections(num_tokens, num_rows)[-1][-1].end
+        return self.sections(num_tokens, num_rows, decodes_only=decodes_only)[-1][-1].end
 
     def plan(
-        self, query_lens: np.ndarray, context_lens: np.ndarray, *, num_tokens: int, num_rows: int, out: np.ndarray
+        self,
+        query_lens: np.ndarray,
+        context_lens: np.ndarray,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        out: np.ndarray,
+        decodes_only: bool = False,
     ) -> None:
-        """Write the plan of these rows into `out`, for a step padded to `num_tokens` and `num_rows`."""
+        """Write the plan of these rows into `out`, for a step padded to `num_tokens` and `num_rows`.
+
+        `decodes_only`: the step's program takes rows with one query only.
+        """
         query_rows, min_query_rows = query_lens * self.group, 1
-        for sections in self.sections(num_tokens, num_rows):
+        for sections in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
             tile_rows = sections[0].tiles.tile_rows
             in_class = query_rows >= min_query_rows
             if tile_rows < self.large_tile_rows:
@@ -218,12 +229,13 @@ class GpuPlanner:
         min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group + 1
         return num_tokens * self.group // tile_rows + min(num_tokens // min_queries, num_rows)
 
-    def sections(self, num_tokens: int, num_rows: int) -> list[list[PlanSection]]:
+    def sections(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> list[list[PlanSection]]:
         """Return the sections of the small tiles and of the large ones, each by window as in `planned_windows`.
 
-        There are only large tiles if the heads of one query fill them.
+        There are only large tiles if the heads of one query fill them; else only small ones in a step that only
+        decodes.
         """
-        return _sections(self, num_tokens, num_rows)
+        return _sections(self, num_tokens, num_rows, decodes_only)
 
     def _write_section(self, section: PlanSection, tiles: QueryTiles, window: int | None, out: np.ndarray) -> None:
         """Partition the tiles over the section's lists, and write lists, pieces and merges into `out`."""
@@ -264,11 +276,11 @@ class GpuPlanner:
 
 
 @cache
-def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int) -> list[list[PlanSection]]:
+def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only: bool) -> list[list[PlanSection]]:
     """Compute `GpuPlanner.sections` once for each size of a step; it would be a third of the time of a plan."""
     sections: list[list[PlanSection]] = []
     end = 0
-    for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows}):
+    for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows})[: 1 if decodes_only else 2]:
         num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
         bytes_per_partial = planner.num_kv_heads * tile_rows * planner.head_size * 4
         max_splits = min(num_lists - 1, planner.partial_bytes // bytes_per_partial // 2)

@@ -177,13 +177,47 @@ def test_a_tile_reads_nothing_behind_the_last_eight_of_its_rows() -> None:
     np.testing.assert_array_equal(np.asarray(read, np.float32), np.broadcast_to(wanted[:, None], (tile_rows, 64)))
 
 
-def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:
-    room = {"num_tokens": some.shape.num_tokens, "num_rows": some.shape.num_rows}
+def count_merges(some: World, query_lens: list[int], context_lens: list[int], *, decodes_only: bool = False) -> int:
+    room = {
+        "num_tokens": some.shape.num_tokens,
+        "num_rows": some.shape.num_rows,
+        "decodes_only": decodes_only,
+    }
     planner = some.shape.backend.planner
     plan = np.zeros(planner.plan_len(**room), np.int32)
     planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
     sections = planner.sections(**room)
     return sum(int(plan[of_class[0].num_merges_at]) for of_class in sections)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tile_rows"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 2}, 16),
+        pytest.param({"num_heads": 17, "num_kv_heads": 1}, 32, marks=pytest.mark.slow),
+        pytest.param({"num_heads": 33, "num_kv_heads": 1, "head_size": 256}, 32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_that_only_decodes_has_tiles_of_one_size(sizes: dict[str, int], tile_rows: int) -> None:
+    """Rows in pieces, padding rows behind them, all rows of a step, and a step of padding alone."""
+    some = world(16, made_with=CUT, table_len=16, **sizes)
+    (launch,) = some.shape.backend.launches(80, 6, AttendOptions(1.0), decodes_only=True)
+    assert launch.section.tiles.tile_rows == tile_rows
+    some.add_rows(6)
+    some.step({0: 76, 1: 4})
+    some.step({0: 79})
+    assert count_merges(some, [1] * 3, [156, 5, 1], decodes_only=True) > 0
+    some.step({0: 1, 1: 1, 2: 1}, decodes_only=True)
+    some.step(dict.fromkeys(range(6), 1), decodes_only=True)
+    some.step({}, decodes_only=True)
+
+
+def test_steps_of_padding_alone_have_finite_outputs() -> None:
+    some = world(**PAIR)
+    some.add_row()
+    some.step({})
+    some.step({0: 3})
 
 
 CASES: dict[str, dict[str, Any]] = {

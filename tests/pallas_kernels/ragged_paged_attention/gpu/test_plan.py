@@ -125,6 +125,20 @@ def test_every_pair_of_query_and_key_is_computed_once(
             assert np.array_equal(got, (key <= position) & (key > position - (window or NO_END)))
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (40, 1), (71, 1)], ids=str)
+def test_a_plan_of_decode_rows_alone_has_one_class_of_tiles(heads: tuple[int, int]) -> None:
+    """It computes every pair, in no more room than the plan of a step that may hold prompts as well."""
+    some, contexts = planner(*heads, windows=(None, 100)), [1, 64, 65, 900]
+    room = {"num_tokens": 5, "num_rows": 6}
+    sections = some.sections(**room, decodes_only=True)
+    assert sections == some.sections(**room)[:1]
+    out = np.full(some.plan_len(**room, decodes_only=True), -7, np.int32)
+    some.plan(np.ones(4, np.int32), np.array(contexts, np.int32), **room, out=out, decodes_only=True)
+    for window in some.planned_windows:
+        for got, length in zip(counts(some, out, window, [1] * 4, contexts, sections), contexts, strict=True):
+            assert (got == (np.arange(length) > length - 1 - (window or NO_END))).all()
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 40), min_size=1, max_size=30),
