@@ -65,7 +65,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpu": {
         "chip": ("a100", "h200", "b200"),
         "heads": (*HEADS, (24, 1)),
-        "head_size": (64, 128, 256),
+        "head_size": (64, 80, 96, 128, 192, 256),
         "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
         "page_size": (16, 32, 64),
         "feature": ("none", "window", "soft_cap", "sinks", "all", "read only"),
@@ -96,8 +96,14 @@ REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
         lambda cell: cell.page_size < 32 and cell.dtypes[1] in ("int8", "float8_e4m3fn"),
         "cannot statically prove that index in dimension 2 is a multiple of 32",
     ),
-    "gpu": (lambda cell: cell.head_size not in (64, 128, 256), "no tile of shared memory has such rows"),
-    "gpu, wgmma": (lambda cell: cell.head_size not in (64, 128), "a tile's sums would fill the registers"),
+    "gpu": (
+        lambda cell: (
+            cell.head_size in (80, 96, 192)
+            and (cell.dtypes[1] != "bfloat16" or (cell.chip, cell.head_size, cell.page_size) == ("a100", 80, 16))
+        ),
+        "copies to shared memory cannot divide such rows",
+    ),
+    "gpu, wgmma": (lambda cell: cell.head_size not in (64, 128), "its rows are no blocks, or its sums too many"),
 }
 """Platform → cells that its kernels refuse, and the reason; for TPUs the compiler's message. The rest must compile."""
 MODELS: dict[str, tuple[tuple[int, int], int, str]] = {

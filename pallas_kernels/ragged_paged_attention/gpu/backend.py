@@ -31,7 +31,11 @@ from .merge import merge
 from .plan import NUM_STAGES, GpuPlanner
 from .queries import QueryRows
 
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 80, 96, 128, 192, 256)
+ONE_BYTE_HEAD_SIZES = (64, 128, 256)
+"""Head sizes of pages of one byte a number: rows of the others are no even number of blocks of shared memory."""
+AMPERE_PAGE_SIZES_OF_80 = (32, 64)
+"""Tokens of a page that Ampere takes at head size 80: 16 rows of five blocks cannot be shared by its four warps."""
 PAGE_SIZES = (16, 32, 64)
 PREFILL = ("mma", "wgmma")
 MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
@@ -117,12 +121,12 @@ class GpuBackend(Backend):
         for name, got in smallest.items():
             if got < 1:
                 raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
-        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size <= wgmma.MAX_HEAD_SIZE
+        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size in wgmma.HEAD_SIZES
         if self.prefill not in PREFILL or (self.prefill == "wgmma" and not has_wgmma):
             raise ValueError(
                 f"prefill: got {self.prefill} with head size {self.head_size} on a GPU of compute capability "
                 f"{'.'.join(map(str, self.capability))}, the pallas-gpu backend takes {' or '.join(PREFILL)}, wgmma on "
-                f"9.0 (Hopper) alone and up to head size {wgmma.MAX_HEAD_SIZE}; leave it at mma"
+                f"9.0 (Hopper) alone and for head sizes {' and '.join(map(str, wgmma.HEAD_SIZES))}; leave it at mma"
             )
 
     @property
@@ -136,7 +140,14 @@ class GpuBackend(Backend):
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)
         self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
-        self.refuse_unlisted("block_size", shape.page_size, PAGE_SIZES, "leave it out or use --attention-backend xla")
+        if shape.dtype.itemsize == 1 and shape.head_size not in ONE_BYTE_HEAD_SIZES:
+            raise ValueError(
+                f"kv_cache_dtype: got {shape.dtype.name} with head size {shape.head_size}, the pallas-gpu backend "
+                f"takes it with {', '.join(map(str, ONE_BYTE_HEAD_SIZES))} only; leave kv_cache_dtype out"
+            )
+        is_narrow = shape.head_size == 80 and self.capability < HOPPER
+        page_sizes = AMPERE_PAGE_SIZES_OF_80 if is_narrow else PAGE_SIZES
+        self.refuse_unlisted("block_size", shape.page_size, page_sizes, "leave it out or use --attention-backend xla")
         return GpuLayout.of(shape)
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:

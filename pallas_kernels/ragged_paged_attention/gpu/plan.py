@@ -164,8 +164,12 @@ class GpuPlanner:
 
     @property
     def small_tile_rows(self) -> int:
-        """Return the query rows of a small tile: as few as the heads of one query need."""
-        return min(max(1 << (self.group - 1).bit_length(), 16), self.large_tile_rows)
+        """Return the query rows of a small tile: as few as the heads of one query need.
+
+        In a tile of 16 rows four warps share the columns of a product, eight at a time, in one of 32 rows two do.
+        """
+        fewest = 16 if self.head_size % 32 == 0 else 32
+        return min(max(1 << (self.group - 1).bit_length(), fewest), self.large_tile_rows)
 
     @property
     def tile_kv(self) -> int:

@@ -224,6 +224,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8, all features": {"dtype": "int8", "options": FEATURES["all of them"]},
     "float8 of 128, wgmma": {"dtype": "float8_e4m3fn", "head_size": 128, **PAIR, "made_with": {"prefill": "wgmma"}},
     "nine heads": {"num_heads": 9, "num_kv_heads": 3, "options": FEATURES["soft cap"]},
+    "head size 80, window": {"head_size": 80, **PAIR, "options": FEATURES["window of a page less one"]},
     "head size 256, tiles of half a page": {"page_size": 64, "head_size": 256, "num_heads": 1, "num_kv_heads": 1},
 }
 """Every dtype, head size and feature once, in few programs, each of which has another combination of them."""
@@ -254,6 +255,20 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_every_head_size_and_dtype_of_pages(head_size: int, dtype: str) -> None:
     run_three_steps(world(head_size=head_size, dtype=dtype, **PAIR))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_size", [80, 96, 192])
+@pytest.mark.parametrize("changes", [PAIR, {"num_heads": 24, "num_kv_heads": 1}], ids=["1 head", "24 heads"])
+def test_head_sizes_that_are_no_power_of_two(head_size: int, changes: dict[str, Any]) -> None:
+    """With pieces that are merged, in tiles of every number of rows."""
+    some = world(made_with=CUT, table_len=16, head_size=head_size, **changes)
+    some.add_rows(3)
+    some.step({0: 70, 1: 1})
+    some.step({0: 60, 1: 1, 2: 17})
+    assert count_merges(some, [1, 1], [131, 3]) > 0
+    some.step({0: 1, 1: 1})
+    some.step({0: 1, 1: 1, 2: 1}, decodes_only=True)
 
 
 @pytest.mark.slow
@@ -353,7 +368,11 @@ def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any)
             {"dtype": "float32"},
             r"kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, .*; use --dtype bfloat16",
         ),
-        ({"head_size": 80}, "head_size: got 80, the pallas-gpu backend takes 64, 128, 256"),
+        ({"head_size": 72}, "head_size: got 72, the pallas-gpu backend takes 64, 80, 96, 128, 192, 256"),
+        (
+            {"head_size": 96, "dtype": "int8"},
+            "kv_cache_dtype: got int8 with head size 96, .* with 64, 128, 256 only; leave kv_cache_dtype out",
+        ),
         ({"page_size": 128}, "block_size: got 128, the pallas-gpu backend takes 16, 32, 64"),
     ],
 )
@@ -361,10 +380,16 @@ def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], 
     check_that_a_layout_is_refused(backend(), message, **{"dtype": "bfloat16", **options})
 
 
+def test_ampere_refuses_pages_of_16_at_head_size_80_by_name() -> None:
+    ampere = backend(capability=(8, 0))
+    check_that_a_layout_is_refused(ampere, "block_size: got 16, .* takes 32, 64;", dtype="bfloat16", head_size=80)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"prefill": "tcgen05"},
+        {"prefill": "wgmma", "head_size": 96},
         {"prefill": "wgmma", "head_size": 256},
         {"prefill": "wgmma", "capability": (8, 0)},
         {"prefill": "wgmma", "capability": (10, 0)},
