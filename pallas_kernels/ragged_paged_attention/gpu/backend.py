@@ -177,6 +177,8 @@ class GpuBackend(Backend):
                 options=options,
                 tile_kv=planner.tile_kv,
                 num_stages=NUM_STAGES,
+                reads_ahead=planner.reads_ahead(by_window[0].tiles.tile_rows),
+                num_query_tiles=planner.num_query_tiles(by_window[0].tiles.tile_rows),
                 products=wgmma
                 if self.prefill == "wgmma" and by_window[0].tiles.tile_rows == planner.large_tile_rows
                 else mma,

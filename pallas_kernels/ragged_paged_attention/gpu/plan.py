@@ -41,6 +41,8 @@ SCRATCH_BYTES = REDUCTION_BYTES + 128
 """Shared memory of a thread block beside its tiles at most, barriers included."""
 TEMP_BYTES = 14 << 20
 """Global memory for the aligned queries of 256 tokens and the partial results of one tile class at a time."""
+FULL_REGISTERS = (96, 256)
+"""Head sizes at which tiles of 16 rows need all registers that three thread blocks leave each other, 168 a thread."""
 NO_END = 1 << 30
 """End of the keys of a tile's last piece."""
 
@@ -178,9 +180,21 @@ class GpuPlanner:
 
     def blocks_per_sm(self, tile_rows: int) -> int:
         """Return the thread blocks that registers and shared memory of a multiprocessor hold at the same time."""
+        return self._blocks_per_sm(tile_rows, num_query_tiles=1)
+
+    def reads_ahead(self, tile_rows: int) -> bool:
+        """Return whether a thread block reads the next piece's row while it computes one: if registers have room."""
+        return tile_rows > 16 or self.head_size not in FULL_REGISTERS
+
+    def num_query_tiles(self, tile_rows: int) -> int:
+        """Return the tiles of queries that a thread block has: two, unless the second one costs a block its place."""
+        has_room = self._blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
+        return 2 if has_room and self.reads_ahead(tile_rows) else 1
+
+    def _blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int) -> int:
         # One-byte pages take half of this and a tile in two bytes.
         kv_bytes = NUM_STAGES * 2 * self.tile_kv * self.head_size * 2
-        tile_bytes = tile_rows * (self.head_size + self.tile_kv) * 2
+        tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
         by_memory = (self.block_memory + RESERVED_BYTES) // (kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES)
         return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
 

@@ -244,6 +244,17 @@ def test_as_many_blocks_are_planned_as_fit_on_a_multiprocessor(
     assert (some.blocks_per_sm(16), some.blocks_per_sm(some.large_tile_rows)) == blocks
 
 
+@pytest.mark.parametrize(
+    ("block_memory", "head_size", "query_tiles"),
+    [(232448, 64, (2, 2)), (232448, 128, (1, 2)), (166912, 128, (2, 2)), (232448, 192, (2, 2)), (166912, 96, (1, 1))],
+)
+def test_a_second_tile_of_queries_costs_no_thread_block_its_place(
+    block_memory: int, head_size: int, query_tiles: tuple[int, int]
+) -> None:
+    some = planner(head_size=head_size, block_memory=block_memory)
+    assert (some.num_query_tiles(16), some.num_query_tiles(some.large_tile_rows)) == query_tiles
+
+
 def test_plans_of_equal_lengths_are_equal() -> None:
     some = planner()
     assert np.array_equal(plan_of(some, [1, 40], [500, 70]), plan_of(some, [1, 40], [500, 70]))
