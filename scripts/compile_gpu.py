@@ -150,7 +150,7 @@ class GpuGate:
             layout = cache_layout(cell, backend)
         except ValueError as error:
             return {**cell._asdict(), "refused": str(error), "fault": None}
-        launches = backend.launches(*STEPS[cell.step], AttendOptions(scale=1.0))
+        launches = backend.launches(*STEPS[cell.step], AttendOptions(scale=1.0), decodes_only=cell.decodes_only)
         self.planner, self.tiles = backend.planner, [launch.section.tiles for launch in launches]
         program, arguments = two_layers(cell, backend, layout, self.mesh)
         try:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from gate_cells import DECODES, STEPS, Cell, aliased_parameters, cache_layout, page_table_copies, two_layers
+from gate_cells import STEPS, Cell, aliased_parameters, cache_layout, page_table_copies, two_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -97,7 +97,7 @@ class TpuGate:
             fault = "the cache is not aliased whole"
         elif in_vmem := kernel_arrays_in_vmem(hlo):
             fault = f"XLA places arrays of kernels in VMEM: {', '.join(in_vmem)}"
-        elif cell.step in DECODES and num_kernels != 2:
+        elif cell.decodes_only and num_kernels != 2:
             fault = f"{num_kernels} kernels in two layers of decode rows, wanted one a layer"
         elif num_copies > 1:
             fault = f"page tables are copied {num_copies} times in two layers, wanted once"

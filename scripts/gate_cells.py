@@ -38,6 +38,11 @@ class Cell(NamedTuple):
             return first, pages
         return ("bfloat16" if first in ("int8", "float8_e4m3fn") else first), first
 
+    @property
+    def decodes_only(self) -> bool:
+        """Return whether the cell's program takes rows with one query only."""
+        return self.step in DECODE_STEPS
+
 
 HEADS = ((8, 8), (16, 8), (9, 3), (32, 8), (40, 8), (12, 2), (28, 4), (32, 4), (96, 8), (16, 1), (64, 4))
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -61,7 +66,7 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpu": {
         "chip": ("a100", "h200", "b200"),
         "heads": (*HEADS, (24, 1)),
-        "head_size": (64, 128, 256),
+        "head_size": (64, 80, 96, 128, 192, 256),
         "dtype": ("bfloat16", "int8", "float8_e4m3fn"),
         "page_size": (16, 32, 64),
         "feature": ("none", "window", "soft_cap", "sinks", "all", "read only"),
@@ -83,17 +88,23 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 """Feature → keyword arguments of `attend`. `sinks` stands for an array of sinks; with `reads` the step has no keys and
 values to write, since it reads the pages of another layer."""
+DECODE_STEPS = ("decode", "one token")
+"""Steps that are compiled by the program of steps that only decode."""
 STEPS = {"decode": (64, 64), "mixed": (256, 16), "many rows": (256, 128), "prefill": (8192, 256), "one token": (1, 1)}
 """Tokens and rows of a step; prefill's are the most that an engine takes by default."""
-DECODES = "decode", "one token"
-"""Steps whose rows have one token each: an engine has programs of their own for them."""
 REFUSED: dict[str, tuple[Callable[[Cell], bool], str]] = {
     "tpu": (
         lambda cell: cell.page_size < 32 and cell.dtypes[1] in ("int8", "float8_e4m3fn"),
         "cannot statically prove that index in dimension 2 is a multiple of 32",
     ),
-    "gpu": (lambda cell: cell.head_size not in (64, 128, 256), "no tile of shared memory has such rows"),
-    "gpu, wgmma": (lambda cell: cell.head_size not in (64, 128), "a tile's sums would fill the registers"),
+    "gpu": (
+        lambda cell: (
+            cell.head_size in (80, 96, 192)
+            and (cell.dtypes[1] != "bfloat16" or (cell.chip, cell.head_size, cell.page_size) == ("a100", 80, 16))
+        ),
+        "copies to shared memory cannot divide such rows",
+    ),
+    "gpu, wgmma": (lambda cell: cell.head_size not in (64, 128), "its rows are no blocks, or its sums too many"),
 }
 """Platform → cells that its kernels refuse, and the reason; for TPUs the compiler's message. The rest must compile."""
 MODELS: dict[str, tuple[tuple[int, int], int, str]] = {
@@ -197,7 +208,6 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 
     (num_heads, num_kv_heads), (num_tokens, num_rows) = cell.heads, STEPS[cell.step]
-    decodes_only = cell.step in DECODES
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def shaped(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -224,8 +234,8 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
         page_tables=shaped(1, num_rows, 8192 // cell.page_size),
         num_rows=shaped(),
         num_decode_rows=shaped(),
-        plan=shaped(backend.plan_len(num_tokens, num_rows, decodes_only=decodes_only)),
-        decodes_only=decodes_only,
+        plan=shaped(backend.plan_len(num_tokens, num_rows, decodes_only=cell.decodes_only)),
+        decodes_only=cell.decodes_only,
     )
     options = dict(FEATURES[cell.feature])
     sinks = shaped(num_heads, dtype=jnp.float32) if options.pop("sinks", False) else None

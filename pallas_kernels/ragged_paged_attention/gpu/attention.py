@@ -3,7 +3,7 @@
     grid: lists × KV heads, as many thread blocks as the chip holds at once; block (l, h) works through the pieces of
     list l, each a query tile of KV head h over a range of its row's keys (see `plan`)
 
-      queries [K, A, H] ── one tile [M, H] ──▶ shared memory
+      queries [K, A, H] ── one tile [M, H] ──▶ shared memory, where there is room while the piece before is computed
       pages [L × C, K, Z, H] ── KV tiles of T keys, by page table ──▶ shared memory, `num_stages` buffers (stages)
           stage 0 │ stage 1 │ …      while one KV tile is computed, the next ones are fetched; a stage is filled
                                      again as soon as the tile after the one in it is begun
@@ -28,6 +28,7 @@ Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (online softmax); Dao et al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,6 +74,10 @@ class Launch:
     """T: keys of a KV tile."""
     num_stages: int
     """KV tiles in shared memory."""
+    reads_ahead: bool
+    """Whether the next piece's row and lengths are read while a piece is computed."""
+    num_query_tiles: int
+    """Tiles of queries in shared memory: with two, the next piece's queries are fetched ahead as well."""
     products: Any
     """The module `mma` or `wgmma`, whose functions compute the products."""
     chip: Chip
@@ -105,6 +110,19 @@ class AttentionInputs(NamedTuple):
     """float32 [K, G + M]: each KV head's G sink logits, repeated, so that a tile that begins at any of them finds M."""
 
 
+class NextPiece(NamedTuple):
+    """The row of a piece and its lengths, read while the piece before is computed.
+
+    Registers hold them all that time, which are few: what else the plan says of a piece is read when it begins.
+    """
+
+    row: Any
+    context_len: Any
+    """Tokens of its row."""
+    num_queries: Any
+    """Queries of its row."""
+
+
 class Partials(NamedTuple):
     """Partial results of the pieces of split tiles, in global memory, float32."""
 
@@ -125,10 +143,11 @@ class AttentionScratch(NamedTuple):
     """[T, H] bfloat16: the keys of one KV tile of one-byte pages, converted."""
     kv_barriers: Ref | None
     """One barrier per stage, at which the copies of its keys and values arrive; None without TMA."""
-    q_barrier: Ref | None
-    """Barrier at which the copies of queries arrive; None without TMA."""
-    q_tile: Ref
-    """[M, H] bfloat16: the queries of a tile, and later its outputs on their way to global memory."""
+    q_barriers: Ref | None
+    """One barrier per tile of queries, at which its copies arrive; None without TMA."""
+    q_tiles: Ref
+    """[query tiles, M, H] bfloat16: the queries of a tile, and later its outputs on their way to global memory. Of two,
+    one is filled for the next piece."""
     v_tiles: Ref
     """[stages, T, H] of the cache's dtype: values."""
     v_wide: Ref | None
@@ -154,8 +173,10 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
         kv_barriers=plgpu.Barrier(num_arrivals=copies_per_stage, num_barriers=launch.num_stages)
         if chip.has_tma
         else None,
-        q_barrier=plgpu.Barrier(num_arrivals=tiles.tile_rows // ROW_ALIGN) if chip.has_tma else None,
-        q_tile=smem_tile((tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
+        q_barriers=plgpu.Barrier(num_arrivals=tiles.tile_rows // ROW_ALIGN, num_barriers=launch.num_query_tiles)
+        if chip.has_tma
+        else None,
+        q_tiles=smem_tile((launch.num_query_tiles, tiles.tile_rows, head_size), COMPUTE_DTYPE, chip),
         v_tiles=kv_tiles,
         v_wide=wide_tile,
         weights=launch.products.weights_smem(tiles.tile_rows, tile_kv, chip),
@@ -186,35 +207,87 @@ def ragged_attention(inputs: AttentionInputs, launch: Launch) -> Partials | None
 def _compute_list(
     inputs: AttentionInputs, partials: Partials | None, scratch: AttentionScratch, launch: Launch
 ) -> None:
-    """Compute the pieces of this thread block's list, one after another."""
+    """Compute the pieces of this thread block's list, one after another.
+
+    Each piece is known, and its queries are on their way if there are two tiles for them, when the one before it ends.
+    """
     section, plan = launch.section, inputs.plan
     this_list = lax.axis_index("list")
     begin, end = plan[section.lists_at + this_list], plan[section.lists_at + this_list + 1]
 
-    @pl.loop(begin, end)
-    def _(index: Any) -> None:
-        offsets = [section.pieces_at + field * section.tiles.max_pieces for field in range(PIECE_FIELDS)]
-        piece = Piece(*[plan[offset + index] for offset in offsets])
-        _compute_piece(inputs, partials, scratch, launch, piece)
+    def read(index: Any) -> NextPiece:
+        row = _planned(inputs, launch, index).row
+        return NextPiece(row, inputs.context_lens[row], inputs.query_starts[row + 1] - inputs.query_starts[row])
+
+    def compute(index: Any, piece: NextPiece | None) -> NextPiece | None:
+        def fetch_next() -> NextPiece | None:
+            if not launch.reads_ahead:
+                return None
+            following = read(jnp.minimum(index + 1, end - 1))
+            if launch.num_query_tiles > 1:
+                pl.when(index + 1 < end)(lambda: _fetch_queries(inputs, scratch, launch, index + 1, following))
+            return following
+
+        return _compute_piece(inputs, partials, scratch, launch, index, piece or read(index), fetch_next)
+
+    @pl.when(begin < end)
+    def _() -> None:
+        first = read(begin)
+        if launch.num_query_tiles > 1:
+            _fetch_queries(inputs, scratch, launch, begin, first)
+        lax.fori_loop(begin, end, compute, first if launch.reads_ahead else None)
+
+
+def _planned(inputs: AttentionInputs, launch: Launch, index: Any) -> Piece:
+    """Return the fields of a piece, read from the plan; a field that is not used is not read."""
+    section = launch.section
+    offsets = [section.pieces_at + field * section.tiles.max_pieces for field in range(PIECE_FIELDS)]
+    return Piece(*[inputs.plan[offset + index] for offset in offsets])
+
+
+def _query_tile(scratch: AttentionScratch, launch: Launch, index: Any) -> tuple[Ref, Ref | None]:
+    """Return the tile of a piece's queries, and the barrier at which their copies arrive."""
+    tile = lax.rem(index, jnp.int32(launch.num_query_tiles))
+    return scratch.q_tiles.at[tile], None if scratch.q_barriers is None else scratch.q_barriers.at[tile]
+
+
+def _fetch_queries(
+    inputs: AttentionInputs, scratch: AttentionScratch, launch: Launch, index: Any, piece: NextPiece
+) -> None:
+    """Start the copies of a piece's queries to its tile."""
+    planned = _planned(inputs, launch, index)
+    aligned_row = pl.multiple_of(planned.aligned_row, ROW_ALIGN)
+    num_rows = piece.num_queries * launch.group - planned.first_query_row
+    q_tile, q_barrier = _query_tile(scratch, launch, index)
+    start_query_copies(inputs.queries, lax.axis_index("head"), aligned_row, num_rows, q_tile, q_barrier, launch.chip)
 
 
 def _compute_piece(
-    inputs: AttentionInputs, partials: Partials | None, scratch: AttentionScratch, launch: Launch, piece: Piece
-) -> None:
-    """Fetch the piece's queries and keys, compute their attention, and store outputs or a partial result."""
+    inputs: AttentionInputs,
+    partials: Partials | None,
+    scratch: AttentionScratch,
+    launch: Launch,
+    index: Any,
+    piece: NextPiece,
+    fetch_next: Callable[[], NextPiece | None],
+) -> NextPiece | None:
+    """Fetch the keys of the list's piece `index`, compute its attention, and store outputs or a partial result.
+
+    Return the next piece as `fetch_next` does, which is called once the first keys are on their way.
+    """
     chip, tile_kv, stages, group = launch.chip, launch.tile_kv, launch.num_stages, launch.group
     products, options = launch.products, launch.options
     scale, window, soft_cap = options.scale, options.window, options.soft_cap
-    row, first, aligned_row, begin, end, partial_index = piece
+    row, context_len, num_queries = piece
+    _, first, aligned_row, begin, end, partial_index = _planned(inputs, launch, index)
     head, aligned_row = lax.axis_index("head"), pl.multiple_of(aligned_row, ROW_ALIGN)
-    tile_rows, head_size = scratch.q_tile.shape
+    _, tile_rows, head_size = scratch.q_tiles.shape
+    q_tile, q_barrier = _query_tile(scratch, launch, index)
     num_pages, _, page_size, _ = inputs.k_pages.shape
     pages_per_tile = max(tile_kv // page_size, 1)
     acc_layout, per_row = products.acc_layout(tile_rows), products.acc_layout(tile_rows).reduce(1)
 
     # Positions: the tile sees the keys [oldest, newest + 1), and this piece computes [begin, end) of them.
-    context_len = inputs.context_lens[row]
-    num_queries = inputs.query_starts[row + 1] - inputs.query_starts[row]
     start = context_len - num_queries
     first_position = start + lax.div(first, jnp.int32(group))
     newest = jnp.minimum(start + lax.div(first + (tile_rows - 1), jnp.int32(group)), context_len - 1)
@@ -262,7 +335,7 @@ def _compute_piece(
 
     def scores_of(k_tile: Ref, index: Any) -> Array:
         """Return the scores [M, T] of the index-th KV tile, times log₂ e, masked where a query sees no key."""
-        scores = products.scores(scratch.q_tile, k_tile, chip) * factor
+        scores = products.scores(q_tile, k_tile, chip) * factor
         if soft_cap is not None:
             # tanh by exp2, because the hardware's tanh has 11 bits: of a score of 50 that is a hundredth of its weight.
             scores = (1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E)))) * (soft_cap * LOG2_E)
@@ -319,12 +392,13 @@ def _compute_piece(
         acc = products.add_values(acc, scratch.weights, v_tile, chip)
         return acc, new_max, running_sum, pages
 
-    # Fetch the queries and the first KV tiles.
+    # Fetch the first KV tiles, and what the next piece begins with.
     fence_before_copy(chip)
-    num_rows = num_queries * group - first
-    start_query_copies(inputs.queries, head, aligned_row, num_rows, scratch.q_tile, scratch.q_barrier, chip)
-    for index in range(stages - 1):
-        fetch_if_any(jnp.int32(index), pages_of(jnp.int32(index)))
+    if launch.num_query_tiles == 1:
+        _fetch_queries(inputs, scratch, launch, index, piece)
+    for stage in range(stages - 1):
+        fetch_if_any(jnp.int32(stage), pages_of(jnp.int32(stage)))
+    following = fetch_next()
 
     # The softmax state before the first key. In the first piece, a sink counts as a key of weight 1 and no value.
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, head_size), jnp.float32), acc_layout)
@@ -336,8 +410,9 @@ def _compute_piece(
         with_sinks = sinks, plgpu.layout_cast(jnp.ones((tile_rows,), jnp.float32), per_row)
         running_max, running_sum = lax.cond(begin == 0, lambda: with_sinks, lambda: (running_max, running_sum))
 
-    # Wait for the queries, then compute KV tile after KV tile.
-    wait_copies(scratch.q_barrier, 2 * pages_per_tile * (stages - 1), chip)
+    # Wait for the queries, then compute KV tile after KV tile. On Ampere the copies of the next piece's queries are
+    # counted by no wait: they are older than the KV tiles of every wait in the loop.
+    wait_copies(q_barrier, 2 * pages_per_tile * (stages - 1), chip)
     carry = acc, running_max, running_sum, pages_of(jnp.int32(stages - 1))
     acc, running_max, running_sum, _ = lax.fori_loop(0, num_kv_tiles, attend, carry)
     if not chip.has_tma:
@@ -348,13 +423,16 @@ def _compute_piece(
     @pl.when(partial_index < 0)
     def store_outputs() -> None:
         results = acc / lax.broadcast_in_dim(running_sum, acc.shape, [0])
-        store_query_rows(inputs.queries, head, aligned_row, num_rows, results, scratch.q_tile, chip)
+        num_rows = num_queries * group - first
+        store_query_rows(inputs.queries, head, aligned_row, num_rows, results, q_tile, chip)
 
     @pl.when(partial_index >= 0)
     def store_partial() -> None:
         if partials is not None:
             for target, value in zip(partials, (acc, running_max, running_sum), strict=True):
                 store_global(target.at[partial_index, head], value)
+
+    return following
 
 
 def repeat_sinks(sinks: Float[Array, " N"], num_kv_heads: int, tile_rows: int) -> Float[Array, "K G_M"]:

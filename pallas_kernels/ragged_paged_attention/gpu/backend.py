@@ -4,7 +4,7 @@
     queries [T, N, H]   ─ gather ─▶ aligned by KV head [K, A, H]
     attention           outputs to the memory of the queries; one launch over small tiles, of rows with few queries
                         (decode), one over large tiles, of all others (prefill), each followed by one that merges the
-                        pieces of split tiles
+                        pieces of split tiles; a step that only decodes has small tiles alone
     out [T, N, H]       ◀─ gather ─
 
 Pages are [L × C, K, Z, H], one array of keys and one of values, so that the slots of one page and KV head lie side by
@@ -31,7 +31,11 @@ from .merge import merge
 from .plan import NUM_STAGES, GpuPlanner
 from .queries import QueryRows
 
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 80, 96, 128, 192, 256)
+ONE_BYTE_HEAD_SIZES = (64, 128, 256)
+"""Head sizes of pages of one byte a number: rows of the others are no even number of blocks of shared memory."""
+AMPERE_PAGE_SIZES_OF_80 = (32, 64)
+"""Tokens of a page that Ampere takes at head size 80: 16 rows of five blocks cannot be shared by its four warps."""
 PAGE_SIZES = (16, 32, 64)
 PREFILL = ("mma", "wgmma")
 MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
@@ -118,12 +122,12 @@ class GpuBackend(Backend):
         for name, got in smallest.items():
             if got < 1:
                 raise ValueError(f"{name}: got {got}, the pallas-gpu backend takes at least 1")
-        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size <= wgmma.MAX_HEAD_SIZE
+        has_wgmma = self.capability[0] == HOPPER[0] and self.head_size in wgmma.HEAD_SIZES
         if self.prefill not in PREFILL or (self.prefill == "wgmma" and not has_wgmma):
             raise ValueError(
                 f"prefill: got {self.prefill} with head size {self.head_size} on a GPU of compute capability "
                 f"{'.'.join(map(str, self.capability))}, the pallas-gpu backend takes {' or '.join(PREFILL)}, wgmma on "
-                f"9.0 (Hopper) alone and up to head size {wgmma.MAX_HEAD_SIZE}; leave it at mma"
+                f"9.0 (Hopper) alone and for head sizes {' and '.join(map(str, wgmma.HEAD_SIZES))}; leave it at mma"
             )
 
     @property
@@ -137,23 +141,36 @@ class GpuBackend(Backend):
         dtype_way_out = "use --dtype bfloat16 and leave kv_cache_dtype out, or use --attention-backend xla"
         self.refuse_unlisted("kv_cache_dtype", shape.dtype.name, self.kv_dtypes, dtype_way_out)
         self.refuse_unlisted("head_size", shape.head_size, HEAD_SIZES, "use --attention-backend xla")
-        self.refuse_unlisted("block_size", shape.page_size, PAGE_SIZES, "leave it out or use --attention-backend xla")
+        if shape.dtype.itemsize == 1 and shape.head_size not in ONE_BYTE_HEAD_SIZES:
+            raise ValueError(
+                f"kv_cache_dtype: got {shape.dtype.name} with head size {shape.head_size}, the pallas-gpu backend "
+                f"takes it with {', '.join(map(str, ONE_BYTE_HEAD_SIZES))} only; leave kv_cache_dtype out"
+            )
+        is_narrow = shape.head_size == 80 and self.capability < HOPPER
+        page_sizes = AMPERE_PAGE_SIZES_OF_80 if is_narrow else PAGE_SIZES
+        self.refuse_unlisted("block_size", shape.page_size, page_sizes, "leave it out or use --attention-backend xla")
         return GpuLayout.of(shape)
 
     def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
-        """Return the int32 numbers of a plan, with room for both classes of tiles and all windows."""
-        return self.planner.plan_len(num_tokens, num_rows)
+        """Return the int32 numbers of a plan, with room for the classes of tiles of such a step and all windows."""
+        return self.planner.plan_len(num_tokens, num_rows, decodes_only=decodes_only)
 
     def plan(self, rows: PlanRows, out: np.ndarray) -> None:
         """Cut the rows into tiles and these into pieces of equal length, as `plan` describes."""
         self.planner.plan(
-            rows.query_lens, rows.context_lens, num_tokens=rows.padded_tokens, num_rows=rows.padded_rows, out=out
+            rows.query_lens,
+            rows.context_lens,
+            num_tokens=rows.padded_tokens,
+            num_rows=rows.padded_rows,
+            out=out,
+            decodes_only=rows.decodes_only,
         )
 
-    def launches(self, num_tokens: int, num_rows: int, options: AttendOptions) -> list[Launch]:
+    def launches(
+        self, num_tokens: int, num_rows: int, options: AttendOptions, *, decodes_only: bool = False
+    ) -> list[Launch]:
         """Return one launch for each tile class that a step of that size may have."""
-        planner, window = self.planner, options.window
-        windows, sections = planner.planned_windows, planner.sections(num_tokens, num_rows)
+        planner, window, windows = self.planner, options.window, self.planner.planned_windows
         return [
             Launch(
                 section=by_window[windows.index(window) if window in windows else 0],
@@ -161,10 +178,14 @@ class GpuBackend(Backend):
                 options=options,
                 tile_kv=planner.tile_kv,
                 num_stages=NUM_STAGES,
-                products=wgmma if self.prefill == "wgmma" and by_window is sections[-1] else mma,
+                reads_ahead=planner.reads_ahead(by_window[0].tiles.tile_rows),
+                num_query_tiles=planner.num_query_tiles(by_window[0].tiles.tile_rows),
+                products=wgmma
+                if self.prefill == "wgmma" and by_window[0].tiles.tile_rows == planner.large_tile_rows
+                else mma,
                 chip=Chip(has_tma=self.capability >= HOPPER, interpret=self.interpret),
             )
-            for by_window in sections
+            for by_window in planner.sections(num_tokens, num_rows, decodes_only=decodes_only)
             if by_window[0].tiles.max_tiles
         ]
 
@@ -187,11 +208,13 @@ class GpuBackend(Backend):
                 "one chip"
             )
         num_tokens, num_rows = q.shape[0], step.context_lens.shape[0]
-        if step.plan.shape[0] != (wanted_len := self.plan_len(num_tokens, num_rows)):
+        wanted_len = self.plan_len(num_tokens, num_rows, decodes_only=step.decodes_only)
+        if step.plan.shape[0] != wanted_len:
             # The kernels find the section of each class and window by its offset, which differs in another plan.
             raise ValueError(
                 f"attend: got a plan of {step.plan.shape[0]} numbers, this pallas-gpu backend takes {wanted_len} for "
-                f"{num_tokens} tokens in {num_rows} rows; make the plan with the backend that attends"
+                f"{num_tokens} tokens in {num_rows} rows{', all of them decoding' * step.decodes_only}; make the plan "
+                "with the backend that attends, for a step of the same kind"
             )
         k_pages, v_pages = pages
         if k is not None and v is not None:
@@ -203,7 +226,7 @@ class GpuBackend(Backend):
         rows = QueryRows(step, self.num_kv_heads, planner.group, planner.large_tile_rows)
         queries = jax.new_ref(rows.align(q))
         k_scales, v_scales = (None, None) if kv_scales is None else kv_scales
-        for launch in self.launches(q.shape[0], step.context_lens.shape[0], options):
+        for launch in self.launches(num_tokens, num_rows, options, decodes_only=step.decodes_only):
             tile_rows = launch.section.tiles.tile_rows
             numbers = tables.reshape(-1), step.context_lens, step.query_starts, step.plan, first_page[None]
             head_sinks = None if sinks is None else repeat_sinks(sinks, self.num_kv_heads, tile_rows)

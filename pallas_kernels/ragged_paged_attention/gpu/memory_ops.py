@@ -45,11 +45,13 @@ class Chip:
 def smem_tile(shape: tuple[int, ...], dtype: Any, chip: Chip, lanes: int | None = None) -> Any:
     """Return the type of a tile [rows, lanes] in shared memory that products read without bank conflicts.
 
-    `lanes` is the width of a product's operand where it is narrower than the tile.
+    `lanes` is the width of a product's operand where it is narrower than the tile. A row's bytes lie in blocks of 128,
+    64 or 32, whatever divides the row.
     """
     row_bytes = (lanes or shape[-1]) * jnp.dtype(dtype).itemsize
-    # The four warps that copy on Ampere want two blocks of lanes to share 16 rows.
-    width = min(128, row_bytes if chip.has_tma or lanes else row_bytes // 2)
+    # The four warps that copy on Ampere want an even number of blocks to share 16 rows.
+    divided_bytes = row_bytes if chip.has_tma or lanes else row_bytes // 2
+    width = max(min(divided_bytes & -divided_bytes, 128), 32)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
 
@@ -111,7 +113,8 @@ def store_query_rows(
 ) -> None:
     """Store the first `num_rows` rows of `values` to target[head, aligned_row:], through shared memory `staging`.
 
-    Rows go ROW_ALIGN at a time, sixteen bytes a thread. The last ROW_ALIGN may write padding rows behind `num_rows`.
+    Rows go ROW_ALIGN at a time, sixteen bytes a thread at head size 128. The last of these may be padding rows, which
+    are written as well.
     """
     staging[...] = values.astype(staging.dtype)
     for first in range(0, staging.shape[0], ROW_ALIGN):
@@ -125,11 +128,12 @@ def store_query_rows(
 def row_layout(head_size: int, chip: Chip) -> Any:
     """Return the register layout of ROW_ALIGN rows: neighbouring lanes in one thread, two rows to a warp.
 
-    On Ampere a row of 64 lies in two blocks of shared memory, so a warp has half rows there.
+    A warp takes the largest power of two of lanes at once that divides the head size. On Ampere 64 or 32 of these lie
+    in two blocks of shared memory, so a warp has half of them in four rows there.
     """
-    width = min(head_size, 128)
-    if width == 64 and not chip.has_tma:
-        half_rows = plgpu.Tiling(((ROW_ALIGN, 64), (4, 32), (4,)))
+    width = min(head_size & -head_size, 128)
+    if width in (32, 64) and not chip.has_tma:
+        half_rows = plgpu.Tiling(((ROW_ALIGN, width), (4, width // 2), (width // 16,)))
         return plgpu.Layout.TILED(half_rows, warp_dims=(-5, -4), lane_dims=(-3, -2), vector_dim=-1)
     tiling = plgpu.Tiling(((ROW_ALIGN, width), (2, width), (width // 16,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -36,12 +36,13 @@ def weights_smem(tile_rows: int, tile_kv: int, chip: Chip) -> Any:
 def scores(q_tile: Ref, k_tile: Ref, chip: Chip) -> jax.Array:
     """Return the raw scores Q · Kᵀ, [M, T] in float32, of M query rows and T keys, neither scaled nor masked.
 
-    Both tiles are [rows, H] in shared memory, H a multiple of `Q_LANES`, the part of a head that one product takes.
+    Both tiles are [rows, H] in shared memory. A product takes `Q_LANES` of a head, the last one what is left.
     """
     tile_rows, head_size = q_tile.shape
     acc = plgpu.layout_cast(jnp.zeros((tile_rows, k_tile.shape[0]), jnp.float32), acc_layout(tile_rows))
     for lane in range(0, head_size, Q_LANES):
-        q, k = q_tile.at[:, lane : lane + Q_LANES], k_tile.at[:, lane : lane + Q_LANES].T
+        lanes = slice(lane, min(lane + Q_LANES, head_size))
+        q, k = q_tile.at[:, lanes], k_tile.at[:, lanes].T
         acc = _multiply_add(acc, q, k, chip)
     return acc
 

@@ -8,10 +8,11 @@
       block 0      block 1      block 2          flash-decoding), whose partial results a second kernel merges;
                                                  most tiles are one piece
 
-Rows of few queries (decode) go into small tiles, all others into large ones: two `TileClass`es, one launch each. A
-piece holds no length that a later step could change: the first piece of a tile begins at key 0 and the last one has no
-end, and the kernel takes both from the lengths that it finds on the device. Therefore a plan that was made for longer
-contexts serves the steps before as well.
+Rows of few queries (decode) go into small tiles, all others into large ones: two `TileClass`es, one launch each. The
+plan of a step that only decodes has no large tiles, unless the heads of one query fill them. A piece holds no length
+that a later step could change: the first piece of a tile begins at key 0 and the last one has no end, and the kernel
+takes both from the lengths that it finds on the device. Therefore a plan that was made for longer contexts serves the
+steps before as well.
 
 The plan is one int32 array, written by numpy alone. All layers with the same window share one section of it.
 """
@@ -40,6 +41,8 @@ SCRATCH_BYTES = REDUCTION_BYTES + 128
 """Shared memory of a thread block beside its tiles at most, barriers included."""
 TEMP_BYTES = 14 << 20
 """Global memory for the aligned queries of 256 tokens and the partial results of one tile class at a time."""
+FULL_REGISTERS = (96, 256)
+"""Head sizes at which tiles of 16 rows need all registers that three thread blocks leave each other, 168 a thread."""
 NO_END = 1 << 30
 """End of the keys of a tile's last piece."""
 
@@ -163,8 +166,12 @@ class GpuPlanner:
 
     @property
     def small_tile_rows(self) -> int:
-        """Return the query rows of a small tile: as few as the heads of one query need."""
-        return min(max(1 << (self.group - 1).bit_length(), 16), self.large_tile_rows)
+        """Return the query rows of a small tile: as few as the heads of one query need.
+
+        In a tile of 16 rows four warps share the columns of a product, eight at a time, in one of 32 rows two do.
+        """
+        fewest = 16 if self.head_size % 32 == 0 else 32
+        return min(max(1 << (self.group - 1).bit_length(), fewest), self.large_tile_rows)
 
     @property
     def tile_kv(self) -> int:
@@ -173,9 +180,21 @@ class GpuPlanner:
 
     def blocks_per_sm(self, tile_rows: int) -> int:
         """Return the thread blocks that registers and shared memory of a multiprocessor hold at the same time."""
+        return self._blocks_per_sm(tile_rows, num_query_tiles=1)
+
+    def reads_ahead(self, tile_rows: int) -> bool:
+        """Return whether a thread block reads the next piece's row while it computes one: if registers have room."""
+        return tile_rows > 16 or self.head_size not in FULL_REGISTERS
+
+    def num_query_tiles(self, tile_rows: int) -> int:
+        """Return the tiles of queries that a thread block has: two, unless the second one costs a block its place."""
+        has_room = self._blocks_per_sm(tile_rows, num_query_tiles=2) == self.blocks_per_sm(tile_rows)
+        return 2 if has_room and self.reads_ahead(tile_rows) else 1
+
+    def _blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int) -> int:
         # One-byte pages take half of this and a tile in two bytes.
         kv_bytes = NUM_STAGES * 2 * self.tile_kv * self.head_size * 2
-        tile_bytes = tile_rows * (self.head_size + self.tile_kv) * 2
+        tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
         by_memory = (self.block_memory + RESERVED_BYTES) // (kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES)
         return max(min(3 if tile_rows == 16 else 2, by_memory), 1)
 
@@ -189,16 +208,26 @@ class GpuPlanner:
         """Return the windows that have a section in the plan; the first is None, full attention."""
         return (None, *sorted({window for window in self.windows if window is not None}))
 
-    def plan_len(self, num_tokens: int, num_rows: int) -> int:
+    def plan_len(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> int:
         """Return the int32 numbers of the plan of a step padded to that many tokens and rows."""
-        return self.sections(num_tokens, num_rows)[-1][-1].end
+        return self.sections(num_tokens, num_rows, decodes_only=decodes_only)[-1][-1].end
 
     def plan(
-        self, query_lens: np.ndarray, context_lens: np.ndarray, *, num_tokens: int, num_rows: int, out: np.ndarray
+        self,
+        query_lens: np.ndarray,
+        context_lens: np.ndarray,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        out: np.ndarray,
+        decodes_only: bool = False,
     ) -> None:
-        """Write the plan of these rows into `out`, for a step padded to `num_tokens` and `num_rows`."""
+        """Write the plan of these rows into `out`, for a step padded to `num_tokens` and `num_rows`.
+
+        `decodes_only`: the step's program takes rows with one query only.
+        """
         query_rows, min_query_rows = query_lens * self.group, 1
-        for sections in self.sections(num_tokens, num_rows):
+        for sections in self.sections(num_tokens, num_rows, decodes_only=decodes_only):
             tile_rows = sections[0].tiles.tile_rows
             in_class = query_rows >= min_query_rows
             if tile_rows < self.large_tile_rows:
@@ -218,12 +247,13 @@ class GpuPlanner:
         min_queries = 1 if self.small_tile_rows == self.large_tile_rows else self.small_tile_rows // self.group + 1
         return num_tokens * self.group // tile_rows + min(num_tokens // min_queries, num_rows)
 
-    def sections(self, num_tokens: int, num_rows: int) -> list[list[PlanSection]]:
+    def sections(self, num_tokens: int, num_rows: int, *, decodes_only: bool = False) -> list[list[PlanSection]]:
         """Return the sections of the small tiles and of the large ones, each by window as in `planned_windows`.
 
-        There are only large tiles if the heads of one query fill them.
+        There are only large tiles if the heads of one query fill them; else only small ones in a step that only
+        decodes.
         """
-        return _sections(self, num_tokens, num_rows)
+        return _sections(self, num_tokens, num_rows, decodes_only)
 
     def _write_section(self, section: PlanSection, tiles: QueryTiles, window: int | None, out: np.ndarray) -> None:
         """Partition the tiles over the section's lists, and write lists, pieces and merges into `out`."""
@@ -264,11 +294,11 @@ class GpuPlanner:
 
 
 @cache
-def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int) -> list[list[PlanSection]]:
+def _sections(planner: GpuPlanner, num_tokens: int, num_rows: int, decodes_only: bool) -> list[list[PlanSection]]:
     """Compute `GpuPlanner.sections` once for each size of a step; it would be a third of the time of a plan."""
     sections: list[list[PlanSection]] = []
     end = 0
-    for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows}):
+    for tile_rows in sorted({planner.small_tile_rows, planner.large_tile_rows})[: 1 if decodes_only else 2]:
         num_lists = max(planner.num_sms * planner.blocks_per_sm(tile_rows) // planner.num_kv_heads, 1)
         bytes_per_partial = planner.num_kv_heads * tile_rows * planner.head_size * 4
         max_splits = min(num_lists - 1, planner.partial_bytes // bytes_per_partial // 2)

@@ -5,6 +5,7 @@
     aligned [K, A, H]   ├─ row 0 ─────────┤├─ row 1 ─┤├─ row 2 …       each row begins at a multiple of ROW_ALIGN
                         [ tile ][ tile ][ ti|le ]                     a row's last tile reaches into the next row
 
+In a step that only decodes, row t is token t: no gather then, but a transposition, which XLA fuses with its neighbours.
 Results take the place of the queries that they belong to. What a tile computes behind its row's end is not stored.
 Letters: G query heads per KV head · A aligned query rows of all rows, padding included.
 """
@@ -41,6 +42,10 @@ class QueryRows:
     def align(self, q: Float[Array, "T N H"]) -> Float[Array, "K A H"]:
         """Gather queries into aligned query rows; padding rows hold any query."""
         num_tokens, num_heads, head_size = q.shape
+        if self.step.decodes_only:
+            q_KTGH = q.reshape(num_tokens, self.num_kv_heads, self.group, head_size).transpose(1, 0, 2, 3)
+            q_KTgH = jnp.pad(q_KTGH, ((0, 0), (0, 0), (0, -self.group % ROW_ALIGN), (0, 0)))
+            return jnp.pad(q_KTgH.reshape(self.num_kv_heads, -1, head_size), ((0, 0), (0, self.tile_rows), (0, 0)))
         (num_rows,) = self.step.context_lens.shape
         room = num_tokens * self.group + (ROW_ALIGN - 1) * min(num_rows, num_tokens) + self.tile_rows
         query_row = jnp.arange(-(-room // ROW_ALIGN) * ROW_ALIGN)
@@ -57,12 +62,17 @@ class QueryRows:
         """
         starts = self.step.query_starts
         token = jnp.arange(self.step.positions.shape[0])
-        row = jnp.minimum(_last_begun(token, starts), starts.shape[0] - 2)
-        aligned_row_TG = ((token - starts[row]) * self.group + self.begins[row])[:, None] + jnp.arange(self.group)[None]
         num_kv_heads, room, head_size = aligned.shape
-        head_K = jnp.arange(num_kv_heads) * room
-        by_head = aligned.reshape(-1, head_size)[head_K[None, :, None] + jnp.minimum(aligned_row_TG, room - 1)[:, None]]
-        results = by_head.reshape(len(token), num_kv_heads * self.group, head_size)
+        if self.step.decodes_only:
+            by_head = aligned[:, : -self.tile_rows].reshape(num_kv_heads, len(token), -1, head_size)
+            by_token = by_head[:, :, : self.group].transpose(1, 0, 2, 3)
+        else:
+            row = jnp.minimum(_last_begun(token, starts), starts.shape[0] - 2)
+            first_row_T = (token - starts[row]) * self.group + self.begins[row]
+            aligned_row_TG = jnp.minimum(first_row_T[:, None] + jnp.arange(self.group)[None], room - 1)
+            head_K = jnp.arange(num_kv_heads) * room
+            by_token = aligned.reshape(-1, head_size)[head_K[None, :, None] + aligned_row_TG[:, None]]
+        results = by_token.reshape(len(token), num_kv_heads * self.group, head_size)
         return jnp.where((token < starts[-1])[:, None, None], results, 0)
 
 

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from .memory_ops import COMPUTE_DTYPE, Chip, Ref, plgpu, smem_tile
 
 TILE_ROWS = 64
-MAX_HEAD_SIZE = 128
-"""Largest head size whose results fit into the registers twice."""
+HEAD_SIZES = (64, 128)
+"""Head sizes whose rows are whole blocks of 128 bytes and whose results fit into the registers twice."""
 
 
 def acc_layout(tile_rows: int) -> Any:

@@ -47,6 +47,9 @@ class Tiles:
     """Keys of a split, if its row has as many and the rows fill a batch of splits."""
     decode_bytes: int = 32 << 20
     """Bytes of the keys of the splits that are computed at once: they are copied and then read by a product."""
+    has_few_loops: bool = False
+    """Whether decode and prefill have one loop each whose count is an array, instead of nested ones: a GPU's host waits
+    in each iteration of such a loop to read whether to go on."""
 
     def kv_splits_of(self, pages: XlaPages, num_rows: int) -> KVSplits:
         """Return how the pages of that many rows are cut: few rows into more splits, which are shorter."""
@@ -57,11 +60,12 @@ class Tiles:
             batch_size=batch_size,
             max_splits=max(1, min(self.kv_splits // num_rows, batch_size)),
             min_pages=max(1, self.split_keys // pages.page_size * min(num_rows, batch_size) // batch_size),
+            has_static_counts=self.has_few_loops,
         )
 
 
 CPU_TILES = Tiles(queries=16, prefill_keys=64, shared_rows=8, kv_splits=16, decode_keys=64 * 16)
-DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64)
+DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64, has_few_loops=True)
 
 
 @dataclass(frozen=True)
@@ -160,5 +164,5 @@ class XlaBackend(TiledBackend):
         room = max(num_tokens, num_rows) + tile_q
         out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded.result(), 0, 0)
         if not step.decodes_only:
-            out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q)
+            out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q, in_one_loop=sizes.has_few_loops)
         return out[:num_tokens].reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)

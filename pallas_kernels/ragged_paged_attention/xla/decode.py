@@ -9,6 +9,9 @@
 Splits are numbered row after row, so a short row takes no more iterations than it needs beside a long one. Each split
 has a softmax state of its own; all are kept, and merged into one per row in the end. How a row's pages are cut, and in
 which order its splits are merged, does not depend on the other rows: its bits are the same in any batch.
+
+A loop whose count is an array makes a GPU's host wait in every iteration, since it reads whether to go on. There only
+the loop over pages has such a count; batches are as many as all rows could need, and merging is a sum.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ class KVSplits:
     """Largest number of splits of one row."""
     min_pages: int
     """Pages of a split, if its row has as many; more only where the row would exceed `max_splits` otherwise."""
+    has_static_counts: bool = False
+    """Whether the numbers of batches and of merged splits are constants, the most that there can be."""
 
     def attend(
         self, q: Float[Array, "R K G H"], tables: Int[Array, "R P"], lens: Int[Array, " R"], num_seen: Int[Array, " R"]
@@ -80,12 +85,15 @@ class KVSplits:
         # begin as copies of a query, which is never read: XLA:CPU would keep zeros for every layer at once.
         states = Softmax.start(jnp.zeros((most + 1, *q.shape[1:])), None)
         states = replace(states, values=jnp.concatenate([jnp.repeat(q[:1], most, axis=0), states.values[-1:]]))
-        states = lax.fori_loop(0, (ends[-1] + width - 1) // width, see_splits, states)
+        num_batches = most // width if self.has_static_counts else (ends[-1] + width - 1) // width
+        states = lax.fori_loop(0, num_batches, see_splits, states)
 
         def split_state(index: Array | int) -> Softmax:
             splits = jnp.where(index < num_splits, starts + index, most)
             return jax.tree.map(lambda x: x[splits], states)
 
+        if self.has_static_counts:
+            return Softmax.merge_all(jax.vmap(split_state)(jnp.arange(self.max_splits)))
         return lax.fori_loop(
             1, jnp.max(num_splits), lambda index, state: state.merge(split_state(index)), split_state(0)
         )

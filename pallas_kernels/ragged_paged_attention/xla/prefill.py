@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -27,6 +28,16 @@ class PrefillTiles:
     pages: XlaPages
     pages_per_tile: int
 
+    @property
+    def tile_kv(self) -> int:
+        """Keys of a tile of pages."""
+        return self.pages_per_tile * self.pages.page_size
+
+    def first_key(self, first_position: Int[Array, " *tiles"]) -> Int[Array, " *tiles"]:
+        """Return the first key that a tile of queries sees, the first of which stands at `first_position`."""
+        window = self.pages.options.window
+        return jnp.zeros_like(first_position) if window is None else jnp.maximum(first_position - window + 1, 0)
+
     def attend(
         self,
         q: Float[Array, "K M H"],
@@ -36,29 +47,43 @@ class PrefillTiles:
         state: Softmax,
     ) -> Softmax:
         """Attend queries at `positions`, the smallest of which comes first, to the first `end` tokens of a row."""
-        tile_kv, window = self.pages_per_tile * self.pages.page_size, self.pages.options.window
-        table = jnp.pad(table, (0, -table.shape[0] % self.pages_per_tile)) + self.pages.first_page
-        q *= self.pages.options.scale
-        first_key = jnp.int32(0) if window is None else jnp.maximum(positions[0] - window + 1, 0)
+        first_tile, end_tile = self.first_key(positions[0]) // self.tile_kv, (end + self.tile_kv - 1) // self.tile_kv
+        q, table = q * self.pages.options.scale, self.page_indices(table)
+        return lax.fori_loop(
+            first_tile, end_tile, lambda tile, state: self.see(q, table, positions, end, tile, state), state
+        )
 
-        def see_tile(tile: Array, state: Softmax) -> Softmax:
-            pages = lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile)
-            k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
-            keys = tile * tile_kv + jnp.arange(tile_kv)
-            # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
-            is_alive = (keys < end) & (keys >= first_key)
-            is_seen = (keys[None] <= positions[:, None]) & is_alive[None]
-            if window is not None:
-                is_seen &= keys[None] > positions[:, None] - window
-            scores = jnp.where(is_seen[None], self.pages.scores(q, k), -jnp.inf)
-            # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
-            v = jnp.where(is_alive[None, :, None], v, 0.0)
-            return state.add(
-                scores[None],
-                lambda weights: jnp.einsum("kms,ksh->kmh", weights[0], v, preferred_element_type=jnp.float32)[None],
-            )
+    def page_indices(self, tables: Int[Array, "*rows P"]) -> Int[Array, "*rows P2"]:
+        """Return the pages of rows among those of all layers, padded to whole tiles of pages."""
+        padding = [(0, 0)] * (tables.ndim - 1) + [(0, -tables.shape[-1] % self.pages_per_tile)]
+        return jnp.pad(tables, padding) + self.pages.first_page
 
-        return lax.fori_loop(first_key // tile_kv, (end + tile_kv - 1) // tile_kv, see_tile, state)
+    def see(
+        self,
+        q: Float[Array, "K M H"],
+        table: Int[Array, " P2"],
+        positions: Int[Array, " M"],
+        end: Int[Array, ""],
+        tile: Int[Array, ""],
+        state: Softmax,
+    ) -> Softmax:
+        """Return the state after one more tile of pages; `q` is scaled, and `table` is of `page_indices`."""
+        window, first_key = self.pages.options.window, self.first_key(positions[0])
+        pages = lax.dynamic_slice_in_dim(table, tile * self.pages_per_tile, self.pages_per_tile)
+        k, v = _joined(self.pages.keys[pages]), _joined(self.pages.values[pages])
+        keys = tile * self.tile_kv + jnp.arange(self.tile_kv)
+        # Slots that no query of the tile sees: past the row's end, or in pages that the window has left.
+        is_alive = (keys < end) & (keys >= first_key)
+        is_seen = (keys[None] <= positions[:, None]) & is_alive[None]
+        if window is not None:
+            is_seen &= keys[None] > positions[:, None] - window
+        scores = jnp.where(is_seen[None], self.pages.scores(q, k), -jnp.inf)
+        # An unwritten slot may hold NaN, and 0 × NaN is NaN: its value is replaced, not only its weight.
+        v = jnp.where(is_alive[None, :, None], v, 0.0)
+        return state.add(
+            scores[None],
+            lambda weights: jnp.einsum("kms,ksh->kmh", weights[0], v, preferred_element_type=jnp.float32)[None],
+        )
 
 
 def _joined(pages: Float[Array, "p K Z H"]) -> Float[Array, "K S H"]:
@@ -77,11 +102,14 @@ def prefill(
     step: AttentionMetadata,
     sinks: Float[Array, "K G"] | None,
     tile_q: int,
+    *,
+    in_one_loop: bool,
 ) -> Float[Array, "T2 K G H"]:
     """Return `out` with the attention of the plan's query tiles.
 
     T2 is at least T + tile_q, so that the last tile's write fits. Tiles are in token order, and only padding
-    follows them: what a short tile computes past its row's end is overwritten by the next.
+    follows them: what a short tile computes past its row's end is overwritten by the next. `in_one_loop`: over all
+    pages of all tiles, instead of a loop over tiles of queries and in it one over pages.
     """
     group = q.shape[2]
     padded_q = jnp.pad(q, ((0, tile_q), (0, 0), (0, 0), (0, 0)))
@@ -91,15 +119,40 @@ def prefill(
     ends = first_positions + lens
     positions = jnp.minimum(first_positions[:, None] + jnp.arange(tile_q)[None, :], ends[:, None] - 1)
 
-    def attend_tile(index: Array, out: Array) -> Array:
-        queries = lax.dynamic_slice_in_dim(padded_q, starts[index], tile_q)
-        state = Softmax.start(by_head(queries)[None], None if sinks is None else jnp.repeat(sinks, tile_q, axis=1))
-        state = tiles.attend(
-            by_head(queries), tables[rows[index]], jnp.tile(positions[index], group), ends[index], state
-        )
+    def tile_inputs(index: Array) -> tuple[Array, Array, Array, Array]:
+        queries = by_head(lax.dynamic_slice_in_dim(padded_q, starts[index], tile_q))
+        return queries, tables[rows[index]], jnp.tile(positions[index], group), ends[index]
+
+    def start(queries: Array) -> Softmax:
+        return Softmax.start(queries[None], None if sinks is None else jnp.repeat(sinks, tile_q, axis=1))
+
+    def store(index: Array, state: Softmax, out: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(out, by_row(state.result()[0], group), starts[index], 0)
 
-    return lax.fori_loop(0, plan.num_query_tiles[0], attend_tile, out)
+    def attend_tile(index: Array, out: Array) -> Array:
+        inputs = tile_inputs(index)
+        return store(index, tiles.attend(*inputs, start(inputs[0])), out)
+
+    if not in_one_loop:
+        return lax.fori_loop(0, plan.num_query_tiles[0], attend_tile, out)
+
+    # Every iteration takes one tile of pages of a tile of queries, and stores what it has found so far.
+    padded_q, tables = padded_q * tiles.pages.options.scale, tiles.page_indices(tables)
+    first_tiles = tiles.first_key(first_positions) // tiles.tile_kv
+    counts = (ends + tiles.tile_kv - 1) // tiles.tile_kv - first_tiles
+    ends_of_counts = jnp.cumsum(jnp.where(jnp.arange(len(counts)) < plan.num_query_tiles[0], counts, 0))
+
+    def see_tile(iteration: Array, carry: tuple[Softmax, Array]) -> tuple[Softmax, Array]:
+        state, out = carry
+        index = jnp.sum(ends_of_counts <= iteration, dtype=jnp.int32)
+        begun = iteration - ends_of_counts[index] + counts[index]
+        inputs = tile_inputs(index)
+        state = jax.tree.map(lambda new, old: jnp.where(begun == 0, new, old), start(inputs[0]), state)
+        state = tiles.see(*inputs, first_tiles[index] + begun, state)
+        return state, store(index, state, out)
+
+    none = start(by_head(padded_q[:tile_q]))
+    return lax.fori_loop(0, ends_of_counts[-1], see_tile, (none, out))[1]
 
 
 def by_head(x: Float[Array, "t K G *rest"]) -> Float[Array, "K M *rest"]:

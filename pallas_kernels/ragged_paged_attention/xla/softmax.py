@@ -45,6 +45,13 @@ class Softmax:
             self.values * decay[..., None] + other.values * other_decay[..., None],
         )
 
+    @classmethod
+    def merge_all(cls, states: Softmax) -> Softmax:
+        """Return the state of the same queries over the keys of all states, which are stacked in a first axis."""
+        new_max = jnp.max(states.max, axis=0)
+        decay = jnp.exp(states.max - new_max[None])
+        return cls(new_max, jnp.sum(states.total * decay, axis=0), jnp.sum(states.values * decay[..., None], axis=0))
+
     def add(
         self, scores: Float[Array, "r K M S"], weigh: Callable[[Float[Array, "r K M S"]], Float[Array, "r K M H"]]
     ) -> Softmax:

@@ -23,7 +23,7 @@ def dense_attention(
     q is [T, N, H], rows one after the other; keys[r] and values[r] are [S, K, H], S the row's whole context.
     Return [T, N, H] in float64; rows without queries have no tokens in it.
     """
-    out = np.zeros((q.shape[0], q.shape[1], values[0].shape[2]), np.float64)
+    out = np.zeros(q.shape, np.float64)
     start = 0
     for k_SKH, v_SKH, query_len in zip(keys, values, query_lens, strict=True):
         q_TNH = q[start : start + query_len].astype(np.float64)

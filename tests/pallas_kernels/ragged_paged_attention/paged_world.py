@@ -96,7 +96,7 @@ class World:
     ) -> None:
         """Compute `work[row]` more tokens of each row, in every layer, and compare outputs and pages.
 
-        `decodes_only`: by a program for rows with one token each.
+        `decodes_only`: by the program of steps whose rows have one token each.
         """
         shape = self.shape
         rows = sorted(work, key=lambda row: work[row] > 1)
@@ -149,7 +149,9 @@ class World:
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance)
             else:
                 errors = np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
-                assert errors.max() <= BF16_NORM, f"Not equal to tolerance: off by {errors.max()} of a head's norm"
+                assert errors.max(initial=0) <= BF16_NORM, (
+                    f"Not equal to tolerance: off by {errors.max()} of a head's norm"
+                )
 
     def padded(self, total: int, heads: int) -> np.ndarray:
         """Return [layer, T, heads, H]: normal numbers, and NaN from token `total` on."""

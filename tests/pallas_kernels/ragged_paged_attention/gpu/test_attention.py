@@ -177,8 +177,12 @@ def test_a_tile_reads_nothing_behind_the_last_eight_of_its_rows() -> None:
     np.testing.assert_array_equal(np.asarray(read, np.float32), np.broadcast_to(wanted[:, None], (tile_rows, 64)))
 
 
-def count_merges(some: World, query_lens: list[int], context_lens: list[int]) -> int:
-    room = {"num_tokens": some.shape.num_tokens, "num_rows": some.shape.num_rows}
+def count_merges(some: World, query_lens: list[int], context_lens: list[int], *, decodes_only: bool = False) -> int:
+    room = {
+        "num_tokens": some.shape.num_tokens,
+        "num_rows": some.shape.num_rows,
+        "decodes_only": decodes_only,
+    }
     planner = some.shape.backend.planner
     plan = np.zeros(planner.plan_len(**room), np.int32)
     planner.plan(np.array(query_lens), np.array(context_lens), **room, out=plan)
@@ -186,10 +190,41 @@ def count_merges(some: World, query_lens: list[int], context_lens: list[int]) ->
     return sum(int(plan[of_class[0].num_merges_at]) for of_class in sections)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile_rows"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 2}, 16),
+        pytest.param({"num_heads": 17, "num_kv_heads": 1}, 32, marks=pytest.mark.slow),
+        pytest.param({"num_heads": 33, "num_kv_heads": 1, "head_size": 256}, 32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_that_only_decodes_has_tiles_of_one_size(sizes: dict[str, int], tile_rows: int) -> None:
+    """Rows in pieces, padding rows behind them, all rows of a step, and a step of padding alone."""
+    some = world(16, made_with=CUT, table_len=16, **sizes)
+    (launch,) = some.shape.backend.launches(80, 6, AttendOptions(1.0), decodes_only=True)
+    assert launch.section.tiles.tile_rows == tile_rows
+    some.add_rows(6)
+    some.step({0: 76, 1: 4})
+    some.step({0: 79})
+    assert count_merges(some, [1] * 3, [156, 5, 1], decodes_only=True) > 0
+    some.step({0: 1, 1: 1, 2: 1}, decodes_only=True)
+    some.step(dict.fromkeys(range(6), 1), decodes_only=True)
+    some.step({}, decodes_only=True)
+
+
+def test_steps_of_padding_alone_have_finite_outputs() -> None:
+    some = world(**PAIR)
+    some.add_row()
+    some.step({})
+    some.step({0: 3})
+
+
 CASES: dict[str, dict[str, Any]] = {
     "int8, all features": {"dtype": "int8", "options": FEATURES["all of them"]},
     "float8 of 128, wgmma": {"dtype": "float8_e4m3fn", "head_size": 128, **PAIR, "made_with": {"prefill": "wgmma"}},
     "nine heads": {"num_heads": 9, "num_kv_heads": 3, "options": FEATURES["soft cap"]},
+    "head size 80, window": {"head_size": 80, **PAIR, "options": FEATURES["window of a page less one"]},
     "head size 256, tiles of half a page": {"page_size": 64, "head_size": 256, "num_heads": 1, "num_kv_heads": 1},
 }
 """Every dtype, head size and feature once, in few programs, each of which has another combination of them."""
@@ -220,6 +255,20 @@ def test_every_ratio_of_query_to_kv_heads(num_heads: int, num_kv_heads: int) -> 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_every_head_size_and_dtype_of_pages(head_size: int, dtype: str) -> None:
     run_three_steps(world(head_size=head_size, dtype=dtype, **PAIR))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_size", [80, 96, 192])
+@pytest.mark.parametrize("changes", [PAIR, {"num_heads": 24, "num_kv_heads": 1}], ids=["1 head", "24 heads"])
+def test_head_sizes_that_are_no_power_of_two(head_size: int, changes: dict[str, Any]) -> None:
+    """With pieces that are merged, in tiles of every number of rows."""
+    some = world(made_with=CUT, table_len=16, head_size=head_size, **changes)
+    some.add_rows(3)
+    some.step({0: 70, 1: 1})
+    some.step({0: 60, 1: 1, 2: 17})
+    assert count_merges(some, [1, 1], [131, 3]) > 0
+    some.step({0: 1, 1: 1})
+    some.step({0: 1, 1: 1, 2: 1}, decodes_only=True)
 
 
 @pytest.mark.slow
@@ -319,7 +368,11 @@ def test_ampere_reads_a_byte_by_its_bits_as_others_do_by_instruction(dtype: Any)
             {"dtype": "float32"},
             r"kv_cache_dtype: got float32, the pallas-gpu backend takes bfloat16, .*; use --dtype bfloat16",
         ),
-        ({"head_size": 80}, "head_size: got 80, the pallas-gpu backend takes 64, 128, 256"),
+        ({"head_size": 72}, "head_size: got 72, the pallas-gpu backend takes 64, 80, 96, 128, 192, 256"),
+        (
+            {"head_size": 96, "dtype": "int8"},
+            "kv_cache_dtype: got int8 with head size 96, .* with 64, 128, 256 only; leave kv_cache_dtype out",
+        ),
         ({"page_size": 128}, "block_size: got 128, the pallas-gpu backend takes 16, 32, 64"),
     ],
 )
@@ -327,10 +380,16 @@ def test_a_layout_that_is_not_taken_is_refused_by_name(options: dict[str, Any], 
     check_that_a_layout_is_refused(backend(), message, **{"dtype": "bfloat16", **options})
 
 
+def test_ampere_refuses_pages_of_16_at_head_size_80_by_name() -> None:
+    ampere = backend(capability=(8, 0))
+    check_that_a_layout_is_refused(ampere, "block_size: got 16, .* takes 32, 64;", dtype="bfloat16", head_size=80)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"prefill": "tcgen05"},
+        {"prefill": "wgmma", "head_size": 96},
         {"prefill": "wgmma", "head_size": 256},
         {"prefill": "wgmma", "capability": (8, 0)},
         {"prefill": "wgmma", "capability": (10, 0)},

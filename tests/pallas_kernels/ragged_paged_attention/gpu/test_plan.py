@@ -125,6 +125,20 @@ def test_every_pair_of_query_and_key_is_computed_once(
             assert np.array_equal(got, (key <= position) & (key > position - (window or NO_END)))
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (40, 1), (71, 1)], ids=str)
+def test_a_plan_of_decode_rows_alone_has_one_class_of_tiles(heads: tuple[int, int]) -> None:
+    """It computes every pair, in no more room than the plan of a step that may hold prompts as well."""
+    some, contexts = planner(*heads, windows=(None, 100)), [1, 64, 65, 900]
+    room = {"num_tokens": 5, "num_rows": 6}
+    sections = some.sections(**room, decodes_only=True)
+    assert sections == some.sections(**room)[:1]
+    out = np.full(some.plan_len(**room, decodes_only=True), -7, np.int32)
+    some.plan(np.ones(4, np.int32), np.array(contexts, np.int32), **room, out=out, decodes_only=True)
+    for window in some.planned_windows:
+        for got, length in zip(counts(some, out, window, [1] * 4, contexts, sections), contexts, strict=True):
+            assert (got == (np.arange(length) > length - 1 - (window or NO_END))).all()
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     lens=st.lists(st.integers(1, 40), min_size=1, max_size=30),
@@ -228,6 +242,17 @@ def test_as_many_blocks_are_planned_as_fit_on_a_multiprocessor(
 ) -> None:
     some = planner(head_size=head_size, block_memory=block_memory)
     assert (some.blocks_per_sm(16), some.blocks_per_sm(some.large_tile_rows)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("block_memory", "head_size", "query_tiles"),
+    [(232448, 64, (2, 2)), (232448, 128, (1, 2)), (166912, 128, (2, 2)), (232448, 192, (2, 2)), (166912, 96, (1, 1))],
+)
+def test_a_second_tile_of_queries_costs_no_thread_block_its_place(
+    block_memory: int, head_size: int, query_tiles: tuple[int, int]
+) -> None:
+    some = planner(head_size=head_size, block_memory=block_memory)
+    assert (some.num_query_tiles(16), some.num_query_tiles(some.large_tile_rows)) == query_tiles
 
 
 def test_plans_of_equal_lengths_are_equal() -> None:
