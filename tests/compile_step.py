@@ -1,10 +1,11 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
-    python compile_step.py cpu|v6e|h100 NUM_DEVICES float32|bfloat16
+    python compile_step.py cpu|v6e|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
-layers of a model with 1e8; the engine's sizes are the defaults.
+layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then only the forward
+programs are compiled, with one number of pages.
 """
 
 import json
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from compile_for_device import gate_of, mesh_of
+from compile_tpu import KERNEL, kernel_arrays_in_vmem
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
@@ -75,6 +77,8 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "hidden": _bytes(programs.state.hidden),
         "pages": num_pages,
         "large": large,
+        "kernels": len(KERNEL.findall(hlo)),
+        "in_vmem": kernel_arrays_in_vmem(hlo),
     }
 
 
@@ -165,7 +169,10 @@ def main() -> None:
     from jpaged.startup.abstract_engine import AbstractEngine
     from jpaged.step.step_sizes import StepSizes
 
-    model = config_from_hf(SMALL if target == "cpu" else LLAMA_8B, Path("config.json"))
+    shape = dict(SMALL if target == "cpu" else LLAMA_8B)
+    if sys.argv[4:]:
+        shape["num_hidden_layers"] = int(sys.argv[4])
+    model = config_from_hf(shape, Path("config.json"))
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
     if gate is None:
         backend = NativeBackend() if num_devices == 1 else XlaBackend(platform="cpu")
@@ -178,18 +185,20 @@ def main() -> None:
     sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
-    for num_pages in (num_devices * pages for pages in NUM_PAGES):
+    is_cut = len(sys.argv) > 4
+    for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if is_cut else None]):
         programs = engine.programs(engine.builder(sizes), num_blocks=num_pages)
         cache = programs.state.cache
         cache_shapes = [array.sharding.shard_shape(array.shape) for array in cache.pages]
         cache_bytes = sum(map(_count, cache_shapes)) * cache.layout.stored_dtype.itemsize
         with jax.set_mesh(mesh):
-            if not found["steps"]:
+            if not (found["steps"] or is_cut):
                 found["products"] = product_bytes(programs.weights, mesh, MIN_TOKENS)
                 rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
-            for key in (decodes, ("forward", 2 * num_seqs), ("decode", num_seqs, SampleMode.RANDOM)):
+            keys = decodes, ("forward", 2 * num_seqs), ("decode", num_seqs, SampleMode.RANDOM)
+            for key in keys[: 2 if is_cut else None]:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)
     print(json.dumps(found))

@@ -128,6 +128,19 @@ def test_a_whole_step_aliases_the_cache_and_needs_the_same_memory_beside_it_at_a
         assert many["temporary"] == few["temporary"], name
 
 
+def test_two_layers_of_a_step_for_a_tpu_hold_the_cache_in_place_and_kernels_in_hbm():
+    """Two layers of a model with 8e9 parameters: a step of decode rows launches one kernel a layer, others three."""
+    steps = output_of("compile_step.py", "v6e", 1, "bfloat16", "2")["steps"]
+    assert {name.split()[0]: found["kernels"] for name, (found,) in steps.items()} == {
+        "forward_decodes": 2,
+        "forward": 6,
+    }
+    for name, (found,) in steps.items():
+        assert found["in_vmem"] == [], name
+        assert found["large"] == [], name
+        assert 0 <= found["aliased"] - found["cache"] - found["hidden"] < 2**20, name
+
+
 def test_products_read_each_weight_once(steps):
     """The compiler counts at most 1.15 times the weights' bytes; on a GPU it does not count."""
     if steps["kind"].startswith("NVIDIA"):
