@@ -4,8 +4,8 @@
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
-layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then only the forward
-programs are compiled, with one number of pages.
+layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then there is one
+number of pages, and of a TPU only the forward programs are compiled.
 """
 
 import json
@@ -38,6 +38,8 @@ VMEM_KIB = 128 << 10
 SHAPED = re.compile(r"= (?:\w+)\[([\d,]*)\]\S* (copy|convert|transpose|bitcast-convert|all-gather|all-reduce)\(")
 STARTED = re.compile(r"= \(\w+\[([\d,]*)\](\S*) .* copy-start\(")
 """An asynchronous copy; the layout names S(1) where its destination is not the chip's main memory."""
+GPU_KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
+"""A call of a kernel of ours on a GPU."""
 FUSED = re.compile(r"%(?:wrapped_|bitcast_)?(copy|convert|transpose)[\w.-]* = (?:\w+)\[([\d,]*)\]\S* fusion\(")
 
 
@@ -77,7 +79,9 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "hidden": _bytes(programs.state.hidden),
         "pages": num_pages,
         "large": large,
-        "kernels": len(KERNEL.findall(hlo)),
+        "kernels": len(KERNEL.findall(hlo)) + len(GPU_KERNEL.findall(hlo)),
+        "unknown_loops": sum(" while(" in line and "known_trip_count" not in line for line in hlo.splitlines()),
+        "branches": hlo.count(" conditional("),
         "in_vmem": kernel_arrays_in_vmem(hlo),
     }
 
@@ -198,7 +202,9 @@ def main() -> None:
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs), ("decode", num_seqs, SampleMode.RANDOM)
-            for key in keys[: 2 if is_cut else None]:
+            if is_cut:
+                keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" else keys[:2]
+            for key in keys:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)
     print(json.dumps(found))

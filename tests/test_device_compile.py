@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import jax
 import pytest
 
 from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES
@@ -139,6 +140,20 @@ def test_two_layers_of_a_step_for_a_tpu_hold_the_cache_in_place_and_kernels_in_h
         assert found["in_vmem"] == [], name
         assert found["large"] == [], name
         assert 0 <= found["aliased"] - found["cache"] - found["hidden"] < 2**20, name
+
+
+def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host_for_no_condition():
+    """The attention of decode rows is two kernels a layer, the second one a merge; other steps have large tiles too."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("the GPU kernels need jax 0.11")
+    steps = output_of("compile_step.py", "h100", 1, "bfloat16", "2")["steps"]
+    kernels = {name.split()[0]: found["kernels"] for name, (found,) in steps.items()}
+    assert kernels == {"forward_decodes": 4, "forward": 8, "decode": 4, "sample": 0}
+    for name, (found,) in steps.items():
+        assert (found["unknown_loops"], found["branches"]) == (0, 0), name
+        if "sample" not in name:
+            assert found["large"] == [], name
+            assert 0 <= found["aliased"] - found["cache"] < 2**20 + found["hidden"], name
 
 
 def test_products_read_each_weight_once(steps):
