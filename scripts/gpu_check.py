@@ -5,12 +5,12 @@
     python scripts/gpu_check.py --interpret                          # no GPU: tiny shapes, times mean nothing
 
 The script needs no network and no weights. A run takes at most 8 minutes (`--minutes`): an item that would be over
-later is listed as not done. docs/first_light.md says which runs to make, and what to do with what they find. Every kind
-of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed, and has to give the same
-bits each of 20 times. Ratios are measured between loops that ran in turn: decoding to a copy on the device, prefill
-to a product of matrices, a window to full attention, pages of one byte to those of two; beside each the kernels with other
-options, and plain XLA. Ratios to cuDNN stand apart: work that cuDNN refuses is named, and the run may pass. Golden
-tokens and the speed of a model of 8B check the whole engine. The table is printed last.
+later is listed as not done. docs/first_light.md says which runs to make, and what to do with what they find. Every
+kind of kernel is compared with the dense oracle over fresh random inputs, whose seed is printed, and has to give the
+same bits each of 20 times. Ratios are measured between loops that ran in turn: decoding to a copy on the device,
+prefill to a product of matrices, a window to full attention, pages of one byte to those of two; beside each the
+kernels with other options, and plain XLA. Ratios to cuDNN stand apart: work that cuDNN refuses is named, and the run
+may pass. Golden tokens and the speed of a model of 8B check the whole engine. The table is printed last.
 """
 
 from __future__ import annotations

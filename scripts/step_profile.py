@@ -80,6 +80,14 @@ def programs(engine: Engine) -> dict[str, Counter[str]]:
     return {f"{kind} {size}": launches(engine.plan.get((kind, size)).as_text()) for kind, size in keys}
 
 
+def try_profile(*arguments: Any) -> Any:
+    """Return a profile, or what kept the profiler from making it: the launches are worth having without it."""
+    try:
+        return profile(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def profile(engine: Engine, prompts: list[list[int]], num_tokens: int, keep: Path | None) -> dict[str, Any]:
     """Return the longest kernels while `prompts` are continued, in ms, and keep the trace as `keep` if it is given."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
@@ -116,32 +124,33 @@ def longest_kernels(space: Path) -> dict[str, Any]:
 def measure_step(session: Session) -> dict[str, Any]:
     """Count the launches of a layer of an 8B shape under each backend, and profile decoding with the first one."""
     config = TINY_8B if session.is_tiny else LLAMA_8B
-    rows, context, max_tokens = (2, 10, 64) if session.is_tiny else (64, 512, 8192)
+    rows, context, max_tokens = (1, 8, 8) if session.is_tiny else (64, 512, 8192)
+    fewest, most = (1, 2) if session.is_tiny else NUM_LAYERS
     options: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": rows, "max_num_batched_tokens": max_tokens,
         "max_model_len": context + 64, "num_blocks": 2 + rows * -(-(context + 64) // 16), "warmup": "off",
     }  # fmt: skip
-    found: dict[str, Any] = {"launches a layer": {}, "launches of 2 layers": {}}
+    found: dict[str, Any] = {"launches a layer": {}, f"launches of {fewest} layers": {}}
     for backend in session.backends:
         counted = []
-        for num_layers in NUM_LAYERS:
+        for num_layers in (fewest, most):
             with (
                 model_folder({**config, "num_hidden_layers": num_layers}) as folder,
                 Engine(folder, attention_backend=backend, **options) as engine,
             ):
                 counted.append(programs(engine))
-                if backend == session.backends[0] and num_layers == NUM_LAYERS[-1]:
+                if backend == session.backends[0] and num_layers == most:
                     prompts = [[1 + row] * context for row in range(rows)]
                     keep = None if session.output is None else session.output.with_suffix(".xplane.pb")
-                    found["profile"] = profile(engine, prompts, 32, keep)
+                    found["profile"] = try_profile(engine, prompts, 32, keep)
         fewer, more = counted
-        span = NUM_LAYERS[1] - NUM_LAYERS[0]
+        span = most - fewest
         found["launches a layer"][backend] = {
             name: {opcode: (number - fewer[name][opcode]) / span for opcode, number in more[name].items()
                    if number != fewer[name][opcode]}
             for name in more
         }  # fmt: skip
-        found["launches of 2 layers"][backend] = {name: dict(each) for name, each in fewer.items()}
+        found[f"launches of {fewest} layers"][backend] = {name: dict(each) for name, each in fewer.items()}
     return found
 
 
