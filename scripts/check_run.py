@@ -99,6 +99,8 @@ class Supervisor:
         self.num_read += 1
         if "hung" in why:
             self.report.found["hung"].append(part)
+        if part == item.name:
+            self.finished.add(part)  # Its only part.
         self.report.end(part, why, most_error=0.0 if item.in_threads else None)
 
     def _worker(self, items: list[Item], jobs: int) -> tuple[int, str]:
@@ -116,13 +118,15 @@ class Supervisor:
             finally:
                 process.kill()
                 process.wait()
-        self._take_events({item.name: item for item in items})
+        self.take_events({item.name: item for item in items})
         whole = self.events.read_text()
         self.events.write_text(whole[: whole.rfind("\n") + 1])  # What it was writing when it was ended.
         status = process.returncode
         if status == 0:
             return 0, ""
         said = errors.read_text(errors="replace").strip().splitlines()
+        if self.fault:
+            return status, self.fault
         print("\n".join(said[-15:]), file=sys.stderr)
         if why is None:
             name = signal.Signals(-status).name if status < 0 else f"status {status}"
@@ -132,7 +136,7 @@ class Supervisor:
     def _watch(self, process: subprocess.Popen[bytes], items: dict[str, Item]) -> str | None:
         """Take events until the process ends; return why it has to be ended before, or None."""
         while process.poll() is None:
-            self._take_events(items)
+            self.take_events(items)
             now = time.monotonic()
             for part, (item, began) in self.open.items():
                 if now - began > item.limit_s:
@@ -142,7 +146,7 @@ class Supervisor:
             time.sleep(POLL_S)
         return None
 
-    def _take_events(self, items: dict[str, Item]) -> None:
+    def take_events(self, items: dict[str, Item]) -> None:
         """Take the events that were written since the last call; a line that is not whole yet waits."""
         text = self.events.read_text()
         lines = text[: text.rfind("\n") + 1].splitlines()

@@ -193,12 +193,16 @@ def dense_by_cudnn(batch: Batch) -> Loop:
     return Loop(lambda q, k: attend(q, k, k), q, (k,))
 
 
+CORRECTNESS, *MEASURED = kernel_items.kernel_items()
+SMALL, *ENGINE = engine_check.engine_items(MEMORY_SHARE, has_command_buffers=True)
 ITEMS = [
-    *kernel_items.kernel_items(),
+    CORRECTNESS,
+    SMALL,
+    *MEASURED,
     kernel_items.ragged_item({"cuDNN": dense_by_cudnn}, "prompts of different length; ÷ cuDNN's dense attention"),
     kernel_items.others_item("cudnn", {"cuDNN": paged_by_cudnn}, "decode ÷ cuDNN's paged attention"),
     step_profile.profile_item(),
-    *engine_check.engine_items(MEMORY_SHARE, has_command_buffers=True),
+    *ENGINE,
 ]
 
 

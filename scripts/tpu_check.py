@@ -138,12 +138,16 @@ def v2_loop(batch: Batch) -> Loop:
     return Loop(functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5), batch.q, (pages, *rows))
 
 
+CORRECTNESS, *MEASURED = kernel_items.kernel_items()
+SMALL, *ENGINE = engine_check.engine_items({}, has_command_buffers=False)
 ITEMS = [
-    *kernel_items.kernel_items(),
+    CORRECTNESS,
+    SMALL,
+    *MEASURED,
     kernel_items.ragged_item({"v2": v2_loop}, "prompts of different length; one prompt ÷ v2"),
     kernel_items.others_item("v2", {"v2": v2_loop}, "decode ÷ jax's own ragged paged attention"),
     step_profile.profile_item(),
-    *engine_check.engine_items({}, has_command_buffers=False),
+    *ENGINE,
 ]
 
 

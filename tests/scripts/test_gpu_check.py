@@ -1,5 +1,6 @@
 """The script for a machine with a GPU, as far as it goes without one: interpreted, on tiny shapes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,11 @@ import pytest
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 
-from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
+from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_measurements
 
 
-def test_it_checks_prints_and_writes_what_it_found(
-    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_interpreted_run(script, "gpu_check", {"plain", "cut often"}, tmp_path, capsys)
+def test_it_does_every_item_without_a_gpu(script: Script, tmp_path: Path) -> None:
+    check_interpreted_run(script, "gpu_check", {"plain", "cut often"}, tmp_path)
 
 
 def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
@@ -28,9 +27,15 @@ def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
     assert bench.error(case) > 10 * case.most_error
 
 
-def test_without_a_gpu_it_says_so(script: Script) -> None:
+def test_without_a_gpu_it_says_so(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = script("gpu_check")
+    args = script("check_items").arguments("A run.", [], gpu.ITEMS)
+    monkeypatch.setattr(gpu, "find_driver_fault", lambda: None)
     with pytest.raises(SystemExit, match="the first device is a cpu, not a GPU; try --interpret"):
-        script("gpu_check").main([])
+        gpu.session_of(args)
+    monkeypatch.setattr(gpu, "find_driver_fault", lambda: "the NVIDIA driver is 1.0")
+    with pytest.raises(SystemExit, match=r"gpu_check: the NVIDIA driver is 1\.0"):
+        gpu.session_of(args)
 
 
 def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
@@ -121,29 +126,36 @@ def test_the_rows_of_every_case_have_room_and_those_of_one_query_are_first(scrip
         assert all(new <= known for new, known in zip(rows.query_lens, rows.context_lens, strict=True)), case.name
 
 
-def test_what_cudnn_may_refuse_of_skewed_rows_is_no_goal(script: Script) -> None:
-    """cuDNN may refuse 64 × 512 pages, 2³¹ numbers of keys: if the ratio were a goal, every run would fail."""
-    assert "decode ÷ cuDNN" in script("gpu_check").GOALS
-    assert "skewed ÷ cuDNN" not in script("gpu_check").GOALS
+def test_a_ratio_to_cudnn_is_never_needed_for_a_run_to_pass(script: Script) -> None:
+    """cuDNN may refuse 64 × 512 pages, 2³¹ numbers of keys: if the ratio were needed, every run would fail."""
+    goals = script("gpu_check").GOALS
+    assert {name for name, goal in goals.items() if not goal.is_own} == {"K4", "prefill ÷ cuDNN", "decode ÷ cuDNN"}
+    items = {item.name for item in script("gpu_check").ITEMS}
+    assert {goal.item for goal in goals.values()} <= items
+
+
+def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: Script) -> None:
+    check_first_light(script, "gpu_check")
 
 
 @pytest.mark.slow
 def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
-    """Interpreted, on tiny shapes: what the ratios are means nothing, and cuDNN is not there."""
-    check, gpu = script("kernel_check"), script("gpu_check")
-    bench = check.Bench(gpu.backend_of(gpu.interpreted()), 1)
-    case = check.Case("tiny", num_heads=2, num_kv_heads=1, head_size=64)
-    check_measurements(
-        gpu.measures(bench, case, tiny_sizes(script), is_hopper=False),
-        set(gpu.GOALS),
-        {
-            "decode": {"K1", "K2", "decode ÷ cuDNN"},
-            "prefill": {"K3", "K4", "prefill ÷ cuDNN"},
-            "window": {"K5"},
-            "bytes": {"K6"},
-        },
-        refused={"decode": {"decode ÷ cuDNN"}, "prefill": {"K4", "prefill ÷ cuDNN"}},
-    )
+    """Interpreted, on tiny shapes, with every option that is measured: the ratios mean nothing, cuDNN is not there."""
+    gpu = script("gpu_check")
+    session = gpu.session_of(script("check_items").arguments("A run.", ["--interpret"], gpu.ITEMS))
+    variants = {"decode_variants": {"min_share 1": {"min_share": 1}}, "prefill_variants": {"mma": {"prefill": "mma"}}}
+    session = replace(session, is_tiny=False, window_options={"windows": (2,)}, **variants)
+    ratios = {
+        "K1": {"K1"},
+        "K2": {"K2"},
+        "K3": {"K3"},
+        "K4": {"K4", "prefill ÷ cuDNN"},
+        "cudnn": {"decode ÷ cuDNN"},
+        "K5": {"K5"},
+        "K6": {"K6"},
+    }
+    others = {"K4": {"K4", "prefill ÷ cuDNN"}, "cudnn": {"decode ÷ cuDNN"}}
+    check_measurements(script, session, set(gpu.GOALS), ratios, others, "gpu_check")
 
 
 def decode_batch(script: Script, context_lens: list[int]) -> Any:

@@ -1,7 +1,6 @@
 """The part that the scripts for machines with a GPU or a TPU share, with a backend that runs anywhere."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 from pathlib import Path
@@ -17,7 +16,7 @@ from jax.experimental import io_callback
 from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import quantize
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
-from .check_scripts import Script, blind
+from .check_scripts import Script, blind, report_here
 
 
 class Forgetful(XlaBackend):
@@ -27,12 +26,10 @@ class Forgetful(XlaBackend):
         return super().attend(pages, layout, inputs)[0], pages
 
 
-def run(
-    check: ModuleType, cases: list[Any], backend: Any = XlaBackend, output: Path | None = None, **options: Any
-) -> int:
-    report = importlib.import_module("check_report")
-    args = report.arguments("A run.", ["--seed", "7", *(["--output", str(output)] if output else [])])
-    return report.run(args, check.checks(check.Bench(lambda case: backend(), args.seed), cases), {}, {}, **options)
+def run(script: Script, cases: list[Any], folder: Path, backend: Any = XlaBackend) -> int:
+    parts = script("kernel_check").parts_of(lambda case: backend(), cases, 7)
+    item = script("check_items").Item("correctness", 1, "", lambda session: parts)
+    return report_here(script, [item], {}, folder)
 
 
 def tiny(check: ModuleType, name: str = "plain", **changes: Any) -> Any:
@@ -48,41 +45,43 @@ def tiny(check: ModuleType, name: str = "plain", **changes: Any) -> Any:
 
 
 def test_it_prints_and_writes_what_it_found(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check, output = script("kernel_check"), tmp_path / "sub" / "found.json"
+    check = script("kernel_check")
     every = {"window": 9, "soft_cap": 2.0, "has_sinks": True}
-    cases = [tiny(check), tiny(check, "all", **every)]
-    assert run(check, cases, output=output) == 0
-    found = json.loads(output.read_text())
+    assert run(script, [tiny(check), tiny(check, "all", **every)], tmp_path) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
     assert found["passed"]
-    assert (found["seed"], found["interpreted"]) == (7, False)
+    assert found["seed"] == 7
     assert set(found["machine"]) == {"device", "platform", "jax", "python", "commit", "date"}
     assert set(found["checks"]) == {"plain", "all"}
     assert all(0 < error < check.MOST_ERROR_FLOAT32 for error in found["checks"].values())
-    assert "2 of 2 cases right" in capsys.readouterr().out.splitlines()[-1]
+    assert "2 of 2 cases right" in capsys.readouterr().out.splitlines()[-2]
 
 
 @pytest.mark.parametrize("wrong", [blind(XlaBackend), Forgetful])
 def test_a_wrong_result_is_named_and_fails(
-    script: Script, wrong: type[XlaBackend], capsys: pytest.CaptureFixture[str]
+    script: Script, wrong: type[XlaBackend], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = script("kernel_check")
-    assert run(check, [tiny(check, window=9), tiny(check, "another", window=9)], wrong) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "wrong: plain, another"
+    assert run(script, [tiny(check, window=9), tiny(check, "another", window=9)], tmp_path, wrong) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == ["wrong: plain, another", "failed"]
 
 
-def test_what_is_refused_is_told_and_the_rest_is_done(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_is_told_and_the_rest_is_done(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check = script("kernel_check")
-    assert run(check, [tiny(check, "bad", dtype="int8"), tiny(check)]) == 1
+    assert run(script, [tiny(check, "bad", dtype="int8"), tiny(check)], tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("bad: ValueError: ")
-    assert "1 of 2 cases right" in lines[-2]
-    assert lines[-1] == "wrong: bad"
+    assert lines[0].startswith("bad: ValueError: ")
+    assert "1 of 2 cases right" in lines[-3]
+    assert lines[-2:] == ["wrong: bad", "failed"]
 
 
-def test_what_would_begin_too_late_is_listed_as_not_done(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_has_the_same_numbers_whatever_else_runs(script: Script) -> None:
     check = script("kernel_check")
-    assert run(check, [tiny(check), tiny(check, "another")], last_start_s=-1) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "not done: plain, another"
+    alone, beside = ([tiny(check, "b")], [tiny(check, "a"), tiny(check, "b")])
+    errors = [check.parts_of(lambda case: XlaBackend(), cases, 7)["b"].run() for cases in (alone, beside)]
+    assert errors[0] == errors[1] != check.parts_of(lambda case: XlaBackend(), alone, 8)["b"].run()
 
 
 def test_a_history_is_written_in_chunks_that_hold_every_token_once_and_in_order(script: Script) -> None:

@@ -1,5 +1,6 @@
 """The script for a TPU VM, as far as it goes without one: interpreted, on tiny shapes."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,15 +10,11 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
-from .check_scripts import Script, blind, check_interpreted_run, check_measurements, tiny_sizes
+from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_measurements
 
 
-@pytest.mark.slow
-def test_it_checks_prints_and_writes_what_it_found(
-    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The part without kernels is tested by test_kernel_check.py."""
-    check_interpreted_run(script, "tpu_check", {"plain", "one token", "all, int8"}, tmp_path, capsys)
+def test_it_does_every_item_without_a_tpu(script: Script, tmp_path: Path) -> None:
+    check_interpreted_run(script, "tpu_check", {"plain", "one token", "all, int8"}, tmp_path)
 
 
 @pytest.mark.slow
@@ -30,7 +27,7 @@ def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
 
 def test_without_a_tpu_and_on_one_without_sizes_it_says_so(script: Script) -> None:
     with pytest.raises(SystemExit, match="the first device is a cpu, not a TPU; try --interpret"):
-        script("tpu_check").main([])
+        script("tpu_check").session_of(script("check_items").arguments("A run.", [], script("tpu_check").ITEMS))
     with pytest.raises(SystemExit, match="got TPU v4, the kernels have sizes for TPU v5 lite"):
         script("tpu_check").backend_of(SimpleNamespace(platform="tpu", device_kind="TPU v4"))
 
@@ -62,19 +59,34 @@ def test_every_case_is_taken_and_has_full_tiles_and_tails(script: Script, chip: 
         assert max(case.rows.context_lens) % sizes.decode.tile, case
 
 
+def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: Script) -> None:
+    check_first_light(script, "tpu_check")
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v7x"])
+def test_other_tiles_are_measured_beside_those_of_the_table(script: Script, chip: str) -> None:
+    tpu, case = script("tpu_check"), replace(script("kernel_speed").LLAMA, page_size=128)
+    for names in (tpu.DECODE_SIZES, tpu.PREFILL_SIZES):
+        found = tpu.variants(chip, case, names)
+        assert len(found) >= 2
+        shape = TpuShape(case.num_heads, case.num_kv_heads, case.head_size, case.dtype, case.page_size)
+        assert sizes_of(chip, shape) not in [options["sizes"] for options in found.values()]
+
+
 @pytest.mark.slow
 def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     """Interpreted, on tiny shapes: what the ratios are means nothing, and v2 is not there."""
-    check, tpu = script("kernel_check"), script("tpu_check")
-    case = check.Case("tiny", num_heads=2, num_kv_heads=1, head_size=64, page_size=32)
-    check_measurements(
-        tpu.measures(check.Bench(tpu.interpreted, 1), case, tiny_sizes(script)),
-        set(tpu.GOALS),
-        {
-            "decode": {"K1", "K2", "decode ÷ v2", "skewed ÷ v2"},
-            "prefill": {"K3", "prefill ÷ v2"},
-            "window": {"K5"},
-            "bytes": {"K6"},
-        },
-        refused={"decode": {"decode ÷ v2", "skewed ÷ v2"}, "prefill": {"prefill ÷ v2"}},
-    )
+    tpu = script("tpu_check")
+    session = tpu.session_of(script("check_items").arguments("A run.", ["--interpret"], tpu.ITEMS))
+    session = replace(session, is_tiny=False)
+    ratios = {
+        "K1": {"K1"},
+        "K2": {"K2"},
+        "K3": {"K3"},
+        "K4": {"prefill ÷ v2"},
+        "v2": {"decode ÷ v2", "skewed ÷ v2"},
+        "K5": {"K5"},
+        "K6": {"K6"},
+    }
+    others = {"K4": {"prefill ÷ v2"}, "v2": {"decode ÷ v2", "skewed ÷ v2"}}
+    check_measurements(script, session, set(tpu.GOALS), ratios, others, "tpu_check")
