@@ -24,7 +24,15 @@ class Report:
         self.goals = {name: goal for name, goal in goals.items() if goal.item in chosen}
         self.most_errors: dict[str, float] = {}
         self.found: dict[str, Any] = {"machine": None, **found, "items": sorted(chosen), "passed": False}
-        self.found |= {"running": [], "checks": {}, "measured": {}, "skipped": {}, "hung": [], "not_done": []}
+        self.found |= {
+            "running": [],
+            "checks": {},
+            "measured": {},
+            "skipped": {},
+            "hung": [],
+            "not_done": [],
+            "seconds_of": {},
+        }
         self.write()
 
     @property
@@ -37,8 +45,17 @@ class Report:
         self.found["running"].append(part)
         self.write()
 
-    def end(self, part: str, result: Any, *, most_error: float | None = None, is_skipped: bool = False) -> None:
-        """Record the result of a part, or as a text what went wrong, or why the part was skipped."""
+    def end(
+        self,
+        part: str,
+        result: Any,
+        *,
+        most_error: float | None = None,
+        is_skipped: bool = False,
+        seconds: float | None = None,
+    ) -> None:
+        """Record the result of a part and its seconds, or as a text what went wrong, or why the part was skipped."""
+        self.found["seconds_of"][part] = seconds
         if most_error is not None:
             self.most_errors[part] = most_error
         into = "skipped" if is_skipped else "measured" if most_error is None else "checks"

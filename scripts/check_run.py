@@ -161,7 +161,7 @@ class Supervisor:
                 self.report.begin(event["begin"])
             elif "end" in event:
                 self.open.pop(event["end"], None)
-                options = {name: event[name] for name in ("most_error", "is_skipped") if name in event}
+                options = {name: event[name] for name in ("most_error", "is_skipped", "seconds") if name in event}
                 self.report.end(event["end"], event["result"], **options)
             else:
                 self.finished.add(event.get("done") or event["not_done"])

@@ -86,6 +86,7 @@ class Worker:
     def _do(self, item: Item, name: str, part: Part, *, is_alone: bool) -> None:
         """Do one part. After an error of the device, end this process; the error counts only if nothing ran beside."""
         self.emit(begin=name, item=item.name)
+        start = time.monotonic()
         try:
             result = part.run()
             outcome = {"result": result, "most_error": part.most_error}
@@ -96,7 +97,7 @@ class Worker:
                 if is_alone:
                     self.emit(end=name, **outcome)
                 os._exit(DEVICE_FAILED)
-        self.emit(end=name, **outcome)
+        self.emit(end=name, seconds=round(time.monotonic() - start, 2), **outcome)
 
 
 def is_device_error(error: Exception) -> bool:

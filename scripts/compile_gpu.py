@@ -87,14 +87,23 @@ def target_config(chip: GpuChip) -> str:
     """
 
 
+def cuda_folder() -> Path:
+    """Return the folder of CUDA's compiler in the wheels that are installed: CUDA 13's, else CUDA 12's."""
+    import nvidia
+
+    folders = [Path(root) / name for name in ("cu13", "cuda_nvcc") for root in nvidia.__path__]
+    found = next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
+    if found is None:
+        raise SystemExit("compile_gpu: found no ptxas; pip install '.[aot]', or nvidia-cuda-nvcc of CUDA 13")
+    return found
+
+
 def prepare() -> Path:
     """Set the environment in which JAX compiles for GPUs; call it before JAX is imported.
 
     Returns the folder that PTX is dumped to.
     """
-    import nvidia.cuda_nvcc
-
-    cuda = Path(next(iter(nvidia.cuda_nvcc.__path__)))
+    cuda = cuda_folder()
     dump = Path(tempfile.mkdtemp(prefix="ptx-"))
     atexit.register(shutil.rmtree, dump, ignore_errors=True)
     os.environ |= {

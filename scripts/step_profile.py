@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,13 @@ def launches(text: str) -> Counter[str]:
     return count(entry)
 
 
-def programs(engine: Engine) -> dict[str, Counter[str]]:
-    """Return the launches of the engine's smallest and largest forward and decode programs, by name."""
+def programs(engine: Engine, choices: Sequence[Callable[[list[int]], int]]) -> dict[str, Counter[str]]:
+    """Return the launches of the engine's forward and decode programs of chosen sizes, by name."""
     sizes: dict[str, list[int]] = {}
     for kind, *size in (key for key in engine.plan.programs if isinstance(key, tuple)):
         if kind in ("forward", "forward_decodes", "decode"):
             sizes.setdefault(kind, []).append(size[0])
-    keys = sorted({(kind, size) for kind, each in sizes.items() for size in (min(each), max(each))})
+    keys = sorted({(kind, size) for kind, each in sizes.items() for size in {choose(each) for choose in choices}})
     engine.plan.start(keys)
     return {f"{kind} {size}": launches(engine.plan.get((kind, size)).as_text()) for kind, size in keys}
 
@@ -126,6 +127,7 @@ def measure_step(session: Session) -> dict[str, Any]:
     config = TINY_8B if session.is_tiny else LLAMA_8B
     rows, context, max_tokens = (1, 8, 8) if session.is_tiny else (64, 512, 8192)
     fewest, most = (1, 2) if session.is_tiny else NUM_LAYERS
+    num_tokens, choices = (3, [min]) if session.is_tiny else (32, [min, max])
     options: dict[str, Any] = {
         "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": rows, "max_num_batched_tokens": max_tokens,
         "max_model_len": context + 64, "num_blocks": 2 + rows * -(-(context + 64) // 16), "warmup": "off",
@@ -138,11 +140,11 @@ def measure_step(session: Session) -> dict[str, Any]:
                 model_folder({**config, "num_hidden_layers": num_layers}) as folder,
                 Engine(folder, attention_backend=backend, **options) as engine,
             ):
-                counted.append(programs(engine))
+                counted.append(programs(engine, choices))
                 if backend == session.backends[0] and num_layers == most:
                     prompts = [[1 + row] * context for row in range(rows)]
                     keep = None if session.output is None else session.output.with_suffix(".xplane.pb")
-                    found["profile"] = try_profile(engine, prompts, 32, keep)
+                    found["profile"] = try_profile(engine, prompts, num_tokens, keep)
         fewer, more = counted
         span = most - fewest
         found["launches a layer"][backend] = {

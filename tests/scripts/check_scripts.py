@@ -41,14 +41,19 @@ def report_here(script: Script, items: list[Any], goals: dict[str, Any], folder:
     return int(not report.close())
 
 
-def check_interpreted_run(script: Script, name: str, cases: set[str], tmp_path: Path) -> None:
-    """Check that the script `name` does all its items, finds these cases right, and says and writes that."""
-    output = tmp_path / "found.json"
+def interpreted_run(name: str, output: Path, *only: str) -> dict[str, Any]:
+    """Run the script `name` interpreted, with all its items or `only` some; return its report, which has passed."""
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--interpret", "--seed", "7", "--output", str(output)]
+    command += ["--only", *only] if only else []
     ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1] == "passed"
-    found = json.loads(output.read_text())
+    return json.loads(output.read_text())
+
+
+def check_interpreted_run(script: Script, name: str, cases: set[str], tmp_path: Path) -> None:
+    """Check that the script `name` does all its items, finds these cases right, and says and writes that."""
+    found = interpreted_run(name, tmp_path / "found.json")
     assert found["passed"]
     assert found["interpreted"]
     assert (found["not_done"], found["hung"], found["running"]) == ([], [], [])

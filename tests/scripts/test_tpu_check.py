@@ -10,9 +10,17 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
-from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_measurements
+from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_measurements, interpreted_run
 
 
+def test_it_does_chosen_items_without_a_tpu(tmp_path: Path) -> None:
+    """All of them are slow; those that both scripts share are done by the test of `gpu_check`."""
+    found = interpreted_run("tpu_check", tmp_path / "found.json", "K3", "copy")
+    assert set(found["measured"]) == {"copy", "K3"}
+    assert set(found["seconds_of"]) == {"copy", "K3"}
+
+
+@pytest.mark.slow
 def test_it_does_every_item_without_a_tpu(script: Script, tmp_path: Path) -> None:
     check_interpreted_run(script, "tpu_check", {"plain", "one token", "all, int8"}, tmp_path)
 
