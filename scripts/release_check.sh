@@ -26,13 +26,29 @@ gates() { # Every cell of the compile gates, a layer over four chips, and the ca
   printf '%s\n' "${runs[@]}" | xargs -P 2 -I{} bash -c \
     "python scripts/compile_gate.py {} 2>'$logs'/gate.\$\$ | grep -v ': compiles\$'; [ \${PIPESTATUS[0]} = 0 ] || { tail -n 40 '$logs'/gate.\$\$; exit 1; }"
 }
+gates_cuda13() { # The cells of the GPUs on the stack of machines with CUDA 13: an environment of its own, 250 MB of wheels.
+  command -v python3.12 >/dev/null || { echo "needs python3.12"; return 1; }
+  local venv=$logs/cuda13
+  python3.12 -m venv "$venv" || return 1
+  # Compilers alone, without cuDNN and cuBLAS; the checkout is found by PYTHONPATH.
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check jax==0.11.2 jax-cuda13-plugin==0.11.2 \
+    jax-cuda13-pjrt==0.11.2 "nvidia-cuda-nvcc>=13,<14" "nvidia-cuda-runtime>=13,<14" "nvidia-nvvm>=13,<14" \
+    "flax>=0.12" "jaxtyping>=0.3" || return 1
+  local failed_chips=()
+  for chip in a100 h200 b200; do
+    PYTHONPATH=$PWD "$venv/bin/python" scripts/compile_gate.py --chip "$chip" --output "$logs/gate_${chip}_cuda13.json" \
+      2>"$logs/gate.$chip" | grep -v ': compiles$'
+    [ "${PIPESTATUS[0]}" = 0 ] || { failed_chips+=("$chip"); tail -n 40 "$logs/gate.$chip"; }
+  done
+  [ ${#failed_chips[@]} -eq 0 ]
+}
 mutants() { python scripts/named_mutants.py; }
 seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
 steps() { python -m pytest tests/test_device_compile.py -m slow; }
 slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
 readme() { python -m pytest tests/test_readme.py -m slow; }
 
-for part in "${@:-gates mutants seeds steps slow readme}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps slow readme}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS
