@@ -227,9 +227,9 @@ def _decode_rate(engine: Engine, num_rows: int, context: int, num_tokens: int) -
                 is_ended |= output.finished
             if len(counts) == num_rows and min(counts.values()) and not is_ended:
                 marks.append((time.perf_counter(), sum(counts.values())))
+        assert len(marks) > 1, f"{num_rows} rows never decoded together"
         (start, first), (end, last) = marks[0], marks[-1]
-        rate = (last - first) / (end - start) if end > start else 0.0
-    assert rate > 0, "the rows never decoded together"
+        rate = (last - first) / (end - start)
     return rate
 
 

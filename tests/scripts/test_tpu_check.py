@@ -15,9 +15,10 @@ from .check_scripts import Script, blind, check_first_light, check_interpreted_r
 
 def test_it_does_chosen_items_without_a_tpu(tmp_path: Path) -> None:
     """All of them are slow; those that both scripts share are done by the test of `gpu_check`."""
-    found = interpreted_run("tpu_check", tmp_path / "found.json", "K3", "copy")
-    assert set(found["measured"]) == {"copy", "K3"}
-    assert set(found["seconds_of"]) == {"copy", "K3"}
+    found = interpreted_run("tpu_check", tmp_path / "found.json", "engine-smollm2", "copy")
+    assert set(found["measured"]) == {"copy"}
+    assert set(found["skipped"]) == {"engine-smollm2, xla"}
+    assert set(found["seconds_of"]) == {"copy", "engine-smollm2, xla"}
 
 
 @pytest.mark.slow
