@@ -207,7 +207,8 @@ def causal_flops(case: Case, lens: Sequence[int]) -> float:
 def beside(bench: Bench, batch: Batch, lens: tuple[Sequence[int], Sequence[int]], variants: Variants) -> dict[str, Any]:
     """Return name → what makes the loop of the same work in plain XLA, and with each of `variants`.
 
-    `lens` are the queries and contexts of the batch's rows. Variants share the batch's pages.
+    `lens` are the queries and contexts of the batch's rows. Variants share the batch's pages. Plain XLA has no loop
+    beside itself.
     """
     case = batch.case
     plain = Bench(lambda case: XlaBackend(), bench.seed)
@@ -216,7 +217,9 @@ def beside(bench: Bench, batch: Batch, lens: tuple[Sequence[int], Sequence[int]]
         other = dataclasses.replace(case, backend={**case.backend, **options})
         return loop_of(bench.batch(other, *lens, pages_of=batch))
 
-    made: dict[str, Any] = {XLA: lambda: loop_of(plain.batch(dataclasses.replace(case, backend={}), *lens))}
+    made: dict[str, Any] = {}
+    if batch.cache.backend.name != XlaBackend.name:
+        made[XLA] = lambda: loop_of(plain.batch(dataclasses.replace(case, backend={}), *lens))
     return made | {name: functools.partial(variant, options) for name, options in variants.items()}
 
 
