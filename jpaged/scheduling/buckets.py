@@ -97,16 +97,15 @@ def deterministic_tokens(max_num_seqs: int) -> int:
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: str) -> Buckets:
     """Return powers of two up to the caps, for a platform: "cpu", "gpu" or "tpu".
 
-    A CPU, on which every row costs time, also gets small sizes.
-    On other devices, steps that only decode have forward programs of their own: each kernel or loop for prompts takes
-    time there even if it finds none.
+    A CPU, on which every row costs time, also gets small sizes. On other devices, steps that only decode have forward
+    programs of their own: each kernel or loop for prompts takes time there even if it finds none.
     """
     num_tokens = _powers_of_two(MIN_DEVICE_TOKENS, max_num_batched_tokens)
     if platform == "cpu":
         num_samples = (1, *_powers_of_two(MIN_DEVICE_SAMPLES, max_num_seqs))
         # A step of one token is a decode, or a prompt of one token, which is computed as one.
-        forwards = {"forward_tokens": (8, *num_tokens), "forward_decode_tokens": (1,)}
-        return Buckets((1, 8, *num_tokens), num_samples, num_samples, **forwards)
+        sizes = (1, 8, *num_tokens)
+        return Buckets(sizes, num_samples, num_samples, forward_tokens=sizes[1:], forward_decode_tokens=sizes[:1])
     largest = sample_sizes(max_num_seqs)[-1]
     num_samples = (*(size for size in DEVICE_SAMPLES if size < largest), largest)
     return Buckets(

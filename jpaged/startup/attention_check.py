@@ -134,7 +134,8 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
     """Return the largest difference from `xla`, as a share of an output row's norm, over prefill and decode steps.
 
     Compares attention in the second of two layers, for each window of `shape`, with queries, keys and values in
-    `dtype`. All steps have the same shapes, so that each backend compiles one program per window.
+    `dtype`. All steps have the same shapes, so that each backend compiles two programs per window: the one for
+    steps that only decode is another than that for prompts.
     """
     worst, head_size = 0.0, shape.head_size
     for window in dict.fromkeys(shape.windows or (None,)):
@@ -151,9 +152,18 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
             inputs = [jnp.asarray(rng.normal(size=(num_tokens, num, head_size)), dtype) for num in heads]
             rows, outs = np.flatnonzero(work), []
             query_lens, context_lens = work[rows].tolist(), lens[rows].tolist()
-            sizes = {"page_size": block_size, "num_tokens": num_tokens, "num_rows": CHECK_ROWS}
+            is_decode = bool((work[rows] == 1).all())
             for index, cache in enumerate(caches):
-                step = step_of_rows(cache.backend, query_lens, context_lens, tables[rows], **sizes)
+                step = step_of_rows(
+                    cache.backend,
+                    query_lens,
+                    context_lens,
+                    tables[rows],
+                    page_size=block_size,
+                    num_tokens=num_tokens,
+                    num_rows=CHECK_ROWS,
+                    decodes_only=is_decode,
+                )
                 with jax.default_device(device):
                     out, caches[index] = _attend(cache, *inputs, step, scale=head_size**-0.5, window=window)
                 outs.append(np.asarray(out[: work.sum()], np.float32))

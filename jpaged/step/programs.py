@@ -150,7 +150,8 @@ class Programs:
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
 
         def run(leaves: tuple[Any, ...], state: Any, packed: Any) -> Any:
-            return decode(self.weights.graph, jax.tree.unflatten(tree, leaves), *state, packed, layout, sampling)
+            weights, (device_state, rules) = jax.tree.unflatten(tree, leaves), state
+            return decode(self.weights.graph, weights, device_state, rules, packed, layout, sampling)
 
         run.__name__ = f"decode_{layout.num_tokens}_{mode.value}"
         state, packed = (self.state, self._rules_of(mode)), self._shape((layout.size,), jnp.int32)

@@ -157,6 +157,7 @@ class Runner:
     def _forward(self, step: BuiltStep) -> Any:
         """Start the forward program of a step and return the columns of its samplers."""
         assert step.layout is not None
+        assert step.packed is not None
         name = "forward_decodes" if step.layout.decodes_only else "forward"
         run = self.plan.get((name, step.layout.num_tokens))
         self.state, columns = run(self._leaves, self.state, self._put(step.packed))
@@ -165,10 +166,11 @@ class Runner:
     def _decode(self, step: BuiltStep) -> SampledRows:
         """Start the decode program of a step and return its sampled rows, [K, R]."""
         assert step.layout is not None
-        key = decode_key(self.buckets, step.layout.num_tokens, step.mode)
-        assert key is not None, "the scheduler lets these rows decode one token a step"
-        state = self.state, self.rules if key[2] is SampleMode.FULL else None
-        (self.state, rules), sampled = self.plan.get(key)(self._leaves, state, self._put(step.packed))
+        assert step.packed is not None
+        run = self.plan.get(decode_key(self.buckets, step.layout.num_tokens, step.mode))
+        has_rules = self.buckets.decode_mode_for(step.mode) is SampleMode.FULL
+        state = self.state, self.rules if has_rules else None
+        (self.state, rules), sampled = run(self._leaves, state, self._put(step.packed))
         self.rules = rules or self.rules
         return sampled
 

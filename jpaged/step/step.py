@@ -155,8 +155,10 @@ def _whole_logits(logits_RX: Float[Array, "R X"], mesh: Mesh | None) -> Float[Ar
     if mesh is None:
         return logits_RX
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
-    specs = {"in_specs": PartitionSpec(None, TENSOR_AXIS), "out_specs": PartitionSpec()}
-    return jax.shard_map(gather, mesh=mesh, check_vma=False, **specs)(logits_RX)
+    by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
+    on_chips = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
+    logits_RV: Float[Array, "R V"] = on_chips(logits_RX)
+    return logits_RV
 
 
 @dataclass(frozen=True)

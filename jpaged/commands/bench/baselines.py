@@ -202,7 +202,8 @@ def bare_step(weights: Weights, shape: StepShape) -> Callable[[list[Array], Arra
 
 def _metadata(positions: Int[Array, " T"]) -> AttentionMetadata:
     """Return the metadata of a step without pages: layers and the caches here read only the positions."""
-    empty = {one.name: jnp.zeros(0, jnp.int32) for one in fields(AttentionMetadata)}
+    names = (one.name for one in fields(AttentionMetadata) if not one.metadata.get("static"))
+    empty: dict[str, Any] = {name: jnp.zeros(0, jnp.int32) for name in names}
     return AttentionMetadata(**{**empty, "positions": positions})
 
 

@@ -311,8 +311,16 @@ def _pages(
     places = tuple(LayerPlace(0, layer) for layer in range(num_layers))
     num_more = -(-(workload.table_len or workload.context_len) // page_size) - tables.shape[1]
     tables = np.pad(tables, ((0, 0), (0, num_more)), constant_values=NULL_PAGE)
-    sizes = {"page_size": page_size, "num_tokens": num_rows * query_len, "num_rows": num_rows}
-    step = step_of_rows(backend, [query_len] * num_rows, workload.context_lens, tables, **sizes)
+    step = step_of_rows(
+        backend,
+        [query_len] * num_rows,
+        workload.context_lens,
+        tables,
+        page_size=page_size,
+        num_tokens=num_rows * query_len,
+        num_rows=num_rows,
+        decodes_only=query_len == 1,
+    )
     return PagedCache(pages, layout, places, backend), step
 
 

@@ -103,9 +103,9 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     state, _ = jax.eval_shape(allocate)
     _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
-    for (size, decodes_only), layout in builder.layouts.items():
+    for (size, decodes_only), step_layout in builder.layouts.items():
         name = "forward_decodes" if decodes_only else "forward"
-        programs[name, size] = lower(forward, leaves, state, jnp.zeros(layout.size, jnp.int32))
+        programs[name, size] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
     for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         for size in buckets.num_samples:
             shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
