@@ -209,8 +209,8 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     num_decode_steps: int | str = _option(
         "auto",
-        f"tokens decoded per dispatch while nothing waits and no request wants logprobs, 1 to {MAX_DECODE_STEPS}; "
-        f"auto is {MAX_DECODE_STEPS}",
+        f"tokens decoded per dispatch while nothing waits, 1 to {MAX_DECODE_STEPS}; auto is {MAX_DECODE_STEPS}, on a "
+        "GPU 4",
         _decode_steps,
     )
     deterministic: bool = _option(

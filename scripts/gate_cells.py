@@ -248,7 +248,8 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
             # before this layer's read, and would want a copy of the cache. A number that the compiler does not know to
             # be 0 takes no memory; keys and values that depended on the output would take theirs.
             late = jnp.minimum(q[0, 0, 0].astype(jnp.int32), 0)
-            step = dataclasses.replace(step, context_lens=step.context_lens + late, plan=step.plan + late)
+            numbers = {name: getattr(step, name) + late for name in ("slot_mapping", "context_lens", "plan")}
+            step = dataclasses.replace(step, **numbers)
             cache = dataclasses.replace(cache, scales=jax.tree.map(lambda scale: scale + late, cache.scales))  # noqa: B023
         return (q, k, v), cache
 

@@ -72,13 +72,19 @@ def launches(text: str) -> Counter[str]:
 
 def programs(engine: Engine, choices: Sequence[Callable[[list[int]], int]]) -> dict[str, Counter[str]]:
     """Return the launches of the engine's forward and decode programs of chosen sizes, by name."""
-    sizes: dict[str, list[int]] = {}
-    for kind, *size in (key for key in engine.plan.programs if isinstance(key, tuple)):
+    sizes: dict[tuple[Any, ...], list[int]] = {}
+    for key in engine.plan.programs:
+        kind, *others = key if isinstance(key, tuple) else (key,)
         if kind in ("forward", "forward_decodes", "decode"):
-            sizes.setdefault(kind, []).append(size[0])
-    keys = sorted({(kind, size) for kind, each in sizes.items() for size in {choose(each) for choose in choices}})
+            sizes.setdefault((kind, *others[1:]), []).append(others[0])  # A decode program has a sampling mode too.
+    keys = [
+        (kind, size, *mode)
+        for (kind, *mode), each in sizes.items()
+        for size in sorted({choose(each) for choose in choices})
+    ]
     engine.plan.start(keys)
-    return {f"{kind} {size}": launches(engine.plan.get((kind, size)).as_text()) for kind, size in keys}
+    names = [" ".join([key[0], str(key[1]), *(mode.value for mode in key[2:])]) for key in keys]
+    return {name: launches(engine.plan.get(key).as_text()) for name, key in zip(names, keys, strict=True)}
 
 
 def try_profile(*arguments: Any) -> Any:

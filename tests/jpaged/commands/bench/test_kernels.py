@@ -44,7 +44,7 @@ def test_shared_prefixes_compute_what_each_row_would_alone_and_are_found():
     workload = Workload(num_rows=6, context_len=70, num_layers=2, num_shared=48)
     sharing = NativeBackend(min_saved_tokens=1)
     _, step = kernels._pages(sharing, workload, 16, "float32", 1)
-    assert sharing.planner.sections(step.plan, 6, 6).num_shared_pages.tolist() == [3] * 6
+    assert sharing.planner.sections(step.plan, 6, 6, decodes_only=True).num_shared_pages.tolist() == [3] * 6
     alone = final(paged(replace(sharing, share_prefixes=False), workload, 16, "float32"))
     for got, wanted in zip(final(paged(sharing, workload, 16, "float32")), alone, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
