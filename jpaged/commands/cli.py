@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import not_available
 from ..checks import check_name, one_line
 from ..errors import ConfigError, JpagedError, ModelLoadError
-from .device_memory import reserve_device_memory
+from ..startup.device_memory import reserve_device_memory
 from .progress import say
 
 FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "bench kernels", "bench scheduler")

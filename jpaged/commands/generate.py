@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import one_line
 from ..errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
-from .device_memory import reserve_device_memory
+from ..startup.device_memory import reserve_device_memory
 from .flags import beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import BadLine, Job, JobReader, error_record, read_prompts
 from .progress import ProgressReport, say, seconds_since_start

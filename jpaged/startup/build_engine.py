@@ -43,6 +43,7 @@ from .abstract_engine import WINDOWS, AbstractEngine
 from .attention_check import find_failure
 from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .check_process import check_before_opening, check_request, find_failure_apart
+from .device_memory import withheld_memory
 from .host_memory import free_host_bytes
 from .open_model import ModelHandle
 from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, size_engine
@@ -56,8 +57,6 @@ SWITCH_INTERVAL_S = 0.001
 GPU_DECODE_STEPS = 4
 """Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
 ends before, and so few are enough to hide the work of the host."""
-DEFAULT_MEMORY_SHARE, LARGE_MEMORY_SHARE = 0.75, 0.9
-"""Share of a GPU's memory that JAX reserves by default, and the one from which on nothing is said of the rest."""
 CPU_COMPILERS, MAX_COMPILERS = 2, 16
 """Programs that are compiled at the same time on a CPU, and at most elsewhere: each may take a gigabyte of memory."""
 PREFILL_TOKENS = 256
@@ -223,20 +222,6 @@ def _free_bytes(device: jax.Device) -> int:
     """Return the bytes that are free on the device; on a CPU, those of the host."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return free_host_bytes() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
-
-
-def withheld_memory(device: jax.Device) -> str:
-    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all."""
-    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or os.environ.get("XLA_CLIENT_MEM_FRACTION")
-    share = float(given or DEFAULT_MEMORY_SHARE)
-    stats = device.memory_stats() if device.platform == "gpu" else None
-    if stats is None or not 0 < share < LARGE_MEMORY_SHARE:
-        return ""
-    withheld = stats["bytes_limit"] / share * (1 - share)
-    return (
-        f"; JAX leaves {withheld / 1e9:.3g} GB of the GPU unused: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before JAX "
-        "starts to have them"
-    )
 
 
 def _phase(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

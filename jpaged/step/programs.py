@@ -53,7 +53,16 @@ def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False
     """Return the key of the forward program for a step of this many tokens; `decodes_only`: one of each row."""
     size = buckets.tokens_for(num_tokens)
     is_apart = buckets.has_decodes_apart(size) and (decodes_only or size not in buckets.forward_tokens)
-    return ("forward_decodes" if is_apart else "forward", size)
+    return _forward_key(size, is_apart)
+
+
+def layout_key(layout: StepLayout) -> Key:
+    """Return the key of the forward program for steps of this layout."""
+    return _forward_key(layout.num_tokens, layout.decodes_only)
+
+
+def _forward_key(num_tokens: int, decodes_only: bool) -> tuple[str, int]:
+    return ("forward_decodes" if decodes_only else "forward", num_tokens)
 
 
 def decode_key(buckets: Buckets, num_rows: int, mode: SampleMode) -> Key | None:
@@ -119,10 +128,9 @@ class Programs:
             SET_RULES_KEY: self._lower_set_rules,
             **move_programs(cache.layout, mesh, num_host_blocks=options.num_host_blocks),
         }
-        for size in buckets.forward_tokens:
-            self.lower["forward", size] = partial(self._lower_forward, builder.layouts[size, False])
-        for size in buckets.forward_decode_tokens:
-            self.lower["forward_decodes", size] = partial(self._lower_forward, builder.layouts[size, True])
+        forwards = *product(buckets.forward_tokens, (False,)), *product(buckets.forward_decode_tokens, (True,))
+        for layout in (builder.layouts[one] for one in forwards):
+            self.lower[layout_key(layout)] = partial(self._lower_forward, layout)
         if options.num_decode_steps > 1:
             for size, mode in product(buckets.decode_sizes, buckets.decode_modes):
                 self.lower["decode", size, mode] = partial(self._lower_decode, builder.layouts[size, True], mode)
@@ -141,7 +149,7 @@ class Programs:
         def run(leaves: tuple[Any, ...], state: DeviceState, packed: Any) -> Any:
             return forward(self.weights.graph, jax.tree.unflatten(tree, leaves), state, packed, layout)
 
-        run.__name__ = f"forward{'_decodes' if layout.decodes_only else ''}_{layout.num_tokens}"
+        run.__name__ = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
     def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:

@@ -38,7 +38,7 @@ from .programs import (
     SWAP_IN_KEY,
     SWAP_OUT_KEY,
     TABLES_KEY,
-    decode_key,
+    layout_key,
     sample_key,
 )
 from .step import DeviceState
@@ -158,8 +158,7 @@ class Runner:
         """Start the forward program of a step and return the columns of its samplers."""
         assert step.layout is not None
         assert step.packed is not None
-        name = "forward_decodes" if step.layout.decodes_only else "forward"
-        run = self.plan.get((name, step.layout.num_tokens))
+        run = self.plan.get(layout_key(step.layout))
         self.state, columns = run(self._leaves, self.state, self._put(step.packed))
         return columns
 
@@ -167,9 +166,9 @@ class Runner:
         """Start the decode program of a step and return its sampled rows, [K, R]."""
         assert step.layout is not None
         assert step.packed is not None
-        run = self.plan.get(decode_key(self.buckets, step.layout.num_tokens, step.mode))
-        has_rules = self.buckets.decode_mode_for(step.mode) is SampleMode.FULL
-        state = self.state, self.rules if has_rules else None
+        mode = self.buckets.decode_mode_for(step.mode)
+        run = self.plan.get(("decode", step.layout.num_tokens, mode))
+        state = self.state, self.rules if mode is SampleMode.FULL else None
         (self.state, rules), sampled = run(self._leaves, state, self._put(step.packed))
         self.rules = rules or self.rules
         return sampled
@@ -184,9 +183,9 @@ class Runner:
 
     def _sample(self, columns: np.ndarray | jax.Array, num_rows: int, mode: SampleMode) -> SampledRows:
         """Start the sampler for the hidden states of the last forward program."""
+        mode = self.buckets.mode_for(mode)
         run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
-        has_rules = self.buckets.mode_for(mode) is SampleMode.FULL
-        state = self.state.last_tokens, self.rules if has_rules else None
+        state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
         (last_tokens, rules), sampled = run_sample(self._logits_leaves, state, self.state.hidden, columns)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules

@@ -46,7 +46,7 @@ from ...scheduling.scheduler_config import SchedulerConfig
 from ...sharding import device_mesh
 from ...startup.open_model import open_model
 from ...step.compile_plan import CompilePlan
-from ...step.programs import ALLOCATE_KEY
+from ...step.programs import ALLOCATE_KEY, layout_key
 from ...step.runner import Runner
 from ...step.step import DeviceState
 from ...step.step_inputs import StepInputBuilder
@@ -103,9 +103,8 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     state, _ = jax.eval_shape(allocate)
     _, columns = jax.eval_shape(forward, leaves, state, None)
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
-    for (size, decodes_only), step_layout in builder.layouts.items():
-        name = "forward_decodes" if decodes_only else "forward"
-        programs[name, size] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
+    for step_layout in builder.layouts.values():
+        programs[layout_key(step_layout)] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
     for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
         for size in buckets.num_samples:
             shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns

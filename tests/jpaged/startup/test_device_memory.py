@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from jpaged.commands import cli, generate
-from jpaged.commands.device_memory import SETTINGS
-from jpaged.startup.build_engine import withheld_memory
+from jpaged.startup.device_memory import SETTINGS, withheld_memory
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 

@@ -1,0 +1,37 @@
+"""The share of a GPU's memory that JAX takes. Imports no JAX: commands set the share before JAX starts."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+"""Environment variables with the share that JAX reserves."""
+SETTINGS = (*FRACTIONS, "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
+"""Environment variables of JAX that say how much memory it takes: where one is set, its user has decided."""
+MEMORY_SHARE = 0.95
+"""Share that JAX reserves for a command. The rest is for the CUDA context and libraries that allocate by themselves."""
+DEFAULT_SHARE, LARGE_SHARE = 0.75, 0.9
+"""Share that JAX reserves by default, and the one from which on nothing is said of the rest."""
+
+
+def reserve_device_memory() -> None:
+    """Let JAX take nearly all of a GPU's memory, unless the user has decided. Call it before JAX opens a device."""
+    if not any(name in os.environ for name in SETTINGS):
+        os.environ[FRACTIONS[0]] = str(MEMORY_SHARE)
+
+
+def withheld_memory(device: jax.Device) -> str:
+    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all."""
+    share = float(next((os.environ[name] for name in FRACTIONS if os.environ.get(name)), DEFAULT_SHARE))
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if stats is None or not 0 < share < LARGE_SHARE:
+        return ""
+    withheld = stats["bytes_limit"] / share * (1 - share)
+    return (
+        f"; JAX leaves {withheld / 1e9:.3g} GB of the GPU unused: set {FRACTIONS[0]}={MEMORY_SHARE} before JAX starts "
+        "to have them"
+    )
