@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, UNSCORED
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
-from .top_blocks import BLOCK, top_k
+from .top_blocks import in_blocks, top_k
 from .truncation import TruncationLimits, is_in_top_k, truncated_weights
 
 PURPOSE_SAMPLE = 0
@@ -245,9 +245,7 @@ def _ranks_and_log_totals(
     Both come from one reduction of blocks and one over blocks: a CPU would take longer for the ranks than for the
     exponentials, and a single running sum over a vocabulary would be off by 1e-6.
     """
-    num_rows, size = shifted_RV.shape
-    padding = ((0, 0), (0, -size % BLOCK))
-    blocks = jnp.pad(shifted_RV, padding, constant_values=-jnp.inf).reshape(num_rows, -1, BLOCK)
+    blocks = in_blocks(shifted_RV)
     operands = (blocks > own[:, :, None]).astype(jnp.int32), jnp.exp(blocks)
     counts, totals = lax.reduce(
         operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)

@@ -37,12 +37,16 @@ class TopBlocks(NamedTuple):
         )
 
 
+def in_blocks(values_RV: Float[Array, "R V"], padding: float = -jnp.inf) -> Float[Array, "R b B"]:
+    """Return the rows cut into blocks; `padding` fills up the last one."""
+    widths = ((0, 0), (0, -values_RV.shape[1] % BLOCK))
+    return jnp.pad(values_RV, widths, constant_values=padding).reshape(values_RV.shape[0], -1, BLOCK)
+
+
 def top_blocks(values_RV: Float[Array, "R V"], num_blocks: int) -> TopBlocks:
     """Return `num_blocks` blocks of each row, or all if there are fewer."""
-    num_rows, size = values_RV.shape
-    most = -(-size // BLOCK)
-    padding = ((0, 0), (0, most * BLOCK - size))
-    blocks = jnp.pad(values_RV, padding, constant_values=-jnp.inf).reshape(num_rows, most, BLOCK)
+    blocks = in_blocks(values_RV)
+    num_rows, most, _ = blocks.shape
     if most <= num_blocks:
         numbers = jnp.broadcast_to(jnp.arange(most)[None], (num_rows, most))
         return TopBlocks(blocks.reshape(num_rows, -1), numbers, jnp.full(num_rows, -jnp.inf))

@@ -17,15 +17,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from .top_blocks import BLOCK, top_blocks
+from .top_blocks import BLOCK, in_blocks, top_blocks
 
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
 NUM_PARTS, NUM_CUTS = 8, 10
 """Parts that a range of bits is cut into, and how often, where the number of passes is fixed: 8¹⁰ = 2³⁰ numbers."""
 NUM_LIKELY_BLOCKS = 64
 """Blocks of a row that are searched first: those with its likeliest tokens."""
-SUM_BLOCK = 256
-"""Weights that are added up by themselves first."""
 
 Bounds = tuple[Array, Array, Array, Array]
 """State of a bisection, [R] each: lower and upper bound as the bits of a float32, and how many tokens reach each."""
@@ -203,8 +201,7 @@ def _kept_totals(
     One reduction gives all 2 n numbers of a block of weights, and a second one adds up the blocks: a single running sum
     over a vocabulary would be off by 1e-5.
     """
-    num_rows, num_thresholds = thresholds.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % SUM_BLOCK))).reshape(num_rows, -1, SUM_BLOCK)
+    num_thresholds, blocks = thresholds.shape[1], in_blocks(weights, 0.0)
     is_kept = [blocks >= thresholds[:, index, None, None] for index in range(num_thresholds)]
     operands = [each.astype(jnp.int32) for each in is_kept] + [jnp.where(each, blocks, 0.0) for each in is_kept]
     starts = [jnp.int32(0)] * num_thresholds + [jnp.float32(0)] * num_thresholds

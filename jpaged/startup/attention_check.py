@@ -69,7 +69,7 @@ def find_failure(
     try:
         key = check_key(backend, model, dtype, kv_dtype, block_size, device)
         try:
-            mark = user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+            mark = result_file(key)
             if mark.exists():
                 return None
         except (OSError, RuntimeError) as problem:
@@ -81,8 +81,8 @@ def find_failure(
             error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps, device))
     except Exception as failure:
         return f"it failed its check {where}: {one_line(failure, 500)}"
-    if not error <= MAX_ERROR:
-        return f"it differs from xla {where} by {error:.3g} of an output's norm, allowed: {MAX_ERROR}"
+    if difference := too_different(error, device):
+        return difference
     logger.info("%s agrees with xla %s to %.2g", backend.name, where, error)
     if mark is not None:
         try:
@@ -91,6 +91,19 @@ def find_failure(
         except OSError as problem:
             logger.warning(each_start, backend.name, problem)
     return None
+
+
+def result_file(key: Any) -> Path:
+    """Return the file that remembers the comparison of this key, of JSON values; RuntimeError if it has no place."""
+    return user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+
+
+def too_different(error: float, device: jax.Device) -> str | None:
+    """Return the clause for a backend whose largest difference from `xla` is `error`; None if it may serve."""
+    if error <= MAX_ERROR:
+        return None
+    where = f"on {device.device_kind}"
+    return f"it differs from xla {where} by {error:.3g} of an output's norm, allowed: {MAX_ERROR}"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ it uses. What was found, a failure too, is remembered with the versions of every
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import json
 import logging
@@ -36,10 +35,10 @@ from ..pallas_kernels.ragged_paged_attention.interface import (
 )
 from ..pallas_kernels.ragged_paged_attention.names import BACKENDS
 from ..sharding import select_devices, visible_accelerators
-from .attention_check import MAX_ERROR, kernel_error, source_digest
+from .attention_check import kernel_error, result_file, source_digest, too_different
 from .attention_choice import attention_shape, load_backend
 from .sizing import chosen_dtypes
-from .user_cache import make_private, user_cache
+from .user_cache import make_private
 
 logger = logging.getLogger("jpaged")
 
@@ -118,7 +117,7 @@ def _mark_of(request: CheckRequest) -> Path | None:
     versions = sorted((each.name, each.version) for each in distributions() if each.name.startswith(("jax", "nvidia")))
     key = [request.to_json(), driver, visible, versions, source_digest()]
     try:
-        return user_cache("checked") / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32] + ".json")
+        return result_file(key)
     except RuntimeError as problem:
         logger.warning("the check of a backend is made at each start: %s", problem)
         return None
@@ -166,9 +165,7 @@ def _failure(request: CheckRequest) -> str | None:
         error = kernel_error(backend, request.shape, request.dtype, request.block_size, device)
     except Exception as problem:  # A kernel that does not compile may raise anything.
         return f"it failed its check on {device.device_kind}: {one_line(problem, 500)}"
-    if not error <= MAX_ERROR:
-        return f"it differs from xla on {device.device_kind} by {error:.3g} of an output's norm, allowed: {MAX_ERROR}"
-    return None
+    return too_different(error, device)
 
 
 def check_before_opening(config: EngineConfig, model: ModelConfig) -> None:
