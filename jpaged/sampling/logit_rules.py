@@ -82,16 +82,19 @@ def apply_rules(
     output_index: Int[Array, " R"],
     processors: Sequence[LogitsProcessor] = (),
 ) -> Float[Array, "R V"]:
-    """Return the logits of each row after the rules of its slot; `output_index` counts the tokens it has drawn."""
+    """Return the logits of each row after the rules of its slot; `output_index` counts the tokens it has drawn.
+
+    A row that holds a NaN or +inf, holds one afterwards, except where a processor replaces it: −inf is added, not set.
+    """
     tokens_RV, words_RB, values = rules.tokens[slots], rules.words[slots], rules.values[slots]
     named = {name: values[:, index, None] for index, name in enumerate(RULE_PARAMETERS)}
     is_too_early = (output_index[:, None].astype(jnp.float32) < named["min_tokens"]) & (tokens_RV & ENDS != 0)
-    logits_RV = jnp.where(is_too_early, -jnp.inf, logits_RV + rules.bias[slots])
+    logits_RV = logits_RV + jnp.where(is_too_early, -jnp.inf, rules.bias[slots])
     would_complete = may_come_next(words_RB, jnp) & (words_RB & IS_LAST != 0)
     banned = jnp.where(would_complete, words_RB & ID_MASK, logits_RV.shape[1])
 
     def without_bad_words(logits_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
-        return logits_RV.at[jnp.arange(len(slots))[:, None], banned].set(-jnp.inf, mode="drop")
+        return logits_RV.at[jnp.arange(len(slots))[:, None], banned].add(-jnp.inf, mode="drop")
 
     if processors:
         logits_RV = without_bad_words(logits_RV)

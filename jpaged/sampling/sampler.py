@@ -1,12 +1,10 @@
 """Samples the next token of every row, on the device, without sorting the vocabulary.
 
-Truncation rules (truncation.py) leave tokens out by setting their weight to 0. A token is then drawn down a tree over
-the vocabulary: at each node by the inverse CDF of its branches' weights, with a random number for each level.
+Truncation rules (truncation.py) say which tokens are kept. One of them is then drawn down a tree over the vocabulary
+(drawing.py), with a random number for each level. The random numbers depend on (seed, sample index, output index,
+purpose) and on nothing else: not on the row, the batch, a preemption or a restart.
 
-The random numbers depend on (seed, sample index, output index, purpose) and on nothing else: not on the row, the batch,
-a preemption or a restart.
-
-Letters: R rows, V vocabulary, L levels of the tree; r is a group of rows.
+Letters: R rows, V vocabulary; r is a group of rows.
 """
 
 from __future__ import annotations
@@ -21,22 +19,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from .drawing import draw_tokens, num_draw_levels
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, UNSCORED
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
-from .top_blocks import in_blocks, top_k
-from .truncation import TruncationLimits, is_in_top_k, truncated_weights
+from .top_blocks import BLOCK, BlockRows, Group, block_rows
+from .truncation import KeptTokens, TruncationLimits, Weigh, is_in_top_k, truncate
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
-NUM_BRANCHES = 16
-"""Children of a node of the tree that tokens are drawn by."""
-ROWS_PER_GROUP = 8
+ROWS_PER_GROUP = 16
 """Rows that are computed together where only some rows need a computation: few, so that they stay in a CPU's cache."""
 
 T = TypeVar("T")
-Group = Int[Array, " r"] | slice
-"""Some rows: their numbers, or a slice."""
 
 
 @jax.tree_util.register_dataclass
@@ -151,47 +146,61 @@ def sample(
     `ruled_RV` is None where no row has rules. Drawing and scoring are computed only for groups of rows that hold one
     that needs it, unless the settings are static.
     """
-    ruled_RV = logits_RV if ruled_RV is None else ruled_RV
-    row_max = jnp.max(ruled_RV, axis=-1, keepdims=True)
-    greedy, is_finite = _first_maximum(ruled_RV, row_max)
+    ruled = block_rows(logits_RV if ruled_RV is None else ruled_RV)
+    row_max = jnp.max(ruled.maxima, axis=-1)
+    greedy = jnp.minimum(_first_maximum(ruled, row_max), logits_RV.shape[1] - 1)
+    is_finite = _is_finite(ruled)
     if mode is SampleMode.GREEDY:
         return SampledRows(greedy, is_finite)
     # ≤, not <: a temperature just below the limit may round up to it on its way to float32.
     is_greedy = rows.temperature <= GREEDY_TEMPERATURE
-    uniform = uniforms(rows, PURPOSE_SAMPLE, num_levels(logits_RV.shape[1]))
+    is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
+    uniform = uniforms(rows, PURPOSE_SAMPLE, num_draw_levels(logits_RV.shape[1]))
 
-    def weights_of(group: Group) -> tuple[Array, Array, Array]:
-        temperature = jnp.where(is_greedy, 1.0, rows.temperature)[group, None]
-        tempered_rV = (ruled_RV[group] - row_max[group]) / temperature
-        return tempered_rV, *truncated_weights(tempered_rV, limits(group), settings.is_static)
+    def tempered(group: Group) -> Weigh:
+        """Return what turns logits of a group into ones of temperature 1 whose row maximum is 0."""
+        columns = row_max[group, None], jnp.where(is_greedy, 1.0, rows.temperature)[group, None]
+        return lambda logits: (logits - columns[0]) / columns[1]
 
-    def limits(group: Group) -> TruncationLimits:
-        """Return the limits of some rows; greedy rows have none."""
-        columns = jnp.where(is_greedy, 0.0, rows.min_p), jnp.where(is_greedy, 0, rows.top_k)
-        return TruncationLimits(*(each[group] for each in (*columns, jnp.where(is_greedy, 1.0, rows.top_p))))
+    def truncated(group: Group) -> tuple[BlockRows, Weigh, KeptTokens]:
+        """Return the logits of a group, what turns them into weights, and which tokens are kept."""
+        # Greedy rows have no limits.
+        min_p, top_k = jnp.where(is_greedy, 0.0, rows.min_p), jnp.where(is_greedy, 0, rows.top_k)
+        limits = TruncationLimits(min_p[group], top_k[group], jnp.where(is_greedy, 1.0, rows.top_p)[group])
+        own, is_drawn, scaled = ruled._replace(group=group), ~(is_greedy | is_forced)[group], tempered(group)
+
+        def weigh(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
+            return jnp.exp(scaled(logits))
+
+        return own, weigh, truncate(own, weigh, limits, is_drawn, settings.is_static)
 
     def draw(group: Group, token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
-        _, weights, _ = weights_of(group)
-        drawn = jnp.where(is_greedy[group], greedy[group], draw_tokens(weights, uniform[group]))
-        return token_ids.at[group].set(drawn)
+        drawn = draw_tokens(*truncated(group), uniform[group])
+        return token_ids.at[group].set(jnp.where(is_greedy[group], greedy[group], drawn))
 
-    is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
     drawn = _for_groups(~(is_greedy | is_forced), draw, greedy, settings.is_static)
     if mode is SampleMode.RANDOM:
         return SampledRows(drawn, is_finite)
     token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
-    # A NaN of the model's counts even where a rule has replaced it by −inf.
-    logits_max = jnp.max(logits_RV, axis=-1, keepdims=True)
-    is_finite &= _first_maximum(logits_RV, logits_max)[1]
+    if settings.processors:  # They may have replaced a NaN of the model's; other rules keep it.
+        is_finite &= _is_finite(block_rows(logits_RV))
+
+    def processed(group: Group) -> Float[Array, "r V"]:
+        """Return the logits of the distribution that is drawn from."""
+        own, weigh, kept = truncated(group)
+        tempered_rV = tempered(group)(own.values)
+
+        def heights(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
+            """Tell tokens apart also where their weight e^x is 0, below x = −104: this does not underflow."""
+            return 1.0 / (1.0 - tempered(group)(logits))
+
+        is_kept = weigh(own.values) >= kept.threshold[:, None]
+        is_kept &= is_in_top_k(own, heights, rows.top_k[group], settings.is_static)
+        return jnp.where(is_kept, tempered_rV, -jnp.inf)[:, : logits_RV.shape[1]]
 
     def score(group: Group, scores: TokenScores) -> TokenScores:
-        if settings.has_processed_logprobs:
-            shifted_rV, _, is_kept = weights_of(group)
-            is_kept &= is_in_top_k(shifted_rV, limits(group).top_k, settings.is_static)
-            shifted_rV = jnp.where(is_kept, shifted_rV, -jnp.inf)
-        else:
-            shifted_rV = logits_RV[group] - logits_max[group]
-        new = token_scores(shifted_rV, token_ids[group], settings.max_logprobs)
+        scored_rV = processed(group) if settings.has_processed_logprobs else logits_RV[group]
+        new = token_scores(scored_rV, token_ids[group], settings.max_logprobs)
         return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), scores, new)
 
     shapes = jax.eval_shape(lambda: token_scores(logits_RV, token_ids, settings.max_logprobs))
@@ -222,52 +231,58 @@ def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Group, T], T], sta
     return lax.fori_loop(0, num_groups, next_group, state)
 
 
-def token_scores(shifted_RV: Float[Array, "R V"], token_ids: Int[Array, " R"], max_logprobs: int) -> TokenScores:
-    """Score one token per row, with the `max_logprobs` most likely ones; −1: with all.
+def token_scores(logits_RV: Float[Array, "R V"], token_ids: Int[Array, " R"], max_logprobs: int) -> TokenScores:
+    """Score one token per row by log-softmax, with the `max_logprobs` most likely ones; −1: with all.
 
-    The logprobs are the log-softmax of `shifted_RV`, logits whose row maximum is 0: the rounding of large logits would
-    show otherwise.
+    The row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
     """
-    own = jnp.take_along_axis(shifted_RV, token_ids[:, None], axis=1)
-    ranks, log_total = _ranks_and_log_totals(shifted_RV, own)
-    own_logprobs = (own - log_total)[:, 0]
+    own = jnp.take_along_axis(logits_RV, token_ids[:, None], axis=1)
+    rows = block_rows(logits_RV)
+    # Without the barrier XLA reads all logits once more for the row's maximum.
+    row_max = jnp.max(lax.optimization_barrier(rows.maxima), axis=1, keepdims=True)
+    ranks, log_total = _ranks_and_log_totals(rows.blocks, own, row_max)
+
+    def logprobs(logits: Float[Array, "R n"]) -> Float[Array, "R n"]:
+        return logits - row_max - log_total
+
+    own_logprobs = logprobs(own)[:, 0]
     if max_logprobs < 0:
-        return TokenScores(own_logprobs, ranks, all_logprobs=shifted_RV - log_total)
-    top, top_ids = top_k(shifted_RV, min(max_logprobs, shifted_RV.shape[1]))
-    return TokenScores(own_logprobs, ranks, top_ids, top - log_total)
+        return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(logits_RV))
+    top, top_ids = rows.top_k(min(max_logprobs, logits_RV.shape[1]))
+    return TokenScores(own_logprobs, ranks, top_ids, logprobs(top))
 
 
 def _ranks_and_log_totals(
-    shifted_RV: Float[Array, "R V"], own: Float[Array, "R 1"]
+    blocks: Float[Array, "R b B"], own: Float[Array, "R 1"], row_max: Float[Array, "R 1"]
 ) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
     """Return the rank of each row's own logit, 1 for the largest, and the logarithm of the sum of exponentials.
 
-    Both come from one reduction of blocks and one over blocks: a CPU would take longer for the ranks than for the
-    exponentials, and a single running sum over a vocabulary would be off by 1e-6.
+    The exponentials are those of the logits minus `row_max`. Both results come from one reduction of blocks and one
+    over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running sum over a
+    vocabulary would be off by 1e-6.
     """
-    blocks = in_blocks(shifted_RV)
-    operands = (blocks > own[:, :, None]).astype(jnp.int32), jnp.exp(blocks)
+    operands = (blocks > own[:, :, None]).astype(jnp.int32), jnp.exp(blocks - row_max[:, :, None])
     counts, totals = lax.reduce(
         operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
     )
     return 1 + jnp.sum(counts, axis=1), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
 
 
-def _first_maximum(
-    logits_RV: Float[Array, "R V"], row_max: Float[Array, "R 1"]
-) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
-    """Return the index of each row's first maximum, and whether the row is finite: no NaN, no +inf, not all −inf.
+def _first_maximum(rows: BlockRows, row_max: Float[Array, " R"]) -> Int[Array, " R"]:
+    """Return the index of each row's first maximum, in the first block with that maximum; of NaNs, the last index."""
+    block = _first(rows.maxima == row_max[:, None])
+    return block * BLOCK + _first(rows.taken(block[:, None])[:, 0] == row_max[:, None])
 
-    Every logit is compared with the maximum, because XLA's maximum on a CPU passes over a NaN. Both results come from
-    one reduction, which takes a twentieth of argmax's time there.
-    """
-    last = logits_RV.shape[1] - 1
-    indices = jnp.where(logits_RV == row_max, jnp.arange(last + 1, dtype=jnp.int32)[None, :], last)
-    operands, starts = (indices, logits_RV <= row_max), (jnp.int32(last), jnp.bool_(True))
-    first, is_ordered = lax.reduce(
-        operands, starts, lambda best, item: (jnp.minimum(best[0], item[0]), best[1] & item[1]), (1,)
-    )
-    return first, is_ordered & jnp.isfinite(row_max[:, 0])
+
+def _first(is_it: Bool[Array, "R n"]) -> Int[Array, " R"]:
+    """Return the first true index of each row; the last index if there is none."""
+    last = is_it.shape[1] - 1
+    return jnp.min(jnp.where(is_it, jnp.arange(last + 1, dtype=jnp.int32)[None], last), axis=1)
+
+
+def _is_finite(rows: BlockRows) -> Bool[Array, " R"]:
+    """Return whether each row is finite: no NaN, no +inf, not all −inf."""
+    return ~jnp.any(rows.has_nan, axis=-1) & jnp.isfinite(jnp.max(rows.maxima, axis=-1))
 
 
 def uniforms(rows: SamplingRows, purpose: int, count: int) -> Float[Array, "R count"]:
@@ -284,48 +299,3 @@ def uniforms(rows: SamplingRows, purpose: int, count: int) -> Float[Array, "R co
     low, high = (lax.bitcast_convert_type(word, jnp.uint32) for word in (rows.seed_low, rows.seed_high))
     bits: UInt32[Array, "R count"] = jax.vmap(one)(low, high, rows.sample_index, rows.output_index)
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
-
-
-def num_levels(vocab_size: int) -> int:
-    """Return the number of levels of the tree over so many tokens, which is how many random numbers a draw takes."""
-    levels = 1
-    while (vocab_size := -(-vocab_size // NUM_BRANCHES)) > 1:
-        levels += 1
-    return levels
-
-
-def draw_tokens(weights_RV: Float[Array, "R V"], uniforms_RL: Float[Array, "R L"]) -> Int[Array, " R"]:
-    """Draw a token of each row by its weight: down a tree, at each node by the inverse CDF of its branches' weights.
-
-    Where a level has n nodes, the children of node g are nodes g, g + n, g + 2 n … of the level below, so that the sums
-    over children are sums of slices. With one running sum over the whole vocabulary, rounding moves each of its edges,
-    and one draw in 300 falls where that matters, in the tail. Here each draw meets few edges, with a random number of
-    its own at each level.
-    """
-    levels: list[Float[Array, "R branches n"]] = []
-    sums = weights_RV
-    while not levels or sums.shape[1] > 1:
-        rows, size = sums.shape
-        levels.append(jnp.pad(sums, ((0, 0), (0, -size % NUM_BRANCHES))).reshape(rows, NUM_BRANCHES, -1))
-        sums = jnp.sum(levels[-1], axis=1)
-    nodes = jnp.zeros(weights_RV.shape[0], jnp.int32)
-    for level, uniform in zip(reversed(levels), uniforms_RL.T, strict=True):
-        branches = jnp.take_along_axis(level, nodes[:, None, None], axis=2)[:, :, 0]
-        ends = jnp.cumsum(branches, axis=-1)
-        nodes += level.shape[2] * _inverse_cdf(branches, ends, uniform * ends[:, -1])
-    return nodes
-
-
-def _inverse_cdf(
-    weights: Float[Array, "R n"], ends: Float[Array, "R n"], target: Float[Array, " R"]
-) -> Int[Array, " R"]:
-    """Return the first index with a weight whose running sum in `ends` exceeds the target; if none, the last one.
-
-    Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum says. A
-    row without any weight gives 0.
-    """
-    indices = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
-    has_weight = weights > 0
-    last = jnp.max(jnp.where(has_weight, indices, 0), axis=-1)
-    first = jnp.min(jnp.where(has_weight & (ends > target[:, None]), indices, weights.shape[1]), axis=-1)
-    return jnp.minimum(first, last)

@@ -5,11 +5,14 @@ a float32 again and again, first among a few blocks of tokens that hold the like
 min-p, top-k, top-p, each over the tokens that the one before left. Tokens that tie with the last one kept are kept as
 well.
 
-Letters: R rows, V vocabulary, n thresholds.
+Letters: R rows, V vocabulary, n thresholds or weights, B tokens of a block, b blocks of a row, t likely ones; r is a
+group of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from .top_blocks import BLOCK, in_blocks, top_blocks
+from .top_blocks import BLOCK, BlockRows
 
 BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
 NUM_PARTS, NUM_CUTS = 8, 10
@@ -25,6 +28,8 @@ NUM_PARTS, NUM_CUTS = 8, 10
 NUM_LIKELY_BLOCKS = 64
 """Blocks of a row that are searched first: those with its likeliest tokens."""
 
+Weigh = Callable[[Array], Array]
+"""Turns numbers of R rows [R, n] into their weights, with an ascending function up to 1; −inf has weight 0."""
 Bounds = tuple[Array, Array, Array, Array]
 """State of a bisection, [R] each: lower and upper bound as the bits of a float32, and how many tokens reach each."""
 
@@ -40,84 +45,158 @@ class TruncationLimits(NamedTuple):
     """Share of the weights that the tokens kept must reach; 1 keeps all."""
 
 
-def truncated_weights(
-    tempered_RV: Float[Array, "R V"], limits: TruncationLimits, is_static: bool = False
-) -> tuple[Float[Array, "R V"], Bool[Array, "R V"]]:
-    """Return softmax numerators, 0 for tokens that min-p, top-k or top-p drop, and which tokens are kept.
+class KeptTokens(NamedTuple):
+    """The tokens of R rows that truncation keeps: those whose weight reaches the row's threshold."""
 
-    The row maximum of `tempered_RV` is 0, so that the weight of the most likely token is 1. `is_static`: the number of
-    passes does not depend on the data.
+    threshold: Float[Array, " R"]
+    block_sums: Float[Array, "R b"]
+    """Sum of the weights kept in each block of `BLOCK` consecutive tokens."""
+
+
+def truncate(
+    rows: BlockRows, weigh: Weigh, limits: TruncationLimits, is_drawn: Bool[Array, " r"], is_static: bool = False
+) -> KeptTokens:
+    """Apply min-p, top-k and top-p to the weights of a group of rows, of which the largest is 1.
+
+    The sums of rows without `is_drawn` may be wrong. `is_static`: the number of passes does not depend on the data.
     """
-    weights = jnp.exp(tempered_RV)
-    has_top_k = (limits.top_k > 0) & (limits.top_k < weights.shape[1])
+    search = _Search(rows, weigh, is_static)
+    has_top_k = search.is_top_k(limits.top_k)
     has_top_p = limits.top_p < 1.0
+    no_mass = jnp.zeros_like(limits.min_p)
 
-    def limited(threshold: Float[Array, " R"]) -> Float[Array, " R"]:
-        search = _Search(weights, is_static)
-        threshold = search.raised(threshold, has_top_k, limits.top_k, jnp.zeros_like(threshold))
-        _, mass = _kept_total(weights, threshold)
-        return search.raised(threshold, has_top_p, jnp.zeros_like(limits.top_k), limits.top_p * mass)
+    def limited() -> KeptTokens:
+        threshold = search.raised(limits.min_p, has_top_k, limits.top_k, no_mass)
+        mass = search.mass(threshold, has_top_p)
+        threshold = search.raised(threshold, has_top_p, jnp.zeros_like(limits.top_k), limits.top_p * mass)
+        return KeptTokens(threshold, search.block_sums(threshold, is_drawn))
 
     if is_static:
-        threshold = limited(limits.min_p)
-    else:
-        threshold = lax.cond(jnp.any(has_top_k | has_top_p), limited, lambda threshold: threshold, limits.min_p)
-    is_kept = weights >= threshold[:, None]
-    return jnp.where(is_kept, weights, 0.0), is_kept
+        return limited()
+    return lax.cond(
+        jnp.any(has_top_k | has_top_p),
+        limited,
+        lambda: KeptTokens(limits.min_p, _block_sums(weigh(rows.values), limits.min_p)),
+    )
 
 
 def is_in_top_k(
-    tempered_RV: Float[Array, "R V"], top_k: Int[Array, " R"], is_static: bool = False
-) -> Bool[Array, "R V"]:
-    """Return which tokens are among the top k, told apart also where their weight e^x is 0, below x = −104.
-
-    1 / (1 − x) is ordered as x is and does not underflow.
-    """
-    heights = 1.0 / (1.0 - tempered_RV)
-    no_mass = jnp.zeros(heights.shape[0], jnp.float32)
-    has_top_k = (top_k > 0) & (top_k < heights.shape[1])
-    return heights >= _Search(heights, is_static).raised(no_mass, has_top_k, top_k, no_mass)[:, None]
+    rows: BlockRows, heights: Weigh, top_k: Int[Array, " r"], is_static: bool = False
+) -> Bool[Array, "r bB"]:
+    """Return which tokens have a height among the top k of a group of rows; no height is above 1."""
+    search = _Search(rows, heights, is_static)
+    no_mass = jnp.zeros(len(top_k), jnp.float32)
+    threshold = search.raised(no_mass, search.is_top_k(top_k), top_k, no_mass)
+    return heights(rows.values) >= threshold[:, None]
 
 
 class _Search:
-    """Searches thresholds of R rows of weights, none above 1."""
+    """Searches thresholds of the weights of a group of rows.
 
-    def __init__(self, weights: Float[Array, "R V"], is_static: bool) -> None:
-        self.weights, self.is_static = weights, is_static
-        self.likely = None
-        if not is_static and weights.shape[1] > NUM_LIKELY_BLOCKS * BLOCK:
-            self.likely = top_blocks(weights, NUM_LIKELY_BLOCKS)
+    A row whose likeliest tokens suffice is answered from these alone, as nearly every row is; whole rows are read only
+    if there is one for which they do not. Which of the two answers a row depends on that row only.
+    """
+
+    def __init__(self, rows: BlockRows, weigh: Weigh, is_static: bool) -> None:
+        self.rows, self.weigh, self.is_static = rows, weigh, is_static
+        self.num_blocks = rows.maxima.shape[1]
+        self.has_likely = not is_static and self.num_blocks > NUM_LIKELY_BLOCKS
+
+    def is_top_k(self, top_k: Int[Array, " r"]) -> Bool[Array, " r"]:
+        """Return which rows have a top k that may leave tokens out."""
+        return (top_k > 0) & (top_k < self.num_blocks * BLOCK)
+
+    @cached_property
+    def likely(self) -> _Likely:
+        top = self.rows.top_blocks(NUM_LIKELY_BLOCKS)
+        above_floor = lax.bitcast_convert_type(self.weigh(top.floor[:, None])[:, 0], jnp.int32) + 1
+        return _Likely(self.weigh(top.values), top.numbers, above_floor)
 
     def raised(
         self,
-        threshold: Float[Array, " R"],
-        is_limited: Bool[Array, " R"],
-        min_count: Int[Array, " R"],
-        min_mass: Float[Array, " R"],
-    ) -> Float[Array, " R"]:
+        threshold: Float[Array, " r"],
+        is_limited: Bool[Array, " r"],
+        min_count: Int[Array, " r"],
+        min_mass: Float[Array, " r"],
+    ) -> Float[Array, " r"]:
         """Return each row's highest threshold that still keeps `min_count` tokens whose weights sum up to `min_mass`.
 
-        Rows without `is_limited` keep the threshold that they have. Where the likeliest tokens suffice in every row,
-        as they nearly always do, only these are read.
+        Rows without `is_limited` keep the threshold that they have.
         """
         low = lax.bitcast_convert_type(threshold, jnp.int32)
-        arguments = is_limited, min_count, min_mass
         if self.is_static:
-            low = _cut(self.weights, low, min_count, min_mass)
-        elif self.likely is None:
-            low = _bisect(self.weights, low, *arguments)
+            low = _cut(self.weigh(self.rows.values), low, min_count, min_mass)
+        elif not self.has_likely:
+            low = _bisect(self.weigh(self.rows.values), low, is_limited, min_count, min_mass)
         else:
-            likely = self.likely.values
-            # Every token above the floor is among the likely ones.
-            above_floor = lax.bitcast_convert_type(self.likely.floor, jnp.int32) + 1
-            count, mass = _kept_total(likely, lax.bitcast_convert_type(above_floor, jnp.float32))
-            is_enough = (count >= min_count) & (mass >= min_mass)
-            low = lax.cond(
-                jnp.all(is_enough | ~is_limited),
-                lambda: _bisect(likely, jnp.maximum(low, above_floor), *arguments),
-                lambda: _bisect(self.weights, low, *arguments),
+            weights, _, above_floor = self.likely
+            count, mass = _kept_total(weights, lax.bitcast_convert_type(above_floor, jnp.float32))
+            suffices = (count >= min_count) & (mass >= min_mass)
+            low = self._answer(
+                suffices,
+                is_limited,
+                _bisect(weights, jnp.maximum(low, above_floor), is_limited & suffices, min_count, min_mass),
+                lambda weights: _bisect(weights, low, is_limited & ~suffices, min_count, min_mass),
             )
         return jnp.where(is_limited, lax.bitcast_convert_type(low, jnp.float32), threshold)
+
+    def mass(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, " r"]:
+        """Return the sum of each row's weights that reach its threshold; anything in rows without `is_needed`."""
+
+        def of(weights: Float[Array, "r n"]) -> Float[Array, " r"]:
+            return _kept_total(weights, threshold)[1]
+
+        if not self.has_likely:
+            return of(self.weigh(self.rows.values))
+        return self._answer(self._are_likely(threshold), is_needed, of(self.likely.weights), of)
+
+    def block_sums(self, threshold: Float[Array, " r"], is_needed: Bool[Array, " r"]) -> Float[Array, "r b"]:
+        """Return the sums of each block's weights that reach the threshold; anything in rows without `is_needed`."""
+
+        def of(weights: Float[Array, "r nB"]) -> Float[Array, "r n"]:
+            return _block_sums(weights, threshold)
+
+        if not self.has_likely:
+            return of(self.weigh(self.rows.values))
+        numbers = self.likely.numbers
+        placed = jnp.zeros((len(numbers), self.num_blocks), jnp.float32).at[jnp.arange(len(numbers))[:, None], numbers]
+        from_likely = placed.set(of(self.likely.weights), mode="promise_in_bounds", unique_indices=True)
+        return self._answer(self._are_likely(threshold)[:, None], is_needed[:, None], from_likely, of)
+
+    def _are_likely(self, threshold: Float[Array, " r"]) -> Bool[Array, " r"]:
+        """Return whether all tokens that reach the threshold are among the likely ones."""
+        return lax.bitcast_convert_type(threshold, jnp.int32) >= self.likely.above_floor
+
+    def _answer(
+        self,
+        suffices: Bool[Array, " r"],
+        is_needed: Bool[Array, " r"],
+        from_likely: Array,
+        from_whole: Callable[[Float[Array, "r bB"]], Array],
+    ) -> Array:
+        """Return `from_likely` in rows where it suffices, and elsewhere what all weights of the row give."""
+        return lax.cond(
+            jnp.all(suffices | ~is_needed),
+            lambda: from_likely,
+            lambda: jnp.where(suffices, from_likely, from_whole(self.weigh(self.rows.values))),
+        )
+
+
+class _Likely(NamedTuple):
+    """The likeliest tokens of a group of rows."""
+
+    weights: Float[Array, "r tB"]
+    numbers: Int[Array, "r t"]
+    """Number of each of their blocks."""
+    above_floor: Int[Array, " r"]
+    """Bits of a weight: every token whose weight reaches it is among the likely ones."""
+
+
+def _block_sums(weights: Float[Array, "r nB"], threshold: Float[Array, " r"]) -> Float[Array, "r n"]:
+    """Return the sum of each block's weights that reach the row's threshold."""
+    count, mass = _kept_total(weights.reshape(len(threshold), -1, BLOCK), threshold[:, None])
+    # With the count in use, XLA:CPU adds the weights up where it computes them; else it writes them out first.
+    return jnp.where(count > 0, mass, 0.0)
 
 
 def _bisect(
@@ -179,16 +258,19 @@ def _cut(
 
 
 def _kept_total(
-    weights: Float[Array, "R V"], threshold: Float[Array, " R"]
-) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    weights: Float[Array, "*rows n"], threshold: Float[Array, "*rows"]
+) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
     """Return how many weights reach the threshold, and their sum.
 
     Both come from one reduction: two of them take a CPU ten times as long.
     """
-    is_kept = weights >= threshold[:, None]
+    is_kept = weights >= threshold[..., None]
     operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
     count, mass = lax.reduce(
-        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (1,)
+        operands,
+        (jnp.int32(0), jnp.float32(0)),
+        lambda total, item: (total[0] + item[0], total[1] + item[1]),
+        (weights.ndim - 1,),
     )
     return count, mass
 
@@ -201,7 +283,8 @@ def _kept_totals(
     One reduction gives all 2 n numbers of a block of weights, and a second one adds up the blocks: a single running sum
     over a vocabulary would be off by 1e-5.
     """
-    num_thresholds, blocks = thresholds.shape[1], in_blocks(weights, 0.0)
+    num_rows, num_thresholds = thresholds.shape
+    blocks = weights.reshape(num_rows, -1, BLOCK)
     is_kept = [blocks >= thresholds[:, index, None, None] for index in range(num_thresholds)]
     operands = [each.astype(jnp.int32) for each in is_kept] + [jnp.where(each, blocks, 0.0) for each in is_kept]
     starts = [jnp.int32(0)] * num_thresholds + [jnp.float32(0)] * num_thresholds

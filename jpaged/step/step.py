@@ -139,9 +139,15 @@ def _draw(
     settings: SampleSettings,
 ) -> SampledRows:
     """Sample a token for every row from its logits, after its rules if there are any."""
-    ruled_RV = None
-    if rules is not None:
-        ruled_RV = apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
+    if rules is None:
+        return sample_logits(logits_RV, rows, mode, settings)
+
+    def ruled() -> Float[Array, "R V"]:
+        return apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
+
+    # The tables of rules are as large as the logits, and most steps have no use for them.
+    is_ruled = jnp.any(rows.ruled_slot > 0)
+    ruled_RV = ruled() if settings.is_static else lax.cond(is_ruled, ruled, lambda: logits_RV)
     return sample_logits(logits_RV, rows, mode, settings, ruled_RV)
 
 

@@ -1,5 +1,6 @@
 """The sampler against float64 numpy, against exact probabilities, and against plain jax.random calls."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -11,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from jpaged.sampling.drawing import draw_branches, draw_tokens, num_draw_levels, num_levels
 from jpaged.sampling.sample_columns import SCORED, UNSCORED
 from jpaged.sampling.sampler import (
     PURPOSE_SAMPLE,
     SampleSettings,
     SamplingRows,
-    draw_tokens,
-    num_levels,
     sample,
     uniforms,
 )
 from jpaged.sampling.sampling_params import SampleMode
-from jpaged.sampling.truncation import TruncationLimits, truncated_weights
+from jpaged.sampling.top_blocks import block_rows
+from jpaged.sampling.truncation import KeptTokens, TruncationLimits, truncate
 
 pytestmark = pytest.mark.usefixtures("optimized")  # Without vectors, sums over a vocabulary round more.
 
@@ -83,14 +84,28 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
 
 run = jax.jit(sample, static_argnums=(2, 3))
-jitted_draw = jax.jit(draw_tokens)
+jitted_branches = jax.jit(draw_branches)
 
 
 @partial(jax.jit, static_argnums=2)
-def kept_weights(logits, rows, is_static):
-    """Return the weights that truncation keeps, of logits whose row maximum is 0."""
+def truncated(logits, rows, is_static):
+    """Return the weights of logits whose row maximum is 0, and which tokens truncation keeps."""
     limits = TruncationLimits(rows.min_p, rows.top_k, rows.top_p)
-    return truncated_weights(logits / rows.temperature[:, None], limits, is_static)[0]
+    is_drawn = jnp.ones(len(logits), bool)
+
+    def weigh(logits):
+        return jnp.exp(logits / rows.temperature[:, None])
+
+    return weigh(logits), truncate(block_rows(logits), weigh, limits, is_drawn, is_static)
+
+
+def kept_weights(logits, rows, is_static):
+    """Return the weights that truncation keeps, after a check of their sums by blocks."""
+    weights, kept = truncated(logits, rows, is_static)
+    weights = np.where(weights >= kept.threshold[:, None], weights, 0)
+    blocks = np.pad(weights.astype(np.float64), ((0, 0), (0, -weights.shape[1] % 128))).reshape(len(weights), -1, 128)
+    np.testing.assert_allclose(kept.block_sums, blocks.sum(axis=2), rtol=1e-5)
+    return weights
 
 
 def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, *, is_padded=True, is_static=False, **which):
@@ -352,7 +367,7 @@ def test_every_token_is_drawn_where_its_branches_lead(vocab_size):
     for token in range(vocab_size):
         for level, (sums, branch) in enumerate(branches_of(weights, token)):
             middles[token, level] = (sums[:branch].sum() + sums[branch] / 2) / sums.sum()
-    tokens = jitted_draw(np.tile(weights, (vocab_size, 1)), middles)
+    tokens = jitted_branches(np.tile(weights, (vocab_size, 1)), middles)
     assert np.asarray(tokens).tolist() == list(range(vocab_size))
 
 
@@ -371,7 +386,7 @@ def test_a_draw_takes_the_right_token_and_never_one_without_weight(seed, share, 
     weights[:, -3:-1] = tail
     weights[:, rng.integers(0, CDF_SHAPE[1])] = 1.0  # Last: every row has a token to draw.
     uniform = rng.choice(np.append(EDGES, rng.random(10, np.float32)), (CDF_SHAPE[0], num_levels(CDF_SHAPE[1])))
-    tokens = np.asarray(jitted_draw(jnp.asarray(weights), jnp.asarray(uniform)))
+    tokens = np.asarray(jitted_branches(jnp.asarray(weights), jnp.asarray(uniform)))
     assert (weights[np.arange(CDF_SHAPE[0]), tokens] > 0).all()
     for row, token in enumerate(tokens):
         for level, (sums, branch) in enumerate(branches_of(weights[row], token)):
@@ -391,7 +406,7 @@ def test_a_branch_without_weight_is_never_taken_even_where_the_running_sum_rises
     num_hit = 0
     for uniform in (aim, np.nextafter(aim, 0), np.nextafter(aim, 1)):
         uniform = np.minimum(uniform, np.float32(1 - 2.0**-24))
-        tokens = np.asarray(jitted_draw(weights[rows], uniform[:, None]))
+        tokens = np.asarray(jitted_branches(weights[rows], uniform[:, None]))
         assert (weights[rows, tokens] > 0).all()
         num_hit += np.sum(uniform * ends[rows, -1] == ends[rows, before])
     assert num_hit > 1000
@@ -402,11 +417,17 @@ def test_draws_rarely_change_with_the_rounding_of_another_executable():
     vocabulary 0.3 % of the draws would change; down the tree it is about one in 20,000."""
     rng = np.random.default_rng(3)
     logits = np.sort(rng.normal(0, 2.5, (64, 49152)), axis=1)[:, ::-1][:, rng.permutation(49152)].astype(np.float32)
-    weights, moved = (np.exp(logits + rng.normal(0, size, logits.shape)).astype(np.float32) for size in (0, 5e-6))
+    moved = (logits + rng.normal(0, 5e-6, logits.shape)).astype(np.float32)
+
+    @jax.jit
+    def drawn(logits, uniform):
+        rows, none = block_rows(logits), jnp.zeros(64)
+        return draw_tokens(rows, jnp.exp, KeptTokens(none, jnp.exp(rows.blocks).sum(axis=2)), uniform)
+
     num_flips = 0
     for _ in range(60):
-        uniform = jnp.asarray(rng.random((64, num_levels(49152)), np.float32))
-        num_flips += int(np.sum(np.asarray(jitted_draw(weights, uniform)) != np.asarray(jitted_draw(moved, uniform))))
+        uniform = jnp.asarray(rng.random((64, num_draw_levels(49152)), np.float32))
+        num_flips += int(np.sum(np.asarray(drawn(logits, uniform)) != np.asarray(drawn(moved, uniform))))
     assert num_flips <= 3
 
 
@@ -473,7 +494,7 @@ def test_only_rows_that_ask_for_logprobs_get_some():
                 assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 9])
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
 def test_no_vocabulary_is_drawn_from_or_ranked_outside_of_what_is_run_on_demand(num_rows):
     """XLA moves what is the same in each turn of a loop in front of it: then every step pays, and ranking is a sort."""
     rows = make_rows([NO_RULE] * num_rows)
@@ -481,9 +502,10 @@ def test_no_vocabulary_is_drawn_from_or_ranked_outside_of_what_is_run_on_demand(
     branches, entry = step.lower(jnp.asarray(make_logits(num_rows, 1000)), rows).compile().as_text().split("\nENTRY ")
     assert '"TopK"' in branches
     assert '"TopK"' not in entry
-    assert not [line for line in (branches + entry).splitlines() if " sort(" in line and ",1000]" in line]
-    loops = [line for line in entry.splitlines() if " while(" in line and ",1000]" in line]
-    assert len(loops) == (2 if num_rows > 8 else 0), "over groups of rows"
+    whole = re.compile(r",1000\]|,8,128\]|,1024\]")
+    assert not [line for line in (branches + entry).splitlines() if " sort(" in line and whole.search(line)]
+    loops = [line for line in entry.splitlines() if " while(" in line and whole.search(line)]
+    assert len(loops) == (2 if num_rows > 16 else 0), "over groups of rows"
 
 
 def test_equal_logits_are_ranked_in_the_order_of_their_tokens():

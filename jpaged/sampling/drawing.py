@@ -1,0 +1,78 @@
+"""Draws a token of each row by its weight, with a random number for each level of a tree over the vocabulary.
+
+A block of consecutive tokens is drawn by the sums of blocks, then a token of that block. Both go down a tree: at each
+node by the inverse CDF of its branches' weights. With one running sum over the whole vocabulary, rounding moves each of
+its edges, and one draw in 300 falls where that matters, in the tail. Here each draw meets few edges.
+
+Letters: R rows, n weights of a row, L levels; r is a group of rows.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .top_blocks import BLOCK, BlockRows
+from .truncation import KeptTokens, Weigh
+
+NUM_BRANCHES = 16
+"""Children of a node of a tree."""
+
+
+def num_draw_levels(vocab_size: int) -> int:
+    """Return how many random numbers `draw_tokens` takes for each row."""
+    return num_levels(-(-vocab_size // BLOCK)) + num_levels(BLOCK)
+
+
+def draw_tokens(rows: BlockRows, weigh: Weigh, kept: KeptTokens, uniforms_rL: Float[Array, "r L"]) -> Int[Array, " r"]:
+    """Draw one of the kept tokens of each row of a group by its weight; 0 if a row has no weight."""
+    num_block_levels = num_levels(kept.block_sums.shape[1])
+    blocks = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])
+    weights = weigh(rows.taken(blocks[:, None])[:, 0])
+    # The block holds a kept token, also if its weight is rounded in another way here than where it was summed.
+    threshold = jnp.minimum(kept.threshold, jnp.max(weights, axis=1))
+    weights = jnp.where(weights >= threshold[:, None], weights, 0.0)
+    return blocks * BLOCK + draw_branches(weights, uniforms_rL[:, num_block_levels:])
+
+
+def num_levels(size: int) -> int:
+    """Return the number of levels of a tree over so many weights."""
+    levels = 1
+    while (size := -(-size // NUM_BRANCHES)) > 1:
+        levels += 1
+    return levels
+
+
+def draw_branches(weights_Rn: Float[Array, "R n"], uniforms_RL: Float[Array, "R L"]) -> Int[Array, " R"]:
+    """Draw one of n weights in each row: down a tree, at each node by the inverse CDF of its branches' weights.
+
+    Where a level has n nodes, the children of node g are nodes g, g + n, g + 2 n … of the level below, so that the sums
+    over children are sums of slices.
+    """
+    levels: list[Float[Array, "R branches n"]] = []
+    sums = weights_Rn
+    while not levels or sums.shape[1] > 1:
+        rows, size = sums.shape
+        levels.append(jnp.pad(sums, ((0, 0), (0, -size % NUM_BRANCHES))).reshape(rows, NUM_BRANCHES, -1))
+        sums = jnp.sum(levels[-1], axis=1)
+    nodes = jnp.zeros(weights_Rn.shape[0], jnp.int32)
+    for level, uniform in zip(reversed(levels), uniforms_RL.T, strict=True):
+        branches = jnp.take_along_axis(level, nodes[:, None, None], axis=2)[:, :, 0]
+        ends = jnp.cumsum(branches, axis=-1)
+        nodes += level.shape[2] * _inverse_cdf(branches, ends, uniform * ends[:, -1])
+    return nodes
+
+
+def _inverse_cdf(
+    weights: Float[Array, "R n"], ends: Float[Array, "R n"], target: Float[Array, " R"]
+) -> Int[Array, " R"]:
+    """Return the first index with a weight whose running sum in `ends` exceeds the target; if none, the last one.
+
+    Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum says. A
+    row without any weight gives 0.
+    """
+    indices = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
+    has_weight = weights > 0
+    last = jnp.max(jnp.where(has_weight, indices, 0), axis=-1)
+    first = jnp.min(jnp.where(has_weight & (ends > target[:, None]), indices, weights.shape[1]), axis=-1)
+    return jnp.minimum(first, last)
