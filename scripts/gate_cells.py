@@ -244,6 +244,8 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
         for layer in range(2):
             q, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
+            # A model has a product here. Without it XLA would gather the next layer's sorted queries from this one's.
+            q = jax.lax.optimization_barrier(q)
             # As in a model, what the next layer writes depends on this one's output. A write that did not could come
             # before this layer's read, and would want a copy of the cache. A number that the compiler does not know to
             # be 0 takes no memory; keys and values that depended on the output would take theirs.
