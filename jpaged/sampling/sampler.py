@@ -157,22 +157,24 @@ def sample(
     is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
     uniform = uniforms(rows, PURPOSE_SAMPLE, num_draw_levels(logits_RV.shape[1]))
 
+    # Greedy rows have no limits.
+    min_p, top_k = jnp.where(is_greedy, 0.0, rows.min_p), jnp.where(is_greedy, 0, rows.top_k)
+    limits = TruncationLimits(min_p, top_k, jnp.where(is_greedy, 1.0, rows.top_p))
+
     def tempered(group: Group) -> Weigh:
         """Return what turns logits of a group into ones of temperature 1 whose row maximum is 0."""
-        columns = row_max[group, None], jnp.where(is_greedy, 1.0, rows.temperature)[group, None]
-        return lambda logits: (logits - columns[0]) / columns[1]
+        maximum, temperature = row_max[group, None], jnp.where(is_greedy, 1.0, rows.temperature)[group, None]
+        return lambda logits: (logits - maximum) / temperature
 
     def truncated(group: Group) -> tuple[BlockRows, Weigh, KeptTokens]:
         """Return the logits of a group, what turns them into weights, and which tokens are kept."""
-        # Greedy rows have no limits.
-        min_p, top_k = jnp.where(is_greedy, 0.0, rows.min_p), jnp.where(is_greedy, 0, rows.top_k)
-        limits = TruncationLimits(min_p[group], top_k[group], jnp.where(is_greedy, 1.0, rows.top_p)[group])
-        own, is_drawn, scaled = ruled._replace(group=group), ~(is_greedy | is_forced)[group], tempered(group)
+        own, scaled = ruled._replace(group=group), tempered(group)
+        own_limits, is_drawn = TruncationLimits(*(each[group] for each in limits)), ~(is_greedy | is_forced)[group]
 
         def weigh(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
             return jnp.exp(scaled(logits))
 
-        return own, weigh, truncate(own, weigh, limits, is_drawn, settings.is_static)
+        return own, weigh, truncate(own, weigh, own_limits, is_drawn, settings.is_static)
 
     def draw(group: Group, token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
         drawn = draw_tokens(*truncated(group), uniform[group])
@@ -188,15 +190,15 @@ def sample(
     def processed(group: Group) -> Float[Array, "r V"]:
         """Return the logits of the distribution that is drawn from."""
         own, weigh, kept = truncated(group)
-        tempered_rV = tempered(group)(own.values)
+        scaled = tempered(group)
 
         def heights(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
             """Tell tokens apart also where their weight e^x is 0, below x = −104: this does not underflow."""
-            return 1.0 / (1.0 - tempered(group)(logits))
+            return 1.0 / (1.0 - scaled(logits))
 
         is_kept = weigh(own.values) >= kept.threshold[:, None]
-        is_kept &= is_in_top_k(own, heights, rows.top_k[group], settings.is_static)
-        return jnp.where(is_kept, tempered_rV, -jnp.inf)[:, : logits_RV.shape[1]]
+        is_kept &= is_in_top_k(own, heights, top_k[group], settings.is_static)
+        return jnp.where(is_kept, scaled(own.values), -jnp.inf)[:, : logits_RV.shape[1]]
 
     def score(group: Group, scores: TokenScores) -> TokenScores:
         scored_rV = processed(group) if settings.has_processed_logprobs else logits_RV[group]

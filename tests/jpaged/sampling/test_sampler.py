@@ -535,9 +535,24 @@ def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_l
         assert all("known_trip_count" in line for line in loops), loops
 
 
-def test_padding_rows_cost_no_truncation_pass():
-    """Padding rows are all zeros, top-p 0 included; if they counted as limited, each step would bisect for them."""
-    rules, padding = [{**NO_RULE, "top_k": 7}] * 2, {**dict.fromkeys(NO_RULE, 0), "top_p": 0.0}
-    logits = jnp.asarray(make_logits(2, 40))
-    step = jax.jit(partial(sample, mode=SampleMode.RANDOM))
-    assert int(step(logits, make_rows([rules[0], padding])).token_ids[1]) == int(logits[1].argmax())
+def test_greedy_rows_are_not_truncated():
+    """Else padding rows, which are all zeros, top-p 0 included, would have every step search thresholds for them."""
+    logits = make_logits(len(RULES), 1000, seed=15)
+    settings = SampleSettings(max_logprobs=20, has_processed_logprobs=True)
+    rules = [{**full_rules(rule, 1000), "temperature": 0.0} for rule in RULES.values()]
+    scores = run(jnp.asarray(logits), make_rows(rules), SampleMode.FULL, settings).scores
+    plain = run(jnp.asarray(logits), make_rows([GREEDY_ROW] * len(rules)), SampleMode.FULL, settings).scores
+    assert np.array_equal(scores.top_logprobs, plain.top_logprobs)
+
+
+def test_what_a_row_keeps_does_not_depend_on_rows_whose_likely_tokens_do_not_suffice():
+    """Bit for bit, though their neighbours make the sampler read whole rows."""
+    rules = [full_rules(RULES[name], 49152) for name in ("all", "top-p 0.5", "top-p 0.999", "top-k 7", "min-p 0.02")]
+    logits = make_logits(len(rules), 49152, seed=16)
+    logits -= logits.max(axis=1, keepdims=True)
+    found = {}
+    for name, neighbours in {"alike": logits, "flat": np.zeros_like(logits)}.items():
+        weights, kept = truncated(np.concatenate([logits, neighbours]), make_rows(rules * 2), False)
+        found[name] = np.asarray(weights >= kept.threshold[:, None])[:5], np.asarray(kept.block_sums)[:5]
+    assert found["flat"][0][0].sum() < 100
+    jax.tree.map(np.testing.assert_array_equal, found["alike"], found["flat"])
