@@ -144,7 +144,7 @@ class _Search:
         """Return the sum of each row's weights that reach its threshold; anything in rows without `is_needed`."""
 
         def of(weights: Float[Array, "r n"]) -> Float[Array, " r"]:
-            return _kept_total(weights, threshold)[1]
+            return _kept_mass(weights, threshold)
 
         if not self.has_likely:
             return of(self.weigh(self.rows.values))
@@ -194,7 +194,12 @@ class _Likely(NamedTuple):
 
 def _block_sums(weights: Float[Array, "r nB"], threshold: Float[Array, " r"]) -> Float[Array, "r n"]:
     """Return the sum of each block's weights that reach the row's threshold."""
-    count, mass = _kept_total(weights.reshape(len(threshold), -1, BLOCK), threshold[:, None])
+    return _kept_mass(weights.reshape(len(threshold), -1, BLOCK), threshold[:, None])
+
+
+def _kept_mass(weights: Float[Array, "*rows n"], threshold: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Return the sum of the weights that reach the threshold."""
+    count, mass = _kept_total(weights, threshold)
     # With the count in use, XLA:CPU adds the weights up where it computes them; else it writes them out first.
     return jnp.where(count > 0, mass, 0.0)
 
