@@ -11,9 +11,12 @@ from ..sampling.sampling_params import MODES, SampleMode
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
 DEVICE_SAMPLES = (8, 64, 256)
-"""Sample buckets of a device below the largest one, in mode FULL; in other modes there are the smallest and the
-largest. They are few, to save executables: a device that only decodes samples in its decode programs, and rows that are
-padding cost a sampler little beside reading the head's weights."""
+"""Sample buckets of a device below the largest one, in mode FULL and in all modes of a GPU; in other modes there are the
+smallest and the largest. They are few, to save executables: a device that only decodes samples in its decode programs,
+and rows that are padding cost a sampler little beside reading the head's weights."""
+GPU_MODES = (SampleMode.GREEDY, SampleMode.RANDOM, SampleMode.FULL)
+"""Sampling modes of a GPU's samplers. Elsewhere there is none for greedy rows alone: mode RANDOM leaves out at run time
+what no row needs, which a GPU's sampler cannot."""
 GPU_DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM)
 """Sampling modes of a GPU's decode programs. The host would have to read the condition of a branch there, so that
 programs of the mode RANDOM draw each row, greedy ones too."""
@@ -108,13 +111,15 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, platform: st
         return Buckets(sizes, num_samples, num_samples, forward_tokens=sizes[1:], forward_decode_tokens=sizes[:1])
     largest = sample_sizes(max_num_seqs)[-1]
     num_samples = (*(size for size in DEVICE_SAMPLES if size < largest), largest)
+    is_gpu = platform == "gpu"
     return Buckets(
         num_tokens,
         num_samples,
-        num_plain_samples=(num_samples[0], largest),
+        num_plain_samples=num_samples if is_gpu else (num_samples[0], largest),
         forward_tokens=num_tokens,
         forward_decode_tokens=tuple(size for size in num_tokens if size <= largest),
-        decode_modes=GPU_DECODE_MODES if platform == "gpu" else Buckets.decode_modes,
+        modes=GPU_MODES if is_gpu else Buckets.modes,
+        decode_modes=GPU_DECODE_MODES if is_gpu else Buckets.decode_modes,
     )
 
 
