@@ -56,7 +56,7 @@ class Engine:
         `demands` (tokens of each request) and `modes` (kinds of sampling) describe the requests that will come, if
         all are known; left out, nothing is assumed. With them the page pool is no larger than these requests need,
         and the programs that they need first are compiled while the weights load. `progress(name, done, total)` is
-        called in the phases `load` and `compile`. Raises ConfigError or ModelLoadError.
+        called in the phases `check`, `load` and `compile`. Raises ConfigError or ModelLoadError.
         """
         handle = handle or open_model(config)
         engine = cls.__new__(cls)
@@ -68,6 +68,7 @@ class Engine:
         self.step_sizes = parts.sizes.step
         self.tokenizer = parts.handle.tokenizer
         self.device, self.backend = parts.device, parts.backend
+        self.attention, self.memory = parts.attention, parts.memory
         self.core, self.runner = parts.core, parts.runner
         self.plan = self.runner.plan
         self.scheduler = self.core.scheduler

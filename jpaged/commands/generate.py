@@ -285,11 +285,10 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
     """Give the lines of the summary: device, memory, sampling, start-up times, throughput and pages."""
     stats, sizes, step = engine.stats(), engine.sizes, engine.step_sizes
     yield ""
-    yield (
-        f"device: {engine.device.device_kind} ({engine.device.platform}) · attention: {engine.backend.name} · "
-        f"{step.dtype}, KV {step.kv_cache_dtype}"
-    )
-    yield f"memory: {sizes.memory}"
+    device = f"{engine.device.device_kind} ({engine.device.platform})"
+    yield f"device: {device} · {step.dtype}, KV {step.kv_cache_dtype}"
+    yield f"attention: {engine.attention}"
+    yield f"memory: {engine.memory}"
     yield f"sampling: {sampling}"
     yield (
         f"start: load {engine.load_s:.1f} s · compile {stats['compile_seconds']:.1f} s · "

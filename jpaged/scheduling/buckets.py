@@ -11,9 +11,9 @@ from ..sampling.sampling_params import MODES, SampleMode
 MIN_DEVICE_TOKENS = 16
 MIN_DEVICE_SAMPLES = 8
 DEVICE_SAMPLES = (8, 64, 256)
-"""Sample buckets of a device below the largest one, in mode FULL and in all modes of a GPU; in other modes there are the
-smallest and the largest. They are few, to save executables: a device that only decodes samples in its decode programs,
-and rows that are padding cost a sampler little beside reading the head's weights."""
+"""Sample buckets of a device below the largest one, in mode FULL and on a GPU; other modes have the smallest and the
+largest. They are few, to save executables: a device that only decodes samples in its decode programs, and rows that are
+padding cost a sampler little beside reading the head's weights."""
 GPU_MODES = (SampleMode.GREEDY, SampleMode.RANDOM, SampleMode.FULL)
 """Sampling modes of a GPU's samplers. Elsewhere there is none for greedy rows alone: mode RANDOM leaves out at run time
 what no row needs, which a GPU's sampler cannot."""

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -58,7 +59,7 @@ def find_failure(
 ) -> str | None:
     """Compare a backend with `xla` on this device, unless that was done before with the same versions.
 
-    A backend whose check is made in a child process is no business of this function (`check_process`). Returns a
+    A backend whose check is made in a subprocess is not compared here (`check_process`). Returns a
     clause that says why the backend must not serve: it differs, or it cannot be run. None if it may serve.
     Where this user's files cannot be kept, it is compared at each start, with a warning.
     """
@@ -112,7 +113,10 @@ def _watchdog(backend: Backend) -> Iterator[None]:
 
     def end_process() -> None:
         message = f"error: attention: the check of {backend.name} has given no answer within {WATCHDOG_S:g} s; "
-        os.write(2, f"{message}use --attention-backend xla\n".encode())
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os.write(2, f'{message}use --attention-backend xla, or Engine(attention_backend="xla")\n'.encode())
         os._exit(1)
 
     timer = threading.Timer(WATCHDOG_S, end_process)

@@ -39,6 +39,11 @@ class AttentionChoice:
     reason: str
     is_replacement: bool = False
     """Whether a default backend could not serve, for the reason given, and this one serves instead."""
+    is_unverified: bool = False
+    """Whether the backend's check script has not passed on such a device, as the reason says."""
+
+    def __str__(self) -> str:
+        return f"{' · '.join(filter(None, [self.backend.name, self.backend.describe()]))}, {self.reason}"
 
 
 def attention_shape(model: ModelConfig, kv_dtype: str) -> AttentionShape:
@@ -56,13 +61,14 @@ def choose_attention(
     """
     if asked != "auto":
         backend = backend_by_name(asked, shape, devices, deterministic=deterministic)
-        return AttentionChoice(backend, f"asked for{_not_verified(ENTRIES[asked], devices[0])}")
+        note = _not_verified(ENTRIES[asked], devices[0])
+        return AttentionChoice(backend, f"asked for{note}", is_unverified=bool(note))
     reason, is_replacement = f"the default on {devices[0].platform}", False
     for entry in BACKENDS:
         if devices[0].platform not in entry.platforms:
             continue
         if why_not := _why_not_default(entry, devices[0], deterministic=deterministic):
-            reason = f"not {entry.name}: {why_not}"
+            reason, is_replacement = f"not {entry.name}: {why_not}", not deterministic
             continue
         try:
             backend_class = load_backend(entry)
@@ -73,7 +79,8 @@ def choose_attention(
         except ValueError as error:
             reason, is_replacement = f"not {entry.name}: {error}", True
             continue
-        return AttentionChoice(backend, f"{reason}{_not_verified(entry, devices[0])}")
+        note = _not_verified(entry, devices[0])
+        return AttentionChoice(backend, f"{reason}{note}", is_unverified=bool(note))
     fallback = backend_by_name(FALLBACK.name, shape, devices, deterministic=deterministic)
     return AttentionChoice(fallback, reason, is_replacement)
 

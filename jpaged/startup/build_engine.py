@@ -42,9 +42,9 @@ from ..text.output_processor import OutputProcessor
 from .abstract_engine import WINDOWS, AbstractEngine
 from .attention_check import find_failure
 from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
-from .check_process import check_before_opening, check_request, find_failure_apart
-from .device_memory import withheld_memory
-from .host_memory import free_host_bytes
+from .check_process import check_before_opening, check_in_subprocess, check_request
+from .device_memory import unreserved_memory_note
+from .host_memory import free_host_bytes, num_host_cores
 from .open_model import ModelHandle
 from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, size_engine
 from .user_cache import make_private, user_cache
@@ -58,7 +58,9 @@ GPU_DECODE_STEPS = 4
 """Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
 ends before, and so few are enough to hide the work of the host."""
 CPU_COMPILERS, MAX_COMPILERS = 2, 16
-"""Programs that are compiled at the same time on a CPU, and at most elsewhere: each may take a gigabyte of memory."""
+"""Programs that are compiled at the same time on a CPU, and at most elsewhere."""
+COMPILER_BYTES = 1 << 30
+"""Bytes of the host's memory that compiling a program may take."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -76,6 +78,10 @@ class EngineComponents:
     sizes: EngineSizes
     device: jax.Device
     backend: Backend
+    attention: str
+    """The attention backend, the machine's features that it uses, and why it was chosen."""
+    memory: str
+    """What the device's memory is used for."""
     core: EngineCore
     runner: Runner
     rules_spec: LogitRulesSpec
@@ -97,13 +103,14 @@ def build_engine(
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
     use_compilation_cache(config.compilation_cache_dir)
-    check_before_opening(config, handle.config)
+    check_before_opening(config, handle.config, _phase(progress, "check"))
     device = _select_device(config.device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
-    engine, sizes = _checked_engine(config, handle, device, free, demands)
+    engine, sizes, attention = _checked_engine(config, handle, device, free, demands)
     for note in sizes.notes:
         logger.warning(note)
-    logger.info("memory: %s%s", sizes.memory, withheld_memory(device))
+    memory = f"{sizes.memory}{unreserved_memory_note(device)}"
+    logger.info("memory: %s", memory)
     step = sizes.step
     if handle.checkpoint is not None:
         check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
@@ -134,7 +141,19 @@ def build_engine(
         plan.close()
         raise
     plan.defer(deferred)
-    return EngineComponents(config, handle, sizes, device, engine.backend, core, runner, engine.rules_spec, load_s)
+    return EngineComponents(
+        config=config,
+        handle=handle,
+        sizes=sizes,
+        device=device,
+        backend=engine.backend,
+        attention=attention,
+        memory=memory,
+        core=core,
+        runner=runner,
+        rules_spec=engine.rules_spec,
+        load_s=load_s,
+    )
 
 
 def _select_device(kind: str) -> jax.Device:
@@ -147,11 +166,11 @@ def _select_device(kind: str) -> jax.Device:
 
 def _checked_engine(
     config: EngineConfig, handle: ModelHandle, device: jax.Device, free: FreeMemory, demands: Sequence[Demand]
-) -> tuple[AbstractEngine, EngineSizes]:
+) -> tuple[AbstractEngine, EngineSizes, str]:
     """Choose the attention backend, compute the numbers of pages, sequences and tokens, and check the backend.
 
-    The check compares the backend with `xla` on the device. If an automatically chosen backend fails it, `xla` serves
-    and one warning says why. Raises ConfigError if the user asked for that backend by name.
+    The third result is the backend and why it was chosen. The check compares it with `xla` on the device. Where one that
+    `auto` has chosen fails, `xla` serves and one warning says why; one asked for by name is a ConfigError.
     """
     model, processors = handle.config, config.logits_processors
     check_processors(processors, model.vocab_size)
@@ -167,20 +186,21 @@ def _checked_engine(
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
-    log = logger.warning if choice.is_replacement else logger.info
-    log("attention: %s, %s", " · ".join(filter(None, [choice.backend.name, choice.backend.describe()])), choice.reason)
+    log = logger.warning if choice.is_replacement or choice.is_unverified else logger.info
+    log("attention: %s", choice)
     engine, sizes = sized(choice.backend)
     step = sizes.step
     if engine.backend.check_guard is CheckGuard.CHILD:
-        failure = find_failure_apart(check_request(config, model, type(engine.backend), device.platform))
+        failure = check_in_subprocess(check_request(config, model, type(engine.backend), device.platform))
     else:
         failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
     if failure is None:
-        return engine, sizes
+        return engine, sizes, str(choice)
     if config.attention_backend != "auto":
         raise cannot_serve(engine.backend.name, failure)
-    logger.warning("attention: %s, not %s: %s", FALLBACK.name, engine.backend.name, failure)
-    return sized(backend_by_name(FALLBACK.name, shape, [device], deterministic=config.deterministic))
+    attention = f"{FALLBACK.name}, not {engine.backend.name}: {failure}"
+    logger.warning("attention: %s", attention)
+    return *sized(backend_by_name(FALLBACK.name, shape, [device], deterministic=config.deterministic)), attention
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
@@ -253,11 +273,11 @@ def _num_decode_steps(config: EngineConfig, platform: str) -> int:
 
 
 def _num_compilers(platform: str) -> int:
-    """Return how many programs are compiled at the same time: on a device, one for each core of the host."""
+    """Return how many programs are compiled at once: for a device, as many as the host's cores and memory allow."""
     if platform == "cpu":
         return CPU_COMPILERS
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(num_cores, CPU_COMPILERS), MAX_COMPILERS)
+    room = free_host_bytes() // COMPILER_BYTES
+    return min(max(min(num_host_cores(), room), CPU_COMPILERS), MAX_COMPILERS)
 
 
 def _scheduler(

@@ -1,10 +1,10 @@
-"""Compares a backend with `xla` in a process of its own, so that a crash or a hang there ends no engine.
+"""Compares a backend with `xla` in a subprocess, so that a crash or a hang there ends no engine.
 
     parent ── CheckRequest, JSON on stdin ─▶ python -m jpaged.startup.check_process
-                                             compares       ── {"failure": …}, JSON on stdout ─▶ parent
+                                             compares         ── CheckResult, JSON on stdout ─▶ parent
 
 A start runs it before it opens a GPU itself: both processes need memory there, and the child takes no more of it than
-it uses. What was found, a failure too, is remembered with the versions of everything that it depends on.
+it uses. What another start would find as well is remembered, with the versions of everything that it depends on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import functools
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import jax
 
@@ -44,8 +47,19 @@ logger = logging.getLogger("jpaged")
 
 LIMIT_S = 60.0
 """Seconds after which a child is ended: its start, the GPU's and the compilation of both backends take about 20."""
+KILL_WAIT_S = 5
+"""Seconds that a killed child has to be gone, and that a child lives on if nobody kills it."""
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia/gpus/*/information")
 """Files in which the driver tells its version and the models of the GPUs, without a GPU being opened."""
+DRIVER_FIELDS = ("NVRM version:", "Model:")
+"""Beginnings of the lines with these."""
+DEVICE_IS_OPEN, RESULT = "device is open", "result: "
+"""Lines of a child's stdout, or how they begin; libraries may write others."""
+ENDED_BY_OTHERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGALRM")
+"""Signals that somebody else sends, and no crash does."""
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "out of memory")
+"""Texts in errors of a device whose memory others use."""
+EACH_START = "the check of a backend is made at each start: %s"
 
 
 @dataclass(frozen=True)
@@ -79,99 +93,162 @@ class CheckRequest:
         return json.dumps(asdict(self))
 
 
+@dataclass(frozen=True)
+class CheckResult:
+    """What a comparison has found."""
+
+    failure: str | None
+    """A clause that says why the backend must not serve; None if it may."""
+    is_lasting: bool
+    """Whether another start would find the same: the backend agrees, differs, does not compile, crashes or hangs. What
+    is due to a full GPU, a missing one, or a process that cannot be started may be over by then."""
+
+
 @functools.cache
-def find_failure_apart(request: CheckRequest, limit_s: float = LIMIT_S) -> str | None:
+def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str | None:
     """Return a clause that says why the backend must not serve, None if it may; asked once per process.
 
-    A child that crashes, answers nothing within `limit_s`, or finds a difference is a failure. Where the result of an
-    earlier start is remembered, no child is started.
+    A child that crashes, answers nothing within `limit_s`, or finds a difference is a failure. Where the lasting result
+    of an earlier start is remembered, no child is started.
     """
-    mark = _mark_of(request)
+    path = _result_path(request)
     try:
-        if mark is not None and mark.exists():
-            return json.loads(mark.read_text())["failure"]
+        if path is not None and path.exists():
+            return _with_hint(json.loads(path.read_text())["failure"], path)
     except (OSError, ValueError, KeyError) as problem:
-        logger.warning("%s is not read, the check is made again: %s", mark, problem)
-    failure = _run_child(request, limit_s)
-    if mark is not None:
-        try:
-            make_private(mark.parent)
-            mark.write_text(json.dumps({"failure": failure, "request": request.to_json()}))
-        except OSError as problem:
-            logger.warning("the check of a backend is made at each start: %s", problem)
-        else:
-            if failure is not None:
-                failure += f"; remembered in {mark}, delete it to check again"
-    return failure
+        logger.warning("%s is not read, the check is made again: %s", path, problem)
+    result = _run_child(request, limit_s)
+    if result.failure is None:
+        logger.info("%s agrees with xla, by its check in a subprocess", request.backend)
+    if path is None or not result.is_lasting:
+        return result.failure
+    try:
+        make_private(path.parent)
+        path.write_text(json.dumps({"failure": result.failure, "request": request.to_json()}))
+    except OSError as problem:
+        logger.warning(EACH_START, problem)
+        return result.failure
+    return _with_hint(result.failure, path)
 
 
-def _mark_of(request: CheckRequest) -> Path | None:
+def _with_hint(failure: str | None, path: Path) -> str | None:
+    """Return a failure with the way to have it looked for again."""
+    return failure and f"{failure}; remembered in {path}, delete it to check again"
+
+
+def _result_path(request: CheckRequest) -> Path | None:
     """Return the file that remembers the result of this request on this machine; None if there is no place for it.
 
     None also where the driver does not say what GPUs there are: results of one chip must not count for another.
     """
-    driver = [path.read_text() for pattern in DRIVER_FILES for path in sorted(Path("/").glob(pattern[1:]))]
-    if request.device != "cpu" and not driver:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    versions = sorted((each.name, each.version) for each in distributions() if each.name.startswith(("jax", "nvidia")))
-    key = [request.to_json(), driver, visible, versions, source_digest()]
     try:
-        return result_file(key)
-    except RuntimeError as problem:
-        logger.warning("the check of a backend is made at each start: %s", problem)
+        driver = [line for line in _driver_lines() if line.startswith(DRIVER_FIELDS)]
+        if request.device != "cpu" and not driver:
+            logger.warning(EACH_START, f"no NVIDIA driver tells its version in {DRIVER_FILES[0]}")
+            return None
+        versions = [(each.name or "", each.version) for each in distributions()]
+        versions = sorted(each for each in versions if each[0].startswith(("jax", "nvidia")))
+        visible = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS")}
+        python = sys.version_info[:2]
+        return result_file([request.to_json(), sorted(set(driver)), visible, versions, python, source_digest()])
+    except (OSError, RuntimeError) as problem:
+        logger.warning(EACH_START, problem)
         return None
 
 
-def _run_child(request: CheckRequest, limit_s: float) -> str | None:
-    """Make the comparison in a child process and return its failure."""
-    command = [sys.executable, "-m", __name__]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+def _driver_lines() -> Iterator[str]:
+    for pattern in DRIVER_FILES:
+        for path in sorted(Path("/").glob(pattern[1:])):
+            yield from path.read_text(errors="replace").splitlines()
+
+
+def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
+    """Make the comparison in a child process, which is gone after `limit_s`, or nearly so."""
+    # -P: modules of the current folder, which may be a downloaded model, are not imported. Its own session: a child of
+    # the child is ended too.
+    command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}"]
+    paths = os.pathsep.join(map(str, sys.path))
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": paths}
+    with TemporaryFile() as answer, TemporaryFile() as errors:
+
+        def lines(file: IO[bytes]) -> list[str]:
+            file.seek(0)
+            return file.read().decode(errors="replace").strip().splitlines()
+
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=answer,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as problem:
+            return CheckResult(f"its check cannot be started: {problem}", is_lasting=False)
+        try:
+            child.communicate(request.to_json().encode(), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            _end(child)
+            failure = f"its check in a subprocess gave no answer within {limit_s:g} s"
+            return CheckResult(failure, is_lasting=DEVICE_IS_OPEN in lines(answer))
+        if child.returncode < 0:
+            name = signal.Signals(-child.returncode).name
+            return CheckResult(f"its check in a subprocess ended by {name}", is_lasting=name not in ENDED_BY_OTHERS)
+        answers = [line.removeprefix(RESULT) for line in lines(answer) if line.startswith(RESULT)]
+        if child.returncode or not answers:
+            last = (lines(errors) or ["no message"])[-1]
+            failure = f"its check in a subprocess ended with status {child.returncode}: {one_line(last, 500)}"
+            return CheckResult(failure, is_lasting=False)
+        return CheckResult(**json.loads(answers[-1]))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child with its own children. One that waits in the driver may stay: nobody can end it."""
     try:
-        child = subprocess.run(
-            command, input=request.to_json(), capture_output=True, text=True, timeout=limit_s, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return f"its check in a process of its own gave no answer within {limit_s:g} s"
-    except OSError as problem:
-        return f"its check cannot be started: {problem}"
-    if child.returncode < 0:
-        return f"its check in a process of its own ended by {signal.Signals(-child.returncode).name}"
-    lines = child.stdout.splitlines()
-    if child.returncode or not lines:
-        last = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        return f"its check in a process of its own ended with status {child.returncode}: {one_line(last[0], 500)}"
-    failure: str | None = json.loads(lines[-1])["failure"]
-    return failure
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait(KILL_WAIT_S)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        pass
 
 
-def main() -> int:
-    """Answer the request on stdin by one line of JSON on stdout."""
-    request = CheckRequest.from_json(sys.stdin.read())
-    print(json.dumps({"failure": _failure(request)}))
+def main(limit_s: float) -> int:
+    """Answer the request on stdin by one line on stdout, RESULT and JSON."""
+    # The kernel of the operating system ends this process, whatever hangs in it, should nobody else do so in time.
+    signal.alarm(math.ceil(limit_s) + KILL_WAIT_S)
+    result = _compare(CheckRequest.from_json(sys.stdin.read()))
+    print(f"\n{RESULT}{json.dumps(asdict(result))}", flush=True)
     return 0
 
 
-def _failure(request: CheckRequest) -> str | None:
+def _compare(request: CheckRequest) -> CheckResult:
     """Compare in this process. A backend that does not take the device or the model has no failure to tell here."""
     module, name = request.backend.split(":")
     backend_class: type[Backend] = getattr(importlib.import_module(module), name)
-    device = select_devices(request.device)[0]
+    try:
+        device = select_devices(request.device)[0]
+    except RuntimeError as problem:
+        return CheckResult(f"its check found no device: {one_line(problem, 500)}", is_lasting=False)
+    print(f"\n{DEVICE_IS_OPEN}", flush=True)
     try:
         backend = backend_class.for_devices([device], request.shape, deterministic=request.is_deterministic)
     except (BackendUnavailableError, ValueError):
-        return None  # The start finds the same, and says it.
+        return CheckResult(None, is_lasting=True)  # The start finds the same, and says it.
     try:
         error = kernel_error(backend, request.shape, request.dtype, request.block_size, device)
     except Exception as problem:  # A kernel that does not compile may raise anything.
-        return f"it failed its check on {device.device_kind}: {one_line(problem, 500)}"
-    return too_different(error, device)
+        failure = f"it failed its check on {device.device_kind}: {one_line(problem, 500)}"
+        return CheckResult(failure, is_lasting=not any(text in str(problem) for text in OUT_OF_MEMORY))
+    return CheckResult(too_different(error, device), is_lasting=True)
 
 
-def check_before_opening(config: EngineConfig, model: ModelConfig) -> None:
+def check_before_opening(
+    config: EngineConfig, model: ModelConfig, report: Callable[[int, int], None] | None = None
+) -> None:
     """Compare the backends of a GPU in child processes while this process has not opened the GPU, if there is one.
 
-    The result is asked for again once the backend is chosen.
+    The result is asked for again once the backend is chosen. `report(done, total)` is told of a comparison, which may
+    take a minute.
     """
     kinds = [config.device] if config.device != "auto" else visible_accelerators()
     if "gpu" not in kinds or not _jax_may_use_gpus():
@@ -186,7 +263,11 @@ def check_before_opening(config: EngineConfig, model: ModelConfig) -> None:
         except BackendUnavailableError:
             continue  # The choice of the backend says so.
         if backend.check_guard is CheckGuard.CHILD:
-            find_failure_apart(check_request(config, model, backend, "gpu"))
+            if report is not None:
+                report(0, 1)
+            check_in_subprocess(check_request(config, model, backend, "gpu"))
+            if report is not None:
+                report(1, 1)
 
 
 def check_request(config: EngineConfig, model: ModelConfig, backend: type[Backend], platform: str) -> CheckRequest:
@@ -194,7 +275,7 @@ def check_request(config: EngineConfig, model: ModelConfig, backend: type[Backen
     dtype, kv_dtype = chosen_dtypes(config, model, platform)
     return CheckRequest.of(
         backend,
-        device=config.device,
+        device=platform,
         shape=attention_shape(model, kv_dtype),
         dtype=dtype,
         block_size=config.block_size or backend.block_sizes[0],
@@ -209,4 +290,4 @@ def _jax_may_use_gpus() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(float(sys.argv[1])))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ..checks import refusal
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     import jax
 
@@ -24,14 +27,24 @@ def reserve_device_memory() -> None:
         os.environ[FRACTIONS[0]] = str(MEMORY_SHARE)
 
 
-def withheld_memory(device: jax.Device) -> str:
-    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all."""
-    share = float(next((os.environ[name] for name in FRACTIONS if os.environ.get(name)), DEFAULT_SHARE))
+def unreserved_memory_note(device: jax.Device) -> str:
+    """Return what the memory plan says of memory that JAX leaves unused on a GPU; empty where it takes nearly all.
+
+    ConfigError if the environment variable that sets JAX's share is no number.
+    """
     stats = device.memory_stats() if device.platform == "gpu" else None
-    if stats is None or not 0 < share < LARGE_SHARE:
+    if stats is None:
         return ""
-    withheld = stats["bytes_limit"] / share * (1 - share)
+    name = next((name for name in FRACTIONS if os.environ.get(name)), FRACTIONS[0])
+    given = os.environ.get(name) or str(DEFAULT_SHARE)
+    try:
+        share = float(given)
+    except ValueError:
+        raise refusal(name, given, "a number from 0 to 1", "correct it or unset it", error=ConfigError) from None
+    if not 0 < share < LARGE_SHARE:
+        return ""
+    unused = stats["bytes_limit"] / share * (1 - share)
     return (
-        f"; JAX leaves {withheld / 1e9:.3g} GB of the GPU unused: set {FRACTIONS[0]}={MEMORY_SHARE} before JAX starts "
-        "to have them"
+        f"; JAX leaves {unused / 1e9:.3g} GB of the GPU unused: set {FRACTIONS[0]}={MEMORY_SHARE} before JAX starts "
+        "to use them"
     )

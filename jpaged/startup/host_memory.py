@@ -1,4 +1,4 @@
-"""Free memory of the host, as Linux and its control groups report it."""
+"""Free memory and cores of the host, as Linux and its control groups report them."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ def _free_in_group(group: Path, names: tuple[str, str, str], available: int) -> 
         return max(0, int(limit) - used + int(stat.get(reclaimable, 0)))
     except OSError:  # The group is outside of this container, or has no memory controller: no limit.
         return available
+
+
+def num_host_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that this process may keep busy: those it may run on, as its control group lets it."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return num_cores if quota == "max" else max(1, min(num_cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # No such controller here.
+        return num_cores

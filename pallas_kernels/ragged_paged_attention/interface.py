@@ -215,7 +215,8 @@ class CheckGuard(enum.Enum):
     WATCHDOG = "watchdog"
     """The process ends if there is no answer in time. A TPU belongs to one process at a time."""
     CHILD = "child"
-    """The comparison is made in a child process, whatever happens to it."""
+    """The comparison is made in a subprocess, whatever happens to it. It is of attention alone: such a backend leaves
+    products and norms to XLA."""
 
 
 class PageTableLimit(NamedTuple):

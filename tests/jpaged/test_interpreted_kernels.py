@@ -71,7 +71,7 @@ def engines(request: pytest.FixtureRequest, model: str, monkeypatch: pytest.Monk
     platform, dtype = request.param
     monkeypatch.setattr(AbstractEngine, "platform", platform)
     monkeypatch.setattr("jpaged.startup.build_engine.find_failure", lambda *_: None)
-    monkeypatch.setattr("jpaged.startup.build_engine.find_failure_apart", lambda *_: None)
+    monkeypatch.setattr("jpaged.startup.build_engine.check_in_subprocess", lambda *_: None)
 
     def make(**options: Any) -> list[Engine]:
         found = []

@@ -1,7 +1,8 @@
-"""Backends that fail their check in ways that only a process of its own survives. Imported by child processes."""
+"""Backends that fail their check in ways that only a subprocess survives. Imported by child processes."""
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import signal
@@ -39,6 +40,33 @@ class Crashes(Right):
 
     def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
         jax.debug.callback(lambda: os.kill(os.getpid(), signal.SIGSEGV))
+        return super().attend(pages, layout, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory(Right):
+    """A backend that finds the device's memory taken."""
+
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Killed(Right):
+    """A backend whose process is killed by somebody else."""
+
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy(Right):
+    """A backend that agrees, in a process that writes what no text is, before and after the answer."""
+
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        os.write(1, b"\xff\xfe noise")
+        os.write(2, b"\xff\xfe noise")
+        atexit.register(os.write, 1, b"more noise\n")
         return super().attend(pages, layout, inputs)
 
 

@@ -1,7 +1,8 @@
 """A kernel that hangs, crashes or computes nonsense at its check costs a start no more than that kernel."""
 
-import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape
 from jpaged.startup import check_process
 from jpaged.startup.attention_check import MAX_ERROR
-from jpaged.startup.check_process import CheckRequest, check_before_opening, find_failure_apart
+from jpaged.startup.check_process import CheckRequest, check_before_opening, check_in_subprocess
 
 from ..tiny_model import write_tiny_model
 from . import broken_kernels
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remember results in a folder of the test, and forget those of this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    find_failure_apart.cache_clear()
+    check_in_subprocess.cache_clear()
 
 
 def request_of(backend: Any) -> CheckRequest:
@@ -46,33 +47,71 @@ def test_a_request_arrives_as_it_was_sent() -> None:
     ("backend", "wanted"),
     [
         (broken_kernels.Nan, f"it differs from xla on cpu by inf of an output's norm, allowed: {MAX_ERROR}"),
-        (broken_kernels.Crashes, "its check in a process of its own ended by SIGSEGV"),
+        (broken_kernels.Crashes, "its check in a subprocess ended by SIGSEGV"),
     ],
     ids=["NaN", "crash"],
 )
 def test_a_failure_in_the_child_is_told_and_remembered_until_its_file_is_deleted(
     backend: Any, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (failure,) = {find_failure_apart(request_of(backend)) for _ in range(2)}
+    (failure,) = {check_in_subprocess(request_of(backend)) for _ in range(2)}
     assert failure is not None
-    (mark,) = (tmp_path / "jpaged" / "checked").iterdir()
-    assert failure == f"{wanted}; remembered in {mark}, delete it to check again"
-    find_failure_apart.cache_clear()
+    (path,) = (tmp_path / "jpaged" / "checked").iterdir()
+    assert failure == f"{wanted}; remembered in {path}, delete it to check again"
+    check_in_subprocess.cache_clear()
     monkeypatch.setattr(sys, "executable", "/no/python")
-    assert find_failure_apart(request_of(backend)) == json.loads(mark.read_text())["failure"] == wanted
+    assert check_in_subprocess(request_of(backend)) == failure
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted"),
+    [
+        (broken_kernels.OutOfMemory, "it failed its check on cpu: RESOURCE_EXHAUSTED: Out of memory"),
+        (broken_kernels.Killed, "its check in a subprocess ended by SIGKILL"),
+    ],
+    ids=["out of memory", "killed"],
+)
+def test_a_failure_that_may_be_over_at_the_next_start_is_not_remembered(
+    backend: Any, wanted: str, tmp_path: Path
+) -> None:
+    failure = check_in_subprocess(request_of(backend))
+    assert failure is not None
+    assert failure.startswith(wanted)
+    assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize("backend", [broken_kernels.Right, broken_kernels.Unavailable])
 def test_a_backend_that_agrees_or_is_not_for_this_device_has_no_failure(backend: Any) -> None:
     """Why a backend is not for a device, the start says by itself."""
-    assert find_failure_apart(request_of(backend)) is None
+    assert check_in_subprocess(request_of(backend)) is None
+
+
+def test_odd_folders_and_output_do_not_disturb_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module `jax` in the current folder, a broken package, a Path in sys.path, bytes that are no text."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "jax.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "packages" / "broken.dist-info").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [*(path for path in sys.path if path), str(ROOT), tmp_path / "packages"])
+    assert check_in_subprocess(request_of(broken_kernels.Noisy)) is None
+
+
+@pytest.mark.slow
+def test_a_child_whose_parent_is_gone_ends_by_itself() -> None:
+    request = request_of(broken_kernels.Hangs).to_json()
+    command = [sys.executable, "-P", "-m", check_process.__name__, "4"]
+    run = subprocess.run(command, input=request, cwd=ROOT, capture_output=True, text=True, timeout=60, env={
+        **os.environ, "PYTHONPATH": str(ROOT)
+    })  # fmt: skip
+    assert run.returncode == -signal.SIGALRM
+    assert check_process.DEVICE_IS_OPEN in run.stdout
 
 
 def test_a_child_that_hangs_is_ended_in_time() -> None:
     start = time.monotonic()
-    failure = find_failure_apart(request_of(broken_kernels.Hangs), 8.0)
+    failure = check_in_subprocess(request_of(broken_kernels.Hangs), 8.0)
     assert failure is not None
-    assert failure.startswith("its check in a process of its own gave no answer within 8 s; remembered in ")
+    assert failure.startswith("its check in a subprocess gave no answer within 8 s; remembered in ")
     assert time.monotonic() - start < 30
 
 
@@ -91,13 +130,14 @@ def test_a_watchdog_ends_the_process_of_a_kernel_that_hangs() -> None:
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
     message = "error: attention: the check of pallas-gpu has given no answer within 3 s; use --attention-backend xla"
+    message += ', or Engine(attention_backend="xla")'
     assert run.stderr.splitlines()[-1] == message
     assert time.monotonic() - start < 60
 
 
 def test_a_start_asks_before_the_gpu_is_opened_only_where_a_gpu_may_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CheckRequest] = []
-    monkeypatch.setattr(check_process, "find_failure_apart", asked.append)
+    monkeypatch.setattr(check_process, "check_in_subprocess", asked.append)
     monkeypatch.setattr(check_process, "load_backend", lambda entry: broken_kernels.Right)
     monkeypatch.setattr(check_process, "visible_accelerators", lambda: ["gpu"])
     monkeypatch.setattr(check_process, "_jax_may_use_gpus", lambda: True)
@@ -108,7 +148,7 @@ def test_a_start_asks_before_the_gpu_is_opened_only_where_a_gpu_may_serve(monkey
     assert asked == []
     check_before_opening(EngineConfig(block_size=32), model)
     (request,) = asked
-    assert (request.device, request.dtype, request.block_size) == ("auto", "bfloat16", 32)
+    assert (request.device, request.dtype, request.block_size) == ("gpu", "bfloat16", 32)
     monkeypatch.setattr(check_process, "visible_accelerators", list)
     check_before_opening(EngineConfig(), model)
     assert len(asked) == 1
@@ -126,7 +166,7 @@ def test_a_default_that_fails_in_its_child_is_replaced_and_one_asked_for_ends_th
     with caplog.at_level(logging.WARNING, "jpaged"), Engine(tiny, **sizes, device="cpu") as engine:
         assert engine.backend.name == "xla"
         (message,) = (record.getMessage() for record in caplog.records if "attention: " in record.getMessage())
-        assert message.startswith("attention: xla, not pallas-gpu: its check in a process of its own ended by SIGSEGV")
+        assert message.startswith("attention: xla, not pallas-gpu: its check in a subprocess ended by SIGSEGV")
         assert engine.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
     with pytest.raises(ConfigError, match=r"cannot serve here: .* ended by SIGSEGV.* use --attention-backend xla"):
         Engine(tiny, **sizes, device="cpu", attention_backend="native")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jpaged.commands import cli, generate
-from jpaged.startup.device_memory import SETTINGS, withheld_memory
+from jpaged.startup.device_memory import SETTINGS, unreserved_memory_note
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -31,9 +31,9 @@ def test_a_command_sets_the_share_of_memory_unless_its_user_has(main: Any, monke
 def test_an_engine_says_what_jax_leaves_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 60e9})
     monkeypatch.delenv(FRACTION, raising=False)
-    assert withheld_memory(gpu) == (
-        f"; JAX leaves 20 GB of the GPU unused: set {FRACTION}=0.95 before JAX starts to have them"
+    assert unreserved_memory_note(gpu) == (
+        f"; JAX leaves 20 GB of the GPU unused: set {FRACTION}=0.95 before JAX starts to use them"
     )
     monkeypatch.setenv(FRACTION, "0.95")
-    assert withheld_memory(gpu) == ""
-    assert withheld_memory(SimpleNamespace(platform="cpu")) == ""  # type: ignore[arg-type]
+    assert unreserved_memory_note(gpu) == ""
+    assert unreserved_memory_note(SimpleNamespace(platform="cpu")) == ""  # type: ignore[arg-type]

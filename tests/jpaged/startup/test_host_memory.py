@@ -1,8 +1,10 @@
 """Free memory of the host, read from files laid out as Linux lays them out."""
 
+import os
+
 import pytest
 
-from jpaged.startup.host_memory import free_host_bytes
+from jpaged.startup.host_memory import free_host_bytes, num_host_cores
 
 GIB = 1 << 30
 
@@ -55,3 +57,11 @@ def test_free_memory_is_what_the_kernel_and_every_control_group_leave(tmp_path, 
 def test_without_proc_all_physical_memory_counts_as_free(tmp_path):
     assert 0 < free_host_bytes(tmp_path / "none", tmp_path) < 1 << 50
     assert 0 <= free_host_bytes() < 1 << 50
+
+
+def test_cores_are_those_that_the_process_and_its_control_group_may_use(tmp_path):
+    num_cores = num_host_cores(tmp_path)
+    assert 1 <= num_cores <= (os.cpu_count() or 1)
+    for text, expected in {"max 100000": num_cores, "100000 100000": 1, "50000 100000": 1, "odd": num_cores}.items():
+        (tmp_path / "cpu.max").write_text(f"{text}\n")
+        assert num_host_cores(tmp_path) == expected
