@@ -242,10 +242,12 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
     k, v = (None, None) if options.pop("reads", False) else (by_token(num_kv_heads), by_token(num_kv_heads))
 
     def program(cache: Any, q: Any, k: Any, v: Any, step: Any, sinks: Any) -> Any:
+        results = []
         for layer in range(2):
             q, cache = cache.attend(layer, q, k, v, step, scale=cell.head_size**-0.5, sinks=sinks, **options)
             # A model has a product here. Without it XLA would gather the next layer's sorted queries from this one's.
             q = jax.lax.optimization_barrier(q)
+            results.append(q)  # What is returned is no temporary memory.
             # As in a model, what the next layer writes depends on this one's output. A write that did not could come
             # before this layer's read, and would want a copy of the cache. A number that the compiler does not know to
             # be 0 takes no memory; keys and values that depended on the output would take theirs.
@@ -253,10 +255,10 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
             numbers = {name: getattr(step, name) + late for name in ("slot_mapping", "context_lens", "plan")}
             step = dataclasses.replace(step, **numbers)
             cache = dataclasses.replace(cache, scales=jax.tree.map(lambda scale: scale + late, cache.scales))  # noqa: B023
-        return (q, k, v), cache
+        return (*results, k, v), cache
 
     q = by_token(num_heads)
-    layouts = tuple(x and x.format for x in (q, k, v))
+    layouts = tuple(x and x.format for x in (q, q, k, v))
     to_lower = jax.jit(program, donate_argnums=(0, 1, 2, 3), out_shardings=(layouts, None))
     return to_lower, (cache, q, k, v, step, sinks)
 

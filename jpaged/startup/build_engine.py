@@ -169,8 +169,8 @@ def _checked_engine(
 ) -> tuple[AbstractEngine, EngineSizes, str]:
     """Choose the attention backend, compute the numbers of pages, sequences and tokens, and check the backend.
 
-    The third result is the backend and why it was chosen. The check compares it with `xla` on the device. Where one that
-    `auto` has chosen fails, `xla` serves and one warning says why; one asked for by name is a ConfigError.
+    The third result is the backend and why it was chosen. The check compares it with `xla` on the device. Where one
+    that `auto` has chosen fails, `xla` serves and one warning says why; one asked for by name is a ConfigError.
     """
     model, processors = handle.config, config.logits_processors
     check_processors(processors, model.vocab_size)
