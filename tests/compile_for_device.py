@@ -28,8 +28,8 @@ ROWS = 64
 
 def gate_of(target: str, num_devices: int):
     """Return the gate that compiles for a chip, or None for the CPU. Call it before JAX reads the environment."""
-    if target == "v6e":
-        return TpuGate("v6e", num_devices)
+    if target in ("v5e", "v6e", "v7x"):
+        return TpuGate(target, num_devices)
     if target == "h100":
         return GpuGate("h100", num_devices)
     os.environ["JAX_PLATFORMS"] = "cpu"

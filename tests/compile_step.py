@@ -1,11 +1,11 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
-    python compile_step.py cpu|v6e|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS]
+    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
 layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then there is one
-number of pages, and of a TPU only the forward programs are compiled.
+number of pages, smaller steps with prompts, and of a TPU only the forward programs.
 """
 
 import json
@@ -62,6 +62,8 @@ def materialized(hlo):
 
 def report(programs, key, cache_shapes, cache_bytes, num_pages):
     """Return a compiled step's memory in bytes, and the arrays it makes that are as large as one layer's keys."""
+    from jpaged.startup.abstract_engine import own_bytes
+
     compiled = programs.lower[key]().compile()
     memory = compiled.memory_analysis()
     hlo = compiled.as_text()
@@ -75,6 +77,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "arguments": memory.argument_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
+        "own": own_bytes(compiled),
         "cache": cache_bytes,
         "hidden": _bytes(programs.state.hidden),
         "pages": num_pages,
@@ -171,6 +174,7 @@ def main() -> None:
     from jpaged.sampling.sampler import SampleSettings
     from jpaged.sampling.sampling_params import SampleMode
     from jpaged.startup.abstract_engine import AbstractEngine
+    from jpaged.startup.sizing import estimated_program_bytes
     from jpaged.step.step_sizes import StepSizes
 
     shape = dict(SMALL if target == "cpu" else LLAMA_8B)
@@ -186,7 +190,8 @@ def main() -> None:
         heads = model.num_heads // num_devices, model.num_kv_heads // num_devices
         backend = gate.backend(*heads, model.head_size, (None,))
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
-    sizes = StepSizes(dtype, dtype, 128 if target == "v6e" else 64, 4096, num_seqs, num_tokens)
+    sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
+    found["kept"] = estimated_program_bytes(model, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
     is_cut = len(sys.argv) > 4
@@ -201,7 +206,7 @@ def main() -> None:
                 rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
-            keys = decodes, ("forward", 2 * num_seqs), ("decode", num_seqs, SampleMode.RANDOM)
+            keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, SampleMode.RANDOM)
             if is_cut:
                 keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" else keys[:2]
             for key in keys:

@@ -6,7 +6,7 @@ build the programs of a TPU on a machine without one.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import logging
 from dataclasses import dataclass, replace
 
 import jax
@@ -20,12 +20,16 @@ from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
-from ..step.programs import ProgramOptions, Programs, decode_key, forward_key, sample_key
+from ..step.compile_plan import Key
+from ..step.programs import ProgramOptions, Programs
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention_choice import attention_shape, block_size_of
-from .sizing import rules_bytes
 
+logger = logging.getLogger("jpaged")
+
+STEP_PROGRAMS = ("forward", "forward_decodes", "sample", "decode")
+"""First parts of the keys of programs that compute a step."""
 WINDOWS: tuple[int | None, ...] = (None,)
 """Attention window of each page-table group in tokens; None sees all. All layers of today's models see all."""
 
@@ -63,27 +67,6 @@ class AbstractEngine:
         """Return the bytes of all weights."""
         return self.weights(dtype).size_bytes
 
-    def step_bytes(self, sizes: StepSizes) -> int:
-        """Return what the largest step takes beside weights and pages, by what the compiled programs say.
-
-        Compiles the largest forward, sampler and decode program over a cache of two pages: nothing that a step
-        allocates for itself grows with the number of pages.
-        """
-        builder = self.builder(sizes)
-        buckets = builder.buckets
-        programs = self.programs(builder, num_blocks=2)
-        keys = [
-            forward_key(buckets, buckets.num_tokens[-1]),
-            sample_key(buckets, buckets.max_samples, SampleMode.FULL),
-            decode_key(buckets, buckets.max_samples, SampleMode.GREEDY),
-            decode_key(buckets, buckets.max_samples, SampleMode.FULL),
-        ]
-        keys = [key for key in dict.fromkeys(keys) if key in programs.lower]
-        with ThreadPoolExecutor(len(keys)) as compilers:
-            largest = max(compilers.map(lambda key: own_bytes(programs.lower[key]().compile()), keys))
-        hidden = programs.state.hidden
-        return largest + hidden.size * hidden.dtype.itemsize + rules_bytes(self.model.vocab_size, sizes.max_num_seqs)
-
     def builder(self, sizes: StepSizes) -> StepInputBuilder:
         """Return what builds the step inputs of an engine of these sizes."""
         buckets = sizes.buckets(self.platform)
@@ -116,6 +99,28 @@ class AbstractEngine:
             return self.backend.layout(shape.kv_shape(block_size, num_layers=num_layers, num_pages=num_pages))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+class StepMemoryCheck:
+    """Compares the memory that compiled programs of a step take with what the plan of memory keeps for a step."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        """`kept_bytes` is `MemoryPlan.program_bytes`."""
+        self.kept_bytes, self.has_warned = kept_bytes, False
+
+    def __call__(self, key: Key, compiled: jax.stages.Compiled) -> None:
+        """Warn once if a program takes more than is kept: the device may run out of memory when it runs."""
+        if not isinstance(key, tuple) or key[0] not in STEP_PROGRAMS or self.has_warned:
+            return
+        if (needed := own_bytes(compiled)) > self.kept_bytes:
+            self.has_warned = True
+            logger.warning(
+                "memory: the program %s takes %.3g GB, %.3g GB are kept for a step; if memory runs out, lower "
+                "device_memory_utilization or max_num_batched_tokens",
+                " ".join(map(str, key)),
+                needed / 1e9,
+                self.kept_bytes / 1e9,
+            )
 
 
 def own_bytes(compiled: jax.stages.Compiled) -> int:

@@ -39,7 +39,7 @@ from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
-from .abstract_engine import WINDOWS, AbstractEngine
+from .abstract_engine import WINDOWS, AbstractEngine, StepMemoryCheck
 from .attention_check import find_failure
 from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .check_process import check_before_opening, check_in_subprocess, check_request
@@ -117,7 +117,11 @@ def build_engine(
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools)
-    plan = CompilePlan(programs.lower, num_compilers=_num_compilers(device.platform))
+    plan = CompilePlan(
+        programs.lower,
+        num_compilers=_num_compilers(device.platform),
+        on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
+    )
     needed_first, deferred = warmup_keys(config, programs, builder, demands, modes, is_cpu=free.is_cpu)
     # Reading weights seldom holds the interpreter's lock, so the programs are traced meanwhile.
     plan.start([ALLOCATE_KEY, *needed_first], progress=_phase(progress, "compile"))

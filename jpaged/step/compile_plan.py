@@ -31,10 +31,20 @@ Lower = Callable[[], jax.stages.Lowered]
 class CompilePlan:
     """Executables by key, compiled in the background once `start` has asked for them, else at their first use."""
 
-    def __init__(self, programs: Mapping[Key, Lower], *, num_compilers: int = 2):
-        """`programs`: key → the function that lowers the program. `num_compilers` are compiled at the same time."""
+    def __init__(
+        self,
+        programs: Mapping[Key, Lower],
+        *,
+        num_compilers: int = 2,
+        on_compiled: Callable[[Key, jax.stages.Compiled], None] | None = None,
+    ):
+        """`programs`: key → the function that lowers the program. `num_compilers` are compiled at the same time.
+
+        `on_compiled` is given each executable, on the thread that has compiled it.
+        """
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
+        self._on_compiled = on_compiled
         self.waited_s = 0.0
         """Seconds that calls of `get` have waited for compilations, or for the persistent compilation cache."""
         self.num_outside = 0
@@ -159,7 +169,10 @@ class CompilePlan:
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         try:
-            return self.programs[key]().compile()
+            compiled = self.programs[key]().compile()
+            if self._on_compiled is not None:
+                self._on_compiled(key, compiled)
+            return compiled
         except Exception:
             logger.exception("%s was not compiled", key)  # `get` raises it too, but may never be called.
             raise
