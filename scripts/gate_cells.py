@@ -255,10 +255,11 @@ def two_layers(cell: Cell, backend: Any, layout: Any, mesh: Any) -> tuple[Any, t
             numbers = {name: getattr(step, name) + late for name in ("slot_mapping", "context_lens", "plan")}
             step = dataclasses.replace(step, **numbers)
             cache = dataclasses.replace(cache, scales=jax.tree.map(lambda scale: scale + late, cache.scales))  # noqa: B023
-        return (*results, k, v), cache
+        # In the order in which JAX pairs donated arguments with results of their shape.
+        return (results[1], k, v, results[0]), cache
 
     q = by_token(num_heads)
-    layouts = tuple(x and x.format for x in (q, q, k, v))
+    layouts = tuple(x and x.format for x in (q, k, v, q))
     to_lower = jax.jit(program, donate_argnums=(0, 1, 2, 3), out_shardings=(layouts, None))
     return to_lower, (cache, q, k, v, step, sinks)
 
