@@ -164,8 +164,8 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
 
 def test_products_read_each_weight_once(steps):
     """The compiler counts at most 1.15 times the weights' bytes; on a GPU it does not count."""
-    if steps["kind"].startswith("NVIDIA"):
-        pytest.skip("cost_analysis is not available on a GPU")
+    if "products" not in steps:
+        pytest.skip("a GPU's compiler counts no bytes")
     accessed, weights = steps["products"]
     assert 1.0 <= accessed / weights <= 1.15
 

@@ -56,6 +56,11 @@ def forward_key(buckets: Buckets, num_tokens: int, *, decodes_only: bool = False
     return _forward_key(size, is_apart)
 
 
+TPU7X_LOOP_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
+"""Compiler options of decode programs for a TPU 7x. Without them XLA copies all weights in front of the loop, from
+tiles of 8 rows to tiles of 16."""
+
+
 def layout_key(layout: StepLayout) -> Key:
     """Return the key of the forward program for steps of this layout."""
     return _forward_key(layout.num_tokens, layout.decodes_only)
@@ -113,6 +118,7 @@ class Programs:
         self._buckets = buckets = builder.buckets
         self._num_slots = num_slots = builder.tables.shape[1]
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
+        self._device_kind = mesh.devices.flat[0].device_kind
         self._whole = replicated(mesh)
         self.state = DeviceState(
             cache=replace(cache, pages=_cache_arrays(cache.layout, mesh)),
@@ -163,7 +169,8 @@ class Programs:
 
         run.__name__ = f"decode_{layout.num_tokens}_{mode.value}"
         state, packed = (self.state, self._rules_of(mode)), self._shape((layout.size,), jnp.int32)
-        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), state, packed)
+        options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else None
+        return jax.jit(run, donate_argnums=1, compiler_options=options).lower(tuple(leaves), state, packed)
 
     def _rules_of(self, mode: SampleMode) -> LogitRulesState | None:
         """Return the shapes of the logit rules for a program of that mode; None if it reads none."""

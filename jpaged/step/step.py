@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -164,7 +165,8 @@ def _whole_logits(logits_RX: Float[Array, "R X"], mesh: Mesh | None) -> Float[Ar
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     on_chips = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
     logits_RV: Float[Array, "R V"] = on_chips(logits_RX)
-    return logits_RV
+    # Row by row: XLA would leave them as they were gathered, column by column, and a GPU's sampler sums along rows.
+    return with_layout_constraint(logits_RV, Layout((0, 1)))
 
 
 @dataclass(frozen=True)
