@@ -1,11 +1,11 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
-    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS]
+    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
 layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then there is one
-number of pages, smaller steps with prompts, and of a TPU only the forward programs.
+number of pages, smaller steps with prompts, and of a TPU only the forward programs. `xla`: attention in plain XLA.
 """
 
 import json
@@ -185,7 +185,7 @@ def main() -> None:
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
     if gate is None:
         backend = NativeBackend() if num_devices == 1 else XlaBackend(platform="cpu")
-    elif target == "h100" and jax.__version_info__ < (0, 11):
+    elif target == "h100" and (sys.argv[5:] == ["xla"] or jax.__version_info__ < (0, 11)):
         backend = XlaBackend(platform="gpu")
     else:
         heads = model.num_heads // num_devices, model.num_kv_heads // num_devices

@@ -162,6 +162,14 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
             assert 0 <= found["aliased"] - found["cache"] < 2**20 + found["hidden"], name
 
 
+@pytest.mark.slow
+def test_attention_in_plain_xla_has_one_or_two_loops_a_layer_whose_length_a_gpus_host_reads():
+    steps = output_of("compile_step.py", "h100", 1, "bfloat16", "2", "xla")["steps"]
+    loops = {name.split()[0]: found["unknown_loops"] for name, (found,) in steps.items()}
+    assert loops == {"forward_decodes": 2, "forward": 4, "decode": 2, "sample": 0}, "in two layers"
+    assert all(found["branches"] == 0 for (found,) in steps.values())
+
+
 def test_products_read_each_weight_once(steps):
     """The compiler counts at most 1.15 times the weights' bytes; on a GPU it does not count."""
     if "products" not in steps:
