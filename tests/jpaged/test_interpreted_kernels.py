@@ -109,6 +109,9 @@ def test_prompts_in_chunks_beside_decodes_and_hits_of_the_prefix_cache(engines: 
             first = engine.generate([SHORT, LONG], GREEDY, use_tqdm=False)
             again = engine.generate([LONG, SHORT], GREEDY, use_tqdm=False)
             assert again[0].num_cached_tokens == 64
+            # Without logprobs a GPU too decodes several tokens a dispatch.
+            several = engine.generate([SHORT, LONG], dataclasses.replace(GREEDY, logprobs=None), use_tqdm=False)
+            assert_same(several, first, dtype=engine.config.dtype)
             results.append([*first, *again])
     assert_same(*results, dtype=pair[0].config.dtype)
 

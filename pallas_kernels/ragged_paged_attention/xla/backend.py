@@ -65,7 +65,8 @@ class Tiles:
 
 
 CPU_TILES = Tiles(queries=16, prefill_keys=64, shared_rows=8, kv_splits=16, decode_keys=64 * 16)
-DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64, has_few_loops=True)
+DEVICE_TILES = Tiles(queries=128, prefill_keys=512, shared_rows=64)
+GPU_TILES = replace(DEVICE_TILES, has_few_loops=True)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class XlaBackend(TiledBackend):
     @property
     def sizes(self) -> Tiles:
         """The tiles in use."""
-        return self.tiles or (CPU_TILES if self.platform == "cpu" else DEVICE_TILES)
+        return self.tiles or {"cpu": CPU_TILES, "gpu": GPU_TILES}.get(self.platform, DEVICE_TILES)
 
     @property
     def planner(self) -> TilePlanner:
