@@ -124,7 +124,7 @@ def test_a_whole_step_makes_nothing_as_large_as_a_layers_keys(steps):
             assert found["large"] == [], name
 
 
-def test_a_whole_step_aliases_the_cache_and_needs_the_same_memory_beside_it_at_any_size(steps):
+def test_a_whole_step_aliases_the_cache_and_needs_no_more_memory_beside_a_larger_one(steps):
     for name, reports in steps["steps"].items():
         for found in reports:
             # Page tables and last tokens are donated too.
@@ -132,7 +132,7 @@ def test_a_whole_step_aliases_the_cache_and_needs_the_same_memory_beside_it_at_a
             assert found["own"] <= steps["kept"], f"{name} takes more than the plan of memory keeps for it"
         few, many = reports
         assert many["pages"] == 2 * few["pages"]
-        assert many["temporary"] == few["temporary"], name
+        assert many["temporary"] <= few["temporary"], name
 
 
 def test_two_layers_of_a_step_for_a_tpu_hold_the_cache_in_place_and_kernels_in_hbm():
