@@ -44,7 +44,7 @@ def output(*token_ids: int) -> Any:
 
 
 def test_a_wrong_token_is_found_unless_two_were_nearly_equal_and_later_ones_are_not_compared(script: Script) -> None:
-    differences = script("engine_check").differences
+    differences = script("device_checks.engine_check").differences
     item = {"output_ids": [5, 6, 7], "top1_margin": [1.0, 0.05, 1.0]}
     assert differences([output(5, 6, 7)], [item]) == ([], 0, 3)
     assert differences([output(5, 9, 1)], [item]) == ([], 1, 2)
@@ -55,7 +55,7 @@ def test_a_wrong_token_is_found_unless_two_were_nearly_equal_and_later_ones_are_
 
 
 def test_an_engine_with_a_wrong_token_or_with_many_near_ties_is_wrong(script: Script) -> None:
-    check = script("engine_check")
+    check = script("device_checks.engine_check")
     right = {"prompt_ids": [1], "output_ids": [5], "top1_margin": [1.0]}
     engine = SimpleNamespace(generate=lambda prompts, params, use_tqdm: [output(5) for _ in prompts])
     assert check.wrong_tokens(engine, [right]) == 0.0
@@ -66,7 +66,7 @@ def test_an_engine_with_a_wrong_token_or_with_many_near_ties_is_wrong(script: Sc
 
 
 def test_no_golden_token_is_a_near_tie_and_prompts_are_cut_in_pieces(script: Script) -> None:
-    check = script("engine_check")
+    check = script("device_checks.engine_check")
     items = json.loads(check.GOLDEN.read_text())["items"]
     assert len(items) >= 20
     assert min(margin for item in items for margin in item["top1_margin"]) > check.NEAR_TIE
@@ -78,7 +78,7 @@ def test_no_golden_token_is_a_near_tie_and_prompts_are_cut_in_pieces(script: Scr
 def test_a_device_without_memory_for_the_model_is_told_how_many_bytes_are_missing(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, items = script("engine_check"), script("check_items")
+    check, items = script("device_checks.engine_check"), script("device_checks.items")
     stats = {"bytes_limit": 16 << 30, "bytes_in_use": 1 << 30}
     device = SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(check.jax, "devices", lambda: [device])
@@ -92,7 +92,7 @@ def test_a_device_without_memory_for_the_model_is_told_how_many_bytes_are_missin
 
 
 def test_launches_are_counted_with_the_trips_of_their_loops(script: Script) -> None:
-    found = script("step_profile").launches(HLO)
+    found = script("device_checks.step_profile").launches(HLO)
     wanted = {"fusion": 3 + 1 + 1, "custom-call": 3 + 1, "compare": 3 + 1, "while of unknown length": 1}
     assert dict(found) == wanted
 
@@ -102,6 +102,6 @@ def test_launches_are_counted_with_the_trips_of_their_loops(script: Script) -> N
 @pytest.mark.parametrize("backend", ["xla", "native"])
 def test_golden_tokens_hold_in_bfloat16_under_every_backend_of_a_cpu(script: Script, backend: str) -> None:
     tpu = script("tpu_check")
-    session = tpu.session_of(script("check_items").arguments("A run.", ["--interpret"], tpu.ITEMS))
-    parts = script("engine_check").small_parts(replace(session, backends=(backend,), is_tiny=False))
+    session = tpu.session_of(script("device_checks.items").arguments("A run.", ["--interpret"], tpu.ITEMS))
+    parts = script("device_checks.engine_check").small_parts(replace(session, backends=(backend,), is_tiny=False))
     assert {name: part.run() for name, part in parts.items()} == {f"engine-small, {backend}": 0.0}
