@@ -1,12 +1,20 @@
 """The engine's items tell right tokens from wrong ones, count launches, and say what memory is missing."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jpaged.config import EngineConfig
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape
+from jpaged.startup import check_process
+from jpaged.startup.check_process import check_request
+from jpaged.startup.open_model import open_model
+
+from ..jpaged.startup import broken_kernels
 from .check_scripts import Script
 
 HLO = """HloModule step, is_scheduled=true
@@ -89,6 +97,43 @@ def test_a_device_without_memory_for_the_model_is_told_how_many_bytes_are_missin
         check._check_memory(check.LLAMA_8B, 8193)
     stats["bytes_limit"] = 80 << 30
     check._check_memory(check.LLAMA_8B, 8193)
+
+
+def test_an_engine_that_another_backend_serves_is_wrong(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and its speed would be reported under a wrong name."""
+    check = script("device_checks.engine_check")
+    with check.engine_with(check.TINY_8B, "xla", max_model_len=64, **check.DUMMY) as engine:
+        assert engine.backend.name == "xla"
+    monkeypatch.setattr(check, "Engine", lambda *_, **options: nullcontext(engine))
+    with (
+        pytest.raises(AssertionError, match="asked for pallas-gpu, but xla serves"),
+        check.engine_with(check.TINY_8B, "pallas-gpu", **check.DUMMY),
+    ):
+        pass
+
+
+def test_kernels_are_checked_before_the_gpu_is_opened_as_the_engine_will_ask(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every item with an engine asks ahead; what it asks is remembered, so that the engine starts no child."""
+    check, asked = script("device_checks.engine_check"), []
+    monkeypatch.setattr(check_process, "find_failure_apart", asked.append)
+    monkeypatch.setattr(check_process, "visible_accelerators", lambda: ["gpu"])
+    monkeypatch.setattr(check_process, "_jax_may_use_gpus", lambda: True)
+    monkeypatch.setattr(check_process, "load_backend", lambda entry: broken_kernels.Right)
+    monkeypatch.setattr(check_process.jax, "__version_info__", (0, 11, 2))
+    items = {item.name: item for item in script("gpu_check").ITEMS if item.environment is not None}
+    assert set(items) == {"engine-small", "engine-smollm2", "step", "engine-8b", "engine-8b-no-command-buffers"}
+    for name in ("step", "engine-8b", "engine-8b-no-command-buffers", "engine-small"):
+        items[name].before_opening()
+    *large, small = asked
+    assert {request.shape for request in large} == {AttentionShape(32, 8, 128, (None,), "bfloat16")}
+    with check.model_folder({**check.LLAMA_8B, "num_hidden_layers": 2}) as folder:
+        config = EngineConfig(model=str(folder), **check.DUMMY)
+        assert set(large) == {check_request(config, open_model(config).config, broken_kernels.Right, "gpu")}
+    golden = json.loads(check.GOLDEN.read_text())["config"]
+    with check.engine_with(golden, "xla", **check.DUMMY | check.SMALL_SIZES) as engine:
+        assert small == check_request(engine.config, engine.handle.config, broken_kernels.Right, "gpu")
 
 
 def test_launches_are_counted_with_the_trips_of_their_loops(script: Script) -> None:
