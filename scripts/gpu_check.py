@@ -22,26 +22,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import check_run
-import engine_check
 import jax
 import jax.numpy as jnp
-import kernel_check
-import kernel_items
 import numpy as np
-import step_profile
-from check_items import Goal
-from driver_check import find_driver_fault
-from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Case, Rows
-from kernel_items import Session
-from kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes
+from device_checks import item_list, kernel_check, run
+from device_checks.driver import find_driver_fault
+from device_checks.item_list import all_items
+from device_checks.items import Goal
+from device_checks.kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Case, Rows
+from device_checks.kernel_items import Rival, Session
+from device_checks.kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes
 
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
 GOALS = {
-    **kernel_items.GOALS,
-    **engine_check.GOALS,
+    **item_list.GOALS,
     "K4": Goal("≤", 1.1, "K4", is_own=False),
     "prefill ÷ cuDNN": Goal("≤", 1.1, "K4", is_own=False),
     "decode ÷ cuDNN": Goal("≤", 1.0, "cudnn", is_own=False),
@@ -73,7 +69,7 @@ def cases() -> list[Case]:
     found.append(replace(base, name="2³¹ numbers before the pages", num_numbers=1 << 31))
     found += [replace(base, name=f"page {page}", page_size=page) for page in (16, 32)]
     found += [replace(base, name=f"{n}/{k} heads", num_heads=n, num_kv_heads=k) for n, k in RATIOS]
-    for head_size in (64, 256):
+    for head_size in (64, 80, 96, 192, 256):
         found.append(replace(base, name=f"head size {head_size}", head_size=head_size))
     for dtype in ("int8", "float8_e4m3fn"):
         for head_size, page in ((64, 16), (128, 64), (256, 32)):
@@ -193,17 +189,7 @@ def dense_by_cudnn(batch: Batch) -> Loop:
     return Loop(lambda q, k: attend(q, k, k), q, (k,))
 
 
-CORRECTNESS, *MEASURED = kernel_items.kernel_items()
-SMALL, *ENGINE = engine_check.engine_items(MEMORY_SHARE, has_command_buffers=True)
-ITEMS = [
-    CORRECTNESS,
-    SMALL,
-    *MEASURED,
-    kernel_items.ragged_item({"cuDNN": dense_by_cudnn}, "prompts of different length; ÷ cuDNN's dense attention"),
-    kernel_items.others_item("cudnn", {"cuDNN": paged_by_cudnn}, "decode ÷ cuDNN's paged attention"),
-    step_profile.profile_item(),
-    *ENGINE,
-]
+ITEMS = all_items(Rival("cudnn", "cuDNN", dense_by_cudnn, paged_by_cudnn), MEMORY_SHARE, has_command_buffers=True)
 
 
 def session_of(args: argparse.Namespace) -> Session:
@@ -238,7 +224,7 @@ def session_of(args: argparse.Namespace) -> Session:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return check_run.main(__file__, __doc__, ITEMS, GOALS, session_of, argv)
+    return run.main(__file__, __doc__, ITEMS, GOALS, session_of, argv)
 
 
 if __name__ == "__main__":

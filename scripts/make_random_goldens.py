@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from engine_check import GOLDEN, SMALL_SIZES, model_folder
+from device_checks.engine_check import GOLDEN, SMALL_SIZES, model_folder
 
 from jpaged import Engine, SamplingParams
 

@@ -22,16 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import check_run
-import engine_check
 import jax
-import kernel_check
-import kernel_items
-import step_profile
-from check_items import Goal
-from kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Case, Rows
-from kernel_items import Session
-from kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes, Variants
+from device_checks import item_list, kernel_check, run
+from device_checks.item_list import all_items
+from device_checks.items import Goal
+from device_checks.kernel_check import ONE_TOKEN, ONLY_DECODE, SHARED, TINY, Batch, Case, Rows
+from device_checks.kernel_items import Rival, Session
+from device_checks.kernel_speed import LLAMA, TINY_SIZES, Loop, Sizes, Variants
 
 from jpaged.commands.bench.tune import DECODE_SIZES, PREFILL_SIZES, other_sizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TPU_CHIPS, TpuBackend
@@ -39,8 +36,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeS
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, TpuSizes, sizes_of, write_slots_of
 
 GOALS = {
-    **kernel_items.GOALS,
-    **engine_check.GOALS,
+    **item_list.GOALS,
     "decode ÷ v2": Goal("≤", 1.0, "v2", is_own=False),
     "skewed ÷ v2": Goal("≤", 1.0, "v2", is_own=False),
     "prefill ÷ v2": Goal("≤", 1.0, "K4", is_own=False),
@@ -58,7 +54,7 @@ def cases() -> list[Case]:
     found += [replace(base, name=f"page {page}", page_size=page) for page in (16, 32, 64, 256)]
     ratios = ((9, 3), (8, 8), (16, 1), (71, 1))
     found += [replace(base, name=f"{n}/{k} heads", num_heads=n, num_kv_heads=k) for n, k in ratios]
-    for head_size in (64, 80, 96, 192, 256):
+    for head_size in (64, 80, 96, 112, 192, 256):
         found.append(replace(base, name=f"head size {head_size}", head_size=head_size))
     for dtype in ("float32", "int8", "float8_e4m3fn"):
         for head_size, page in ((64, 32), (128, 128), (192, 64), (256, 256)):
@@ -76,14 +72,11 @@ def cases() -> list[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    """Return cases with few tokens that take every path, for the interpreter."""
+    """Return cases with few tokens that run every kernel and both kinds of step, for the interpreter."""
     base = Case("plain", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, rows=TINY)
     every = {"window": 21, "soft_cap": 2.0, "has_sinks": True}
-    return [
-        base,
-        replace(base, name="one token", rows=Rows((1,), (40,), num_tokens=1, num_rows=1)),
-        replace(base, name="all, int8", dtype="int8", page_size=32, **every),
-    ]
+    decodes = Rows((1,) * 4, TINY.context_lens, num_tokens=4, num_rows=4)
+    return [base, replace(base, name="only decode, all, int8", dtype="int8", page_size=32, rows=decodes, **every)]
 
 
 def interpreted(case: Case) -> TpuBackend:
@@ -138,17 +131,7 @@ def v2_loop(batch: Batch) -> Loop:
     return Loop(functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5), batch.q, (pages, *rows))
 
 
-CORRECTNESS, *MEASURED = kernel_items.kernel_items()
-SMALL, *ENGINE = engine_check.engine_items({}, has_command_buffers=False)
-ITEMS = [
-    CORRECTNESS,
-    SMALL,
-    *MEASURED,
-    kernel_items.ragged_item({"v2": v2_loop}, "prompts of different length; one prompt ÷ v2"),
-    kernel_items.others_item("v2", {"v2": v2_loop}, "decode ÷ jax's own ragged paged attention"),
-    step_profile.profile_item(),
-    *ENGINE,
-]
+ITEMS = all_items(Rival("v2", "v2", v2_loop, v2_loop), {}, has_command_buffers=False)
 
 
 def session_of(args: argparse.Namespace) -> Session:
@@ -179,7 +162,7 @@ def session_of(args: argparse.Namespace) -> Session:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return check_run.main(__file__, __doc__, ITEMS, GOALS, session_of, argv)
+    return run.main(__file__, __doc__, ITEMS, GOALS, session_of, argv)
 
 
 if __name__ == "__main__":

@@ -102,11 +102,11 @@ def lower_attention(platform: str, mesh, layout, is_sharing: bool):
 
 
 def loop_reports(gate, target: str) -> dict:
-    """Report on the loops of scripts/kernel_speed.py: a copy, and decode by the chip's kernel (else by plain XLA)."""
+    """Report on the loops of `device_checks.kernel_speed`: a copy, and decode by the chip's kernel or plain XLA."""
     import jax
+    from device_checks.kernel_check import Bench
+    from device_checks.kernel_speed import LLAMA, Loop, Sizes, copy_loop, loop_of, run
     from jax.sharding import NamedSharding, PartitionSpec
-    from kernel_check import Bench
-    from kernel_speed import LLAMA, Loop, Sizes, copy_loop, loop_of, run
 
     from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 

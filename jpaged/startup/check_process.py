@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -271,12 +271,16 @@ def check_before_opening(
 
 
 def check_request(config: EngineConfig, model: ModelConfig, backend: type[Backend], platform: str) -> CheckRequest:
-    """Return the comparison to be made before this backend serves the model."""
+    """Return the comparison to be made before this backend serves the model.
+
+    Models that differ in their number of layers alone are compared once: each window occurs once in the request.
+    """
     dtype, kv_dtype = chosen_dtypes(config, model, platform)
+    shape = attention_shape(model, kv_dtype)
     return CheckRequest.of(
         backend,
         device=platform,
-        shape=attention_shape(model, kv_dtype),
+        shape=replace(shape, windows=tuple(dict.fromkeys(shape.windows))),
         dtype=dtype,
         block_size=config.block_size or backend.block_sizes[0],
         is_deterministic=config.deterministic,

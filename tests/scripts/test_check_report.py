@@ -13,18 +13,20 @@ from .check_scripts import Script, report_here
 
 def measuring(script: Script, measures: dict[str, Callable[[], Any]]) -> list[Any]:
     """Return an item of one measurement for each name."""
-    return [script("kernel_items").one(name, 0.1, "", lambda _, do=do: do()) for name, do in measures.items()]
+    return [
+        script("device_checks.kernel_items").one(name, 0.1, "", lambda _, do=do: do()) for name, do in measures.items()
+    ]
 
 
 def goals(script: Script, **items: str) -> dict[str, Any]:
     """Return a goal of at most 0.5 for each ratio, measured by the item of that name; theirs* need another library."""
-    goal = script("check_items").Goal
+    goal = script("device_checks.items").Goal
     return {name: goal("≤", 0.5, item, is_own=not name.startswith("theirs")) for name, item in items.items()}
 
 
 def test_what_was_found_is_written_after_each_item(script: Script, tmp_path: Path) -> None:
     output = tmp_path / "sub" / "found.json"
-    report = script("check_report").Report([], {}, output, seed=7)
+    report = script("device_checks.report").Report([], {}, output, seed=7)
     report.begin("first")
     assert json.loads(output.read_text())["running"] == ["first"]
     report.end("first", 0.001, most_error=0.01)
@@ -36,10 +38,10 @@ def test_what_was_found_is_written_after_each_item(script: Script, tmp_path: Pat
 
 def test_a_machine_without_git_has_no_commit(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert script("check_worker").machine()["commit"] is None
+    assert script("device_checks.worker").machine()["commit"] is None
     (tmp_path / "git").write_text("#!/bin/sh\necho 0fce6e5\n")
     (tmp_path / "git").chmod(0o755)
-    assert script("check_worker").machine()["commit"] == "0fce6e5"
+    assert script("device_checks.worker").machine()["commit"] == "0fce6e5"
 
 
 def test_a_ratio_of_ours_that_was_not_measured_fails_a_run_and_one_to_another_library_does_not(
@@ -79,7 +81,7 @@ def test_a_ratio_short_of_its_goal_says_so_with_its_note_and_passes(
 def test_what_is_no_number_is_wrong_or_broken_and_the_file_stays_json(
     script: Script, tmp_path: Path, value: float
 ) -> None:
-    items = script("check_items")
+    items = script("device_checks.items")
     case = items.Item("cases", 0.1, "", lambda _: {"case": items.Part(lambda: value, 0.01)})
     assert report_here(script, [case, *measuring(script, {"decode": lambda: {"K1": value}})], {}, tmp_path) == 1
 
@@ -95,7 +97,7 @@ def test_an_item_whose_parts_cannot_be_made_is_broken(script: Script, tmp_path: 
     def refuse(_: Any) -> Any:
         raise ValueError("no such shape")
 
-    assert report_here(script, [script("check_items").Item("odd", 0.1, "", refuse)], {}, tmp_path) == 1
+    assert report_here(script, [script("device_checks.items").Item("odd", 0.1, "", refuse)], {}, tmp_path) == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["measured"] == {"odd": "ValueError: no such shape"}
 
@@ -103,7 +105,7 @@ def test_an_item_whose_parts_cannot_be_made_is_broken(script: Script, tmp_path: 
 def test_a_driver_older_than_its_cuda_is_named_with_the_one_that_is_needed(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check: ModuleType = script("driver_check")
+    check: ModuleType = script("device_checks.driver")
     version = tmp_path / "version"
     about = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Nov  5 00:21:55 UTC 2024\nGCC version: 12\n"
     monkeypatch.setattr(check, "installed_plugin", lambda: "jax-cuda13-plugin")

@@ -24,15 +24,13 @@ def found_by(output: Path, *items: str) -> dict:
 def test_unknown_items_are_refused_with_the_known_ones_and_all_are_listed_with_their_minutes() -> None:
     refused = run("--only", "measured", "nope", "other")
     assert refused.returncode == 2
-    wanted = (
-        "--only: got nope, other, allowed: cases, measured, crash, device, memory, hang, skip, variable, slow, last"
-    )
-    assert refused.stderr.splitlines()[-1].endswith(wanted)
+    known = "cases, measured, crash, device, memory, hang, skip, variable, ahead, slow, last"
+    assert refused.stderr.splitlines()[-1].endswith(f"--only: got nope, other, allowed: {known}")
     listed = run("--list", "--only", "crash")
     assert listed.returncode == 0
     lines = listed.stdout.splitlines()
     assert lines[0].split() == ["cases", "0.0", "min", "cases", "in", "threads"]
-    assert len(lines) == 11
+    assert len(lines) == 12
 
 
 def test_what_comes_after_a_crash_and_a_hang_is_done(tmp_path: Path) -> None:
@@ -70,6 +68,10 @@ def test_an_error_of_the_device_is_told_and_only_a_lack_of_memory_leaves_the_pro
     assert pids["measured"][item] == wanted
     assert pids["measured"]["measured"] == {"ratio": 0.5, "theirs": None}
     assert "pid" in pids["measured"]["last"]
+
+
+def test_what_an_item_asks_for_is_done_before_its_process_opens_the_device(tmp_path: Path) -> None:
+    assert found_by(tmp_path / "found.json", "measured", "ahead")["measured"]["ahead"] == {"opened": [False]}
 
 
 @pytest.mark.slow

@@ -1,12 +1,20 @@
 """The engine's items tell right tokens from wrong ones, count launches, and say what memory is missing."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from jpaged.config import EngineConfig
+from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape
+from jpaged.startup import check_process
+from jpaged.startup.check_process import check_request
+from jpaged.startup.open_model import open_model
+
+from ..jpaged.startup import broken_kernels
 from .check_scripts import Script
 
 HLO = """HloModule step, is_scheduled=true
@@ -44,7 +52,7 @@ def output(*token_ids: int) -> Any:
 
 
 def test_a_wrong_token_is_found_unless_two_were_nearly_equal_and_later_ones_are_not_compared(script: Script) -> None:
-    differences = script("engine_check").differences
+    differences = script("device_checks.engine_check").differences
     item = {"output_ids": [5, 6, 7], "top1_margin": [1.0, 0.05, 1.0]}
     assert differences([output(5, 6, 7)], [item]) == ([], 0, 3)
     assert differences([output(5, 9, 1)], [item]) == ([], 1, 2)
@@ -55,7 +63,7 @@ def test_a_wrong_token_is_found_unless_two_were_nearly_equal_and_later_ones_are_
 
 
 def test_an_engine_with_a_wrong_token_or_with_many_near_ties_is_wrong(script: Script) -> None:
-    check = script("engine_check")
+    check = script("device_checks.engine_check")
     right = {"prompt_ids": [1], "output_ids": [5], "top1_margin": [1.0]}
     engine = SimpleNamespace(generate=lambda prompts, params, use_tqdm: [output(5) for _ in prompts])
     assert check.wrong_tokens(engine, [right]) == 0.0
@@ -66,7 +74,7 @@ def test_an_engine_with_a_wrong_token_or_with_many_near_ties_is_wrong(script: Sc
 
 
 def test_no_golden_token_is_a_near_tie_and_prompts_are_cut_in_pieces(script: Script) -> None:
-    check = script("engine_check")
+    check = script("device_checks.engine_check")
     items = json.loads(check.GOLDEN.read_text())["items"]
     assert len(items) >= 20
     assert min(margin for item in items for margin in item["top1_margin"]) > check.NEAR_TIE
@@ -78,7 +86,7 @@ def test_no_golden_token_is_a_near_tie_and_prompts_are_cut_in_pieces(script: Scr
 def test_a_device_without_memory_for_the_model_is_told_how_many_bytes_are_missing(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, items = script("engine_check"), script("check_items")
+    check, items = script("device_checks.engine_check"), script("device_checks.items")
     stats = {"bytes_limit": 16 << 30, "bytes_in_use": 1 << 30}
     device = SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(check.jax, "devices", lambda: [device])
@@ -91,8 +99,45 @@ def test_a_device_without_memory_for_the_model_is_told_how_many_bytes_are_missin
     check._check_memory(check.LLAMA_8B, 8193)
 
 
+def test_an_engine_that_another_backend_serves_is_wrong(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and its speed would be reported under a wrong name."""
+    check = script("device_checks.engine_check")
+    with check.engine_with(check.TINY_8B, "xla", max_model_len=64, **check.DUMMY) as engine:
+        assert engine.backend.name == "xla"
+    monkeypatch.setattr(check, "Engine", lambda *_, **options: nullcontext(engine))
+    with (
+        pytest.raises(AssertionError, match="asked for pallas-gpu, but xla serves"),
+        check.engine_with(check.TINY_8B, "pallas-gpu", **check.DUMMY),
+    ):
+        pass
+
+
+def test_kernels_are_checked_before_the_gpu_is_opened_as_the_engine_will_ask(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every item with an engine asks ahead; what it asks is remembered, so that the engine starts no child."""
+    check, asked = script("device_checks.engine_check"), []
+    monkeypatch.setattr(check_process, "find_failure_apart", asked.append)
+    monkeypatch.setattr(check_process, "visible_accelerators", lambda: ["gpu"])
+    monkeypatch.setattr(check_process, "_jax_may_use_gpus", lambda: True)
+    monkeypatch.setattr(check_process, "load_backend", lambda entry: broken_kernels.Right)
+    monkeypatch.setattr(check_process.jax, "__version_info__", (0, 11, 2))
+    items = {item.name: item for item in script("gpu_check").ITEMS if item.environment is not None}
+    assert set(items) == {"engine-small", "engine-smollm2", "step", "engine-8b", "engine-8b-no-command-buffers"}
+    for name in ("step", "engine-8b", "engine-8b-no-command-buffers", "engine-small"):
+        items[name].before_opening()
+    *large, small = asked
+    assert {request.shape for request in large} == {AttentionShape(32, 8, 128, (None,), "bfloat16")}
+    with check.model_folder({**check.LLAMA_8B, "num_hidden_layers": 2}) as folder:
+        config = EngineConfig(model=str(folder), **check.DUMMY)
+        assert set(large) == {check_request(config, open_model(config).config, broken_kernels.Right, "gpu")}
+    golden = json.loads(check.GOLDEN.read_text())["config"]
+    with check.engine_with(golden, "xla", **check.DUMMY | check.SMALL_SIZES) as engine:
+        assert small == check_request(engine.config, engine.handle.config, broken_kernels.Right, "gpu")
+
+
 def test_launches_are_counted_with_the_trips_of_their_loops(script: Script) -> None:
-    found = script("step_profile").launches(HLO)
+    found = script("device_checks.step_profile").launches(HLO)
     wanted = {"fusion": 3 + 1 + 1, "custom-call": 3 + 1, "compare": 3 + 1, "while of unknown length": 1}
     assert dict(found) == wanted
 
@@ -102,6 +147,6 @@ def test_launches_are_counted_with_the_trips_of_their_loops(script: Script) -> N
 @pytest.mark.parametrize("backend", ["xla", "native"])
 def test_golden_tokens_hold_in_bfloat16_under_every_backend_of_a_cpu(script: Script, backend: str) -> None:
     tpu = script("tpu_check")
-    session = tpu.session_of(script("check_items").arguments("A run.", ["--interpret"], tpu.ITEMS))
-    parts = script("engine_check").small_parts(replace(session, backends=(backend,), is_tiny=False))
+    session = tpu.session_of(script("device_checks.items").arguments("A run.", ["--interpret"], tpu.ITEMS))
+    parts = script("device_checks.engine_check").small_parts(replace(session, backends=(backend,), is_tiny=False))
     assert {name: part.run() for name, part in parts.items()} == {f"engine-small, {backend}": 0.0}

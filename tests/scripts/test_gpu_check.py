@@ -12,15 +12,25 @@ import pytest
 from jpaged.pallas_kernels.ragged_paged_attention.gpu.backend import GpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 
-from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_measurements
+from . import check_scripts
+from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_item, check_measurements
+
+ITEMS = (*check_scripts.ITEMS, "cudnn", "engine-8b-no-command-buffers")
 
 
 def test_it_does_every_item_without_a_gpu(script: Script, tmp_path: Path) -> None:
-    check_interpreted_run(script, "gpu_check", {"plain", "cut often"}, tmp_path)
+    check_interpreted_run(script, "gpu_check", {"plain", "cut often"}, ITEMS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_after_crash", [False, True], ids=["alone", "after a crash"])
+@pytest.mark.parametrize("item", ITEMS)
+def test_each_item_is_done_alone_and_after_one_that_broke(item: str, is_after_crash: bool, tmp_path: Path) -> None:
+    check_item("gpu_check", item, is_after_crash=is_after_crash, tmp_path=tmp_path)
 
 
 def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
-    check, gpu = script("kernel_check"), script("gpu_check")
+    check, gpu = script("device_checks.kernel_check"), script("gpu_check")
     case = check.Case("window", num_heads=2, num_kv_heads=1, head_size=64, window=9, rows=check.TINY)
     right = gpu.backend_of(gpu.interpreted())(case)
     bench = check.Bench(lambda case: blind(GpuBackend)(**vars(right)), 1)
@@ -29,7 +39,7 @@ def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
 
 def test_without_a_gpu_it_says_so(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = script("gpu_check")
-    args = script("check_items").arguments("A run.", [], gpu.ITEMS)
+    args = script("device_checks.items").arguments("A run.", [], gpu.ITEMS)
     monkeypatch.setattr(gpu, "find_driver_fault", lambda: None)
     with pytest.raises(SystemExit, match="the first device is a cpu, not a GPU; try --interpret"):
         gpu.session_of(args)
@@ -40,7 +50,7 @@ def test_without_a_gpu_it_says_so(script: Script, monkeypatch: pytest.MonkeyPatc
 
 def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
     cases = script("gpu_check").cases()
-    assert {case.head_size for case in cases} == {64, 128, 256}
+    assert {case.head_size for case in cases} == {64, 80, 96, 128, 192, 256}
     assert {case.dtype for case in cases} == {"bfloat16", "int8", "float8_e4m3fn"}
     assert {case.page_size for case in cases} == {16, 32, 64}
     assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
@@ -142,7 +152,7 @@ def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: S
 def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     """Interpreted, on tiny shapes, with every option that is measured: the ratios mean nothing, cuDNN is not there."""
     gpu = script("gpu_check")
-    session = gpu.session_of(script("check_items").arguments("A run.", ["--interpret"], gpu.ITEMS))
+    session = gpu.session_of(script("device_checks.items").arguments("A run.", ["--interpret"], gpu.ITEMS))
     variants = {"decode_variants": {"min_share 1": {"min_share": 1}}, "prefill_variants": {"mma": {"prefill": "mma"}}}
     session = replace(session, is_tiny=False, window_options={"windows": (2,)}, **variants)
     ratios = {
@@ -159,7 +169,7 @@ def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
 
 
 def decode_batch(script: Script, context_lens: list[int]) -> Any:
-    check, gpu = script("kernel_check"), script("gpu_check")
+    check, gpu = script("device_checks.kernel_check"), script("gpu_check")
     case = check.Case("tiny", num_heads=8, num_kv_heads=2, head_size=64, page_size=16)
     bench = check.Bench(gpu.backend_of(gpu.interpreted()), 1)
     return bench.batch(case, [1] * len(context_lens), context_lens)

@@ -27,8 +27,8 @@ class Forgetful(XlaBackend):
 
 
 def run(script: Script, cases: list[Any], folder: Path, backend: Any = XlaBackend) -> int:
-    parts = script("kernel_check").parts_of(lambda case: backend(), cases, 7)
-    item = script("check_items").Item("correctness", 1, "", lambda session: parts)
+    parts = script("device_checks.kernel_check").parts_of(lambda case: backend(), cases, 7)
+    item = script("device_checks.items").Item("correctness", 1, "", lambda session: parts)
     return report_here(script, [item], {}, folder)
 
 
@@ -45,7 +45,7 @@ def tiny(check: ModuleType, name: str = "plain", **changes: Any) -> Any:
 
 
 def test_it_prints_and_writes_what_it_found(script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     every = {"window": 9, "soft_cap": 2.0, "has_sinks": True}
     assert run(script, [tiny(check), tiny(check, "all", **every)], tmp_path) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -61,7 +61,7 @@ def test_it_prints_and_writes_what_it_found(script: Script, tmp_path: Path, caps
 def test_a_wrong_result_is_named_and_fails(
     script: Script, wrong: type[XlaBackend], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     assert run(script, [tiny(check, window=9), tiny(check, "another", window=9)], tmp_path, wrong) == 1
     assert capsys.readouterr().out.splitlines()[-2:] == ["wrong: plain, another", "failed"]
 
@@ -69,7 +69,7 @@ def test_a_wrong_result_is_named_and_fails(
 def test_what_is_refused_is_told_and_the_rest_is_done(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     assert run(script, [tiny(check, "bad", dtype="int8"), tiny(check)], tmp_path) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("bad: ValueError: ")
@@ -78,14 +78,14 @@ def test_what_is_refused_is_told_and_the_rest_is_done(
 
 
 def test_a_case_has_the_same_numbers_whatever_else_runs(script: Script) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     alone, beside = ([tiny(check, "b")], [tiny(check, "a"), tiny(check, "b")])
     errors = [check.parts_of(lambda case: XlaBackend(), cases, 7)["b"].run() for cases in (alone, beside)]
     assert errors[0] == errors[1] != check.parts_of(lambda case: XlaBackend(), alone, 8)["b"].run()
 
 
 def test_a_history_is_written_in_chunks_that_hold_every_token_once_and_in_order(script: Script) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     rows = check.Rows((1, 1, 3), (150, 65, 4), num_tokens=8, num_rows=4)
     *history, last = check.works(rows)
     done = [0, 0, 0]
@@ -105,7 +105,7 @@ def test_the_oracle_stores_what_the_kernels_are_told_to_store(script: Script, dt
     rng = np.random.default_rng(0)
     x, scale = rng.normal(size=(64, 2, 16)).astype(np.float32), np.array([0.004, 0.1], np.float32)
     quantized = np.asarray(quantize(jnp.asarray(x), jnp.asarray(scale), dtype)).astype(np.float64)
-    assert np.array_equal(script("kernel_check").as_stored(x, scale, dtype), quantized * scale[:, None])
+    assert np.array_equal(script("device_checks.kernel_check").as_stored(x, scale, dtype), quantized * scale[:, None])
     assert np.abs(quantized).max() == (127 if dtype == "int8" else 448)
 
 
@@ -152,13 +152,13 @@ def paths(check: ModuleType) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["second layer", "null pages", "shared pages", "far pages"])
 def test_every_path_of_the_cases_is_right_and_repeats(script: Script, name: str) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     case = paths(check)[name]
     assert check.Bench(lambda case: XlaBackend(), 1, num_repeats=2).error(case) <= case.most_error
 
 
 def test_a_step_that_gives_other_bits_when_it_is_run_again_is_wrong(script: Script) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     assert check.Bench(lambda case: Racing(), 1).error(tiny(check)) <= tiny(check).most_error
     with pytest.raises(RuntimeError, match="other bits"):
         check.Bench(lambda case: Racing(), 1, num_repeats=3).error(tiny(check))
@@ -166,13 +166,13 @@ def test_a_step_that_gives_other_bits_when_it_is_run_again_is_wrong(script: Scri
 
 def test_a_layer_that_is_not_the_one_it_was_told_is_wrong(script: Script) -> None:
     """The check finds the wrong layer even if the kernel reads the pages that it wrote."""
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     with pytest.raises(RuntimeError, match="another layer"):
         check.Bench(lambda case: FirstLayer(), 1).error(paths(check)["second layer"])
 
 
 def test_a_page_that_was_given_back_is_not_read(script: Script) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     case = paths(check)["null pages"]
     bench = check.Bench(lambda case: Unclamped(), 1)
     assert bench.error(dataclasses.replace(case, is_freed=False)) <= case.most_error
@@ -185,7 +185,7 @@ def test_a_page_that_was_given_back_is_not_read(script: Script) -> None:
 
 
 def test_rows_share_what_they_are_said_to_share_and_far_pages_are_far(script: Script) -> None:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     case, far = paths(check)["shared pages"], paths(check)["far pages"]
     bench = check.Bench(lambda case: XlaBackend(), 1)
     tables = check.with_aliases(bench.tables(case, case.rows.context_lens), case)

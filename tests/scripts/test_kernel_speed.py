@@ -14,14 +14,14 @@ COUNT = 37
 
 
 def attention(script) -> Any:
-    check, speed = script("kernel_check"), script("kernel_speed")
+    check, speed = script("device_checks.kernel_check"), script("device_checks.kernel_speed")
     bench = check.Bench(lambda case: NativeBackend(), 1)
     case = check.Case("tiny", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, dtype="float32")
     return speed.loop_of(bench.batch(case, [1, 1], [20, 40]))
 
 
 def copy(script) -> Any:
-    return script("kernel_speed").copy_loop(1 << 12)
+    return script("device_checks.kernel_speed").copy_loop(1 << 12)
 
 
 def whiles(speed: Any, loop: Any, count: int) -> list[str]:
@@ -33,12 +33,12 @@ def whiles(speed: Any, loop: Any, count: int) -> list[str]:
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("loop_of", [pytest.param(attention, marks=pytest.mark.slow), copy])
 def test_the_device_runs_all_calls_without_asking_whether_there_is_another(script, loop_of) -> None:
-    assert len(whiles(script("kernel_speed"), loop_of(script), COUNT)) == 1
+    assert len(whiles(script("device_checks.kernel_speed"), loop_of(script), COUNT)) == 1
 
 
 def test_each_call_takes_the_output_of_the_one_before_and_nothing_else_changes(script) -> None:
     """A loop of three is three calls: none is left out as the same as another."""
-    speed, loop = script("kernel_speed"), attention(script)
+    speed, loop = script("device_checks.kernel_speed"), attention(script)
     body, carry = jax.jit(loop.body), loop.first
     for _ in range(3):
         carry = body(carry, *loop.others)
@@ -49,14 +49,14 @@ def test_each_call_takes_the_output_of_the_one_before_and_nothing_else_changes(s
 
 
 def tiny_bench(script) -> tuple[Any, Any]:
-    check = script("kernel_check")
+    check = script("device_checks.kernel_check")
     case = check.Case("tiny", num_heads=4, num_kv_heads=2, head_size=64, page_size=16, dtype="float32")
     return check.Bench(lambda case: NativeBackend(), 1), case
 
 
 def others_found(script, other: Any) -> dict[str, Any]:
     """Measure rows of equal length in two shapes, and skewed ones, beside `other`."""
-    speed = script("kernel_speed")
+    speed = script("device_checks.kernel_speed")
     sizes = speed.Sizes(
         decode=((40, 40), (20,) * 3), skewed=(10, 70, 20, 20), copied_bytes=64, rounds=1, trial_calls=1, round_s=0.0
     )
@@ -70,7 +70,7 @@ def refusing(script, num_rows: int) -> Any:
     def other(batch: Any) -> Any:
         if len(batch.q) == num_rows:
             raise NotImplementedError(f"{num_rows} rows")
-        return script("kernel_speed").loop_of(batch)
+        return script("device_checks.kernel_speed").loop_of(batch)
 
     return other
 
@@ -81,7 +81,7 @@ def test_what_another_cannot_do_is_named_and_no_other_figure_is_lost(script) -> 
     assert found["refused"] == {"3 × 20 by other": "NotImplementedError: 3 rows"}
     assert found["decode ÷ other"] is None
     assert {"2 × 40", "3 × 20", "skewed", "2 × 40 by other", "skewed by other"} == set(found["seconds"])
-    worst_ratio = script("kernel_speed").worst_ratio
+    worst_ratio = script("device_checks.kernel_speed").worst_ratio
     assert worst_ratio({"a": 1.0, "a by x": 2.0, "b": 3.0, "b by x": 2.0}, ["a", "b"], "x") == 1.5
 
 
@@ -94,7 +94,7 @@ def test_rows_of_different_length_count_unless_they_are_refused(script) -> None:
     assert found["skewed ÷ other"] is None
     assert found["refused"] == {"skewed by other": "NotImplementedError: 4 rows"}
     assert found["notes"] == {"decode ÷ other": "skewed refused: NotImplementedError: 4 rows"}
-    found = others_found(script, script("kernel_speed").loop_of)
+    found = others_found(script, script("device_checks.kernel_speed").loop_of)
     ratio, taken = found["skewed ÷ other"], found["seconds"]
     assert ratio == taken["skewed"] / taken["skewed by other"]
     assert found["notes"] == {"decode ÷ other": f"skewed: {ratio:.3f}"}
@@ -104,7 +104,7 @@ def test_rows_of_different_length_count_unless_they_are_refused(script) -> None:
 
 def test_a_measurement_goes_on_without_options_that_do_not_run(script) -> None:
     """Beside the kernels stand plain XLA and other options: one that the backend refuses is told by its error."""
-    check, speed = script("kernel_check"), script("kernel_speed")
+    check, speed = script("device_checks.kernel_check"), script("device_checks.kernel_speed")
     _, case = tiny_bench(script)
     bench = check.Bench(lambda case: NativeBackend(**case.backend), 1)
     found = speed.measure_decode(bench, case, speed.TINY_SIZES, {"same": {}, "odd": {"num_threads": 5}})
@@ -116,7 +116,7 @@ def test_a_measurement_goes_on_without_options_that_do_not_run(script) -> None:
 
 
 def test_a_copy_is_compared_to_the_data_sheet_of_a_device_that_has_one(script, monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = script("kernel_speed")
+    speed = script("device_checks.kernel_speed")
     bench, case = tiny_bench(script)
     for measure in (
         lambda: speed.measure_copy(speed.TINY_SIZES),

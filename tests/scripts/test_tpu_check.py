@@ -10,25 +10,26 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, sizes_of
 
-from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_measurements, interpreted_run
+from . import check_scripts
+from .check_scripts import Script, blind, check_first_light, check_interpreted_run, check_item, check_measurements
+
+ITEMS = (*check_scripts.ITEMS, "v2")
 
 
-def test_it_does_chosen_items_without_a_tpu(tmp_path: Path) -> None:
-    """All of them are slow; those that both scripts share are done by the test of `gpu_check`."""
-    found = interpreted_run("tpu_check", tmp_path / "found.json", "engine-smollm2", "copy")
-    assert set(found["measured"]) == {"copy"}
-    assert set(found["skipped"]) == {"engine-smollm2, xla"}
-    assert set(found["seconds_of"]) == {"copy", "engine-smollm2, xla"}
+def test_it_does_every_item_without_a_tpu(script: Script, tmp_path: Path) -> None:
+    check_interpreted_run(script, "tpu_check", {"plain", "only decode, all, int8"}, ITEMS, tmp_path)
 
 
 @pytest.mark.slow
-def test_it_does_every_item_without_a_tpu(script: Script, tmp_path: Path) -> None:
-    check_interpreted_run(script, "tpu_check", {"plain", "one token", "all, int8"}, tmp_path)
+@pytest.mark.parametrize("is_after_crash", [False, True], ids=["alone", "after a crash"])
+@pytest.mark.parametrize("item", ITEMS)
+def test_each_item_is_done_alone_and_after_one_that_broke(item: str, is_after_crash: bool, tmp_path: Path) -> None:
+    check_item("tpu_check", item, is_after_crash=is_after_crash, tmp_path=tmp_path)
 
 
 @pytest.mark.slow
 def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
-    check, tpu = script("kernel_check"), script("tpu_check")
+    check, tpu = script("device_checks.kernel_check"), script("tpu_check")
     case = check.Case("window", 2, 1, head_size=64, page_size=16, window=9, rows=check.TINY)
     bench = check.Bench(lambda case: blind(TpuBackend)(**vars(tpu.interpreted(case))), 1)
     assert bench.error(case) > 10 * case.most_error
@@ -36,7 +37,7 @@ def test_a_wrong_result_is_more_than_is_forgiven(script: Script) -> None:
 
 def test_without_a_tpu_and_on_one_without_sizes_it_says_so(script: Script) -> None:
     with pytest.raises(SystemExit, match="the first device is a cpu, not a TPU; try --interpret"):
-        script("tpu_check").session_of(script("check_items").arguments("A run.", [], script("tpu_check").ITEMS))
+        script("tpu_check").session_of(script("device_checks.items").arguments("A run.", [], script("tpu_check").ITEMS))
     with pytest.raises(SystemExit, match="got TPU v3, the kernels have sizes for TPU v5 lite"):
         script("tpu_check").backend_of(SimpleNamespace(platform="tpu", device_kind="TPU v3"))
 
@@ -44,7 +45,7 @@ def test_without_a_tpu_and_on_one_without_sizes_it_says_so(script: Script) -> No
 def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
     cases = script("tpu_check").cases()
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.head_size for case in cases} == {64, 80, 96, 128, 192, 256}
+    assert {case.head_size for case in cases} == {64, 80, 96, 112, 128, 192, 256}
     assert {case.dtype for case in cases} == {"bfloat16", "float32", "int8", "float8_e4m3fn"}
     assert {case.page_size for case in cases} == {16, 32, 64, 128, 256}
     assert {(case.num_heads, case.num_kv_heads) for case in cases} >= {(8, 2), (9, 3), (8, 8), (71, 1)}
@@ -74,7 +75,7 @@ def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: S
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e", "v7x"])
 def test_other_tiles_are_measured_beside_those_of_the_table(script: Script, chip: str) -> None:
-    tpu, case = script("tpu_check"), replace(script("kernel_speed").LLAMA, page_size=128)
+    tpu, case = script("tpu_check"), replace(script("device_checks.kernel_speed").LLAMA, page_size=128)
     for names in (tpu.DECODE_SIZES, tpu.PREFILL_SIZES):
         found = tpu.variants(chip, case, names)
         assert len(found) >= 2
@@ -86,7 +87,7 @@ def test_other_tiles_are_measured_beside_those_of_the_table(script: Script, chip
 def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     """Interpreted, on tiny shapes: what the ratios are means nothing, and v2 is not there."""
     tpu = script("tpu_check")
-    session = tpu.session_of(script("check_items").arguments("A run.", ["--interpret"], tpu.ITEMS))
+    session = tpu.session_of(script("device_checks.items").arguments("A run.", ["--interpret"], tpu.ITEMS))
     session = replace(session, is_tiny=False)
     ratios = {
         "K1": {"K1"},

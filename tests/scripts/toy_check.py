@@ -10,9 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-import check_run
 import jax
-from check_items import Goal, Item, Part, Skipped
+from device_checks.items import Goal, Item, Part, Skipped
+from device_checks.run import main
+from jax._src import xla_bridge
 
 GOALS = {"ratio": Goal("≤", 1.0, "measured"), "theirs": Goal("≤", 1.0, "measured", is_own=False)}
 
@@ -40,6 +41,13 @@ def cases(session):
     return {**right, "crash in threads": Part(end_process, 0.01)}
 
 
+OPENED: list[bool] = []
+
+
+def note_whether_opened():
+    OPENED.append(xla_bridge.backends_are_initialized())
+
+
 def one(name, run, **options):
     return Item(name, 0.01, f"does {name}", lambda session: {name: Part(run)}, **options)
 
@@ -53,6 +61,7 @@ ITEMS = [
     one("hang", threading.Event().wait, part_limit_s=0.3),
     one("skip", skip),
     one("variable", lambda: {"variable": os.environ.get("TOY")}, environment={"TOY": "set"}),
+    one("ahead", lambda: {"opened": OPENED}, environment={}, before_opening=note_whether_opened),
     one("slow", lambda: time.sleep(30)),
     one("last", lambda: {"pid": os.getpid()}),
 ]
@@ -67,4 +76,4 @@ def session_of(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(check_run.main(__file__, "A toy.", ITEMS, GOALS, session_of))
+    sys.exit(main(__file__, "A toy.", ITEMS, GOALS, session_of))

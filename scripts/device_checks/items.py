@@ -44,6 +44,8 @@ class Item:
     """Takes what the script knows of the device, and returns the parts by name."""
     environment: Mapping[str, str] | None = None
     """Given to an item that needs a process of its own: variables that libraries read when they are loaded."""
+    before_opening: Callable[[], None] | None = None
+    """Done first in the item's process, which has not opened the device then. Only with an `environment`."""
     in_threads: bool = False
     """Whether its parts run several at a time, so that one compiles while others do. Nothing may be timed in them."""
     part_limit_s: float | None = None

@@ -11,20 +11,26 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from check_items import Goal, Item, Part, Skipped
-from kernel_items import Session, one
-from kernel_speed import copy_loop, times
 
 from jpaged import Engine, RequestOutput, SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.startup.builtin_model import SMOLLM2_135M
+from jpaged.startup.check_process import check_before_opening
 from jpaged.startup.host_memory import free_host_bytes
+from jpaged.startup.open_model import open_model
+from jpaged.startup.user_cache import user_cache
 
-ROOT = Path(__file__).parents[1]
+from . import ROOT
+from .items import Goal, Item, Part, Skipped
+from .kernel_items import Session, one
+from .kernel_speed import copy_loop, times
+
 GOLDEN = ROOT / "tests" / "golden" / "random_weights.json"
 SMOLLM2_GOLDEN = ROOT / "tests" / "golden" / "smollm2.json"
 NEAR_TIE = 0.1
@@ -35,6 +41,7 @@ SMALL_SIZES: dict[str, Any] = {
     "max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 512, "num_blocks": 160, "warmup": "off",
 }  # fmt: skip
 """Prompts of more than 128 tokens are computed in pieces beside rows that decode."""
+DUMMY: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "warmup": "off"}
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
     "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -43,7 +50,7 @@ LLAMA_8B: dict[str, Any] = {
 }  # fmt: skip
 TINY_8B = {**LLAMA_8B, "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 TINY_8B |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-ROWS, TINY_ROWS = (1, 16, 64, 256), (1, 2)
+ROWS, TINY_ROWS = (1, 16, 64, 256), (2, 3)
 STEP_BYTES = 3 << 30
 """What a step of 8,192 tokens and its logits take beside weights and pages, about."""
 NO_COMMAND_BUFFERS = "engine-8b-no-command-buffers"
@@ -56,6 +63,29 @@ def model_folder(config: Mapping[str, Any]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield Path(folder)
+
+
+@contextmanager
+def engine_with(model: Path | Mapping[str, Any], backend: str, **options: Any) -> Iterator[Engine]:
+    """Make an engine of a model's file or config, served by this attention backend. AssertionError if it is not."""
+    with ExitStack() as stack:
+        path = model if isinstance(model, Path) else stack.enter_context(model_folder(model))
+        engine = stack.enter_context(Engine(path, attention_backend=backend, **options))
+        assert engine.backend.name == backend, f"asked for {backend}, but {engine.backend.name} serves"
+        yield engine
+
+
+def check_kernels_first(model: Path | Mapping[str, Any], **options: Any) -> None:
+    """Let the engine check its kernels for this model in a child process, before this process opens a GPU.
+
+    An engine does so at its start, but here the worker has opened the GPU by then, and has reserved nearly all of its
+    memory: the child would find none, and the kernels would count as broken. The result is remembered for every engine
+    that this process makes of the model. Does nothing without a GPU.
+    """
+    with ExitStack() as stack:
+        path = model if isinstance(model, Path) else stack.enter_context(model_folder(model))
+        config = EngineConfig(model=str(path), **options)
+        check_before_opening(config, open_model(config).config)
 
 
 def differences(outputs: Sequence[RequestOutput], items: Sequence[dict[str, Any]]) -> tuple[list[str], int, int]:
@@ -104,8 +134,7 @@ def small_parts(session: Session) -> dict[str, Part]:
     items = sorted(golden["items"], key=lambda item: len(item["prompt_ids"]))[: 2 if session.is_tiny else None]
 
     def run(backend: str) -> float:
-        options = {"load_format": "dummy", "dtype": "bfloat16", "attention_backend": backend}
-        with model_folder(golden["config"]) as folder, Engine(folder, **options, **SMALL_SIZES) as engine:
+        with engine_with(golden["config"], backend, **DUMMY | SMALL_SIZES) as engine:
             return wrong_tokens(engine, items)
 
     return {f"engine-small, {name}": Part(lambda name=name: run(name), 0.0) for name in session.backends}
@@ -113,10 +142,7 @@ def small_parts(session: Session) -> dict[str, Part]:
 
 def smollm2_parts(session: Session) -> dict[str, Part]:
     """Return the golden tokens of SmolLM2 under each backend of this device, where its file is in the user's cache."""
-    from jpaged.startup.builtin_model import SMOLLM2_135M
-    from jpaged.startup.user_cache import user_cache
-
-    path = user_cache("models", SMOLLM2_135M.name) / Path(SMOLLM2_135M.member).name
+    path = smollm2_path()
     golden = json.loads(SMOLLM2_GOLDEN.read_text())["items"]
     items = [_until_near_tie(item) for item in golden if item["top1_margin"][0] > NEAR_TIE]
 
@@ -125,11 +151,15 @@ def smollm2_parts(session: Session) -> dict[str, Part]:
             raise Skipped("it takes longer than tiny shapes may")
         if not path.is_file():
             raise Skipped(f"there is no {path}")
-        options = {"dtype": "bfloat16", "attention_backend": backend}
-        with Engine(path, **options, **SMALL_SIZES) as engine:
+        with engine_with(path, backend, dtype="bfloat16", **SMALL_SIZES) as engine:
             return wrong_tokens(engine, items)
 
     return {f"engine-smollm2, {name}": Part(lambda name=name: run(name), 0.0) for name in session.backends}
+
+
+def smollm2_path() -> Path:
+    """Return where the user's cache has the file of SmolLM2, if it was ever fetched."""
+    return user_cache("models", SMOLLM2_135M.name) / Path(SMOLLM2_135M.member).name
 
 
 def _until_near_tie(item: dict[str, Any]) -> dict[str, Any]:
@@ -146,18 +176,17 @@ def measure_8b(session: Session) -> dict[str, Any]:
     once; E1 is the share of it that the most rows reach.
     """
     config, rows = (TINY_8B, TINY_ROWS) if session.is_tiny else (LLAMA_8B, ROWS)
-    prompt_len, context, num_tokens = (16, 8, 36) if session.is_tiny else (8192, 512, 128)
-    max_tokens = 16 if session.is_tiny else 8192
+    prompt_len, context, num_tokens = (8, 8, 36) if session.is_tiny else (8192, 512, 128)
+    max_tokens = 8 if session.is_tiny else 8192
     _check_memory(config, prompt_len + num_tokens)
     copied = session.sizes.copied_bytes
     bandwidth = 2 * copied / times({"copy": copy_loop(copied)}, session.sizes).seconds["copy"]
     options: dict[str, Any] = {
-        "load_format": "dummy", "dtype": "bfloat16", "attention_backend": session.backends[0],
-        "max_num_seqs": max(rows), "max_num_batched_tokens": max_tokens, "max_model_len": prompt_len + 256,
-        "warmup": "off", "enable_prefix_caching": False, "num_host_blocks": 0,
+        **DUMMY, "max_num_seqs": max(rows), "max_num_batched_tokens": max_tokens, "max_model_len": prompt_len + 256,
+        "enable_prefix_caching": False, "num_host_blocks": 0,
     }  # fmt: skip
     found: dict[str, Any] = {"copy_bytes_per_s": bandwidth, "decode": {}, "no room": {}}
-    with model_folder(config) as folder, Engine(folder, **options) as engine:
+    with engine_with(config, session.backends[0], **options) as engine:
         sizes = engine.sizes
         weights_bytes, token_bytes = engine.runner.weights.size_bytes, engine.runner.page_bytes / sizes.step.block_size
         found |= {"backend": engine.backend.name, "weights_bytes": weights_bytes, "memory": str(sizes.memory)}
@@ -238,13 +267,30 @@ def engine_items(environment: Mapping[str, str], *, has_command_buffers: bool) -
 
     `has_command_buffers`: XLA records command buffers on this platform, and the 8B model runs without them as well.
     """
-    own: dict[str, Any] = {"environment": dict(environment)}
+    own = dict(environment)
+    flags = {**environment, "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+
+    def before_small() -> None:
+        check_kernels_first(json.loads(GOLDEN.read_text())["config"], **DUMMY | SMALL_SIZES)
+
+    def before_smollm2() -> None:
+        if smollm2_path().is_file():
+            check_kernels_first(smollm2_path(), dtype="bfloat16", **SMALL_SIZES)
+
+    about = "random 8B in bfloat16: tokens/s beside the roofline"
+    small = "golden tokens of a small random model, every backend"
+    smollm2 = "golden tokens of SmolLM2, if its file is here"
     items = [
-        Item("engine-small", 1.0, "golden tokens of a small random model, every backend", small_parts, **own),
-        Item("engine-smollm2", 1.0, "golden tokens of SmolLM2, if its file is here", smollm2_parts, **own),
-        one("engine-8b", 4.0, "random 8B in bfloat16: tokens/s beside the roofline", measure_8b, **own),
+        Item("engine-small", 1.0, small, small_parts, environment=own, before_opening=before_small),
+        Item("engine-smollm2", 1.0, smollm2, smollm2_parts, environment=own, before_opening=before_smollm2),
+        one("engine-8b", 4.0, about, measure_8b, environment=own, before_opening=before_8b),
     ]
     if has_command_buffers:
-        flags = {**environment, "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-        items.append(one(NO_COMMAND_BUFFERS, 4.0, "the same without command buffers", measure_8b, environment=flags))
+        about = "the same without command buffers"
+        items.append(one(NO_COMMAND_BUFFERS, 4.0, about, measure_8b, environment=flags, before_opening=before_8b))
     return items
+
+
+def before_8b() -> None:
+    """Check the kernels for the heads of the 8B model, however many layers it has."""
+    check_kernels_first(LLAMA_8B, **DUMMY)

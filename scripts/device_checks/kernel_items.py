@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import kernel_speed
-from check_items import Goal, Item, Part, Skipped
-from kernel_check import Bench, Case, parts_of
-from kernel_speed import Others, Sizes, Variants
-
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
+
+from . import kernel_speed
+from .items import Goal, Item, Part, Skipped
+from .kernel_check import Batch, Bench, Case, parts_of
+from .kernel_speed import Loop, Sizes, Variants
 
 CASE_LIMIT_S = 120.0
 """Seconds after which a case of correctness counts as hanging; its programs compile beside those of others."""
@@ -50,8 +50,28 @@ class Session:
 
     @property
     def bench(self) -> Bench:
-        """Return a new bench with this run's seed. With tiny shapes it is plain XLA's: interpreters take minutes."""
-        return Bench((lambda case: XlaBackend()) if self.is_tiny else self.backend_of, self.seed)
+        """Return a new bench of this device's kernels with this run's seed."""
+        return Bench(self.backend_of, self.seed)
+
+    @property
+    def quick_bench(self) -> Bench:
+        """Return a new bench with this run's seed; with tiny shapes one of plain XLA, which takes less time than an
+        interpreter."""
+        return Bench(lambda case: XlaBackend(), self.seed) if self.is_tiny else self.bench
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another implementation of attention for this kind of device, which is timed beside the kernels."""
+
+    item: str
+    """Name of the item that compares decode."""
+    name: str
+    """Its name in ratios."""
+    dense: Callable[[Batch], Loop]
+    """Makes its loop over one prompt, as long as the longest row of a batch, or over the batch's rows."""
+    paged: Callable[[Batch], Loop]
+    """Makes its loop over the rows of a batch of decodes."""
 
 
 def one(name: str, minutes: float, about: str, measure: Callable[[Session], dict[str, Any]], **options: Any) -> Item:
@@ -79,22 +99,20 @@ def kernel_items() -> list[Item]:
     ]
 
 
-def ragged_item(others: Others, about: str) -> Item:
-    """Return K4: prompts of different length, against dense attention of one of `others`."""
+def compared_items(rival: Rival) -> list[Item]:
+    """Return K4, prompts of different length, and decode, both against another implementation."""
+    dense, paged = {rival.name: rival.dense}, {rival.name: rival.paged}
 
-    def measure(session: Session) -> dict[str, Any]:
-        return kernel_speed.measure_ragged(session.bench, session.case, session.sizes, session.prefill_variants, others)
+    def ragged(session: Session) -> dict[str, Any]:
+        return kernel_speed.measure_ragged(
+            session.quick_bench, session.case, session.sizes, session.prefill_variants, dense
+        )
 
-    return one("K4", 0.7, about, measure)
+    def decode(session: Session) -> dict[str, Any]:
+        return kernel_speed.measure_others(session.quick_bench, session.case, session.sizes, paged)
 
-
-def others_item(name: str, others: Others, about: str) -> Item:
-    """Return decode against another implementation."""
-
-    def measure(session: Session) -> dict[str, Any]:
-        return kernel_speed.measure_others(session.bench, session.case, session.sizes, others)
-
-    return one(name, 0.8, about, measure)
+    about = f"prompts of different length; one prompt ÷ {rival.name}"
+    return [one("K4", 0.7, about, ragged), one(rival.item, 0.8, f"decode ÷ {rival.name}", decode)]
 
 
 def _copy(session: Session) -> dict[str, Any]:
@@ -102,23 +120,24 @@ def _copy(session: Session) -> dict[str, Any]:
 
 
 def _decode(session: Session) -> dict[str, Any]:
+    # The one measurement whose kernels are interpreted with tiny shapes as well.
     return kernel_speed.measure_decode(session.bench, session.case, session.sizes, session.decode_variants)
 
 
 def _skewed(session: Session) -> dict[str, Any]:
-    return kernel_speed.measure_skewed(session.bench, session.case, session.sizes, session.decode_variants)
+    return kernel_speed.measure_skewed(session.quick_bench, session.case, session.sizes, session.decode_variants)
 
 
 def _prefill(session: Session) -> dict[str, Any]:
-    return kernel_speed.measure_prefill(session.bench, session.case, session.sizes, session.prefill_variants)
+    return kernel_speed.measure_prefill(session.quick_bench, session.case, session.sizes, session.prefill_variants)
 
 
 def _window(session: Session) -> dict[str, Any]:
     variants, options = session.decode_variants, session.window_options
-    return kernel_speed.measure_window(session.bench, session.case, session.sizes, variants, **options)
+    return kernel_speed.measure_window(session.quick_bench, session.case, session.sizes, variants, **options)
 
 
 def _bytes(session: Session) -> dict[str, Any]:
     if session.is_tiny:
         raise Skipped("plain XLA has no pages of one byte")
-    return kernel_speed.measure_bytes(session.bench, session.case, session.sizes)
+    return kernel_speed.measure_bytes(session.quick_bench, session.case, session.sizes)

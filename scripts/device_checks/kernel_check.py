@@ -11,22 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from check_items import Part
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from jpaged.pallas_kernels.ragged_paged_attention.interface import (  # noqa: E402
+from jpaged.pallas_kernels.ragged_paged_attention.interface import (
     NULL_PAGE,
     AttentionMetadata,
     Backend,
@@ -34,10 +28,12 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import (  # noqa: E4
     KVShape,
     LayerPlace,
 )
-from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales  # noqa: E402
-from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache  # noqa: E402
-from jpaged.pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows  # noqa: E402
-from tests.pallas_kernels.ragged_paged_attention.dense_attention import dense_attention  # noqa: E402
+from jpaged.pallas_kernels.ragged_paged_attention.kv_scales import KVScales
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from jpaged.pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
+from tests.pallas_kernels.ragged_paged_attention.dense_attention import dense_attention
+
+from .items import Part
 
 MOST_ERROR = 1e-2
 """The most error of a head's output, relative to its norm: a weight, a value and their sum, each rounded to 8 bits."""
@@ -131,6 +127,11 @@ class Work:
     num_tokens: int
     num_rows: int
 
+    @property
+    def decodes_only(self) -> bool:
+        """Return whether every row has one query: the engine has programs of their own for such steps."""
+        return set(self.query_lens) == {1}
+
 
 def works(rows: Rows) -> Iterator[Work]:
     """Yield the steps that write the rows' history, a chunk of tokens each, and then the step that is checked."""
@@ -161,6 +162,7 @@ def step_of(backend: Backend, work: Work, tables: np.ndarray, page_size: int) ->
         page_size=page_size,
         num_tokens=work.num_tokens,
         num_rows=work.num_rows,
+        decodes_only=work.decodes_only,
     )
 
 

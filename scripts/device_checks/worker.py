@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from check_items import Item, Part, Skipped
 
-ROOT = Path(__file__).parents[1]
+from . import ROOT
+from .items import Item, Part, Skipped
+
 DEVICE_FAILED = 3
 """Exit status after an error of the device."""
 
@@ -52,6 +53,9 @@ class Worker:
     def __init__(self, args: argparse.Namespace, session_of: Callable[[argparse.Namespace], Any]):
         """`session_of` makes what parts need of the device; SystemExit if it is not the right one."""
         self.args, self.lock, self.done = args, threading.Lock(), _ended(args.events)
+        for item in args.only:
+            if item.before_opening and not args.interpret:
+                item.before_opening()
         try:
             self.session = session_of(args)
         except SystemExit as error:

@@ -6,16 +6,18 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from check_items import Item
-from engine_check import LLAMA_8B, TINY_8B, model_folder
-from kernel_items import Session, one
 
 from jpaged import Engine, SamplingParams
+from jpaged.sampling.sampling_params import SampleMode
+
+from .engine_check import DUMMY, LLAMA_8B, TINY_8B, before_8b, engine_with
+from .items import Item
+from .kernel_items import Session, one
 
 NO_LAUNCH = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
@@ -70,13 +72,15 @@ def launches(text: str) -> Counter[str]:
     return count(entry)
 
 
-def programs(engine: Engine, choices: Sequence[Callable[[list[int]], int]]) -> dict[str, Counter[str]]:
-    """Return the launches of the engine's forward and decode programs of chosen sizes, by name."""
+def programs(
+    engine: Engine, choices: Sequence[Callable[[list[int]], int]], modes: Collection[SampleMode]
+) -> dict[str, Counter[str]]:
+    """Return the launches of the engine's forward and decode programs of chosen sizes and sampling modes, by name."""
     sizes: dict[tuple[Any, ...], list[int]] = {}
     for key in engine.plan.programs:
         kind, *others = key if isinstance(key, tuple) else (key,)
-        if kind in ("forward", "forward_decodes", "decode"):
-            sizes.setdefault((kind, *others[1:]), []).append(others[0])  # A decode program has a sampling mode too.
+        if kind in ("forward", "forward_decodes") or (kind == "decode" and others[1] in modes):
+            sizes.setdefault((kind, *others[1:]), []).append(others[0])
     keys = [
         (kind, size, *mode)
         for (kind, *mode), each in sizes.items()
@@ -134,19 +138,17 @@ def measure_step(session: Session) -> dict[str, Any]:
     rows, context, max_tokens = (1, 8, 8) if session.is_tiny else (64, 512, 8192)
     fewest, most = (1, 2) if session.is_tiny else NUM_LAYERS
     num_tokens, choices = (3, [min]) if session.is_tiny else (32, [min, max])
+    modes = [SampleMode.RANDOM] if session.is_tiny else list(SampleMode)
     options: dict[str, Any] = {
-        "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": rows, "max_num_batched_tokens": max_tokens,
-        "max_model_len": context + 64, "num_blocks": 2 + rows * -(-(context + 64) // 16), "warmup": "off",
+        **DUMMY, "max_num_seqs": rows, "max_num_batched_tokens": max_tokens, "max_model_len": context + 64,
+        "num_blocks": 2 + rows * -(-(context + 64) // 16),
     }  # fmt: skip
     found: dict[str, Any] = {"launches a layer": {}, f"launches of {fewest} layers": {}}
     for backend in session.backends:
         counted = []
         for num_layers in (fewest, most):
-            with (
-                model_folder({**config, "num_hidden_layers": num_layers}) as folder,
-                Engine(folder, attention_backend=backend, **options) as engine,
-            ):
-                counted.append(programs(engine, choices))
+            with engine_with({**config, "num_hidden_layers": num_layers}, backend, **options) as engine:
+                counted.append(programs(engine, choices, modes))
                 if backend == session.backends[0] and num_layers == most:
                     prompts = [[1 + row] * context for row in range(rows)]
                     keep = None if session.output is None else session.output.with_suffix(".xplane.pb")
@@ -164,4 +166,5 @@ def measure_step(session: Session) -> dict[str, Any]:
 
 def profile_item() -> Item:
     """Return the item."""
-    return one("step", 1.5, "launches a layer of an 8B shape, and a profile of decoding", measure_step, environment={})
+    about = "launches a layer of an 8B shape, and a profile of decoding"
+    return one("step", 1.5, about, measure_step, environment={}, before_opening=before_8b)

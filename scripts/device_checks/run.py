@@ -22,9 +22,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from check_items import Goals, Item, arguments, listing
-from check_report import Report
-from check_worker import work
+from .items import Goals, Item, arguments, listing
+from .report import Report
+from .worker import work
 
 POLL_S = 0.05
 END_S = 10

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from check_items import Goals, Item
+from .items import Goals, Item
 
 
 class Report:
