@@ -117,7 +117,7 @@ def test_kernels_are_checked_before_the_gpu_is_opened_as_the_engine_will_ask(
 ) -> None:
     """Every item with an engine asks ahead; what it asks is remembered, so that the engine starts no child."""
     check, asked = script("device_checks.engine_check"), []
-    monkeypatch.setattr(check_process, "find_failure_apart", asked.append)
+    monkeypatch.setattr(check_process, "check_in_subprocess", asked.append)
     monkeypatch.setattr(check_process, "visible_accelerators", lambda: ["gpu"])
     monkeypatch.setattr(check_process, "_jax_may_use_gpus", lambda: True)
     monkeypatch.setattr(check_process, "load_backend", lambda entry: broken_kernels.Right)
