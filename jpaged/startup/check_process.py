@@ -115,7 +115,7 @@ def check_in_subprocess(request: CheckRequest, limit_s: float = LIMIT_S) -> str 
     try:
         if path is not None and path.exists():
             return _with_hint(json.loads(path.read_text())["failure"], path)
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         logger.warning("%s is not read, the check is made again: %s", path, problem)
     result = _run_child(request, limit_s)
     if result.failure is None:
@@ -193,7 +193,8 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
             failure = f"its check in a subprocess gave no answer within {limit_s:g} s"
             return CheckResult(failure, is_lasting=DEVICE_IS_OPEN in lines(answer))
         if child.returncode < 0:
-            name = signal.Signals(-child.returncode).name
+            number = -child.returncode
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             return CheckResult(f"its check in a subprocess ended by {name}", is_lasting=name not in ENDED_BY_OTHERS)
         answers = [line.removeprefix(RESULT) for line in lines(answer) if line.startswith(RESULT)]
         if child.returncode or not answers:
