@@ -44,6 +44,8 @@ GOALS = {
 }
 """Ratio → its goal. `decode ÷ cuDNN` is the worst ratio of all shapes to cuDNN's paged attention, which pads skewed
 rows and may refuse them; `prefill ÷ cuDNN` is that of one prompt to its dense attention."""
+KERNELS_JAX, INTERPRETER_JAX = (0, 11), (0, 11, 2)
+"""First versions of JAX with what the kernels need, and with their interpreter."""
 MEMORY_SHARE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """JAX gives out three quarters of a GPU's memory by default, too little for the 8B model on small ones."""
 
@@ -193,7 +195,14 @@ ITEMS = all_items(Rival("cudnn", "cuDNN", dense_by_cudnn, paged_by_cudnn), MEMOR
 
 
 def session_of(args: argparse.Namespace) -> Session:
-    """Return what the items need of this GPU. SystemExit, in one line, if there is none or its driver is too old."""
+    """Return what the items need of this GPU.
+
+    SystemExit, in one line, if there is none, or if its driver or JAX is too old.
+    """
+    needed = INTERPRETER_JAX if args.interpret else KERNELS_JAX
+    if jax.__version_info__ < needed:
+        what = "--interpret needs" if args.interpret else "the kernels need"
+        raise SystemExit(f"gpu_check: got jax {jax.__version__}, {what} {'.'.join(map(str, needed))} or later")
     if args.interpret:
         chip = interpreted()
         case = replace(LLAMA, num_heads=2, num_kv_heads=1, head_size=64)

@@ -281,13 +281,13 @@ def engine_items(environment: Mapping[str, str], *, has_command_buffers: bool) -
     small = "golden tokens of a small random model, every backend"
     smollm2 = "golden tokens of SmolLM2, if its file is here"
     items = [
-        Item("engine-small", 1.0, small, small_parts, environment=own, before_opening=before_small),
-        Item("engine-smollm2", 1.0, smollm2, smollm2_parts, environment=own, before_opening=before_smollm2),
-        one("engine-8b", 4.0, about, measure_8b, environment=own, before_opening=before_8b),
+        Item("engine-small", 1.3, small, small_parts, environment=own, before_opening=before_small),
+        Item("engine-smollm2", 1.3, smollm2, smollm2_parts, environment=own, before_opening=before_smollm2),
+        one("engine-8b", 4.3, about, measure_8b, environment=own, before_opening=before_8b),
     ]
     if has_command_buffers:
         about = "the same without command buffers"
-        items.append(one(NO_COMMAND_BUFFERS, 4.0, about, measure_8b, environment=flags, before_opening=before_8b))
+        items.append(one(NO_COMMAND_BUFFERS, 4.3, about, measure_8b, environment=flags, before_opening=before_8b))
     return items
 
 

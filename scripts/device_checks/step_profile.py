@@ -167,4 +167,4 @@ def measure_step(session: Session) -> dict[str, Any]:
 def profile_item() -> Item:
     """Return the item."""
     about = "launches a layer of an 8B shape, and a profile of decoding"
-    return one("step", 1.5, about, measure_step, environment={}, before_opening=before_8b)
+    return one("step", 1.8, about, measure_step, environment={}, before_opening=before_8b)

@@ -113,13 +113,17 @@ def check_measurements(
         assert not [each for each in found.get("times ours", {}).values() if isinstance(each, str)], item
 
 
-def check_first_light(script: Script, name: str) -> None:
-    """Check that the runs of docs/first_light.md take every item of the script once, and that each fits its time."""
+def check_first_light(script: Script, name: str, num_cases: str) -> None:
+    """Check that the runs of docs/first_light.md take every item of the script once, and that each fits its time.
+
+    `num_cases`: what that page says of the number of cases, those of `engine-small` among them.
+    """
     text = (SCRIPTS.parent / "docs" / "first_light.md").read_text()
     runs = re.findall(
         rf"^ *python scripts/{name}\.py --only (.*?) --output \S+$", text.replace("\\\n", ""), re.MULTILINE
     )
     items = {item.name: item for item in script(name).ITEMS}
+    assert num_cases in text
     assert len(runs) == 3
     assert sorted(word for run in runs for word in run.split()) == sorted(items)
     for run in runs:

@@ -48,6 +48,22 @@ def test_without_a_gpu_it_says_so(script: Script, monkeypatch: pytest.MonkeyPatc
         gpu.session_of(args)
 
 
+@pytest.mark.parametrize(
+    ("flags", "version", "wanted"),
+    [
+        ((), (0, 10, 2), "the kernels need 0.11 or later"),
+        (("--interpret",), (0, 11, 1), "--interpret needs 0.11.2 or "),
+    ],
+)
+def test_a_jax_that_is_too_old_is_named_with_the_one_that_is_needed(
+    script: Script, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], version: tuple[int, ...], wanted: str
+) -> None:
+    gpu = script("gpu_check")
+    monkeypatch.setattr(jax, "__version_info__", version)
+    with pytest.raises(SystemExit, match=rf"gpu_check: got jax {jax.__version__}, {wanted}"):
+        gpu.session_of(script("device_checks.items").arguments("A run.", flags, gpu.ITEMS))
+
+
 def test_every_value_of_every_feature_is_in_some_case(script: Script) -> None:
     cases = script("gpu_check").cases()
     assert {case.head_size for case in cases} == {64, 80, 96, 128, 192, 256}
@@ -145,7 +161,10 @@ def test_a_ratio_to_cudnn_is_never_needed_for_a_run_to_pass(script: Script) -> N
 
 
 def test_runs_of_first_light_take_every_item_and_at_most_eight_minutes(script: Script) -> None:
-    check_first_light(script, "gpu_check")
+    num_cases = 2 + len(script("gpu_check").cases())
+    on_hopper = num_cases + len(script("gpu_check").hopper_cases())
+    text = f"`{on_hopper} of {on_hopper} cases right` on a Hopper, {num_cases} on other GPUs"
+    check_first_light(script, "gpu_check", text)
 
 
 @pytest.mark.slow

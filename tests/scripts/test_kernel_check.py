@@ -192,3 +192,20 @@ def test_rows_share_what_they_are_said_to_share_and_far_pages_are_far(script: Sc
     assert tables[1, 0] == tables[2, 0] == tables[3, 0] > 0
     assert len({*tables[1:, 1], tables[0, 0]}) == 4
     assert bench.tables(far, [100]).min() * far.page_size * far.num_kv_heads * far.head_size >= 50_000
+
+
+def test_a_step_that_only_decodes_is_of_the_program_that_serves_such_steps(script: Script) -> None:
+    check, seen = script("device_checks.kernel_check"), []
+
+    class Recording(XlaBackend):
+        def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+            seen.append(inputs.step.decodes_only)
+            return super().attend(pages, layout, inputs)
+
+    decodes = check.Rows((1, 1), (3, 40), num_tokens=2, num_rows=2)
+    for rows, is_checked_alone in ((decodes, True), (check.TINY, False)):
+        case = dataclasses.replace(tiny(check), rows=rows)
+        bench = check.Bench(lambda case: Recording(), 1)
+        assert bench.error(case) <= case.most_error
+        assert seen[-1] is is_checked_alone
+        assert bench.batch(case, rows.query_lens, rows.context_lens).step.decodes_only is is_checked_alone
