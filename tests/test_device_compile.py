@@ -184,4 +184,4 @@ def test_a_sampler_keeps_its_rules_where_they_are(steps):
     # A TPU pads the rows of tables.
     assert found["rules"] <= found["aliased"] < 1.05 * found["rules"] + 2**20
     assert found["large"] == []
-    assert found["temporary"] < 5 * found["rules"]
+    assert found["temporary"] <= steps["kept"], "the plan of memory keeps less for a program"
