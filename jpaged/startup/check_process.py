@@ -9,6 +9,7 @@ it uses. What another start would find as well is remembered, with the versions 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -206,16 +207,14 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill a child with its own children. One that waits in the driver may stay: nobody can end it."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(KILL_WAIT_S)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass
 
 
 def main(limit_s: float) -> int:
     """Answer the request on stdin by one line on stdout, RESULT and JSON."""
-    # The kernel of the operating system ends this process, whatever hangs in it, should nobody else do so in time.
+    # If the parent is gone, SIGALRM ends this process, also while native code hangs.
     signal.alarm(math.ceil(limit_s) + KILL_WAIT_S)
     result = _compare(CheckRequest.from_json(sys.stdin.read()))
     print(f"\n{RESULT}{json.dumps(asdict(result))}", flush=True)

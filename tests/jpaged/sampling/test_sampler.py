@@ -186,6 +186,13 @@ def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size, is_st
     assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
 
 
+@pytest.mark.parametrize("is_static", [False, True])
+def test_top_k_tells_neighbouring_float32_numbers_apart(is_static):
+    logits = np.array([[0.0, -1.2e-7, -1.0]], np.float32)
+    kept = kept_weights(logits, make_rows([{**NO_RULE, "top_k": 1}]), is_static)
+    assert (kept > 0).tolist() == [[True, False, False]]
+
+
 def test_a_uniform_distribution_keeps_every_token_under_every_rule():
     rules = [full_rules(rule, 600) for rule in RULES.values()]
     for is_static in (False, True):
