@@ -13,15 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from device_checks.engine_check import GOLDEN, SMALL_SIZES, model_folder
+from device_checks.engine_check import GOLDEN, LLAMA_8B, SMALL_SIZES, model_folder
 
 from jpaged import Engine, SamplingParams
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 1024, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "hidden_act": "silu",
+    **LLAMA_8B, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10000.0, "max_position_embeddings": 1024,
 }  # fmt: skip
 MIN_MARGIN = 0.15
 NUM_TRIED, NUM_KEPT = 900, 24

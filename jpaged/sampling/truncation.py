@@ -12,7 +12,6 @@ group of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -60,12 +59,12 @@ def truncate(
 
     The sums of rows without `is_drawn` may be wrong. `is_static`: the number of passes does not depend on the data.
     """
-    search = _Search(rows, weigh, is_static)
-    has_top_k = search.is_top_k(limits.top_k)
+    has_top_k = _has_top_k(rows, limits.top_k)
     has_top_p = limits.top_p < 1.0
     no_mass = jnp.zeros_like(limits.min_p)
 
     def limited() -> KeptTokens:
+        search = _Search(rows, weigh, is_static)
         threshold = search.raised(limits.min_p, has_top_k, limits.top_k, no_mass)
         mass = search.mass(threshold, has_top_p)
         threshold = search.raised(threshold, has_top_p, jnp.zeros_like(limits.top_k), limits.top_p * mass)
@@ -84,10 +83,14 @@ def is_in_top_k(
     rows: BlockRows, heights: Weigh, top_k: Int[Array, " r"], is_static: bool = False
 ) -> Bool[Array, "r bB"]:
     """Return which tokens have a height among the top k of a group of rows; no height is above 1."""
-    search = _Search(rows, heights, is_static)
     no_mass = jnp.zeros(len(top_k), jnp.float32)
-    threshold = search.raised(no_mass, search.is_top_k(top_k), top_k, no_mass)
+    threshold = _Search(rows, heights, is_static).raised(no_mass, _has_top_k(rows, top_k), top_k, no_mass)
     return heights(rows.values) >= threshold[:, None]
+
+
+def _has_top_k(rows: BlockRows, top_k: Int[Array, " r"]) -> Bool[Array, " r"]:
+    """Return which rows have a top k that may leave tokens out."""
+    return (top_k > 0) & (top_k < rows.maxima.shape[1] * BLOCK)
 
 
 class _Search:
@@ -101,16 +104,10 @@ class _Search:
         self.rows, self.weigh, self.is_static = rows, weigh, is_static
         self.num_blocks = rows.maxima.shape[1]
         self.has_likely = not is_static and self.num_blocks > NUM_LIKELY_BLOCKS
-
-    def is_top_k(self, top_k: Int[Array, " r"]) -> Bool[Array, " r"]:
-        """Return which rows have a top k that may leave tokens out."""
-        return (top_k > 0) & (top_k < self.num_blocks * BLOCK)
-
-    @cached_property
-    def likely(self) -> _Likely:
-        top = self.rows.top_blocks(NUM_LIKELY_BLOCKS)
-        above_floor = lax.bitcast_convert_type(self.weigh(top.floor[:, None])[:, 0], jnp.int32) + 1
-        return _Likely(self.weigh(top.values), top.numbers, above_floor)
+        if self.has_likely:
+            top = rows.top_blocks(NUM_LIKELY_BLOCKS)
+            above_floor = lax.bitcast_convert_type(weigh(top.floor[:, None])[:, 0], jnp.int32) + 1
+            self.likely = _Likely(weigh(top.values), top.numbers, above_floor)
 
     def raised(
         self,
