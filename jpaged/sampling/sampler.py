@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from .drawing import draw_tokens, num_draw_levels
+from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, UNSCORED
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
@@ -31,6 +32,9 @@ PURPOSE_SAMPLE = 0
 ROWS_PER_GROUP = 16
 """Rows that are computed together where only some rows need a computation. Where all need it, other numbers are no
 faster on a CPU."""
+
+NOT_NEEDED = 3
+"""The kind of rows that a computation in groups may leave out; it is above the other kinds."""
 
 T = TypeVar("T")
 
@@ -64,6 +68,23 @@ class SamplingRows:
         for name in FLOAT_PARAMETERS:
             named[name] = lax.bitcast_convert_type(named[name], jnp.float32)
         return cls(**{field.name: named[field.name] for field in fields(cls)})
+
+    def at(self, group: Group) -> SamplingRows:
+        """Return the parameters of some of the rows."""
+        return jax.tree.map(lambda column: column[group], self)
+
+    @property
+    def is_greedy(self) -> Bool[Array, " R"]:
+        """Whether a row's likeliest token is taken."""
+        # ≤, not <: a temperature just below the limit may round up to it on its way to float32.
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def limits(self) -> TruncationLimits:
+        """What rows keep of their tokens; greedy rows have no limits."""
+        is_greedy = self.is_greedy
+        min_p, top_k = jnp.where(is_greedy, 0.0, self.min_p), jnp.where(is_greedy, 0, self.top_k)
+        return TruncationLimits(min_p, top_k, jnp.where(is_greedy, 1.0, self.top_p))
 
 
 @jax.tree_util.register_dataclass
@@ -140,91 +161,140 @@ def sample(
     rows: SamplingRows,
     mode: SampleMode,
     settings: SampleSettings = PLAIN,
-    ruled_RV: Float[Array, "R V"] | None = None,
+    rules: LogitRulesState | None = None,
 ) -> SampledRows:
-    """Sample a token for every row from `ruled_RV`, its logits after its rules; in mode FULL, score tokens too.
+    """Sample a token for every row from its logits, after its rules if there are any; in mode FULL, score tokens too.
 
-    `ruled_RV` is None where no row has rules. Drawing and scoring are computed only for groups of rows that hold one
-    that needs it, unless the settings are static.
+    Rules, draws and scores are computed only for groups of rows that hold one that needs them, unless the settings are
+    static.
     """
-    ruled = block_rows(logits_RV if ruled_RV is None else ruled_RV)
-    row_max = jnp.max(ruled.maxima, axis=-1)
-    greedy = jnp.minimum(_first_maximum(ruled, row_max), logits_RV.shape[1] - 1)
-    is_finite = _is_finite(ruled)
+    sampler = _Sampler(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules)
+    all_rows = sampler.logits
+    plain = _first_maximum(all_rows, logits_RV.shape[1]), _is_finite(all_rows)
     if mode is SampleMode.GREEDY:
-        return SampledRows(greedy, is_finite)
-    # ≤, not <: a temperature just below the limit may round up to it on its way to float32.
-    is_greedy = rows.temperature <= GREEDY_TEMPERATURE
+        return SampledRows(*plain)
     is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
-    uniform = uniforms(rows, PURPOSE_SAMPLE, num_draw_levels(logits_RV.shape[1]))
+    is_drawn = ~(rows.is_greedy | is_forced)
 
-    # Greedy rows have no limits.
-    min_p, top_k = jnp.where(is_greedy, 0.0, rows.min_p), jnp.where(is_greedy, 0, rows.top_k)
-    limits = TruncationLimits(min_p, top_k, jnp.where(is_greedy, 1.0, rows.top_p))
+    def draw(group: Group, drawn: tuple[Array, Array]) -> tuple[Array, Array]:
+        new = sampler.with_rules(group, lambda own: sampler.draw(own, group, is_drawn[group]))
+        return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), drawn, new)
 
-    def tempered(group: Group) -> Weigh:
-        """Return what turns logits of a group into ones of temperature 1 whose row maximum is 0."""
-        maximum, temperature = row_max[group, None], jnp.where(is_greedy, 1.0, rows.temperature)[group, None]
-        return lambda logits: (logits - maximum) / temperature
+    # Rows that need the same stand together: first those with rules, then those that are drawn from whole rows.
+    is_ruled = (rows.ruled_slot > 0) & (rules is not None)
+    kinds = jnp.where(is_ruled, 0, jnp.where((rows.top_k > 0) | (rows.top_p < 1), 2, 1))
+    drawn, is_finite = _for_groups(jnp.where(is_drawn | is_ruled, kinds, NOT_NEEDED), draw, plain, settings.is_static)
+    if mode is SampleMode.RANDOM:
+        return SampledRows(drawn, is_finite)
+    token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
+    is_finite &= plain[1]  # Processors may have replaced a NaN of the model's; other rules keep it.
 
-    def truncated(group: Group) -> tuple[BlockRows, Weigh, KeptTokens]:
-        """Return the logits of a group, what turns them into weights, and which tokens are kept."""
-        own, scaled = ruled._replace(group=group), tempered(group)
-        own_limits, is_drawn = TruncationLimits(*(each[group] for each in limits)), ~(is_greedy | is_forced)[group]
+    def score(group: Group, scores: TokenScores) -> TokenScores:
+        new = sampler.scores(group, token_ids[group])
+        return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), scores, new)
+
+    shapes = jax.eval_shape(lambda: sampler.scores(slice(None), token_ids))
+    no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    kinds = jnp.where(rows.forced_token == UNSCORED, NOT_NEEDED, 0)
+    return SampledRows(token_ids, is_finite, _for_groups(kinds, score, no_scores, settings.is_static))
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """A batch of rows, of which it samples and scores groups."""
+
+    logits: BlockRows
+    vocab_size: int
+    rows: SamplingRows
+    settings: SampleSettings
+    rules: LogitRulesState | None
+
+    def with_rules(self, group: Group, use: Callable[[BlockRows], T]) -> T:
+        """Return what `use` gives for the logits of a group after their rules.
+
+        Logits without rules are read where they lie.
+        """
+        rules, own = self.rules, self.rows.at(group)
+        if rules is None:
+            return use(self.logits._replace(group=group))
+
+        def ruled() -> T:
+            logits_rV = self.logits.blocks[group].reshape(len(own.top_k), -1)[:, : self.vocab_size]
+            return use(
+                block_rows(apply_rules(logits_rV, rules, own.ruled_slot, own.output_index, self.settings.processors))
+            )
+
+        if self.settings.is_static:
+            return ruled()
+        return lax.cond(jnp.any(own.ruled_slot > 0), ruled, lambda: use(self.logits._replace(group=group)))
+
+    def draw(self, logits: BlockRows, group: Group, is_drawn: Bool[Array, " r"]) -> tuple[Array, Array]:
+        """Return a token for each row of a group, the likeliest where none is drawn, and whether the row is finite."""
+        greedy = _first_maximum(logits, self.vocab_size)
+
+        def drawn() -> Int[Array, " r"]:
+            own = self.rows.at(group)
+            uniform = uniforms(own, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
+            weigh, kept = self._truncate(logits, own, is_drawn)
+            return jnp.where(own.is_greedy, greedy, draw_tokens(logits, weigh, kept, uniform))
+
+        if self.settings.is_static or self.rules is None:
+            return drawn(), _is_finite(logits)
+        return lax.cond(jnp.any(is_drawn), drawn, lambda: greedy), _is_finite(logits)
+
+    def scores(self, group: Group, token_ids: Int[Array, " r"]) -> TokenScores:
+        """Score a token of each row of a group."""
+        max_logprobs = self.settings.max_logprobs
+        if not self.settings.has_processed_logprobs:
+            return token_scores(self.logits._replace(group=group), token_ids, max_logprobs, self.vocab_size)
+        return self.with_rules(
+            group,
+            lambda logits: token_scores(self._processed(logits, group), token_ids, max_logprobs, self.vocab_size),
+        )
+
+    def _truncate(self, logits: BlockRows, own: SamplingRows, is_drawn: Bool[Array, " r"]) -> tuple[Weigh, KeptTokens]:
+        """Return what turns logits of a group into weights, and which of its tokens are kept."""
+        scaled = _scale(logits, own)
 
         def weigh(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
             return jnp.exp(scaled(logits))
 
-        return own, weigh, truncate(own, weigh, own_limits, is_drawn, settings.is_static)
+        return weigh, truncate(logits, weigh, own.limits, is_drawn, self.settings.is_static)
 
-    def draw(group: Group, token_ids: Int[Array, " R"]) -> Int[Array, " R"]:
-        drawn = draw_tokens(*truncated(group), uniform[group])
-        return token_ids.at[group].set(jnp.where(is_greedy[group], greedy[group], drawn))
-
-    drawn = _for_groups(~(is_greedy | is_forced), draw, greedy, settings.is_static)
-    if mode is SampleMode.RANDOM:
-        return SampledRows(drawn, is_finite)
-    token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
-    if settings.processors:  # They may have replaced a NaN of the model's; other rules keep it.
-        is_finite &= _is_finite(block_rows(logits_RV))
-
-    def processed(group: Group) -> Float[Array, "r V"]:
+    def _processed(self, logits: BlockRows, group: Group) -> BlockRows:
         """Return the logits of the distribution that is drawn from."""
-        own, weigh, kept = truncated(group)
-        scaled = tempered(group)
+        own = self.rows.at(group)
+        scaled = _scale(logits, own)
+        weigh, kept = self._truncate(logits, own, jnp.zeros_like(own.is_greedy))
 
         def heights(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
             """Tell tokens apart also where their weight e^x is 0, below x = −104: this does not underflow."""
             return 1.0 / (1.0 - scaled(logits))
 
-        is_kept = weigh(own.values) >= kept.threshold[:, None]
-        is_kept &= is_in_top_k(own, heights, top_k[group], settings.is_static)
-        return jnp.where(is_kept, scaled(own.values), -jnp.inf)[:, : logits_RV.shape[1]]
-
-    def score(group: Group, scores: TokenScores) -> TokenScores:
-        scored_rV = processed(group) if settings.has_processed_logprobs else logits_RV[group]
-        new = token_scores(scored_rV, token_ids[group], settings.max_logprobs)
-        return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), scores, new)
-
-    shapes = jax.eval_shape(lambda: token_scores(logits_RV, token_ids, settings.max_logprobs))
-    no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    scores = _for_groups(rows.forced_token != UNSCORED, score, no_scores, settings.is_static)
-    return SampledRows(token_ids, is_finite, scores)
+        is_kept = weigh(logits.values) >= kept.threshold[:, None]
+        is_kept &= is_in_top_k(logits, heights, own.limits.top_k, self.settings.is_static)
+        return block_rows(jnp.where(is_kept, scaled(logits.values), -jnp.inf))
 
 
-def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Group, T], T], state: T, is_static: bool) -> T:
-    """Run state = body(rows, state) for groups of rows until each row with `is_needed` was in one.
+def _scale(logits: BlockRows, own: SamplingRows) -> Weigh:
+    """Return what turns logits of a group into ones of temperature 1 whose row maximum is 0."""
+    maximum, temperature = logits.row_max[:, None], jnp.where(own.is_greedy, 1.0, own.temperature)[:, None]
+    return lambda logits: (logits - maximum) / temperature
+
+
+def _for_groups(kinds: Int[Array, " R"], body: Callable[[Group, T], T], state: T, is_static: bool) -> T:
+    """Run state = body(rows, state) for groups of rows, by kind, until each row not of kind NOT_NEEDED was in one.
 
     A group may hold other rows too, and a row may be in two groups: `body` must write the same for it each time.
     `is_static`: all rows are one group, whether they need it or not.
     """
-    num_rows = len(is_needed)
+    is_needed = kinds < NOT_NEEDED
     if is_static:
         return body(slice(None), state)
-    if num_rows <= ROWS_PER_GROUP:
+    if len(kinds) <= ROWS_PER_GROUP:
         # Not a loop: its body would be the same each time, and XLA computes such a body before it asks for how often.
         return lax.cond(jnp.any(is_needed), lambda x: body(slice(None), x), lambda x: x, state)
-    order = jnp.argsort(~is_needed, stable=True)
+    order = jnp.argsort(kinds, stable=True)
     num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + ROWS_PER_GROUP - 1) // ROWS_PER_GROUP
 
     def next_group(index: Array, x: T) -> T:
@@ -234,24 +304,22 @@ def _for_groups(is_needed: Bool[Array, " R"], body: Callable[[Group, T], T], sta
     return lax.fori_loop(0, num_groups, next_group, state)
 
 
-def token_scores(logits_RV: Float[Array, "R V"], token_ids: Int[Array, " R"], max_logprobs: int) -> TokenScores:
+def token_scores(rows: BlockRows, token_ids: Int[Array, " r"], max_logprobs: int, vocab_size: int) -> TokenScores:
     """Score one token per row by log-softmax, with the `max_logprobs` most likely ones; −1: with all.
 
     The row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
     """
-    own = jnp.take_along_axis(logits_RV, token_ids[:, None], axis=1)
-    rows = block_rows(logits_RV)
-    # Without the barrier XLA reads all logits once more for the row's maximum.
-    row_max = jnp.max(lax.optimization_barrier(rows.maxima), axis=1, keepdims=True)
-    ranks, log_total = _ranks_and_log_totals(rows.blocks, own, row_max)
+    own = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
+    row_max = rows.row_max[:, None]
+    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], own, row_max)
 
-    def logprobs(logits: Float[Array, "R n"]) -> Float[Array, "R n"]:
+    def logprobs(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
         return logits - row_max - log_total
 
     own_logprobs = logprobs(own)[:, 0]
     if max_logprobs < 0:
-        return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(logits_RV))
-    top, top_ids = rows.top_k(min(max_logprobs, logits_RV.shape[1]))
+        return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(rows.values[:, :vocab_size]))
+    top, top_ids = rows.top_k(min(max_logprobs, vocab_size))
     return TokenScores(own_logprobs, ranks, top_ids, logprobs(top))
 
 
@@ -271,10 +339,11 @@ def _ranks_and_log_totals(
     return 1 + jnp.sum(counts, axis=1), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
 
 
-def _first_maximum(rows: BlockRows, row_max: Float[Array, " R"]) -> Int[Array, " R"]:
+def _first_maximum(rows: BlockRows, vocab_size: int) -> Int[Array, " r"]:
     """Return the index of each row's first maximum, in the first block with that maximum; of NaNs, the last index."""
-    block = _first(rows.maxima == row_max[:, None])
-    return block * BLOCK + _first(rows.taken(block[:, None])[:, 0] == row_max[:, None])
+    row_max = rows.row_max[:, None]
+    block = _first(rows.maxima[rows.group] == row_max)
+    return jnp.minimum(block * BLOCK + _first(rows.taken(block[:, None])[:, 0] == row_max), vocab_size - 1)
 
 
 def _first(is_it: Bool[Array, "R n"]) -> Int[Array, " R"]:
@@ -283,9 +352,9 @@ def _first(is_it: Bool[Array, "R n"]) -> Int[Array, " R"]:
     return jnp.min(jnp.where(is_it, jnp.arange(last + 1, dtype=jnp.int32)[None], last), axis=1)
 
 
-def _is_finite(rows: BlockRows) -> Bool[Array, " R"]:
+def _is_finite(rows: BlockRows) -> Bool[Array, " r"]:
     """Return whether each row is finite: no NaN, no +inf, not all −inf."""
-    return ~jnp.any(rows.has_nan, axis=-1) & jnp.isfinite(jnp.max(rows.maxima, axis=-1))
+    return ~jnp.any(rows.has_nan[rows.group], axis=-1) & jnp.isfinite(rows.row_max)
 
 
 def uniforms(rows: SamplingRows, purpose: int, count: int) -> Float[Array, "R count"]:

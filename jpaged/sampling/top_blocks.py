@@ -57,6 +57,11 @@ class BlockRows(NamedTuple):
         rows = self.blocks[self.group]
         return rows.reshape(rows.shape[0], -1)
 
+    @property
+    def row_max(self) -> Float[Array, " r"]:
+        """The largest number of each row of the group."""
+        return jnp.max(self.maxima[self.group], axis=1)
+
     def taken(self, numbers: Int[Array, "r t"]) -> Float[Array, "r t B"]:
         """Return some blocks of each row of the group."""
         rows = jnp.arange(self.blocks.shape[0], dtype=jnp.int32)[self.group]

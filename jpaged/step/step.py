@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
-from ..sampling.logit_rules import LogitRulesState, apply_rules, record_tokens
+from ..sampling.logit_rules import LogitRulesState, record_tokens
 from ..sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
 from ..sampling.sampler import SampledRows, SampleSettings, SamplingRows
 from ..sampling.sampler import sample as sample_logits
@@ -126,30 +126,10 @@ def sample_rows(
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
     logits_RV = _whole_logits(nnx.merge(graph, weights).logits(hidden_TD[columns[TOKEN]]), mesh)
     last_tokens, rules = state
-    sampled = _draw(logits_RV, rows, rules, mode, settings)
+    sampled = sample_logits(logits_RV, rows, mode, settings, rules)
     if rules is not None:
         rules = record_tokens(rules, rows.ruled_slot, sampled.token_ids)
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
-
-
-def _draw(
-    logits_RV: Float[Array, "R V"],
-    rows: SamplingRows,
-    rules: LogitRulesState | None,
-    mode: SampleMode,
-    settings: SampleSettings,
-) -> SampledRows:
-    """Sample a token for every row from its logits, after its rules if there are any."""
-    if rules is None:
-        return sample_logits(logits_RV, rows, mode, settings)
-
-    def ruled() -> Float[Array, "R V"]:
-        return apply_rules(logits_RV, rules, rows.ruled_slot, rows.output_index, settings.processors)
-
-    # The tables of rules are as large as the logits, and most steps have no use for them.
-    is_ruled = jnp.any(rows.ruled_slot > 0)
-    ruled_RV = ruled() if settings.is_static else lax.cond(is_ruled, ruled, lambda: logits_RV)
-    return sample_logits(logits_RV, rows, mode, settings, ruled_RV)
 
 
 def _whole_logits(logits_RX: Float[Array, "R X"], mesh: Mesh | None) -> Float[Array, "R V"]:
@@ -225,7 +205,7 @@ def decode(
         hidden_RD, cache = model(carry.token_ids, carry.cache, now)
         logits_RV = _whole_logits(model.logits(hidden_RD[row_of_sample]), sampling.mesh)
         rows = replace(params, output_index=params.output_index + carry.num_done)
-        drawn = _draw(logits_RV, rows, carry.rules, sampling.mode, sampling.settings)
+        drawn = sample_logits(logits_RV, rows, sampling.mode, sampling.settings, carry.rules)
         is_live, rules = carry.is_live, carry.rules
         if rules is not None:
             rules = record_tokens(rules, jnp.where(is_live, rows.ruled_slot, 0), drawn.token_ids)
@@ -245,7 +225,7 @@ def decode(
         )
 
     drawn = jax.eval_shape(
-        lambda hidden_RD: _draw(model.logits(hidden_RD), params, rules, sampling.mode, sampling.settings),
+        lambda hidden_RD: sample_logits(model.logits(hidden_RD), params, sampling.mode, sampling.settings, rules),
         jax.ShapeDtypeStruct((layout.num_rows, state.hidden.shape[1]), state.hidden.dtype),
     )
     start = _DecodeCarry(

@@ -11,7 +11,7 @@ from jpaged.errors import ConfigError, InvalidRequestError
 from jpaged.sampling.logit_rules import apply_rules, new_rules, record_tokens, set_rules
 from jpaged.sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from jpaged.sampling.logits_processor import LogitsProcessor
-from jpaged.sampling.sampler import sample
+from jpaged.sampling.sampler import SampleSettings, sample
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 
 from .test_sampler import NO_RULE, exact_weights, is_drawn_from, make_rows
@@ -146,8 +146,7 @@ def test_draws_under_rules_have_the_exact_probabilities(asked):
     @jax.jit
     def draw(rules, rows):
         tiled = jnp.broadcast_to(jnp.asarray(logits), (num_rows, VOCAB_SIZE))
-        ruled = apply_rules(tiled, rules, rows.ruled_slot, rows.output_index, SPEC.processors)
-        return sample(tiled, rows, SampleMode.FULL, ruled_RV=ruled).token_ids
+        return sample(tiled, rows, SampleMode.FULL, SampleSettings(SPEC.processors), rules).token_ids
 
     rows = make_rows([own] * num_rows, seed=np.arange(num_rows), output_index=len(output))
     rows = replace(rows, ruled_slot=jnp.full(num_rows, 4, jnp.int32))
