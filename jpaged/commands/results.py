@@ -137,7 +137,7 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
 def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
     """Return the logprobs of one position as a JSON object by token id; a token that rules exclude has −∞."""
     return {
-        str(token_id): {**asdict(entry), "logprob": max(entry.logprob, MIN_LOGPROB)}
+        str(token_id): {**entry._asdict(), "logprob": max(entry.logprob, MIN_LOGPROB)}
         for token_id, entry in entries.items()
     }
 

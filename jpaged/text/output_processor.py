@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -54,8 +55,7 @@ class OutputProcessor:
         """`tokenizer` may be None if no request wants text. `eos_token_ids` end every sequence that heeds EOS."""
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._decoded_tokens: dict[int, str] = {}
-        """Text of each token that a logprob entry has named so far."""
+        self._token_text = _TokenTexts(tokenizer).__getitem__
 
     def start(self, sequence: SampleSequence) -> None:
         """Set up the output of a sequence that has no output tokens yet."""
@@ -209,21 +209,24 @@ class OutputProcessor:
         """Return the logprob of `token_id`, then the `num_top` highest ones of its row; −1 stands for all."""
         top_ids, top_logprobs = scores.top(row, num_top)
         token_ids = [token_id, *top_ids.tolist()]
-        logprobs = [float(scores.logprobs[row]), *top_logprobs.tolist()]
-        ranks = [int(scores.ranks[row]), *range(1, len(token_ids))]
-        entries: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
-            if token_id not in entries:
-                entries[token_id] = Logprob(logprob, rank, self._decoded(token_id))
+        texts = map(self._token_text, token_ids)
+        own = Logprob(float(scores.logprobs[row]), int(scores.ranks[row]), next(texts))
+        entries = {token_id: own}
+        entries.update(zip(token_ids[1:], map(Logprob, top_logprobs.tolist(), count(1), texts), strict=True))
+        entries[token_id] = own
         return entries
 
-    def _decoded(self, token_id: int) -> str | None:
-        """Return the text of one token, None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        text = self._decoded_tokens.get(token_id)
-        if text is None:
-            text = self._decoded_tokens[token_id] = self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+class _TokenTexts(dict[int, str | None]):
+    """Text of each token that was asked for so far; None for all without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = (
+            None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+        )
         return text
 
 
