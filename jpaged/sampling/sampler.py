@@ -29,7 +29,7 @@ from .truncation import KeptTokens, TruncationLimits, Weigh, is_in_top_k, trunca
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
-ROWS_PER_GROUP = 16
+ROWS_PER_GROUP = 8
 """Rows that are computed together where only some rows need a computation. Where all need it, other numbers are no
 faster on a CPU."""
 
