@@ -182,6 +182,14 @@ def random_elements(key: jax.Array, shape: tuple[int, ...], dtype: Any, stored_d
     return jax.lax.bitcast_convert_type(numbers, stored_dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("layer", "scale", "window", "soft_cap"), donate_argnums=0)
+def attend(
+    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: AttentionMetadata, *, layer: int, **options: Any
+) -> tuple[jax.Array, PagedCache]:
+    """Attend in one layer of a donated cache; steps of the same shapes and options are one program."""
+    return cache.attend(layer, q, k, v, step, **options)
+
+
 class Bench:
     """Holds the backend of each case, on the device or interpreted, and the random numbers of this run.
 
@@ -270,7 +278,6 @@ class Bench:
         """
         tables, layer = with_aliases(self.tables(case, case.rows.context_lens), case), case.layer
         cache, options = self.cache(case, int(tables.max()) + 1, is_dead=True), self.options(case)
-        attend = jax.jit(lambda cache, q, k, v, step: cache.attend(layer, q, k, v, step, **options), donate_argnums=0)
         scales = (None, None) if cache.scales is None else tuple(np.asarray(x) for x in cache.scales.of_layer(layer))
         histories: list[list[list[np.ndarray]]] = [[[] for _ in case.rows.query_lens] for _ in range(2)]
         *before, checked = works(case.rows)
@@ -283,10 +290,10 @@ class Bench:
                     history[row].append(stored[start : start + length])
             seen = without_freed(tables, case) if work is checked else tables
             step = step_of(cache.backend, work, seen, case.page_size)
-            out, cache = attend(cache, q, k, v, step)
+            out, cache = attend(cache, q, k, v, step, layer=layer, **options)
         got = np.asarray(out[:total])
         for _ in range(self.num_repeats):  # It writes the same keys and values again.
-            again, cache = attend(cache, q, k, v, step)
+            again, cache = attend(cache, q, k, v, step, layer=layer, **options)
             if np.asarray(again[:total]).tobytes() != got.tobytes():
                 raise RuntimeError("the same step gives other bits when it is run again")
         others = [each[: layer * cache.layout.num_pages] for each in cache.pages]

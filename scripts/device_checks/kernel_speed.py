@@ -99,7 +99,7 @@ TINY_SIZES = Sizes(
     decode=((40, 40),),
     skewed=(34, 60),
     prefill=20,
-    ragged=(20, 3),
+    ragged=(20,),
     window=2,
     windowed_rows=2,
     copied_bytes=64,
@@ -108,8 +108,8 @@ TINY_SIZES = Sizes(
     trial_calls=1,
     round_s=0.0,
 )
-"""Shapes that take little time, for interpreters; what is measured with them means nothing. All rows that decode take
-the same pages, so that the loops of several items are one program, which is compiled once."""
+"""Shapes that take little time, for interpreters; what is measured with them means nothing. Rows that decode take as
+many pages, and prompts are as long, in every item: the loops of several items are one program, compiled once."""
 
 
 def loop_of(batch: Batch) -> Loop:

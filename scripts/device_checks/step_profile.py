@@ -15,7 +15,7 @@ import jax
 from jpaged import Engine, SamplingParams
 from jpaged.sampling.sampling_params import SampleMode
 
-from .engine_check import DUMMY, LLAMA_8B, TINY_8B, before_8b, engine_with
+from .engine_check import DUMMY, LLAMA_8B, TINY_8B, TINY_OPTIONS, before_8b, engine_with
 from .items import Item
 from .kernel_items import Session, one
 
@@ -132,17 +132,22 @@ def longest_kernels(space: Path) -> dict[str, Any]:
     return found
 
 
+def _at_most_8(sizes: list[int]) -> int:
+    return max(size for size in sizes if size <= 8)
+
+
 def measure_step(session: Session) -> dict[str, Any]:
     """Count the launches of a layer of an 8B shape under each backend, and profile decoding with the first one."""
     config = TINY_8B if session.is_tiny else LLAMA_8B
-    rows, context, max_tokens = (1, 8, 8) if session.is_tiny else (64, 512, 8192)
+    rows, context = (2, 8) if session.is_tiny else (64, 512)
     fewest, most = (1, 2) if session.is_tiny else NUM_LAYERS
-    num_tokens, choices = (3, [min]) if session.is_tiny else (32, [min, max])
+    num_tokens, choices = (3, [_at_most_8]) if session.is_tiny else (32, [min, max])
     modes = [SampleMode.RANDOM] if session.is_tiny else list(SampleMode)
     options: dict[str, Any] = {
-        **DUMMY, "max_num_seqs": rows, "max_num_batched_tokens": max_tokens, "max_model_len": context + 64,
+        "max_num_seqs": rows, "max_num_batched_tokens": 8192, "max_model_len": context + 64,
         "num_blocks": 2 + rows * -(-(context + 64) // 16),
     }  # fmt: skip
+    options = DUMMY | (TINY_OPTIONS if session.is_tiny else options)
     found: dict[str, Any] = {"launches a layer": {}, f"launches of {fewest} layers": {}}
     for backend in session.backends:
         counted = []

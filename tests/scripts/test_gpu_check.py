@@ -173,7 +173,13 @@ def test_every_measurement_runs_and_gives_its_ratios(script: Script) -> None:
     gpu = script("gpu_check")
     session = gpu.session_of(script("device_checks.items").arguments("A run.", ["--interpret"], gpu.ITEMS))
     variants = {"decode_variants": {"min_share 1": {"min_share": 1}}, "prefill_variants": {"mma": {"prefill": "mma"}}}
-    session = replace(session, is_tiny=False, window_options={"windows": (2,)}, **variants)
+    session = replace(
+        session,
+        is_tiny=False,
+        sizes=replace(session.sizes, ragged=(20, 3)),
+        window_options={"windows": (2,)},
+        **variants,
+    )
     ratios = {
         "K1": {"K1"},
         "K2": {"K2"},
