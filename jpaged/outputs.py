@@ -1,14 +1,22 @@
-"""The records that the engine returns to its callers: frozen, each complete in itself."""
+"""The records that the engine returns to its callers: frozen, each complete in itself.
+
+`msgspec.to_builtins(output, str_keys=True)` makes plain data of one, for JSON.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 
-class Logprob(NamedTuple):
-    """The log-probability of one token at one position of a text."""
+class Logprob(msgspec.Struct, frozen=True, gc=False):
+    """The log-probability of one token at one position of a text.
+
+    Outputs hold many of them, so they are objects that Python's garbage collector need not visit.
+    """
 
     logprob: float
     """Natural logarithm of the probability that the engine's `logprobs_mode` names."""

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import ConfigError
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from .jobs import BadLine, Job
@@ -137,7 +139,7 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
 def _entries_record(entries: dict[int, Logprob]) -> dict[str, Any]:
     """Return the logprobs of one position as a JSON object by token id; a token that rules exclude has −∞."""
     return {
-        str(token_id): {**entry._asdict(), "logprob": max(entry.logprob, MIN_LOGPROB)}
+        str(token_id): msgspec.structs.asdict(entry) | {"logprob": max(entry.logprob, MIN_LOGPROB)}
         for token_id, entry in entries.items()
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import TypeVar
 
 import jax
@@ -29,14 +30,22 @@ from .truncation import KeptTokens, TruncationLimits, Weigh, is_in_top_k, trunca
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
-ROWS_PER_GROUP = 8
-"""Rows that are computed together where only some rows need a computation. Where all need it, other numbers are no
-faster on a CPU."""
-
-NOT_NEEDED = 3
-"""The kind of rows that a computation in groups may leave out; it is above the other kinds."""
-
 T = TypeVar("T")
+
+
+class RowKind(IntEnum):
+    """What a row's token takes. Rows of one kind, or of neighbouring ones, are computed together."""
+
+    RULED = 0
+    """Rules, then the likeliest token."""
+    RULED_DRAWN = 1
+    RULED_TRUNCATED = 2
+    TRUNCATED = 3
+    """A draw from some of the row's tokens, without rules."""
+    DRAWN = 4
+    """A draw from all of them."""
+    PLAIN = 5
+    """Nothing but the likeliest token."""
 
 
 @jax.tree_util.register_dataclass
@@ -177,26 +186,35 @@ def sample(
     is_drawn = ~(rows.is_greedy | is_forced)
 
     def draw(group: Group, drawn: tuple[Array, Array]) -> tuple[Array, Array]:
-        new = sampler.with_rules(group, lambda own: sampler.draw(own, group, is_drawn[group]))
-        return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), drawn, new)
+        return _written(drawn, group, sampler.with_rules(group, lambda own: sampler.draw(own, group, is_drawn[group])))
 
-    # Rows that need the same stand together: first those with rules, then those that are drawn from whole rows.
-    is_ruled = (rows.ruled_slot > 0) & (rules is not None)
-    kinds = jnp.where(is_ruled, 0, jnp.where((rows.top_k > 0) | (rows.top_p < 1), 2, 1))
-    drawn, is_finite = _for_groups(jnp.where(is_drawn | is_ruled, kinds, NOT_NEEDED), draw, plain, settings.is_static)
+    kinds = _kinds(rows, is_drawn, (rows.ruled_slot > 0) & (rules is not None))
+    drawn, is_finite = _for_groups(kinds != RowKind.PLAIN, kinds, draw, plain, settings.is_static)
     if mode is SampleMode.RANDOM:
         return SampledRows(drawn, is_finite)
     token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
     is_finite &= plain[1]  # Processors may have replaced a NaN of the model's; other rules keep it.
 
     def score(group: Group, scores: TokenScores) -> TokenScores:
-        new = sampler.scores(group, token_ids[group])
-        return jax.tree.map(lambda all_rows, own: all_rows.at[group].set(own), scores, new)
+        return _written(scores, group, sampler.scores(group, token_ids[group]))
 
     shapes = jax.eval_shape(lambda: sampler.scores(slice(None), token_ids))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    kinds = jnp.where(rows.forced_token == UNSCORED, NOT_NEEDED, 0)
-    return SampledRows(token_ids, is_finite, _for_groups(kinds, score, no_scores, settings.is_static))
+    is_scored = rows.forced_token != UNSCORED
+    return SampledRows(token_ids, is_finite, _for_groups(is_scored, kinds, score, no_scores, settings.is_static))
+
+
+def _kinds(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
+    """Return the RowKind of each row."""
+    is_truncated = (rows.top_k > 0) | (rows.top_p < 1)
+    ruled = jnp.where(is_truncated, RowKind.RULED_TRUNCATED, RowKind.RULED_DRAWN)
+    drawn = jnp.where(is_truncated, RowKind.TRUNCATED, RowKind.DRAWN)
+    return jnp.where(is_ruled, jnp.where(is_drawn, ruled, RowKind.RULED), jnp.where(is_drawn, drawn, RowKind.PLAIN))
+
+
+def _written(results: T, group: Group, of_group: T) -> T:
+    """Return the results of all rows with those of a group in their place."""
+    return jax.tree.map(lambda old, new: old.at[group].set(new), results, of_group)
 
 
 @dataclass(frozen=True)
@@ -282,24 +300,31 @@ def _scale(logits: BlockRows, own: SamplingRows) -> Weigh:
     return lambda logits: (logits - maximum) / temperature
 
 
-def _for_groups(kinds: Int[Array, " R"], body: Callable[[Group, T], T], state: T, is_static: bool) -> T:
-    """Run state = body(rows, state) for groups of rows, by kind, until each row not of kind NOT_NEEDED was in one.
+def _rows_per_group(num_rows: int) -> int:
+    """Return how many rows are computed together where only some need a computation."""
+    return 8 if num_rows > 16 else 4
+
+
+def _for_groups(
+    is_needed: Bool[Array, " R"], kinds: Int[Array, " R"], body: Callable[[Group, T], T], state: T, is_static: bool
+) -> T:
+    """Run state = body(rows, state) for groups of rows, by kind, until each row that needs it was in one.
 
     A group may hold other rows too, and a row may be in two groups: `body` must write the same for it each time.
     `is_static`: all rows are one group, whether they need it or not.
     """
-    is_needed = kinds < NOT_NEEDED
     if is_static:
         return body(slice(None), state)
-    if len(kinds) <= ROWS_PER_GROUP:
+    size = _rows_per_group(len(kinds))
+    if len(kinds) <= size:
         # Not a loop: its body would be the same each time, and XLA computes such a body before it asks for how often.
         return lax.cond(jnp.any(is_needed), lambda x: body(slice(None), x), lambda x: x, state)
-    order = jnp.argsort(kinds, stable=True)
-    num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + ROWS_PER_GROUP - 1) // ROWS_PER_GROUP
+    order = jnp.argsort(jnp.where(is_needed, kinds, len(RowKind)), stable=True)
+    num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + size - 1) // size
 
     def next_group(index: Array, x: T) -> T:
         # dynamic_slice moves a last group that would reach beyond the end back, onto rows of the one before.
-        return body(lax.dynamic_slice_in_dim(order, index * ROWS_PER_GROUP, ROWS_PER_GROUP), x)
+        return body(lax.dynamic_slice_in_dim(order, index * size, size), x)
 
     return lax.fori_loop(0, num_groups, next_group, state)
 

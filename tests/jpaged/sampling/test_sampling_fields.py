@@ -9,6 +9,7 @@ import itertools
 import json
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -389,11 +390,13 @@ def test_a_stream_of_deltas_has_the_prompts_logprobs_once(engine):
 
 def test_an_output_becomes_plain_data(engine):
     (output,) = engine.generate([PROMPTS[0]], SamplingParams(**{**RANDOM, "logprobs": 1}), use_tqdm=False)
-    record = json.loads(json.dumps(dataclasses.asdict(output)))
+    record = json.loads(json.dumps(msgspec.to_builtins(output, str_keys=True)))
     assert record["outputs"][0]["text"] == output.outputs[0].text
     assert record["outputs"][0]["token_ids"] == list(output.outputs[0].token_ids)
     assert set(record["outputs"][0]) == {field.name for field in dataclasses.fields(output.outputs[0])}
     assert len(record["outputs"][0]["logprobs"]) == NUM_TOKENS
+    first = next(iter(record["outputs"][0]["logprobs"][0].values()))
+    assert set(first) == {"logprob", "rank", "decoded_token"}
 
 
 def test_min_tokens_hold_back_eos_even_where_ignore_eos_is_set(engine):
