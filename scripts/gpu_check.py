@@ -191,7 +191,11 @@ def dense_by_cudnn(batch: Batch) -> Loop:
     return Loop(lambda q, k: attend(q, k, k), q, (k,))
 
 
-ITEMS = all_items(Rival("cudnn", "cuDNN", dense_by_cudnn, paged_by_cudnn), MEMORY_SHARE, has_command_buffers=True)
+ITEMS = all_items(
+    Rival("cudnn", "cuDNN", dense_by_cudnn, is_ragged=False, paged=paged_by_cudnn),
+    MEMORY_SHARE,
+    has_command_buffers=True,
+)
 
 
 def session_of(args: argparse.Namespace) -> Session:

@@ -134,7 +134,7 @@ def v2_loop(batch: Batch) -> Loop:
     return Loop(functools.partial(ragged_paged_attention, sm_scale=case.head_size**-0.5), batch.q, (pages, *rows))
 
 
-ITEMS = all_items(Rival("v2", "v2", v2_loop, v2_loop), {}, has_command_buffers=False)
+ITEMS = all_items(Rival("v2", "v2", v2_loop, is_ragged=True, paged=v2_loop), {}, has_command_buffers=False)
 
 
 def session_of(args: argparse.Namespace) -> Session:

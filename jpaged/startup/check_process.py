@@ -60,6 +60,7 @@ ENDED_BY_OTHERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGALRM")
 """Signals that somebody else sends, and no crash does."""
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "out of memory")
 """Texts in errors of a device whose memory others use."""
+LESS_MEMORY = "start the engine before other users of the GPU, or give JAX less of its memory there"
 EACH_START = "the check of a backend is made at each start: %s"
 
 
@@ -165,11 +166,9 @@ def _driver_lines() -> Iterator[str]:
 
 def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
     """Make the comparison in a child process, which is gone after `limit_s`, or nearly so."""
-    # -P: modules of the current folder, which may be a downloaded model, are not imported. Its own session: a child of
-    # the child is ended too.
+    # -P and _import_path: no modules of the current folder are imported, which may be a downloaded model. Its own
+    # session: a child of the child is ended too.
     command = [sys.executable or "python3", "-P", "-m", __name__, f"{limit_s:g}"]
-    paths = os.pathsep.join(map(str, sys.path))
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": paths}
     with TemporaryFile() as answer, TemporaryFile() as errors:
 
         def lines(file: IO[bytes]) -> list[str]:
@@ -177,6 +176,7 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
             return file.read().decode(errors="replace").strip().splitlines()
 
         try:
+            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": _import_path()}
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -187,22 +187,35 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
             )
         except OSError as problem:
             return CheckResult(f"its check cannot be started: {problem}", is_lasting=False)
+        is_late = False
         try:
             child.communicate(request.to_json().encode(), timeout=limit_s)
         except subprocess.TimeoutExpired:
+            is_late = True
             _end(child)
+        except BaseException:  # Such as Ctrl-C: the child would keep the GPU's memory.
+            _end(child)
+            raise
+        # An answer counts also if the child then crashes or hangs on its way out.
+        answers = [line.removeprefix(RESULT) for line in lines(answer) if line.startswith(RESULT)]
+        if answers and answers[-1].endswith("}"):
+            return CheckResult(**json.loads(answers[-1]))
+        if is_late:
             failure = f"its check in a subprocess gave no answer within {limit_s:g} s"
             return CheckResult(failure, is_lasting=DEVICE_IS_OPEN in lines(answer))
         if child.returncode < 0:
             number = -child.returncode
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             return CheckResult(f"its check in a subprocess ended by {name}", is_lasting=name not in ENDED_BY_OTHERS)
-        answers = [line.removeprefix(RESULT) for line in lines(answer) if line.startswith(RESULT)]
-        if child.returncode or not answers:
-            last = (lines(errors) or ["no message"])[-1]
-            failure = f"its check in a subprocess ended with status {child.returncode}: {one_line(last, 500)}"
-            return CheckResult(failure, is_lasting=False)
-        return CheckResult(**json.loads(answers[-1]))
+        last = (lines(errors) or ["no message"])[-1]
+        failure = f"its check in a subprocess ended with status {child.returncode}: {one_line(last, 500)}"
+        return CheckResult(failure, is_lasting=False)
+
+
+def _import_path() -> str:
+    """Return this process's paths of modules for PYTHONPATH, without the current folder unless jpaged is in it."""
+    here, own = Path.cwd().resolve(), Path(__file__).resolve().parents[2]
+    return os.pathsep.join(path for path in map(str, sys.path) if here == own or Path(path).resolve() != here)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -238,7 +251,9 @@ def _compare(request: CheckRequest) -> CheckResult:
         error = kernel_error(backend, request.shape, request.dtype, request.block_size, device)
     except Exception as problem:  # A kernel that does not compile may raise anything.
         failure = f"it failed its check on {device.device_kind}: {one_line(problem, 500)}"
-        return CheckResult(failure, is_lasting=not any(text in str(problem) for text in OUT_OF_MEMORY))
+        if any(text in str(problem) for text in OUT_OF_MEMORY):
+            return CheckResult(f"{failure}; {LESS_MEMORY}", is_lasting=False)
+        return CheckResult(failure, is_lasting=True)
     return CheckResult(too_different(error, device), is_lasting=True)
 
 

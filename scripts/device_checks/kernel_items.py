@@ -69,7 +69,8 @@ class Rival:
     name: str
     """Its name in ratios."""
     dense: Callable[[Batch], Loop]
-    """Makes its loop over one prompt, as long as the longest row of a batch, or over the batch's rows."""
+    """Makes its loop over the prompts of a batch if `is_ragged`, else over one as long as the longest of them."""
+    is_ragged: bool
     paged: Callable[[Batch], Loop]
     """Makes its loop over the rows of a batch of decodes."""
 
@@ -91,10 +92,10 @@ def kernel_items() -> list[Item]:
             part_limit_s=CASE_LIMIT_S,
         ),
         one("copy", 0.2, "bandwidth of a copy, beside the data sheet", _copy),
-        one("K1", 0.9, "decode ÷ copy; other tiles, plain XLA", _decode),
-        one("K2", 0.6, "decode of skewed rows ÷ equal ones; other tiles, plain XLA", _skewed),
-        one("K3", 0.6, "prefill ÷ matrix product; other tiles, plain XLA", _prefill),
-        one("K5", 0.6, "a window ÷ full attention; other tiles, plain XLA", _window),
+        one("K1", 0.9, "decode ÷ copy; other options, plain XLA", _decode),
+        one("K2", 0.6, "decode of skewed rows ÷ equal ones; other options, plain XLA", _skewed),
+        one("K3", 0.6, "prefill ÷ matrix product; other options, plain XLA", _prefill),
+        one("K5", 0.6, "a window ÷ full attention; other options, plain XLA", _window),
         one("K6", 0.4, "pages of one byte ÷ two", _bytes),
     ]
 
@@ -105,7 +106,12 @@ def compared_items(rival: Rival) -> list[Item]:
 
     def ragged(session: Session) -> dict[str, Any]:
         return kernel_speed.measure_ragged(
-            session.quick_bench, session.case, session.sizes, session.prefill_variants, dense
+            session.quick_bench,
+            session.case,
+            session.sizes,
+            session.prefill_variants,
+            dense,
+            is_ragged=rival.is_ragged,
         )
 
     def decode(session: Session) -> dict[str, Any]:

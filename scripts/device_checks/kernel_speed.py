@@ -3,7 +3,7 @@
 K1, K2  decoding to a copy on the device      K3, K4  prefill to a product of matrices, and to another library
 K5      a window to full attention            K6      pages of one byte a number to those of two
 
-Beside each ratio stand the same work in plain XLA and the kernels with other tiles. All programs of a measurement are
+Beside each ratio stand the same work in plain XLA and the kernels with other options. All programs of a measurement are
 compiled first, several at a time; nothing compiles while loops are timed.
 """
 
@@ -79,7 +79,7 @@ class Sizes:
     """Shapes of what is measured, and how long a measurement takes."""
 
     decode: tuple[tuple[int, ...], ...] = ((8192,) * 64, (4096,) * 128, (1024,) * 256)
-    """Contexts of decode rows, one tuple a batch; the first batch also with other tiles and other pages."""
+    """Contexts of decode rows, one tuple a batch; the first batch also with other options and in plain XLA."""
     skewed: tuple[int, ...] = (512,) * 58 + (32768,) * 6
     prefill: int = 8192
     ragged: tuple[int, ...] = (4096, 2500, 1000, 333, 200, 63)
@@ -155,7 +155,8 @@ def times(loops: Mapping[str, Loop], sizes: Sizes, optional: Mapping[str, Callab
     """Return the seconds of a call of each loop: medians over rounds in which every loop has its turn.
 
     The time of a loop of few calls is subtracted from that of a longer one. The difference holds neither the launch nor
-    the copies before the first call. Loops of `optional` may fail to be made, to compile or to run.
+    the copies before the first call. Loops of `optional` may fail to be made, to compile or to run; the others are
+    measured before them, and once more with them.
     """
     optional, refused = optional or {}, dict[str, str]()
 
@@ -165,9 +166,12 @@ def times(loops: Mapping[str, Loop], sizes: Sizes, optional: Mapping[str, Callab
         except Exception as error:
             if name in loops:
                 raise
-            refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            refused[name] = error_text(error)
 
     made = {**loops, **{name: attempt(name, make) for name, make in optional.items()}}
+    few: dict[str, Callable[[], Any]] = {}
+    longer: dict[str, Callable[[], Any]] = {}
+    more: dict[str, int] = {}
 
     def compile_all(counts: Mapping[str, int]) -> dict[str, Callable[[], Any]]:
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
@@ -179,21 +183,34 @@ def times(loops: Mapping[str, Loop], sizes: Sizes, optional: Mapping[str, Callab
         jax.block_until_ready(program())
         return time.perf_counter() - start
 
-    few = compile_all({name: sizes.trial_calls for name in made if name not in refused})
-    more = {}
-    for name, program in few.items():
-        attempt(name, lambda program=program: seconds(program))
-        if name not in refused:
-            call_s = seconds(program) / sizes.trial_calls
-            more[name] = max(2, min(2000, int(sizes.round_s / max(call_s, 1e-6))))
-    longer = compile_all({name: sizes.trial_calls + more[name] for name in more})
-    for program in longer.values():
-        seconds(program)
-    found: dict[str, list[float]] = {name: [] for name in longer}
-    for _ in range(sizes.rounds):
-        for name, program in longer.items():
-            found[name].append((seconds(program) - seconds(few[name])) / more[name])
-    return Timed({name: statistics.median(each) for name, each in found.items()}, refused)
+    def measured(names: Iterable[str]) -> dict[str, float]:
+        """Compile the loops of these names; return the seconds of each loop so far, measured together."""
+        few.update(compile_all({name: sizes.trial_calls for name in names if name not in refused}))
+        for name in [name for name in few if name not in more]:
+            attempt(name, lambda name=name: seconds(few[name]))
+            if name not in refused:
+                call_s = seconds(few[name]) / sizes.trial_calls
+                more[name] = max(2, min(2000, int(sizes.round_s / max(call_s, 1e-6))))
+        new = compile_all({name: sizes.trial_calls + more[name] for name in more if name not in longer})
+        for program in new.values():
+            seconds(program)
+        longer.update(new)
+        found: dict[str, list[float]] = {name: [] for name in longer}
+        for _ in range(sizes.rounds):
+            for name, program in longer.items():
+                found[name].append((seconds(program) - seconds(few[name])) / more[name])
+        return {name: statistics.median(each) for name, each in found.items()}
+
+    taken = measured(loops)
+    try:
+        return Timed(measured(optional) if optional else taken, refused)
+    except Exception as error:  # An optional loop has lost the device, for the others too.
+        return Timed(taken, dict.fromkeys(optional, error_text(error)) | refused)
+
+
+def error_text(error: Exception) -> str:
+    """Return an error's type and message in one line of at most some 300 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def kv_bytes(case: Case, context_lens: Sequence[int]) -> int:
@@ -292,10 +309,13 @@ def measure_prefill(bench: Bench, case: Case, sizes: Sizes, variants: Variants) 
     return {**found, "times ours": timed.ratios(optional, "one")}
 
 
-def measure_ragged(bench: Bench, case: Case, sizes: Sizes, variants: Variants, others: Others) -> dict[str, Any]:
-    """Measure rows of different length, and K4: their time per operation against another library's dense attention.
+def measure_ragged(
+    bench: Bench, case: Case, sizes: Sizes, variants: Variants, others: Others, *, is_ragged: bool
+) -> dict[str, Any]:
+    """Measure rows of different length, and K4: their time per operation against another implementation's.
 
-    The other implementation computes one prompt as long as the longest row, causally. K4 is None where it does not run.
+    That one computes the same rows if `is_ragged`, else one prompt as long as the longest of them, causally. K4 is None
+    where it does not run.
     """
     lens = list(sizes.ragged)
     batches = {"ragged": bench.batch(case, lens, lens), "one": bench.batch(case, [sizes.prefill], [sizes.prefill])}
@@ -307,7 +327,7 @@ def measure_ragged(bench: Bench, case: Case, sizes: Sizes, variants: Variants, o
     found["flops_per_s"] = {name: count / timed.seconds[name] for name, count in operations.items()}
     for who in others:
         dense_s = timed.seconds.get(f"ragged by {who}")
-        dense = causal_flops(case, [max(lens)])
+        dense = causal_flops(case, lens if is_ragged else [max(lens)])
         found["K4"] = dense_s and (timed.seconds["ragged"] / operations["ragged"]) / (dense_s / dense)
         found[f"prefill ÷ {who}"] = worst_ratio(timed.seconds, ["one"], who)
     return {**found, "refused": timed.refused}

@@ -31,6 +31,7 @@ class Report:
             "skipped": {},
             "hung": [],
             "not_done": [],
+            "stderr": [],
             "seconds_of": {},
         }
         self.write()

@@ -1,9 +1,10 @@
 """The process of a check script that has the device: does items, and appends a line of JSON for each event to a file.
 
-    {"machine": {…}}   {"begin": part, "item": name}   {"end": part, "result": …}   {"done": item}   {"not_done": item}
+    {"opening": true}  {"machine": {…}}  {"begin": part, "item": name}  {"end": part, "result": …}  {"done": item}
+    {"not_done": item}
 
-It ends itself after an error of the device, which may leave every later call failing; `check_run` then starts another.
-Parts whose end stands in the file are not done again.
+It ends itself after an error that leaves the device unusable; run.py then starts another. Parts whose end stands in the
+file are not done again, and those that run.py calls suspect run alone.
 """
 
 from __future__ import annotations
@@ -16,33 +17,40 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import ROOT
 from .items import Item, Part, Skipped
 
 DEVICE_FAILED = 3
-"""Exit status after an error of the device."""
+"""Exit status where the device answers no more."""
 
 
 def machine() -> dict[str, Any]:
     """Return the device, its versions, the commit and the date, for the report."""
     device = jax.devices()[0]
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""  # No git: the checkout was copied here.
+
+    def git(*args: str) -> str | None:
+        try:
+            run = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+        except OSError:
+            return None  # No git: the checkout was copied here.
+        return run.stdout.strip() if run.returncode == 0 else None
+
+    changes = git("status", "--porcelain")
     return {
         "device": device.device_kind,
         "platform": device.client.platform_version,
         "jax": jax.__version__,
         "python": sys.version.split()[0],
-        "commit": commit or None,
+        "commit": git("rev-parse", "HEAD"),
+        "has_changes": None if changes is None else bool(changes),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -52,10 +60,12 @@ class Worker:
 
     def __init__(self, args: argparse.Namespace, session_of: Callable[[argparse.Namespace], Any]):
         """`session_of` makes what parts need of the device; SystemExit if it is not the right one."""
-        self.args, self.lock, self.done = args, threading.Lock(), _ended(args.events)
+        self.args, self.lock = args, threading.Lock()
+        self.done, self.suspects = _parts(args.events, "end"), _parts(args.events, "suspect")
         for item in args.only:
             if item.before_opening and not args.interpret:
                 item.before_opening()
+        self.emit(opening=True)
         try:
             self.session = session_of(args)
         except SystemExit as error:
@@ -83,12 +93,16 @@ class Worker:
             parts = {}
         left = [(name, part) for name, part in parts.items() if name not in self.done]
         jobs = self.args.jobs if item.in_threads and not self.args.interpret else 1  # Interpreters keep global state.
-        with ThreadPoolExecutor(jobs) as threads:
-            list(threads.map(lambda pair: self._do(item, *pair, is_alone=jobs == 1), left))
+        self._do_parts(item, {name: part for name, part in left if name in self.suspects}, jobs=1)
+        self._do_parts(item, {name: part for name, part in left if name not in self.suspects}, jobs)
         self.emit(done=item.name)
 
+    def _do_parts(self, item: Item, parts: Mapping[str, Part], jobs: int) -> None:
+        with ThreadPoolExecutor(jobs) as threads:
+            list(threads.map(lambda name: self._do(item, name, parts[name], is_alone=jobs == 1), parts))
+
     def _do(self, item: Item, name: str, part: Part, *, is_alone: bool) -> None:
-        """Do one part. After an error of the device, end this process; the error counts only if nothing ran beside."""
+        """Do one part. If the device is lost then, end this process; the result counts only if nothing ran beside."""
         self.emit(begin=name, item=item.name)
         start = time.monotonic()
         try:
@@ -97,16 +111,19 @@ class Worker:
             json.dumps(outcome, allow_nan=False)  # JSON has no NaN; a result with one is an error.
         except Exception as error:
             outcome = _outcome(part, error)
-            if is_device_error(error):
-                if is_alone:
-                    self.emit(end=name, **outcome)
-                os._exit(DEVICE_FAILED)
-        self.emit(end=name, seconds=round(time.monotonic() - start, 2), **outcome)
+        is_lost = not device_answers()
+        if is_alone or not is_lost:
+            self.emit(end=name, seconds=round(time.monotonic() - start, 2), **outcome)
+        if is_lost:
+            os._exit(DEVICE_FAILED)
 
 
-def is_device_error(error: Exception) -> bool:
-    """Return whether an error may have left the device unusable: any that XLA reports but a lack of memory."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
+def device_answers() -> bool:
+    """Return whether the device still computes: after an error of a compiler it does, after one of a kernel it may."""
+    try:
+        return float(jnp.ones(8).sum()) == 8.0
+    except Exception:
+        return False
 
 
 def _outcome(part: Part, error: Exception) -> dict[str, Any]:
@@ -117,10 +134,10 @@ def _outcome(part: Part, error: Exception) -> dict[str, Any]:
     return {"result": f"{type(error).__name__}: {text}", "most_error": part.most_error}
 
 
-def _ended(events: Path) -> set[str]:
-    """Return the parts whose end stands in the file of events."""
+def _parts(events: Path, kind: str) -> set[str]:
+    """Return the parts of a kind of events, "end" or "suspect", in the file."""
     lines = events.read_text().splitlines() if events.exists() else []
-    return {event["end"] for event in map(json.loads, lines) if "end" in event}
+    return {event[kind] for event in map(json.loads, lines) if kind in event}
 
 
 def work(args: argparse.Namespace, session_of: Callable[[argparse.Namespace], Any]) -> int:

@@ -55,7 +55,7 @@ def gpu_backend(dtype: str) -> Backend:
 
 
 CASES = [("tpu", "float32"), ("tpu", "bfloat16")]
-if jax.__version_info__ >= (0, 11):
+if jax.__version_info__ >= (0, 11, 2):
     CASES.append(("gpu", "bfloat16"))
 MADE: dict[str, Callable[[str], Backend]] = {"tpu": tpu_backend, "gpu": gpu_backend}
 

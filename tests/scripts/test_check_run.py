@@ -24,13 +24,13 @@ def found_by(output: Path, *items: str) -> dict:
 def test_unknown_items_are_refused_with_the_known_ones_and_all_are_listed_with_their_minutes() -> None:
     refused = run("--only", "measured", "nope", "other")
     assert refused.returncode == 2
-    known = "cases, measured, crash, device, memory, hang, skip, variable, ahead, slow, last"
+    known = "cases, first, measured, crash, device, lost, memory, hang, skip, variable, ahead, slow, last"
     assert refused.stderr.splitlines()[-1].endswith(f"--only: got nope, other, allowed: {known}")
     listed = run("--list", "--only", "crash")
     assert listed.returncode == 0
     lines = listed.stdout.splitlines()
     assert lines[0].split() == ["cases", "0.0", "min", "cases", "in", "threads"]
-    assert len(lines) == 12
+    assert len(lines) == 14
 
 
 def test_what_comes_after_a_crash_and_a_hang_is_done(tmp_path: Path) -> None:
@@ -55,19 +55,19 @@ def test_a_machine_that_is_not_the_right_one_ends_the_run_in_one_line(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("item", "wanted"),
+    ("item", "wanted", "is_same_process"),
     [
-        ("device", "JaxRuntimeError: INTERNAL: an illegal memory access was encountered"),
-        ("memory", "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"),
+        ("device", "JaxRuntimeError: INTERNAL: an illegal memory access was encountered", True),
+        ("lost", "JaxRuntimeError: INTERNAL: an illegal memory access was encountered", False),
+        ("memory", "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory", True),
     ],
 )
-def test_an_error_of_the_device_is_told_and_only_a_lack_of_memory_leaves_the_process(
-    tmp_path: Path, item: str, wanted: str
+def test_an_error_of_the_device_is_told_and_another_process_goes_on_where_the_device_answers_no_more(
+    tmp_path: Path, item: str, wanted: str, is_same_process: bool
 ) -> None:
-    pids = found_by(tmp_path / "found.json", "measured", item, "last")
-    assert pids["measured"][item] == wanted
-    assert pids["measured"]["measured"] == {"ratio": 0.5, "theirs": None}
-    assert "pid" in pids["measured"]["last"]
+    found = found_by(tmp_path / "found.json", "first", item, "last")["measured"]
+    assert found[item] == wanted
+    assert (found["first"]["pid"] == found["last"]["pid"]) == is_same_process
 
 
 def test_what_an_item_asks_for_is_done_before_its_process_opens_the_device(tmp_path: Path) -> None:
@@ -107,9 +107,15 @@ def test_an_item_that_would_be_over_too_late_is_listed_as_not_done_and_one_that_
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_before_its_first_item_is_not_started_for_ever(tmp_path: Path) -> None:
-    output = tmp_path / "found.json"
-    assert run("--only", "measured", "last", "--output", str(output), TOY_BROKEN="yes").returncode == 1
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [("crashes", "its process ended with SIGSEGV"), ("hangs", "hung: the device is not open after 2 s")],
+)
+def test_a_process_that_fails_before_its_first_item_is_not_started_for_ever(
+    tmp_path: Path, how: str, wanted: str
+) -> None:
+    output, broken = tmp_path / "found.json", {"TOY_BROKEN": how, "TOY_OPEN_LIMIT_S": "2"}
+    assert run("--only", "measured", "last", "--output", str(output), **broken).returncode == 1
     found = json.loads(output.read_text())
-    assert all(each.startswith("its process ended with SIGSEGV") for each in found["measured"].values())
+    assert all(each.startswith(wanted) for each in found["measured"].values())
     assert set(found["measured"]) == {"measured", "last"}

@@ -51,7 +51,7 @@ def test_it_prints_and_writes_what_it_found(script: Script, tmp_path: Path, caps
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["passed"]
     assert found["seed"] == 7
-    assert set(found["machine"]) == {"device", "platform", "jax", "python", "commit", "date"}
+    assert set(found["machine"]) == {"device", "platform", "jax", "python", "commit", "has_changes", "date"}
     assert set(found["checks"]) == {"plain", "all"}
     assert all(0 < error < check.MOST_ERROR_FLOAT32 for error in found["checks"].values())
     assert "2 of 2 cases right" in capsys.readouterr().out.splitlines()[-2]

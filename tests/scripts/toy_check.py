@@ -11,9 +11,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import jax
+from device_checks import run
 from device_checks.items import Goal, Item, Part, Skipped
-from device_checks.run import main
 from jax._src import xla_bridge
+from jax.extend.backend import clear_backends
+
+main = run.main
 
 GOALS = {"ratio": Goal("≤", 1.0, "measured"), "theirs": Goal("≤", 1.0, "measured", is_own=False)}
 
@@ -25,6 +28,13 @@ def end_process():
 
 def fail_as_a_device():
     raise jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access was encountered")
+
+
+def lose_the_device():
+    jax.clear_caches()
+    clear_backends()
+    jax.config.update("jax_platforms", "none")
+    fail_as_a_device()
 
 
 def lack_memory():
@@ -54,9 +64,11 @@ def one(name, run, **options):
 
 ITEMS = [
     Item("cases", 0.01, "cases in threads", cases, in_threads=True),
+    one("first", lambda: {"pid": os.getpid()}),
     one("measured", lambda: {"ratio": 0.5, "theirs": None}),
     one("crash", end_process),
     one("device", fail_as_a_device),
+    one("lost", lose_the_device),
     one("memory", lack_memory),
     one("hang", threading.Event().wait, part_limit_s=0.3),
     one("skip", skip),
@@ -71,9 +83,12 @@ def session_of(args: argparse.Namespace) -> None:
     """Return nothing, or refuse this machine."""
     if os.environ.get("TOY_FAULT"):
         raise SystemExit("toy_check: the driver is 1.0, wanted 2.0")
-    if os.environ.get("TOY_BROKEN"):
+    if os.environ.get("TOY_BROKEN") == "crashes":
         end_process()
+    if os.environ.get("TOY_BROKEN") == "hangs":
+        time.sleep(60)
 
 
 if __name__ == "__main__":
+    run.OPEN_LIMIT_S = float(os.environ.get("TOY_OPEN_LIMIT_S", run.OPEN_LIMIT_S))
     sys.exit(main(__file__, "A toy.", ITEMS, GOALS, session_of))

@@ -71,6 +71,15 @@ class Noisy(Right):
 
 
 @dataclasses.dataclass(frozen=True)
+class CrashesAtExit(Right):
+    """A backend that agrees, in a process that crashes once it has answered."""
+
+    def attend(self, pages: Any, layout: Any, inputs: Any) -> Any:
+        atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+        return super().attend(pages, layout, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
 class Hangs(Right):
     """A backend that never comes back from computing."""
 

@@ -77,10 +77,11 @@ def test_a_failure_that_may_be_over_at_the_next_start_is_not_remembered(
     failure = check_in_subprocess(request_of(backend))
     assert failure is not None
     assert failure.startswith(wanted)
+    assert (check_process.LESS_MEMORY in failure) == (backend is broken_kernels.OutOfMemory)
     assert not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize("backend", [broken_kernels.Right, broken_kernels.Unavailable])
+@pytest.mark.parametrize("backend", [broken_kernels.Right, broken_kernels.Unavailable, broken_kernels.CrashesAtExit])
 def test_a_backend_that_agrees_or_is_not_for_this_device_has_no_failure(backend: Any) -> None:
     """Why a backend is not for a device, the start says by itself."""
     assert check_in_subprocess(request_of(backend)) is None
@@ -92,7 +93,7 @@ def test_odd_folders_and_output_do_not_disturb_the_check(tmp_path: Path, monkeyp
     (tmp_path / "here" / "jax.py").write_text("raise SystemExit('imported')")
     (tmp_path / "packages" / "broken.dist-info").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(sys, "path", [*(path for path in sys.path if path), str(ROOT), tmp_path / "packages"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path, str(ROOT), tmp_path / "packages"])
     assert check_in_subprocess(request_of(broken_kernels.Noisy)) is None
 
 
