@@ -191,6 +191,8 @@ def dense_by_cudnn(batch: Batch) -> Loop:
     return Loop(lambda q, k: attend(q, k, k), q, (k,))
 
 
+TILES = {f"{stages} stages": {"num_stages": stages} for stages in (3, 4)} | {"32 keys": {"max_tile_kv": 32}}
+"""Options of the backend that are measured beside 2 stages of tiles of 64 keys."""
 ITEMS = all_items(
     Rival("cudnn", "cuDNN", dense_by_cudnn, is_ragged=False, paged=paged_by_cudnn),
     MEMORY_SHARE,
@@ -229,8 +231,8 @@ def session_of(args: argparse.Namespace) -> Session:
         Sizes(),
         ("pallas-gpu", "xla"),
         num_repeats=kernel_check.NUM_REPEATS,
-        decode_variants={f"min_share {share}": {"min_share": share} for share in (1, 3, 12)},
-        prefill_variants={"wgmma": {"prefill": "wgmma"}} if is_hopper else {},
+        decode_variants={f"min_share {share}": {"min_share": share} for share in (1, 3, 12)} | TILES,
+        prefill_variants=TILES | ({"wgmma": {"prefill": "wgmma"}} if is_hopper else {}),
         window_options={"windows": (Sizes().window,)},
         output=args.output,
     )

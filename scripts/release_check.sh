@@ -4,8 +4,9 @@
 #   scripts/release_check.sh            # all of them
 #   scripts/release_check.sh mutants seeds
 #
-# They need an environment with `pip install -e ".[dev,aot]"`. GPU kernels compile on JAX 0.11 and later only; with an
-# older JAX their parts are left out. Each part prints a header and the seconds it took; a failure does not end the run.
+# They need an environment with `pip install -e ".[dev,aot]"`. GPU kernels compile on JAX 0.11 and later only, and are
+# interpreted on 0.11.2 and later; with an older JAX their parts are left out. So `slow` is to be run twice, with the
+# oldest and the newest Python of .ci/run. Each part prints a header and the seconds it took; a failure does not end the run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export JAX_PLATFORMS=cpu

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .top_blocks import BLOCK, BlockRows
-from .truncation import KeptTokens, Weigh
+from .truncation import KeptTokens, RowFunction
 
 NUM_BRANCHES = 16
 """Children of a node of a tree."""
@@ -24,7 +24,9 @@ def num_draw_levels(vocab_size: int) -> int:
     return num_levels(-(-vocab_size // BLOCK)) + num_levels(BLOCK)
 
 
-def draw_tokens(rows: BlockRows, weigh: Weigh, kept: KeptTokens, uniforms_rL: Float[Array, "r L"]) -> Int[Array, " r"]:
+def draw_tokens(
+    rows: BlockRows, weigh: RowFunction, kept: KeptTokens, uniforms_rL: Float[Array, "r L"]
+) -> Int[Array, " r"]:
     """Draw one of the kept tokens of each row of a group by its weight; 0 if a row has no weight."""
     num_block_levels = num_levels(kept.block_sums.shape[1])
     blocks = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])

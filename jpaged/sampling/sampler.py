@@ -26,7 +26,7 @@ from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, UNSCORED
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
 from .top_blocks import BLOCK, BlockRows, Group, block_rows
-from .truncation import KeptTokens, TruncationLimits, Weigh, is_in_top_k, truncate
+from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, truncate
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
@@ -178,15 +178,15 @@ def sample(
     static.
     """
     sampler = _Sampler(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules)
-    all_rows = sampler.logits
-    plain = _first_maximum(all_rows, logits_RV.shape[1]), _is_finite(all_rows)
+    plain = _first_maximum(sampler.logits, sampler.vocab_size), _is_finite(sampler.logits)
     if mode is SampleMode.GREEDY:
         return SampledRows(*plain)
     is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
     is_drawn = ~(rows.is_greedy | is_forced)
 
     def draw(group: Group, drawn: tuple[Array, Array]) -> tuple[Array, Array]:
-        return _written(drawn, group, sampler.with_rules(group, lambda own: sampler.draw(own, group, is_drawn[group])))
+        new = sampler.with_rules(group, lambda logits: sampler.draw(logits, group, is_drawn[group]))
+        return _written(drawn, group, new)
 
     kinds = _kinds(rows, is_drawn, (rows.ruled_slot > 0) & (rules is not None))
     drawn, is_finite = _for_groups(kinds != RowKind.PLAIN, kinds, draw, plain, settings.is_static)
@@ -232,29 +232,31 @@ class _Sampler:
 
         Logits without rules are read where they lie.
         """
-        rules, own = self.rules, self.rows.at(group)
+        rules, params = self.rules, self.rows.at(group)
         if rules is None:
             return use(self.logits._replace(group=group))
 
         def ruled() -> T:
-            logits_rV = self.logits.blocks[group].reshape(len(own.top_k), -1)[:, : self.vocab_size]
+            logits_rV = self.logits.blocks[group].reshape(len(params.top_k), -1)[:, : self.vocab_size]
             return use(
-                block_rows(apply_rules(logits_rV, rules, own.ruled_slot, own.output_index, self.settings.processors))
+                block_rows(
+                    apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
+                )
             )
 
         if self.settings.is_static:
             return ruled()
-        return lax.cond(jnp.any(own.ruled_slot > 0), ruled, lambda: use(self.logits._replace(group=group)))
+        return lax.cond(jnp.any(params.ruled_slot > 0), ruled, lambda: use(self.logits._replace(group=group)))
 
     def draw(self, logits: BlockRows, group: Group, is_drawn: Bool[Array, " r"]) -> tuple[Array, Array]:
         """Return a token for each row of a group, the likeliest where none is drawn, and whether the row is finite."""
         greedy = _first_maximum(logits, self.vocab_size)
 
         def drawn() -> Int[Array, " r"]:
-            own = self.rows.at(group)
-            uniform = uniforms(own, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
-            weigh, kept = self._truncate(logits, own, is_drawn)
-            return jnp.where(own.is_greedy, greedy, draw_tokens(logits, weigh, kept, uniform))
+            params = self.rows.at(group)
+            uniform = uniforms(params, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
+            weigh, kept = self._truncate(logits, params, is_drawn)
+            return jnp.where(params.is_greedy, greedy, draw_tokens(logits, weigh, kept, uniform))
 
         if self.settings.is_static or self.rules is None:
             return drawn(), _is_finite(logits)
@@ -270,33 +272,35 @@ class _Sampler:
             lambda logits: token_scores(self._processed(logits, group), token_ids, max_logprobs, self.vocab_size),
         )
 
-    def _truncate(self, logits: BlockRows, own: SamplingRows, is_drawn: Bool[Array, " r"]) -> tuple[Weigh, KeptTokens]:
+    def _truncate(
+        self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]
+    ) -> tuple[RowFunction, KeptTokens]:
         """Return what turns logits of a group into weights, and which of its tokens are kept."""
-        scaled = _scale(logits, own)
+        scaled = _scale(logits, params)
 
         def weigh(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
             return jnp.exp(scaled(logits))
 
-        return weigh, truncate(logits, weigh, own.limits, is_drawn, self.settings.is_static)
+        return weigh, truncate(logits, weigh, params.limits, is_drawn, self.settings.is_static)
 
     def _processed(self, logits: BlockRows, group: Group) -> BlockRows:
         """Return the logits of the distribution that is drawn from."""
-        own = self.rows.at(group)
-        scaled = _scale(logits, own)
-        weigh, kept = self._truncate(logits, own, jnp.zeros_like(own.is_greedy))
+        params = self.rows.at(group)
+        scaled = _scale(logits, params)
+        weigh, kept = self._truncate(logits, params, jnp.zeros_like(params.is_greedy))
 
         def heights(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
             """Tell tokens apart also where their weight e^x is 0, below x = −104: this does not underflow."""
             return 1.0 / (1.0 - scaled(logits))
 
         is_kept = weigh(logits.values) >= kept.threshold[:, None]
-        is_kept &= is_in_top_k(logits, heights, own.limits.top_k, self.settings.is_static)
+        is_kept &= is_in_top_k(logits, heights, params.limits.top_k, self.settings.is_static)
         return block_rows(jnp.where(is_kept, scaled(logits.values), -jnp.inf))
 
 
-def _scale(logits: BlockRows, own: SamplingRows) -> Weigh:
+def _scale(logits: BlockRows, params: SamplingRows) -> RowFunction:
     """Return what turns logits of a group into ones of temperature 1 whose row maximum is 0."""
-    maximum, temperature = logits.row_max[:, None], jnp.where(own.is_greedy, 1.0, own.temperature)[:, None]
+    maximum, temperature = logits.row_max[:, None], jnp.where(params.is_greedy, 1.0, params.temperature)[:, None]
     return lambda logits: (logits - maximum) / temperature
 
 
@@ -334,14 +338,14 @@ def token_scores(rows: BlockRows, token_ids: Int[Array, " r"], max_logprobs: int
 
     The row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
     """
-    own = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
+    token_logit = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
     row_max = rows.row_max[:, None]
-    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], own, row_max)
+    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], token_logit, row_max)
 
     def logprobs(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
         return logits - row_max - log_total
 
-    own_logprobs = logprobs(own)[:, 0]
+    own_logprobs = logprobs(token_logit)[:, 0]
     if max_logprobs < 0:
         return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(rows.values[:, :vocab_size]))
     top, top_ids = rows.top_k(min(max_logprobs, vocab_size))
@@ -349,15 +353,15 @@ def token_scores(rows: BlockRows, token_ids: Int[Array, " r"], max_logprobs: int
 
 
 def _ranks_and_log_totals(
-    blocks: Float[Array, "R b B"], own: Float[Array, "R 1"], row_max: Float[Array, "R 1"]
+    blocks: Float[Array, "R b B"], token_logit: Float[Array, "R 1"], row_max: Float[Array, "R 1"]
 ) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
-    """Return the rank of each row's own logit, 1 for the largest, and the logarithm of the sum of exponentials.
+    """Return the rank of each row's own token, 1 for the largest, and the logarithm of the sum of exponentials.
 
     The exponentials are those of the logits minus `row_max`. Both results come from one reduction of blocks and one
     over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running sum over a
     vocabulary would be off by 1e-6.
     """
-    operands = (blocks > own[:, :, None]).astype(jnp.int32), jnp.exp(blocks - row_max[:, :, None])
+    operands = (blocks > token_logit[:, :, None]).astype(jnp.int32), jnp.exp(blocks - row_max[:, :, None])
     counts, totals = lax.reduce(
         operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
     )

@@ -27,8 +27,9 @@ NUM_PARTS, NUM_CUTS = 8, 10
 NUM_LIKELY_BLOCKS = 64
 """Blocks of a row that are searched first: those with its likeliest tokens."""
 
-Weigh = Callable[[Array], Array]
-"""Turns numbers of R rows [R, n] into their weights, with an ascending function up to 1; −inf has weight 0."""
+RowFunction = Callable[[Array], Array]
+"""An ascending function of each number of R rows [R, n], with parameters by row. One that gives weights, or heights to
+search among, is at most 1, and 0 for −inf."""
 Bounds = tuple[Array, Array, Array, Array]
 """State of a bisection, [R] each: lower and upper bound as the bits of a float32, and how many tokens reach each."""
 
@@ -53,7 +54,7 @@ class KeptTokens(NamedTuple):
 
 
 def truncate(
-    rows: BlockRows, weigh: Weigh, limits: TruncationLimits, is_drawn: Bool[Array, " r"], is_static: bool = False
+    rows: BlockRows, weigh: RowFunction, limits: TruncationLimits, is_drawn: Bool[Array, " r"], is_static: bool = False
 ) -> KeptTokens:
     """Apply min-p, top-k and top-p to the weights of a group of rows, of which the largest is 1.
 
@@ -80,7 +81,7 @@ def truncate(
 
 
 def is_in_top_k(
-    rows: BlockRows, heights: Weigh, top_k: Int[Array, " r"], is_static: bool = False
+    rows: BlockRows, heights: RowFunction, top_k: Int[Array, " r"], is_static: bool = False
 ) -> Bool[Array, "r bB"]:
     """Return which tokens have a height among the top k of a group of rows; no height is above 1."""
     no_mass = jnp.zeros(len(top_k), jnp.float32)
@@ -100,7 +101,7 @@ class _Search:
     if there is one for which they do not. Which of the two answers a row depends on that row only.
     """
 
-    def __init__(self, rows: BlockRows, weigh: Weigh, is_static: bool) -> None:
+    def __init__(self, rows: BlockRows, weigh: RowFunction, is_static: bool) -> None:
         self.rows, self.weigh, self.is_static = rows, weigh, is_static
         self.num_blocks = rows.maxima.shape[1]
         self.has_likely = not is_static and self.num_blocks > NUM_LIKELY_BLOCKS
@@ -208,10 +209,11 @@ def _bisect(
     min_count: Int[Array, " R"],
     min_mass: Float[Array, " R"],
 ) -> Int[Array, " R"]:
-    """Return `_Search.raised` as the bits of a float32, from `low` on, which are in the order of the numbers.
+    """Return the highest threshold from `low` on that keeps `min_count` weights whose sum reaches `min_mass`, by row.
 
-    Halves the range until at most one token lies between the bounds of every limited row: further passes for other
-    rows would not change which tokens are kept. Without a limited row there is no pass at all.
+    Thresholds are the bits of float32 numbers, which are in the order of the numbers. Halves the range until at most
+    one token lies between the bounds of every limited row: further passes would not change which tokens are kept.
+    Without a limited row there is no pass at all.
     """
 
     def is_open(bounds: Bounds) -> Array:
@@ -240,7 +242,7 @@ def _cut(
     min_count: Int[Array, " R"],
     min_mass: Float[Array, " R"],
 ) -> Int[Array, " R"]:
-    """Return what `_bisect` returns, or a threshold that keeps the same tokens, in a fixed number of passes.
+    """Return the highest threshold as `_bisect` does, or one that keeps the same tokens, in a fixed number of passes.
 
     Each pass cuts the range into several parts; in the end it holds one number.
     """

@@ -92,10 +92,10 @@ def kernel_items() -> list[Item]:
             part_limit_s=CASE_LIMIT_S,
         ),
         one("copy", 0.2, "bandwidth of a copy, beside the data sheet", _copy),
-        one("K1", 0.9, "decode ÷ copy; other options, plain XLA", _decode),
-        one("K2", 0.6, "decode of skewed rows ÷ equal ones; other options, plain XLA", _skewed),
-        one("K3", 0.6, "prefill ÷ matrix product; other options, plain XLA", _prefill),
-        one("K5", 0.6, "a window ÷ full attention; other options, plain XLA", _window),
+        one("K1", 1.2, "decode ÷ copy; other tiles, plain XLA", _decode),
+        one("K2", 0.8, "decode of skewed rows ÷ equal ones; other tiles, plain XLA", _skewed),
+        one("K3", 0.8, "prefill ÷ matrix product; other tiles, plain XLA", _prefill),
+        one("K5", 0.8, "a window ÷ full attention; other tiles, plain XLA", _window),
         one("K6", 0.4, "pages of one byte ÷ two", _bytes),
     ]
 
@@ -118,7 +118,7 @@ def compared_items(rival: Rival) -> list[Item]:
         return kernel_speed.measure_others(session.quick_bench, session.case, session.sizes, paged)
 
     about = f"prompts of different length; one prompt ÷ {rival.name}"
-    return [one("K4", 0.7, about, ragged), one(rival.item, 0.8, f"decode ÷ {rival.name}", decode)]
+    return [one("K4", 0.8, about, ragged), one(rival.item, 0.8, f"decode ÷ {rival.name}", decode)]
 
 
 def _copy(session: Session) -> dict[str, Any]:

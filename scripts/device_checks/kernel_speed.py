@@ -3,7 +3,7 @@
 K1, K2  decoding to a copy on the device      K3, K4  prefill to a product of matrices, and to another library
 K5      a window to full attention            K6      pages of one byte a number to those of two
 
-Beside each ratio stand the same work in plain XLA and the kernels with other options. All programs of a measurement are
+Beside each ratio stand the same work in plain XLA and the kernels with other tiles. All programs of a measurement are
 compiled first, several at a time; nothing compiles while loops are timed.
 """
 
@@ -79,7 +79,7 @@ class Sizes:
     """Shapes of what is measured, and how long a measurement takes."""
 
     decode: tuple[tuple[int, ...], ...] = ((8192,) * 64, (4096,) * 128, (1024,) * 256)
-    """Contexts of decode rows, one tuple a batch; the first batch also with other options and in plain XLA."""
+    """Contexts of decode rows, one tuple a batch; the first batch also with other tiles and in plain XLA."""
     skewed: tuple[int, ...] = (512,) * 58 + (32768,) * 6
     prefill: int = 8192
     ragged: tuple[int, ...] = (4096, 2500, 1000, 333, 200, 63)

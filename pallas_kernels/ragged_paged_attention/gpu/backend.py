@@ -28,7 +28,7 @@ from . import mma, wgmma
 from .attention import AttentionInputs, Launch, ragged_attention, repeat_sinks
 from .memory_ops import COMPUTE_DTYPE, Chip, plgpu
 from .merge import merge
-from .plan import NUM_STAGES, GpuPlanner
+from .plan import GpuPlanner
 from .queries import QueryRows
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
@@ -38,6 +38,8 @@ AMPERE_PAGE_SIZES_OF_80 = (32, 64)
 """Tokens of a page that Ampere takes at head size 80: 16 rows of five blocks cannot be shared by its four warps."""
 PAGE_SIZES = (16, 32, 64)
 PREFILL = ("mma", "wgmma")
+NUM_STAGES, MAX_TILE_KV = (2, 3, 4), (32, 64)
+"""Splits of keys lie at multiples of 64, so tiles are no larger."""
 MIN_CAPABILITY, HOPPER = (8, 0), (9, 0)
 """Compute capabilities: the first that the kernels run on, Ampere, and Hopper's."""
 
@@ -63,8 +65,9 @@ class GpuBackend(Backend):
     that one thread block may have, in bytes, and `capability` is its compute capability; the defaults are an H100's and
     an H200's. With `split_kv` False, a row's bits do not depend on the other rows of its step, which costs time where
     rows are few or of very different length. `min_share` counts granules of 64 keys that a thread block gets before
-    the next one gets any. `prefill` is the instruction of large tiles: mma or, on a Hopper and for heads of 64 and 128,
-    wgmma. `interpret`, a `plgpu.InterpretGPUParams`, runs the kernels on any platform, for tests.
+    the next one gets any. `num_stages` KV tiles lie in shared memory, of at most `max_tile_kv` keys each. `prefill` is
+    the instruction of large tiles: mma or, on a Hopper and for heads of 64 and 128, wgmma. `interpret`, a
+    `plgpu.InterpretGPUParams`, runs the kernels on any platform, for tests.
     """
 
     num_heads: int
@@ -76,6 +79,8 @@ class GpuBackend(Backend):
     capability: tuple[int, int] = HOPPER
     split_kv: bool = True
     min_share: int = 6
+    num_stages: int = 2
+    max_tile_kv: int = 64
     prefill: str = "mma"
     interpret: Any = None
 
@@ -118,6 +123,8 @@ class GpuBackend(Backend):
                 "multiple of at least one"
             )
         smallest = {"num_sms": self.num_sms, "block_memory": self.block_memory, "min_share": self.min_share}
+        self.refuse_unlisted("num_stages", self.num_stages, NUM_STAGES, "leave it at 2")
+        self.refuse_unlisted("max_tile_kv", self.max_tile_kv, MAX_TILE_KV, "leave it at 64")
         smallest["windows"] = min((window for window in self.windows if window is not None), default=1)
         for name, got in smallest.items():
             if got < 1:
@@ -177,7 +184,7 @@ class GpuBackend(Backend):
                 group=planner.group,
                 options=options,
                 tile_kv=planner.tile_kv,
-                num_stages=NUM_STAGES,
+                num_stages=self.num_stages,
                 reads_ahead=planner.reads_ahead(by_window[0].tiles.tile_rows),
                 num_query_tiles=planner.num_query_tiles(by_window[0].tiles.tile_rows),
                 products=wgmma

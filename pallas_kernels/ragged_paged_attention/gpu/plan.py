@@ -31,8 +31,6 @@ ROW_ALIGN = 8
 """Each row's query rows begin at a multiple of it, because tiles of shared memory have blocks of eight rows."""
 SPLIT_GRANULE = 64
 """Key ranges are split at multiples of so many keys."""
-NUM_STAGES = 2
-"""KV tiles in shared memory: one is computed while the others are fetched."""
 RESERVED_BYTES = 1 << 10
 """Shared memory per thread block that the hardware takes for itself."""
 REDUCTION_BYTES = 1 << 10
@@ -153,6 +151,10 @@ class GpuPlanner:
     """Whether keys of a tile may be split. If not, a row's result does not depend on the other rows of its step."""
     min_share: int
     """Granules of `SPLIT_GRANULE` keys that a thread block gets before the next one gets any."""
+    num_stages: int
+    """KV tiles in shared memory: one is computed while the others are fetched."""
+    max_tile_kv: int
+    """Most keys of a KV tile."""
 
     @property
     def group(self) -> int:
@@ -176,7 +178,7 @@ class GpuPlanner:
     @property
     def tile_kv(self) -> int:
         """Return the number of keys of a KV tile."""
-        return 64 if self.head_size <= 128 else 32
+        return min(64 if self.head_size <= 128 else 32, self.max_tile_kv)
 
     def blocks_per_sm(self, tile_rows: int) -> int:
         """Return the thread blocks that registers and shared memory of a multiprocessor hold at the same time."""
@@ -193,7 +195,7 @@ class GpuPlanner:
 
     def _blocks_per_sm(self, tile_rows: int, *, num_query_tiles: int) -> int:
         # One-byte pages take half of this and a tile in two bytes.
-        kv_bytes = NUM_STAGES * 2 * self.tile_kv * self.head_size * 2
+        kv_bytes = self.num_stages * 2 * self.tile_kv * self.head_size * 2
         tile_bytes = tile_rows * (num_query_tiles * self.head_size + self.tile_kv) * 2
         by_memory = (self.block_memory + RESERVED_BYTES) // (kv_bytes + tile_bytes + SCRATCH_BYTES + RESERVED_BYTES)
         return max(min(3 if tile_rows == 16 else 2, by_memory), 1)

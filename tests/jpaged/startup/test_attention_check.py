@@ -150,7 +150,14 @@ def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
 @pytest.mark.parametrize(("heads", "head_size"), [((32, 8), 128), ((28, 4), 128), ((8, 4), 256), ((9, 3), 64)])
 @pytest.mark.parametrize(("num_sms", "block_memory"), [(132, 232448), (108, 166912)])
 def test_gpu_kernels_merge_what_they_cut_when_the_steps_of_the_check_decode(heads, head_size, num_sms, block_memory):
-    chip = {"num_sms": num_sms, "block_memory": block_memory, "split_kv": True, "min_share": 6}
+    chip = {
+        "num_sms": num_sms,
+        "block_memory": block_memory,
+        "split_kv": True,
+        "min_share": 6,
+        "num_stages": 2,
+        "max_tile_kv": 64,
+    }
     planner = GpuPlanner(num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, windows=(), **chip)
     _, num_tokens, works = check_steps(64, 1000, np.random.default_rng(0))
     plan = np.zeros(planner.plan_len(num_tokens, 8), np.int32)

@@ -80,6 +80,17 @@ def test_rows_of_several_tiles_in_one_piece_each() -> None:
     some.step({0: 1, 1: 60, 2: 8})
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_stages": 3, "max_tile_kv": 32}, pytest.param({"num_stages": 4}, marks=pytest.mark.slow)], ids=str
+)
+def test_other_numbers_of_stages_and_smaller_tiles_match_the_oracle(options: dict[str, int]) -> None:
+    some = world(16, made_with=options, table_len=16)
+    some.add_rows(2)
+    some.step({0: 79})
+    some.step({0: 1, 1: 75})
+    some.step({0: 1, 1: 1})
+
+
 def test_rows_that_share_their_first_pages() -> None:
     run_shared_pages(world(16, table_len=16))
 
@@ -441,6 +452,8 @@ def test_queries_of_float32_are_refused_by_name() -> None:
         ({"block_memory": 0}, "block_memory: got 0"),
         ({"min_share": 0}, "min_share: got 0"),
         ({"windows": (None, 8, 0)}, "windows: got 0"),
+        ({"num_stages": 1}, "num_stages: got 1, the pallas-gpu backend takes 2, 3, 4; leave it at 2"),
+        ({"max_tile_kv": 128}, "max_tile_kv: got 128, the pallas-gpu backend takes 32, 64; leave it at 64"),
     ],
     ids=str,
 )

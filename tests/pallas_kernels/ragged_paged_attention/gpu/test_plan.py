@@ -30,6 +30,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.gpu.plan import (
 
 def planner(num_heads: int = 8, num_kv_heads: int = 2, **options: Any) -> GpuPlanner:
     defaults = {"head_size": 64, "windows": (), "num_sms": 6, "block_memory": 232448, "split_kv": True, "min_share": 2}
+    defaults |= {"num_stages": 2, "max_tile_kv": 64}
     return GpuPlanner(num_heads=num_heads, num_kv_heads=num_kv_heads, **{**defaults, **options})
 
 
