@@ -30,6 +30,7 @@ from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, 
 
 PURPOSE_SAMPLE = 0
 """The last part of the random key. Numbers for another purpose, such as accepting a speculated token, take another."""
+
 T = TypeVar("T")
 
 

@@ -60,7 +60,8 @@ ENDED_BY_OTHERS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGALRM")
 """Signals that somebody else sends, and no crash does."""
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "out of memory")
 """Texts in errors of a device whose memory others use."""
-LESS_MEMORY = "start the engine before other users of the GPU, or give JAX less of its memory there"
+LESS_MEMORY = "start the engine before other work on the GPU, or set XLA_PYTHON_CLIENT_PREALLOCATE=false for that"
+"""The way out where other work holds that memory."""
 EACH_START = "the check of a backend is made at each start: %s"
 
 
@@ -219,7 +220,7 @@ def _import_path() -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child with its own children. One that waits in the driver may stay: nobody can end it."""
+    """Kill a child with its own children. A process that waits inside the driver cannot be killed, and stays."""
     with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(KILL_WAIT_S)

@@ -208,12 +208,11 @@ class OutputProcessor:
     def _entries(self, token_id: int, scores: TokenScores, row: int, num_top: int) -> dict[int, Logprob]:
         """Return the logprob of `token_id`, then the `num_top` highest ones of its row; −1 stands for all."""
         top_ids, top_logprobs = scores.top(row, num_top)
-        token_ids = [token_id, *top_ids.tolist()]
-        texts = map(self._token_text, token_ids)
-        own = Logprob(float(scores.logprobs[row]), int(scores.ranks[row]), next(texts))
-        entries = {token_id: own}
-        entries.update(zip(token_ids[1:], map(Logprob, top_logprobs.tolist(), count(1), texts), strict=True))
-        entries[token_id] = own
+        token_ids, text_of = top_ids.tolist(), self._token_text
+        own = Logprob(float(scores.logprobs[row]), int(scores.ranks[row]), text_of(token_id))
+        top = map(Logprob, top_logprobs.tolist(), count(1), map(text_of, token_ids))
+        entries = {token_id: own} | dict(zip(token_ids, top, strict=True))
+        entries[token_id] = own  # Tokens that tie share a rank, and have different places among the highest.
         return entries
 
 

@@ -101,19 +101,21 @@ class Supervisor:
         lines = self.events.read_text().splitlines()[num_before:]
         return any("end" in json.loads(line) for line in lines)
 
+    def _tell(self, **event: str) -> None:
+        """Append an event of this process, for the next workers."""
+        with self.events.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+        self.num_read += 1
+
     def _suspect(self, part: str) -> None:
         """Have a part done alone by the next worker."""
-        with self.events.open("a") as file:
-            file.write(json.dumps({"suspect": part}) + "\n")
-        self.num_read += 1
+        self._tell(suspect=part)
         self.suspects.add(part)
         self.report.forget(part)
 
     def _fail(self, item: Item, part: str, why: str) -> None:
         """Record that a part failed, for later workers too."""
-        with self.events.open("a") as file:
-            file.write(json.dumps({"end": part, "item": item.name, "result": why}) + "\n")
-        self.num_read += 1
+        self._tell(end=part, item=item.name, result=why)
         if "hung" in why:
             self.report.found["hung"].append(part)
         if part == item.name:
@@ -135,7 +137,7 @@ class Supervisor:
             finally:
                 process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)  # One that waits in the driver may stay: nobody can end it.
+                    process.wait(END_S)  # A process that waits inside the driver cannot be killed.
         self.take_events({item.name: item for item in items})
         whole = self.events.read_text()
         self.events.write_text(whole[: whole.rfind("\n") + 1])  # What it was writing when it was ended.

@@ -98,6 +98,7 @@ class Worker:
         self.emit(done=item.name)
 
     def _do_parts(self, item: Item, parts: Mapping[str, Part], jobs: int) -> None:
+        jobs = min(jobs, max(len(parts), 1))
         with ThreadPoolExecutor(jobs) as threads:
             list(threads.map(lambda name: self._do(item, name, parts[name], is_alone=jobs == 1), parts))
 
