@@ -1,6 +1,5 @@
 """Every test runs JAX strictly: no silent dtype or rank promotion, and array annotations hold when a function runs."""
 
-import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -73,14 +72,6 @@ def optimized() -> Iterator[None]:
         yield
     jax.config.update("jax_disable_most_optimizations", IS_UNOPTIMIZED)
     jax.clear_caches()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_freed() -> Iterator[None]:
-    """Free a file's programs after it: each takes some 200 memory maps, and Linux ends a process that needs 65,530."""
-    yield
-    jax.clear_caches()
-    gc.collect()  # Engines that a test has dropped stand in cycles.
 
 
 @pytest.fixture

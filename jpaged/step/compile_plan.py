@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -60,7 +61,15 @@ class CompilePlan:
         """Guards the futures and the deferred keys: the thread of steps, the timer and `close` use them."""
         self._deferred: list[Key] = []
         self._timer: threading.Timer | None = None
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        on_event = weakref.WeakMethod(self._on_event)
+
+        def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+            if (count_event := on_event()) is not None:
+                count_event(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        # JAX keeps its listeners. This one keeps no plan: an engine that is dropped without `close` is freed too.
+        self._stop_listening = weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, listen)
 
     @property
     def num_compiled(self) -> int:
@@ -162,7 +171,7 @@ class CompilePlan:
             self._is_closed, self._deferred = True, []
             if self._timer is not None:
                 self._timer.cancel()
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._stop_listening()
         for compilers in (self._compilers, self._urgent):
             compilers.shutdown(cancel_futures=True)
         self._futures.clear()
@@ -177,7 +186,7 @@ class CompilePlan:
             logger.exception("%s was not compiled", key)  # `get` raises it too, but may never be called.
             raise
 
-    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str) -> None:
         # The plan compiles on its own threads, and other code in this process on others: neither is a step.
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1

@@ -1,7 +1,9 @@
 """Executables are compiled when asked for: at start, after the first step, or when a caller waits for one."""
 
+import gc
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +114,13 @@ def test_a_closed_plan_compiles_nothing_more(plan, lowering, monkeypatch):
     time.sleep(0.2)
     plan.start_deferred()
     assert lowering.begun == []
+
+
+def test_a_plan_dropped_without_close_frees_its_executables(lowering):
+    plan = CompilePlan({"a": lowering.program("a")})
+    executable = weakref.ref(plan.get("a"))
+    del plan
+    wait_for(lambda: gc.collect() >= 0 and executable() is None)
 
 
 def test_deferring_no_key_leaves_the_plan_idle(plan):
