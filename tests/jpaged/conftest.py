@@ -36,16 +36,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-SHARED: dict[Any, SharedProgram] = {}
-
-
 @pytest.fixture(scope="module")
 def shared_executables() -> Iterator[None]:
-    """Let the engines of test modules share executables: an engine traces about ten, which takes 60 ms each.
+    """Let the engines of a test module share executables: an engine traces about ten, which takes 60 ms each.
 
     Programs are equal if all that they are made from is: the model's graph, the shapes, the step's layout and the
-    sampler's settings. Modules must not use this fixture if their tests change what a program computes.
+    sampler's settings. Modules must not use this fixture if their tests change what a program computes. The executables
+    are freed after the module: each takes some 200 memory maps, and Linux ends a process that needs more than 65,530.
     """
+    shared: dict[Any, SharedProgram] = {}
     init = Programs.__init__
 
     def init_shared(self: Programs, weights: Any, cache: Any, mesh: Any, builder: Any, **options: Any) -> None:
@@ -57,7 +56,7 @@ def shared_executables() -> Iterator[None]:
             os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"],
         )  # fmt: skip
         for key, lower in self.lower.items():
-            program = SHARED.setdefault((key, made_from), SharedProgram(lower, Lock()))
+            program = shared.setdefault((key, made_from), SharedProgram(lower, Lock()))
             self.lower[key] = lambda program=program: program
 
     with pytest.MonkeyPatch.context() as patch:
