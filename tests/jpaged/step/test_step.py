@@ -14,12 +14,12 @@ from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from jpaged.sampling.logit_rules import new_rules
-from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.logit_rules_spec import COUNT_MASK, LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS
 from jpaged.sampling.sampler import SampleSettings
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
-from jpaged.step.step import DeviceState, forward, sample_rows, update_tables
+from jpaged.step.step import DecodeSampling, DeviceState, decode, forward, sample_rows, update_tables
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
 
@@ -224,3 +224,22 @@ def test_a_rows_parameters_reach_the_sampler(weights, builder):
         assert {drawn(**{"temperature": 2.0, "seed": seed, **rule}) for seed in range(4)} == {(greedy, 1)}
     assert drawn(temperature=2.0, seed=5) == drawn(temperature=2.0, seed=5)
     assert drawn(temperature=2.0, seed=5 + (7 << 32)) != drawn(temperature=2.0, seed=5)
+
+
+def test_a_row_counts_the_tokens_of_its_own_share_of_a_decode_program(weights, builder):
+    """A row whose share is shorter than its neighbour's is computed beside it to the end, and decodes on later."""
+    work = [
+        (sequence(prompt(5, 9), slot=1, pages=[4, 9, 3], presence_penalty=1.0, ignore_eos=True, max_tokens=9), 5),
+        (sequence(prompt(3, 10), slot=3, pages=[8, 2], presence_penalty=1.0, ignore_eos=True, max_tokens=9), 3),
+    ]
+    state, *_ = run(weights, builder, fresh_state(), *work)
+    sequences = [one for one, _ in work]
+    step = builder.build(SchedulerOutput(2, decodes=sequences, decode_lens=[2, 4]))
+    rules = new_rules(LogitRulesSpec(MODEL.vocab_size), MAX_SEQS + 1)
+    sampling = DecodeSampling(SampleMode.FULL, SampleSettings(), num_steps=4)
+    jitted_decode = jax.jit(decode, static_argnums=(0, 5, 6))
+    (_, rules), _ = jitted_decode(
+        weights.graph, weights.state, state, rules, jnp.asarray(step.packed), step.layout, sampling
+    )
+    counts = np.asarray(rules.tokens & COUNT_MASK).sum(axis=1)
+    assert counts.tolist() == [0, 2, 0, 4, 0]
