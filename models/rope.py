@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .config import RopeConfig
+from .config.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:

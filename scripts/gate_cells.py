@@ -289,7 +289,7 @@ def sharded_layer(backend: Any, mesh: Any, page_size: int) -> tuple[Any, tuple[A
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from jpaged.models.config import RopeConfig
+    from jpaged.models.config.rope import RopeConfig
     from jpaged.models.layers import RMSNorm, WeightMaker
     from jpaged.models.rope import inverse_frequencies, rotation_at
     from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata, KVShape, LayerPlace

@@ -19,8 +19,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jpaged.config import DEFAULT_MODEL
-from jpaged.models.config import ModelConfig
-from jpaged.models.io.checkpoint import GGUFCheckpoint, open_checkpoint
+from jpaged.models.config.decoder import DecoderConfig
+from jpaged.models.io.gguf_checkpoint import GGUFCheckpoint
+from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.startup.model_source import resolve_model
 from jpaged.text.tokenizer import load_tokenizer
 
@@ -31,7 +32,7 @@ KEYS_OF_THE_WRITER = ("general.architecture", "general.file_type", "general.quan
 """Metadata that gguf.GGUFWriter writes by itself, as it does all keys that begin with "GGUF."."""
 
 
-def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+def hf_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json for a LlamaForCausalLM."""
     return {
         "architectures": [config.architecture],
@@ -43,10 +44,10 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "max_position_embeddings": config.max_context_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.source["rope_parameters"]["rope_theta"],
+        "rope_parameters": config.source["rope_parameters"],
         "tie_word_embeddings": config.tie_word_embeddings,
         "vocab_size": config.vocab_size,
         "bos_token_id": config.bos_token_id,
@@ -55,7 +56,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def write_hf(checkpoint: GGUFCheckpoint, config: ModelConfig, dtype: str, directory: Path) -> None:
+def write_hf(checkpoint: GGUFCheckpoint, config: DecoderConfig, dtype: str, directory: Path) -> None:
     """Write a directory that transformers and vLLM can load."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: checkpoint.read(name, slice(None)).astype(HF_DTYPES[dtype]) for name in checkpoint.names()}

@@ -167,7 +167,7 @@ def main() -> None:
     mesh = mesh_of(gate, num_devices)
     import jax
 
-    from jpaged.models.config import config_from_hf
+    from jpaged.models.config.reading import config_from_hf
     from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
     from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
     from jpaged.sampling.logit_rules import rule_shapes
@@ -192,7 +192,7 @@ def main() -> None:
         backend = gate.backend(*heads, model.head_size, (None,))
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
-    found["kept"] = estimated_program_bytes(model, 4 if target == "cpu" else 2, num_tokens, num_seqs)
+    found["kept"] = estimated_program_bytes(model.spec, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
     is_cut = len(sys.argv) > 4

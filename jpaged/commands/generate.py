@@ -215,9 +215,9 @@ def _jobs(
         raise ConfigError("--chat-template: has no effect with --no-chat; leave one of them out")
     if args.system is not None and not use_chat:
         raise ConfigError("--system: needs a chat template; give --chat-template F, or put it into the prompt")
-    rules_spec = LogitRulesSpec(handle.config.vocab_size)
+    rules_spec = LogitRulesSpec(handle.spec.vocab_size)
     reader = JobReader(
-        encoder=handle.prompt_encoder(config, rules_spec, requested_max_len(config, handle.config), template),
+        encoder=handle.prompt_encoder(config, rules_spec, requested_max_len(config, handle.spec), template),
         beams=beams,
         defaults={**handle.sampling_defaults, **flags},
         max_logprobs=config.max_logprobs,

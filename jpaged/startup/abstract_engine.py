@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..errors import ConfigError
-from ..models.config import ModelConfig
+from ..models.config.decoder import DecoderConfig
 from ..models.io.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -38,7 +38,7 @@ WINDOWS: tuple[int | None, ...] = (None,)
 class AbstractEngine:
     """A model on a mesh with an attention backend. Implements `sizing.MemoryCosts`."""
 
-    model: ModelConfig
+    model: DecoderConfig
     mesh: Mesh
     backend: Backend
     rules_spec: LogitRulesSpec
@@ -53,7 +53,8 @@ class AbstractEngine:
 
     def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
         """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
-        return block_size_of(self.backend, attention_shape(self.model, kv_dtype), asked, max_num_seqs, max_model_len)
+        shape = attention_shape(self.model.spec, kv_dtype)
+        return block_size_of(self.backend, shape, asked, max_num_seqs, max_model_len)
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Return the bytes of one page in all layers together."""
@@ -94,7 +95,7 @@ class AbstractEngine:
 
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
         """Return the layout of a cache of this many pages; ConfigError for what the backend cannot take."""
-        shape, num_layers = attention_shape(self.model, dtype), self.model.num_layers
+        shape, num_layers = attention_shape(self.model.spec, dtype), self.model.num_layers
         try:
             return self.backend.layout(shape.kv_shape(block_size, num_layers=num_layers, num_pages=num_pages))
         except ValueError as error:

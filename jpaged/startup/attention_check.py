@@ -26,7 +26,7 @@ import numpy as np
 
 from .. import pallas_kernels
 from ..checks import one_line
-from ..models.config import ModelConfig
+from ..models.config.spec import ModelSpec
 from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from ..pallas_kernels.ragged_paged_attention.interface import (
     AttentionMetadata,
@@ -50,12 +50,13 @@ places."""
 WATCHDOG_S = 120.0
 """Seconds after which a comparison on a TPU counts as hanging: it takes a few, with the compilation of all kernels."""
 CHECK_TOKENS, CHECK_ROWS = 64, 8
+NORM_EPS = 1e-5
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
 
 
 def find_failure(
-    backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
+    backend: Backend, model: ModelSpec, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> str | None:
     """Compare a backend with `xla` on this device, unless that was done before with the same versions.
 
@@ -79,7 +80,7 @@ def find_failure(
         with _watchdog(backend):
             error = kernel_error(backend, attention_shape(model, kv_dtype), dtype, block_size, device)
         if backend.layer_ops != XLA_OPS:
-            error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, model.rms_norm_eps, device))
+            error = max(error, layer_error(backend.layer_ops, model.hidden_size, dtype, device))
     except Exception as failure:
         return f"it failed its check {where}: {one_line(failure, 500)}"
     if difference := too_different(error, device):
@@ -130,11 +131,12 @@ def _watchdog(backend: Backend) -> Iterator[None]:
 
 
 def check_key(
-    backend: Backend, model: ModelConfig, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
+    backend: Backend, model: ModelSpec, dtype: str, kv_dtype: str, block_size: int, device: jax.Device
 ) -> list[Any]:
     """Return the backend, shape, chip, driver and versions of a comparison; where one differs, it is made anew."""
     windows = sorted({window or 0 for window in model.windows})
-    shape = [model.num_heads, model.num_kv_heads, model.head_size, model.hidden_size, model.rms_norm_eps, windows]
+    heads = attention_shape(model, kv_dtype)
+    shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows]
     versions = [device.client.platform_version, jax.__version__, version("jaxlib"), source_digest()]
     return [repr(backend), *shape, dtype, kv_dtype, block_size, backend.hardware(device), *versions]
 
@@ -188,7 +190,7 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
     return worst
 
 
-def layer_error(ops: LayerOps, hidden_size: int, dtype: str, eps: float, device: jax.Device) -> float:
+def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device) -> float:
     """Return the largest difference of products, columns and norms from `XLA_OPS`, as a share of a row's norm."""
     rng, matrix, worst = np.random.default_rng(0), (hidden_size, PRODUCT_COLUMNS), 0.0
     columns = rng.normal(size=matrix[::-1]).astype(jnp.dtype(dtype))
@@ -199,7 +201,7 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, eps: float, device:
         @jax.jit
         def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
             rows = each.columns(weight, jnp.asarray(ids), hidden_size)
-            return [each.product(x, weight, PRODUCT_COLUMNS), rows, each.rms_norm(x, gains, eps)]
+            return [each.product(x, weight, PRODUCT_COLUMNS), rows, each.rms_norm(x, gains, NORM_EPS)]
 
         with jax.default_device(device):
             return [np.asarray(out, np.float32) for out in run(weight, x, gains)]

@@ -17,7 +17,7 @@ import jax
 
 from ..checks import one_line
 from ..errors import ConfigError
-from ..models.config import ModelConfig
+from ..models.config.spec import ModelSpec
 from ..pallas_kernels import ragged_paged_attention
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, BackendUnavailableError
 from ..pallas_kernels.ragged_paged_attention.names import BACKENDS, BackendEntry
@@ -46,9 +46,13 @@ class AttentionChoice:
         return f"{' · '.join(filter(None, [self.backend.name, self.backend.describe()]))}, {self.reason}"
 
 
-def attention_shape(model: ModelConfig, kv_dtype: str) -> AttentionShape:
+def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
     """Return what a backend knows of a model."""
-    return AttentionShape(model.num_heads, model.num_kv_heads, model.head_size, model.windows, kv_dtype)
+    heads = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in model.layers}
+    if len(heads) > 1:
+        shapes = ", ".join(f"{n} query and {k} KV heads of {size}" for n, k, size in sorted(heads))
+        raise ConfigError(f"model: its attention layers have {shapes}; layers of unequal heads are not supported")
+    return AttentionShape(*heads.pop(), model.windows, kv_dtype)
 
 
 def choose_attention(

@@ -103,7 +103,7 @@ def build_engine(
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
     use_compilation_cache(config.compilation_cache_dir)
-    check_before_opening(config, handle.config, _phase(progress, "check"))
+    check_before_opening(config, handle.spec, _phase(progress, "check"))
     device = _select_device(config.device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
     engine, sizes, attention = _checked_engine(config, handle, device, free, demands)
@@ -176,7 +176,7 @@ def _checked_engine(
     The third result is the backend and why it was chosen. The check compares it with `xla` on the device. Where one
     that `auto` has chosen fails, `xla` serves and one warning says why; one asked for by name is a ConfigError.
     """
-    model, processors = handle.config, config.logits_processors
+    model, processors = handle.spec, config.logits_processors
     check_processors(processors, model.vocab_size)
     _, kv_dtype = chosen_dtypes(config, model, device.platform)
     shape = attention_shape(model, kv_dtype)
@@ -186,7 +186,7 @@ def _checked_engine(
     num_decode_steps = _num_decode_steps(config, device.platform)
 
     def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = AbstractEngine(model, device_mesh([device]), backend, rules_spec, settings, num_decode_steps)
+        engine = AbstractEngine(handle.config, device_mesh([device]), backend, rules_spec, settings, num_decode_steps)
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)

@@ -30,7 +30,7 @@ import jax
 
 from ..checks import one_line
 from ..config import EngineConfig
-from ..models.config import ModelConfig
+from ..models.config.spec import ModelSpec
 from ..pallas_kernels.ragged_paged_attention.interface import (
     AttentionShape,
     Backend,
@@ -259,7 +259,7 @@ def _compare(request: CheckRequest) -> CheckResult:
 
 
 def check_before_opening(
-    config: EngineConfig, model: ModelConfig, report: Callable[[int, int], None] | None = None
+    config: EngineConfig, model: ModelSpec, report: Callable[[int, int], None] | None = None
 ) -> None:
     """Compare the backends of a GPU in child processes while this process has not opened the GPU, if there is one.
 
@@ -286,7 +286,7 @@ def check_before_opening(
                 report(1, 1)
 
 
-def check_request(config: EngineConfig, model: ModelConfig, backend: type[Backend], platform: str) -> CheckRequest:
+def check_request(config: EngineConfig, model: ModelSpec, backend: type[Backend], platform: str) -> CheckRequest:
     """Return the comparison to be made before this backend serves the model.
 
     Models that differ in their number of layers alone are compared once: each window occurs once in the request.

@@ -10,8 +10,11 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import InvalidRequestError, ModelLoadError
-from ..models.config import ModelConfig
-from ..models.io.checkpoint import Checkpoint, GGUFCheckpoint, open_checkpoint, read_config
+from ..models.config.decoder import DecoderConfig
+from ..models.config.spec import ModelSpec
+from ..models.io.checkpoint import Checkpoint
+from ..models.io.gguf_checkpoint import GGUFCheckpoint
+from ..models.io.open_checkpoint import open_checkpoint, read_config
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
@@ -24,7 +27,7 @@ class ModelHandle:
     """A model whose config, tensor headers and tokenizer have been read and belong together."""
 
     source: ModelSource
-    config: ModelConfig
+    config: DecoderConfig
     checkpoint: Checkpoint | None
     """None with random weights (`load_format` dummy)."""
     tokenizer: Tokenizer | None
@@ -33,6 +36,11 @@ class ModelHandle:
     """SamplingParams fields that the model's generation config, or its model card, sets."""
     eos_token_ids: frozenset[int]
     """All token ids that end a reply: those of the model config, the generation config and the tokenizer."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Return what the engine reads of the model."""
+        return self.config.spec
 
     def prompt_encoder(
         self, config: EngineConfig, rules_spec: LogitRulesSpec, max_model_len: int, chat_template: str | None = None

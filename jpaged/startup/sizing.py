@@ -14,7 +14,7 @@ from typing import Protocol
 from ..checks import refusal
 from ..config import MAX_STEP_TOKENS, EngineConfig
 from ..errors import ConfigError
-from ..models.config import ModelConfig
+from ..models.config.spec import ModelSpec
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..scheduling.buckets import deterministic_tokens
 from ..step.step_sizes import StepSizes
@@ -123,11 +123,11 @@ class FreeMemory:
         return self.platform == "cpu"
 
 
-def requested_max_len(config: EngineConfig, model: ModelConfig) -> int:
+def requested_max_len(config: EngineConfig, model: ModelSpec) -> int:
     """Return the longest sequence that the model and the options allow, whatever the pool can hold."""
     longest = model.max_context_len
     if config.max_model_len is not None and config.max_model_len > longest:
-        allowed = f"at most {longest}, the longest context that the model's rotary embedding reaches"
+        allowed = f"at most {longest}, the longest context that the model's position embedding reaches"
         raise refusal("max_model_len", config.max_model_len, allowed, "lower it or leave it out", error=ConfigError)
     return config.max_model_len or longest
 
@@ -138,7 +138,7 @@ def requested_max_seqs(config: EngineConfig) -> int | None:
 
 
 def size_engine(
-    config: EngineConfig, model: ModelConfig, costs: MemoryCosts, free: FreeMemory, demands: Sequence[Demand] = ()
+    config: EngineConfig, model: ModelSpec, costs: MemoryCosts, free: FreeMemory, demands: Sequence[Demand] = ()
 ) -> EngineSizes:
     """Choose every size that the options leave open; ConfigError if the options or the memory do not allow any.
 
@@ -185,7 +185,7 @@ def size_engine(
     return EngineSizes(step, num_pages + 1, num_host_blocks, memory, tuple(notes))
 
 
-def chosen_dtypes(config: EngineConfig, model: ModelConfig, platform: str) -> tuple[str, str]:
+def chosen_dtypes(config: EngineConfig, model: ModelSpec, platform: str) -> tuple[str, str]:
     """Return the data types of the weights and of the pages."""
     # bfloat16 also serves float16 checkpoints: it has the same size and a larger range.
     default = "float32" if platform == "cpu" or model.dtype == "float32" else "bfloat16"
@@ -237,7 +237,7 @@ def _block_size(
 
 
 def _pool(
-    config: EngineConfig, model: ModelConfig, costs: MemoryCosts, free: FreeMemory, sizes: StepSizes
+    config: EngineConfig, model: ModelSpec, costs: MemoryCosts, free: FreeMemory, sizes: StepSizes
 ) -> tuple[int, MemoryPlan]:
     """Return the pages of the pool without the null page, and what the memory is used for."""
     page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
@@ -369,19 +369,19 @@ def _round_down(num_pages: int) -> int:
     return num_pages >> shift << shift
 
 
-def estimated_program_bytes(model: ModelConfig, itemsize: int, num_tokens: int, num_seqs: int) -> int:
+def estimated_program_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:
     """Return an upper estimate of the bytes that the largest program of a step takes beside its arguments.
 
     That is a forward program or a sampler, which a decode program computes too. Activations have `itemsize` bytes. For
     8,192 tokens and 256 sequences of a model with 8e9 parameters it says 1.63 GB; compiled for an H100 the largest
     program takes 0.71, for a v6e 1.06 and for a v7x, with rules and logprobs, 1.42.
     """
-    widths = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * model.num_heads * model.head_size
-    sampling = itemsize * num_seqs * widths + LOGIT_ARRAYS * 4 * num_seqs * model.vocab_size
-    return max(itemsize * num_tokens * widths, sampling) + ATTENTION_BYTES
+    width = model.activation_width
+    sampling = itemsize * num_seqs * width + LOGIT_ARRAYS * 4 * num_seqs * model.vocab_size
+    return max(itemsize * num_tokens * width, sampling) + ATTENTION_BYTES
 
 
-def _state_bytes(model: ModelConfig, itemsize: int, num_tokens: int, num_seqs: int) -> int:
+def _state_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:
     """Return the bytes of what stays between programs: hidden states and logit rules."""
     return itemsize * num_tokens * model.hidden_size + rules_bytes(model.vocab_size, num_seqs)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,26 @@ class Fields:
 
     data: Mapping[str, Any]
     path: Path
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Key → what the file calls it, for errors, where `data` was made from another format's metadata."""
+    asked: set[str] = field(default_factory=set, compare=False)
+    """Keys that were asked for so far."""
 
     def has(self, key: str) -> bool:
         """Return whether `key` is present and not null."""
+        self.asked.add(key)
         return self.data.get(key) is not None
+
+    def name_of(self, key: str) -> str:
+        """Return what the file calls `key`."""
+        return self.names.get(key, key)
 
     def wrong(self, key: str, wanted: str) -> ModelLoadError:
         """Return the error that names `key`, its value and what was wanted."""
+        name = self.name_of(key)
         if not self.has(key):
-            return ModelLoadError(f"{self.path}: {key} is missing, wanted {wanted}")
-        return ModelLoadError(f"{self.path}: {key} is {reprlib.repr(self.data[key])}, wanted {wanted}")
+            return ModelLoadError(f"{self.path}: {name} is missing, wanted {wanted}")
+        return ModelLoadError(f"{self.path}: {name} is {reprlib.repr(self.data[key])}, wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, *, min: int = 1, max: int = MAX_INT) -> int:
         """Return an integer from `min` to `max`; without a default the key is required."""
@@ -87,7 +97,8 @@ class Fields:
 
     def mapping(self, key: str) -> Fields:
         """Return the fields of an object; an absent one is empty."""
-        return Fields(self._value(key, {}, lambda value: isinstance(value, dict), "an object {…}"), self.path)
+        data = self._value(key, {}, lambda value: isinstance(value, dict), "an object {…}")
+        return Fields(data, self.path, self.names)
 
     def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
         """Return a list whose values are all of the type `kind`; without a default the key is required."""
@@ -102,7 +113,7 @@ class Fields:
 
         Raise ModelLoadError for an id that is not below `vocab_size`.
         """
-        value = self.data.get(key)
+        value = self.data[key] if self.has(key) else None
         ids = value if isinstance(value, list) else [value] * (value is not None)
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise self.wrong(key, f"null, a token id from 0 to {vocab_size - 1}, or a list of them")

@@ -237,7 +237,7 @@ def _prompt_s(engine: Engine, length: int) -> float:
     """Return the seconds from a prompt of this length to its first token; the first of two runs compiles."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     for seed in range(2):
-        prompt = _random_prompt(seed, length, engine.handle.config.vocab_size)
+        prompt = _random_prompt(seed, length, engine.handle.spec.vocab_size)
         start = time.perf_counter()
         engine.generate([prompt], params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -249,7 +249,7 @@ def _decode_rate(engine: Engine, num_rows: int, context: int, num_tokens: int) -
     rate = 0.0
     for run in range(2):
         for row in range(num_rows):
-            prompt = _random_prompt(row, context, engine.handle.config.vocab_size)
+            prompt = _random_prompt(row, context, engine.handle.spec.vocab_size)
             params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
             engine.add_request(f"{run}-{row}", prompt, params)
         counts: dict[str, int] = {}

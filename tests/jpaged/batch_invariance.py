@@ -180,7 +180,7 @@ class Solo:
         if is_greedy:
             first, second = sorted((one.logprob for one in entry.values()), reverse=True)[:2]
             return first - second
-        vocab_size = self.engine.handle.config.vocab_size
+        vocab_size = self.engine.handle.spec.vocab_size
         shares = np.zeros(vocab_size)
         for token_id, one in entry.items():
             shares[token_id] = math.exp(one.logprob)

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jpaged.models.config import ModelConfig
+from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.io.loading import Weights, abstract_weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, KVShape
 from jpaged.sharding import device_mesh
@@ -117,7 +117,7 @@ def reference_logits(token_ids: list[int], seed: int = 0) -> np.ndarray:
     return norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 
-def random_weights(config: ModelConfig, backend: Backend) -> Weights:
+def random_weights(config: DecoderConfig, backend: Backend) -> Weights:
     """Return float32 weights for one CPU device, the same at each call, as `backend` stores them."""
     abstract = abstract_weights(config, "float32", device_mesh(jax.devices("cpu")[:1]), backend.layer_ops)
     rng = np.random.default_rng(0)

@@ -8,7 +8,10 @@ import pytest
 from gguf import GGMLQuantizationType
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from jpaged.models.config import ModelConfig, RopeConfig, config_from_gguf, config_from_hf
+from jpaged.models.config.decoder import DecoderConfig
+from jpaged.models.config.gguf import config_from_gguf
+from jpaged.models.config.reading import config_from_hf
+from jpaged.models.config.rope import RopeConfig
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.io.gguf import read_gguf
 
@@ -102,8 +105,7 @@ def test_config_json_is_read_as_transformers_reads_it(data):
     assert (config.intermediate_size, config.num_layers) == (theirs.intermediate_size, theirs.num_hidden_layers)
     assert (config.num_heads, config.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert (config.head_size, config.rms_norm_eps) == (head_size, theirs.rms_norm_eps)
-    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert (config.head_size, config.norm_eps) == (head_size, theirs.rms_norm_eps)
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.bos_token_id == theirs.bos_token_id
     assert config.eos_token_ids == stop_ids_of(theirs)
@@ -114,13 +116,13 @@ def test_config_json_is_read_as_transformers_reads_it(data):
     assert config.out_bias == getattr(theirs, "attention_bias", False)
     assert config.mlp_bias == getattr(theirs, "mlp_bias", False)
     theirs.standardize_rope_params()  # as its rotary embedding does first
-    rope = theirs.rope_parameters
-    assert (config.rope.theta, config.rope.kind) == (rope["rope_theta"], rope["rope_type"])
-    assert config.rope.original_max_position == rope.get("original_max_position_embeddings")
-    for ours in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"):
-        assert getattr(config.rope, ours) == rope.get(ours, getattr(RopeConfig(), ours))
-    for ours in ("attention_factor", "mscale", "mscale_all_dim"):
-        assert getattr(config.rope, ours) == rope.get(ours)
+    rope, (ours,) = theirs.rope_parameters, set(config.ropes)
+    assert (ours.theta, ours.kind) == (rope["rope_theta"], rope["rope_type"])
+    assert ours.original_max_position == rope.get("original_max_position_embeddings")
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"):
+        assert getattr(ours, name) == rope.get(name, getattr(RopeConfig(), name))
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        assert getattr(ours, name) == rope.get(name)
 
 
 @pytest.mark.parametrize("data", VALID.values(), ids=VALID.keys())
@@ -151,7 +153,7 @@ INVALID = {
     "architecture is a list of lists": (LLAMA | {"architectures": [[]]}, "architectures"),
     "nothing at all": ({}, "architectures is missing"),
     "quantized": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is set, wanted none: quantized"),
-    "another activation": (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu', wanted one of silu"),
+    "another activation": (LLAMA | {"hidden_act": "maxout"}, "hidden_act is 'maxout', wanted one of silu"),
     "unknown rope type": (scaled(rope_type="longrope", factor=2.0), "longrope.*default, linear, llama3, yarn"),
     "rope type is a list": (scaled(rope_type=["linear"]), "rope_type"),
     "rope is a list": (LLAMA | {"rope_scaling": [1]}, "rope_scaling"),
@@ -204,7 +206,7 @@ def test_a_bad_value_is_refused_in_one_line_that_names_its_key(data, message):
 def test_a_yarn_factor_of_null_is_the_ratio_of_the_two_lengths():
     """transformers computes it so, for DeepSeek's configs."""
     rope = {"type": "yarn", "factor": None, "original_max_position_embeddings": 1024}
-    assert config_from_hf(QWEN2 | {"max_position_embeddings": 4096, "rope_scaling": rope}, PATH).rope.factor == 4.0
+    assert config_from_hf(QWEN2 | {"max_position_embeddings": 4096, "rope_scaling": rope}, PATH).ropes[0].factor == 4.0
 
 
 def test_linear_and_yarn_stretch_the_context():
@@ -235,7 +237,7 @@ GGUF_TENSORS = {
 }
 
 
-def gguf_config(tmp_path, metadata=(), tensors=(), *, tokenizer=(), architecture="llama") -> ModelConfig:
+def gguf_config(tmp_path, metadata=(), tensors=(), *, tokenizer=(), architecture="llama") -> DecoderConfig:
     """Return the config of a file with the sizes of SIZES; `metadata` and `tensors` are added, and None removes one."""
     values = {f"{architecture}.{key}": value for key, value in (GGUF_METADATA | dict(metadata)).items()}
     ids = {"bos_token_id": 1, "eos_token_id": 2, **dict(tokenizer)}
@@ -244,13 +246,18 @@ def gguf_config(tmp_path, metadata=(), tensors=(), *, tokenizer=(), architecture
     return config_from_gguf(read_gguf(path))
 
 
-def hf_config(data, **more) -> ModelConfig:
+def hf_config(data, **more) -> DecoderConfig:
     return config_from_hf({**data, "max_position_embeddings": 512, "rope_theta": 5e5, **more}, PATH)
+
+
+def of_model(config):
+    """Return the fields that say what the model computes."""
+    return {name: value for name, value in vars(config).items() if name != "source"}
 
 
 def approximately(config):
     """Return the fields of `config` to compare with; GGUF stores epsilon in float32."""
-    return {**vars(config), "rms_norm_eps": pytest.approx(config.rms_norm_eps, rel=1e-6)}
+    return {**of_model(config), "norm_eps": pytest.approx(config.norm_eps, rel=1e-6)}
 
 
 def vector(length):
@@ -299,18 +306,18 @@ GGUF_EQUALS_HF = {
 
 @pytest.mark.parametrize(("gguf_file", "data"), GGUF_EQUALS_HF.values(), ids=GGUF_EQUALS_HF.keys())
 def test_a_gguf_file_gives_the_config_that_config_json_gives(tmp_path, gguf_file, data):
-    assert vars(gguf_config(tmp_path, **gguf_file)) == approximately(hf_config(data))
+    assert of_model(gguf_config(tmp_path, **gguf_file)) == approximately(hf_config(data))
 
 
 def test_frequency_factors_of_a_gguf_file_are_kept(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
-    found = gguf_config(tmp_path, tensors={"rope_freqs.weight": factors}).rope
+    found = gguf_config(tmp_path, tensors={"rope_freqs.weight": factors}).ropes[0]
     assert (found.kind, found.theta, found.freq_factors) == ("llama3", 5e5, tuple(factors.tolist()))
 
 
 def test_the_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):
     scaling = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 2.0}
-    found = gguf_config(tmp_path, rope(scaling)).rope
+    found = gguf_config(tmp_path, rope(scaling)).ropes[0]
     assert found.attention_factor == pytest.approx(2 * (0.1 * np.log(4) + 1))
     assert found.original_max_position == 512
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.config import RopeConfig
+from jpaged.models.config.rope import RopeConfig
 from jpaged.models.rope import attention_factor, inverse_frequencies, rotation_at
 
 HEAD = 64

@@ -133,7 +133,7 @@ def test_kernels_are_checked_before_the_gpu_is_opened_as_the_engine_will_ask(
         assert set(large) == {check_request(config, open_model(config).config, broken_kernels.Right, "gpu")}
     golden = json.loads(check.GOLDEN.read_text())["config"]
     with check.engine_with(golden, "xla", **check.DUMMY | check.SMALL_SIZES) as engine:
-        assert small == check_request(engine.config, engine.handle.config, broken_kernels.Right, "gpu")
+        assert small == check_request(engine.config, engine.handle.spec, broken_kernels.Right, "gpu")
 
 
 def test_launches_are_counted_with_the_trips_of_their_loops(script: Script) -> None:

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ...engine import Engine
-from ...models.config import ModelConfig
+from ...models.config.spec import ModelSpec
 from ...models.io.loading import Weights
 from ...outputs import RequestMetrics
 from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
@@ -247,7 +247,7 @@ class _DenseCache:
 class DenseBaseline:
     """A program without an engine: batches of 16 prompts, padded, decoded until the last one is done."""
 
-    def __init__(self, weights: Weights, model: ModelConfig):
+    def __init__(self, weights: Weights, model: ModelSpec):
         self.weights = weights
         self.leaves, self.tree = jax.tree.flatten(weights.state)
         self.model = model
@@ -268,7 +268,8 @@ class DenseBaseline:
         ids = np.zeros((len(prompts), int(np.max(lens))), np.int32)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
-        shape = self.model.num_layers, len(prompts), num_slots, self.model.num_kv_heads, self.model.head_size
+        layers = self.model.layers
+        shape = len(layers), len(prompts), num_slots, layers[0].num_kv_heads, layers[0].head_size
         cache = _DenseCache(*(jnp.zeros(shape, self.weights.stream_dtype) for _ in "kv"))
         tokens, cache = self._step(self.leaves, cache, ids, np.zeros_like(lens), lens)
         drawn = [tokens]

@@ -62,7 +62,7 @@ def bench(kind: str, argv: Sequence[str]) -> int:
     args = _parse(kind, argv)
     config = engine_config(args)
     handle = open_model(config)
-    vocab_size = handle.config.vocab_size
+    vocab_size = handle.spec.vocab_size
     workloads = [
         load_workload(name, vocab_size=vocab_size, num_requests=count)
         for name in args.workload
@@ -72,7 +72,7 @@ def bench(kind: str, argv: Sequence[str]) -> int:
         workloads = [replace(one, name=f"{one.name}, {len(one.prompts)}") for one in workloads]
     longest = max(workload.max_len for workload in workloads)
     if config.max_model_len is None:
-        config = replace(config, max_model_len=max(longest, min(MIN_MODEL_LEN, handle.config.max_position_embeddings)))
+        config = replace(config, max_model_len=max(longest, min(MIN_MODEL_LEN, handle.spec.max_context_len)))
     elif config.max_model_len < longest:
         raise ConfigError(f"max_model_len: got {config.max_model_len}, the workloads need {longest}; raise it")
     if config.max_num_seqs is None:
@@ -122,7 +122,7 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
     makers: dict[str, Callable[[], Baseline]] = {
         "replay": lambda: ReplayBaseline(ours),
         "bare": lambda: BareBaseline(ours),
-        "dense": lambda: DenseBaseline(ours.runner.weights, handle.config),
+        "dense": lambda: DenseBaseline(ours.runner.weights, handle.spec),
         **{name: partial(new_engine, **options) for name, options in OTHER_OPTIONS.items()},
         **{name: partial(RecordedEngine, ours.engine, sampling) for name, sampling in SAMPLING.items()},
     }

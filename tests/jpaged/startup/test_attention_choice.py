@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jpaged.errors import ConfigError
-from jpaged.models.config import config_from_hf
+from jpaged.models.config.reading import config_from_hf
 from jpaged.pallas_kernels.native import ffi
 from jpaged.pallas_kernels.ragged_paged_attention.names import BACKENDS
 from jpaged.pallas_kernels.ragged_paged_attention.native import backend as native_backend
@@ -19,14 +19,15 @@ from jpaged.startup.attention_choice import attention_shape, block_size_of, choo
 
 from ..tiny_model import CONFIG
 
-MODEL = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
+TINY = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
+MODEL = TINY.spec
 CPU = jax.devices("cpu")[0]
 HAS_MMA = jax.__version_info__ >= (0, 11)
 """The version decides: a later JAX without `mma` must fail the tests of kernels that use it."""
 
 
 def model_with(**changes):
-    return dataclasses.replace(MODEL, **changes)
+    return dataclasses.replace(TINY, **changes).spec
 
 
 def tpu(kind="TPU v6 lite"):

@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.config import MAX_STEP_TOKENS, EngineConfig
 from jpaged.errors import ConfigError
-from jpaged.models.config import config_from_hf
+from jpaged.models.config.reading import config_from_hf
 from jpaged.startup.sizing import GIB, MAX_SLOTS, Demand, FreeMemory, requested_max_seqs, size_engine
 
 from ..tiny_model import CONFIG
@@ -34,7 +34,7 @@ def sized(
     config = EngineConfig(**options)
     return size_engine(
         config,
-        config_from_hf({**CONFIG, "max_position_embeddings": context, **(model or {})}, Path("config.json")),
+        config_from_hf({**CONFIG, "max_position_embeddings": context, **(model or {})}, Path("config.json")).spec,
         SimpleNamespace(
             block_size=block_size_of or (lambda asked, dtype, num_seqs, max_len: asked or 64),
             page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),

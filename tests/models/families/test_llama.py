@@ -17,9 +17,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.io.checkpoint import open_checkpoint
+from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.io.loading import Weights, abstract_weights, check_tensors, load_weights
+from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.layers import Embedding, WeightMaker
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVShape, LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
@@ -44,7 +44,7 @@ BACKENDS = {
 }
 
 
-def open_family(directory: Path, backend: Backend) -> tuple[ModelConfig, Weights]:
+def open_family(directory: Path, backend: Backend) -> tuple[DecoderConfig, Weights]:
     config, checkpoint = open_checkpoint(directory)
     abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]), backend.layer_ops)
     check_tensors(abstract, config, checkpoint)
@@ -58,7 +58,7 @@ def forward(graph: Any, weights: Any, cache: PagedCache, ids: jax.Array, step: A
 
 
 def chunked_logits(
-    config: ModelConfig, weights: Weights, tokens: np.ndarray, backend: Backend
+    config: DecoderConfig, weights: Weights, tokens: np.ndarray, backend: Backend
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the logits of every position of two equal sequences: one in a single prefill, the other in chunks
     that begin beside it and then token by token."""
@@ -117,9 +117,10 @@ def test_the_families_cover_what_the_config_can_ask_for() -> None:
     assert {config.architecture for config in configs} == {
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
     }  # fmt: skip
-    assert {config.rope.kind for config in configs} == {"default", "linear", "llama3", "yarn"}
-    assert any(config.rope.mscale and config.rope.mscale_all_dim for config in configs)
-    assert any(config.rope.attention_factor for config in configs)
+    ropes = [rope for config in configs for rope in config.ropes]
+    assert {rope.kind for rope in ropes} == {"default", "linear", "llama3", "yarn"}
+    assert any(rope.mscale and rope.mscale_all_dim for rope in ropes)
+    assert any(rope.attention_factor for rope in ropes)
     for name in ("tie_word_embeddings", "qkv_bias", "out_bias", "mlp_bias"):
         assert {getattr(config, name) for config in configs} == {False, True}, name
     assert {len(set(config.windows)) for config in configs} == {1, 2}, "some models mix windowed and full layers"

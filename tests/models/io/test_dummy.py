@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.models.config import config_from_hf
+from jpaged.models.config.reading import config_from_hf
 from jpaged.models.io.dummy import dummy_weights
 from jpaged.models.io.loading import abstract_weights
 from jpaged.pallas_kernels.layer_ops import XLA_OPS

@@ -17,7 +17,6 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.io.checkpoint import open_checkpoint
 from jpaged.models.io.loading import (
     Weights,
     _WeightMemory,
@@ -25,6 +24,7 @@ from jpaged.models.io.loading import (
     check_tensors,
     load_weights,
 )
+from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
@@ -142,15 +142,16 @@ import json, sys
 from pathlib import Path
 import jax, numpy as np
 from flax import nnx
-from jpaged.models.io.checkpoint import SafetensorsCheckpoint, open_checkpoint
+from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.io.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.models.io.loading import abstract_weights, load_weights
 from jpaged.sharding import device_mesh
 
 class Recorded(SafetensorsCheckpoint):
     read_rows = {}
-    def read(self, name, rows):
+    def read(self, name, rows, columns=slice(None)):
         self.read_rows.setdefault(name, []).append((rows.start, rows.stop))
-        return super().read(name, rows)
+        return super().read(name, rows, columns)
 
 config, _ = open_checkpoint(Path(sys.argv[1]))
 checkpoint = Recorded(Path(sys.argv[1]))
@@ -198,7 +199,7 @@ def test_two_devices_read_and_hold_their_own_slices() -> None:
 LOAD_DEFAULT_MODEL = """
 import sys, jax
 from jpaged.startup.model_source import resolve_model
-from jpaged.models.io.checkpoint import open_checkpoint
+from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.io.loading import abstract_weights, check_tensors, load_weights
 from jpaged.sharding import device_mesh
 config, checkpoint = open_checkpoint(resolve_model("smollm2-135m").path)

@@ -1,0 +1,75 @@
+"""The config of a decoder: sizes and options that the families share. A family's own config may add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .rope import RopeConfig
+from .spec import AttentionLayer, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder of equal layers; `families` read it from config.json.
+
+    `architecture` names the transformers class. `windows` and `ropes` have one entry per layer: the number of latest
+    positions that a query attends to, its own included, or None for all; the rotary embedding, or None for none.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    norm_eps: float
+    ropes: tuple[RopeConfig | None, ...]
+    windows: tuple[int | None, ...]
+    max_context_len: int
+    """Longest context, in positions, that the position embedding is made for."""
+    tie_word_embeddings: bool
+    dtype: str
+    """The checkpoint's."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    activation: str = "silu"
+    """Name of the MLP's activation, as in config.json."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float | None = None
+    """Factor of the scores; None for head_size ** −0.5."""
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The content of config.json that this was read from, for `save_checkpoint`."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def score_scale(self) -> float:
+        """Return the factor of the attention scores."""
+        return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Return what an engine reads of the model."""
+        heads = self.num_heads, self.num_kv_heads, self.head_size
+        return ModelSpec(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            max_context_len=self.max_context_len,
+            activation_width=4 * self.hidden_size + 3 * self.intermediate_size + 2 * self.num_heads * self.head_size,
+            layers=tuple(AttentionLayer(*heads, window) for window in self.windows),
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+        )

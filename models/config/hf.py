@@ -1,0 +1,86 @@
+"""Readers of values that the config.json of many families has under the same keys.
+
+An absent key means what it means to the family's transformers class. A value that is not supported is an error that
+names its key; no such value is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ModelLoadError
+from ..io.fields import Fields
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_sizes(fields: Fields) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that these families read alike: sizes, heads, token ids and dtype."""
+    vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": read_kv_heads(fields, num_heads),
+        "head_size": read_head_size(fields, hidden_size, num_heads),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
+        **read_tokens_and_dtype(fields, vocab_size),
+    }
+
+
+def read_tokens_and_dtype(fields: Fields, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` that every family has: the token ids and the checkpoint's dtype."""
+    has_bos = fields.has("bos_token_id")
+    return {
+        "dtype": fields.choice("dtype" if fields.has("dtype") else "torch_dtype", DTYPES, "float32"),
+        "bos_token_id": fields.integer("bos_token_id", min=0, max=vocab_size - 1) if has_bos else None,
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size=vocab_size),
+    }
+
+
+def num_layers_of(fields: Fields) -> int:
+    """Return the number of layers."""
+    return fields.integer("num_hidden_layers", max=MAX_LAYERS)
+
+
+def read_kv_heads(fields: Fields, num_heads: int) -> int:
+    """Return the number of KV heads, which divides that of query heads; without the key they are as many."""
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", f"a divisor of the {num_heads} query heads")
+    return num_kv_heads
+
+
+def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    """Return the size of a head, which is even; without the key, that of equal shares of the hidden size."""
+    key = "head_dim"
+    if not fields.has(key) and hidden_size % num_heads:
+        raise fields.wrong(key, f"an even integer, as {num_heads} heads do not divide hidden size {hidden_size}")
+    head_size = fields.integer(key, hidden_size // num_heads)
+    if head_size % 2:
+        name = fields.name_of(key)
+        raise ModelLoadError(
+            f"{fields.path}: the head size ({name}) is {head_size}, rotary embedding needs an even one"
+        )
+    return head_size
+
+
+def read_layer_types(fields: Fields, default: list[str]) -> list[str]:
+    """Return the type of each layer, of SLIDING and FULL; `default` where the file does not say them."""
+    if not fields.has("layer_types"):
+        return default
+    layer_types: list[str] = fields.items("layer_types", str)
+    if len(layer_types) != len(default) or not set(layer_types) <= {SLIDING, FULL}:
+        raise fields.wrong("layer_types", f"{len(default)} times {FULL} or {SLIDING}")
+    return layer_types
+
+
+def windows_by_type(fields: Fields, layer_types: list[str], window: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer: `window` on the sliding ones, which must be set if there are any."""
+    if SLIDING in layer_types and window is None:
+        raise fields.wrong("layer_types", f"{FULL} only, as this model has no sliding window in use")
+    return tuple(window if kind == SLIDING else None for kind in layer_types)

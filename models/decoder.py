@@ -1,0 +1,190 @@
+"""The decoder that the families share: layers of attention over the paged cache and an MLP.
+
+A family subclasses what differs, and says how config.json and checkpoints name things. Keys and values go through
+`cache.attend`. Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
+from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
+from .activations import ACTIVATIONS
+from .config.decoder import DecoderConfig
+from .config.rope import RopeConfig
+from .io.fields import Fields
+from .io.recipe import Source
+from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
+from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        hidden, head = config.hidden_size, config.head_size
+        queries, keys = config.num_heads * head, config.num_kv_heads * head
+        parts = ("q_proj", queries), ("k_proj", keys), ("v_proj", keys)
+        self.qkv_proj = FusedLinear(hidden, parts, axes=("embed", "kv_heads"), bias=config.qkv_bias, make=make)
+        self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
+        self.head_size = head
+
+    def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> list[Float[Array, "T H S"]]:
+        """Return queries, keys and values by head; the first two rotated, unless `rotation` is None."""
+        q_TNH, k_TKH, v_TKH = (self._by_head(part) for part in self.qkv_proj(x_TD))
+        if rotation is None:
+            return [q_TNH, k_TKH, v_TKH]
+        return [rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH]
+
+    def _by_head(self, x_TF: Float[Array, "T F"]) -> Float[Array, "T H S"]:
+        return x_TF.reshape(x_TF.shape[0], -1, self.head_size)
+
+
+class GatedMLP(nnx.Module):
+    """down(act(gate(x)) × up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        parts = (("gate_proj", inner), ("up_proj", inner))
+        options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
+        self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), **options)
+        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
+        self.activation = config.activation
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        gate_TF, up_TF = self.gate_up_proj(x_TD)
+        return self.down_proj(ACTIVATIONS[self.activation](gate_TF) * up_TF)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind its norm and added to the stream.
+
+    `before` and `after` the cache are jitted functions: layers differ in their weights alone, so JAX traces each
+    function once and not once per layer.
+    """
+
+    norm: ClassVar[Any] = RMSNorm
+    """Class of the norms of the layer and behind the last layer: (size, eps=…, make=…)."""
+    attention: Attention
+    mlp: nnx.Module
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        self.attention_norm = self.new_norm(config, make)
+        self.attention = Attention(config, make=make)
+        self.mlp_norm = self.new_norm(config, make)
+        self.mlp = GatedMLP(config, make=make)
+        self.residual_multiplier = config.residual_multiplier
+
+    @classmethod
+    def new_norm(cls, config: DecoderConfig, make: WeightMaker) -> Any:
+        """Return a norm of the stream."""
+        return cls.norm(config.hidden_size, eps=config.norm_eps, make=make)
+
+    @jax.jit
+    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> list[Float[Array, "T H S"]]:
+        """Return the layer's queries, keys and values."""
+        return self.attention.project(self.attention_norm(x_TD), rotation)
+
+    @jax.jit
+    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        """Return the stream after the layer; `out_TNH` is what attention gave."""
+        x_TD = self.add(x_TD, self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
+        return self.add(x_TD, self.mlp(self.mlp_norm(x_TD)))
+
+    def add(self, x_TD: Float[Array, "T D"], y_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the stream with a block's output added, multiplied as the config says."""
+        return x_TD + scaled(y_TD, self.residual_multiplier)
+
+
+class Decoder(nnx.Module):
+    """A decoder. `__call__` gives hidden states, `logits` the scores of chosen rows of them.
+
+    A family is a subclass: class attributes and `read_config` say what is particular to it.
+    """
+
+    config_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of the transformers class for keys that are absent; a key that is null is not absent."""
+    fixed_options: ClassVar[Mapping[str, Any]] = {}
+    """Keys of config.json that change what the transformers class computes, with the one value that is supported."""
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the transformers class that change nothing that is computed here, such as dropout."""
+    tensor_names: ClassVar[Mapping[str, str]] = {}
+    """Module, or part of a fused one, → what checkpoints call it; {i} stands for the layer, and `.weight` and `.bias`
+    follow on both sides."""
+    base: ClassVar[str] = "model."
+    """Beginning of the names of all tensors but the head's."""
+    ignored_tensors: ClassVar[re.Pattern[str]] = re.compile(r"rotary_emb\.inv_freq$")
+    """Names of tensors in checkpoints that are no weights."""
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    logits_modules: ClassVar[tuple[str, ...]] = ("embed", "head")
+    """Modules that `logits` needs: the head, or the embedding where they are tied."""
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        """Read the family's config. Raises ModelLoadError, which names the key."""
+        raise NotImplementedError
+
+    @classmethod
+    def sources(cls, config: DecoderConfig) -> dict[str, Source]:
+        """Return, for each module of `tensor_names`, where a checkpoint keeps its weight and its bias."""
+        return {module: Source(name) for module, name in cls.tensor_names.items()}
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        is_tied = config.tie_word_embeddings
+        self.embed = Embedding(config.vocab_size, config.hidden_size, is_tied=is_tied, make=make)
+        self.layers = nnx.List([self.layer_class(config, make=make) for _ in range(config.num_layers)])
+        self.norm = self.layer_class.new_norm(config, make)
+        self.ropes, self.windows, self.head_size = config.ropes, config.windows, config.head_size
+        self.scale, self.soft_cap = config.score_scale, config.attention_soft_cap
+        self.embedding_multiplier = config.embedding_multiplier
+        self.logits_divisor, self.logits_soft_cap = config.logits_divisor, config.logits_soft_cap
+        # A tied model has no matrix of its own for the output.
+        self.head = (
+            nnx.data(None)
+            if is_tied
+            else Linear(config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, make=make)
+        )
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], cache: AttentionCache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Return hidden states after the last norm, and the cache with this step's keys and values."""
+        x_TD = self.embedded(token_ids, step)
+        rotations = {rope: self._rotation(rope, step) for rope in dict.fromkeys(self.ropes)}
+        for index, (layer, rope, window) in enumerate(zip(self.layers, self.ropes, self.windows, strict=True)):
+            q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[rope])
+            options = {"scale": self.scale, "window": window, "soft_cap": self.soft_cap}
+            out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, step, **options)
+            x_TD = layer.after(x_TD, out_TNH)
+        return self.norm(x_TD), cache
+
+    def embedded(self, token_ids: Int[Array, " T"], step: AttentionMetadata) -> Float[Array, "T D"]:
+        """Return the stream in front of the first layer."""
+        return scaled(self.embed(token_ids), self.embedding_multiplier)
+
+    def _rotation(self, rope: RopeConfig | None, step: AttentionMetadata) -> Rotation | None:
+        if rope is None:
+            return None
+        return rotation_at(step.positions, inverse_frequencies(rope, self.head_size), attention_factor(rope))
+
+    def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Return scores over the vocabulary in float32."""
+        logits_RV = self.embed.logits(x_RD) if self.head is None else self.head.product(x_RD)
+        if self.logits_divisor != 1.0:
+            logits_RV = logits_RV / self.logits_divisor
+        if self.logits_soft_cap is not None:
+            logits_RV = self.logits_soft_cap * jnp.tanh(logits_RV / self.logits_soft_cap)
+        return logits_RV
+
+
+def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
+    """Return x × factor in the dtype of x, multiplied in float32."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)

@@ -1,0 +1,26 @@
+"""Mistral: Llama with a sliding window on every layer. Source: Jiang et al. 2023, arXiv:2310.06825."""
+
+from __future__ import annotations
+
+from ..config.decoder import DecoderConfig
+from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types
+from ..decoder import Decoder
+from ..io.fields import Fields
+from .llama import TENSOR_NAMES, read_llama
+
+
+class Mistral(Decoder):
+    """Mistral."""
+
+    config_defaults = {
+        "max_position_embeddings": 131072, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    tensor_names = TENSOR_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        layer_types = [FULL if window is None else SLIDING] * num_layers_of(fields)
+        if read_layer_types(fields, layer_types) != layer_types:
+            raise fields.wrong("layer_types", "the same type for all layers of Mistral, as sliding_window says")
+        return read_llama(fields, architecture="MistralForCausalLM", windows=(window,) * len(layer_types))

@@ -1,0 +1,32 @@
+"""Qwen2: Llama with biases on queries, keys and values, and windows on some layers. Source: Qwen team 2024,
+arXiv:2407.10671."""
+
+from __future__ import annotations
+
+from ..config.decoder import DecoderConfig
+from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, windows_by_type
+from ..decoder import Decoder
+from ..io.fields import Fields
+from .llama import TENSOR_NAMES, read_llama
+
+
+def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    """Return the window of each layer: only if `use_sliding_window` is true, on layers from `max_window_layers` on."""
+    is_used = fields.boolean("use_sliding_window", False)
+    window = fields.integer("sliding_window") if is_used and fields.has("sliding_window") else None
+    first = fields.integer("max_window_layers", 28, min=0)
+    num_layers = num_layers_of(fields)
+    default = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]
+    return windows_by_type(fields, read_layer_types(fields, default), window)
+
+
+class Qwen2(Decoder):
+    """Qwen2 and Qwen2.5."""
+
+    config_defaults = {"max_position_embeddings": 32768, "sliding_window": 4096}
+    tensor_names = TENSOR_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        windows = read_qwen_windows(fields)
+        return read_llama(fields, architecture="Qwen2ForCausalLM", qkv_bias=True, windows=windows)

@@ -1,0 +1,44 @@
+"""The table of model families: which class computes which architecture. A family's own file says everything else."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, under the names that files give it."""
+
+    architecture: str
+    """The transformers class, as in `architectures` of config.json."""
+    model_type: str
+    class_path: str
+    """Module of this package, and the class in it, which is imported at its first use."""
+    gguf: str | None = None
+    """`general.architecture` of GGUF files of the family; None if none are read."""
+
+    def load(self) -> type[Decoder]:
+        """Import the family's class."""
+        module, name = self.class_path.split(".")
+        found: type[Decoder] = getattr(importlib.import_module(f".{module}", __package__), name)
+        return found
+
+
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", "llama.Llama", gguf="llama"),
+    Family("MistralForCausalLM", "mistral", "mistral.Mistral"),
+    Family("Qwen2ForCausalLM", "qwen2", "qwen2.Qwen2", gguf="qwen2"),
+)
+BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+BY_GGUF = {family.gguf: family for family in FAMILIES if family.gguf}
+
+
+def model_class(architecture: str) -> type[Decoder]:
+    """Return the class that computes an architecture of the table."""
+    return BY_ARCHITECTURE[architecture].load()

@@ -1,0 +1,158 @@
+"""How the tensors of a checkpoint become weights, and weights tensors: blocks of the ones at places of the others.
+
+A weight's recipe lists pieces. All places are counted in rows and columns of Wᵀ [out, in], as most checkpoints store a
+matrix; a vector has rows only. What no piece covers is zero. Reading a recipe backwards saves a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from ..errors import ModelLoadError
+from .checkpoint import Checkpoint
+
+Bounds = tuple[int, int]
+"""Start and stop of a range of rows or columns."""
+Path = tuple[Any, ...]
+"""Path of a weight in its model, such as ("layers", 3, "mlp", "down_proj", "weight")."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint keeps the weight and the bias of one module, or of one part of a fused module."""
+
+    name: str
+    """Name of the checkpoint's module; {i} stands for the layer."""
+    blocks: tuple[Bounds, ...] | None = None
+    """Ranges of the tensor's rows [out] that make up the rows of the part, in order; None for all rows."""
+    is_turned: bool = False
+    """Whether the checkpoint stores its matrix as W [in, out]."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor, and its place in a weight: bounds of rows and, for a matrix, of columns of Wᵀ."""
+
+    tensor: str
+    source: tuple[Bounds, ...]
+    target: tuple[Bounds, ...]
+    is_turned: bool = False
+    """Whether the tensor is stored as W, so that its axes are swapped."""
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """The recipes of all weights of a model, and the shapes of the tensors that they are made of."""
+
+    pieces: Mapping[Path, tuple[Piece, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Tensor → its shape in the checkpoint."""
+
+
+def make_recipes(state: Any, sources: Mapping[str, Source], base: str = "") -> Recipes:
+    """Return the recipes of the weights in `state`, an nnx state of arrays or shapes.
+
+    `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer. `base` is left out
+    at the beginning of names: checkpoints of a model without its head have no such prefix.
+    """
+    pieces: dict[Path, tuple[Piece, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        metadata = leaf.get_metadata()
+        num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+        parts, num_shards = metadata.get("parts", ((None, num_rows),)), metadata.get("num_shards", 1)
+        first_row, found = 0, []
+        for part, size in parts:
+            module = path[:-1] if part is None else (*path[:-2], part)
+            source, name = _source(sources, module)
+            tensor = f"{name.removeprefix(base)}.{path[-1]}"
+            blocks = source.blocks or ((0, size),)
+            is_turned = source.is_turned and bool(rest)
+            length = max(stop for _, stop in blocks)
+            known = shapes.get(tensor, (0, 0))[1 if is_turned else 0]
+            shape = (max(known, length), *rest)
+            shapes[tensor] = shape[::-1] if is_turned else shape
+            run = size // num_shards
+            for (start, stop), row in _cut(blocks, run, first_row, num_rows // num_shards):
+                columns = tuple((0, width) for width in rest)
+                target = (row, row + stop - start)
+                found.append(Piece(tensor, ((start, stop), *columns), (target, *columns), is_turned))
+            first_row += run
+        pieces[path] = tuple(found)
+    return Recipes(pieces, shapes)
+
+
+def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, str]:
+    """Return the source of a module, and the name of the checkpoint's module, with the layer's number."""
+    layer = next((part for part in module if isinstance(part, int)), None)
+    source = sources[".".join("{i}" if isinstance(part, int) else part for part in module)]
+    return source, source.name.format(i=layer)
+
+
+def _cut(blocks: tuple[Bounds, ...], run: int, first: int, stride: int) -> Iterator[tuple[Bounds, int]]:
+    """Yield (bounds in the tensor, row in the weight) for rows of a part that lie in runs of `run` rows.
+
+    A weight for several devices holds each device's share of every part: run i of a part begins at row first + i ×
+    stride of the weight. `blocks` are the part's rows in the tensor.
+    """
+    done = 0
+    for start, stop in blocks:
+        while start < stop:
+            index, offset = divmod(done, run)
+            count = min(stop - start, run - offset)
+            yield (start, start + count), first + index * stride + offset
+            start, done = start + count, done + count
+
+
+def read_rows(
+    checkpoint: Checkpoint, pieces: tuple[Piece, ...], bounds: tuple[Bounds, ...], max_values: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (row, values) for the slice `bounds` of Wᵀ, or of a vector, in order, at most `max_values` at a time.
+
+    Raises ModelLoadError for a NaN or an infinity.
+    """
+    (first, last), *rest = bounds
+    width = rest[0][1] - rest[0][0] if rest else 1
+    num_rows = max(1, max_values // max(1, width))
+    edges = {edge for piece in pieces for edge in piece.target[0] if first < edge < last}
+    for start, stop in pairwise(sorted({first, last, *edges})):
+        covering = [piece for piece in pieces if piece.target[0][0] <= start and stop <= piece.target[0][1]]
+        for row in range(start, stop, num_rows):
+            yield row, _read_block(checkpoint, covering, ((row, min(row + num_rows, stop)), *rest))
+
+
+def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bounds, ...]) -> np.ndarray:
+    """Return a slice of Wᵀ all rows of which lie in these pieces: one tensor's own values where one piece covers it."""
+    if len(pieces) == 1 and _overlap(pieces[0], bounds) == bounds:
+        return _read_piece(checkpoint, pieces[0], bounds)
+    out = np.zeros([stop - start for start, stop in bounds], np.float32)
+    for piece in pieces:
+        if (part := _overlap(piece, bounds)) is not None:
+            where = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, bounds, strict=True))
+            out[where] = _read_piece(checkpoint, piece, part)
+    return out
+
+
+def _overlap(piece: Piece, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...] | None:
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.target, bounds, strict=True))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]) -> np.ndarray:
+    """Return the values of a piece at these rows and columns of the weight, all of which it covers."""
+    shifts = [source[0] - target[0] for source, target in zip(piece.source, piece.target, strict=True)]
+    axes = [slice(start + shift, stop + shift) for (start, stop), shift in zip(bounds, shifts, strict=True)]
+    values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_turned else axes))
+    if not np.isfinite(values).all():
+        rows = axes[-1 if piece.is_turned else 0]
+        where = f"rows {rows.start} to {rows.stop - 1}"
+        raise ModelLoadError(
+            f"{checkpoint.path}: tensor {piece.tensor} holds a NaN or an infinity in {where}; fetch it again"
+        )
+    return values.T if piece.is_turned else values
