@@ -29,23 +29,37 @@ from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
 class Attention(nnx.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+    def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
+        """`norm` is the class of the norms of queries and keys, if there are any."""
         hidden, head = config.hidden_size, config.head_size
         queries, keys = config.num_heads * head, config.num_kv_heads * head
         parts = ("q_proj", queries), ("k_proj", keys), ("v_proj", keys)
         self.qkv_proj = FusedLinear(hidden, parts, axes=("embed", "kv_heads"), bias=config.qkv_bias, make=make)
         self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
-        self.head_size = head
+        self.head_size, self.norms_all_heads = head, config.qk_norm == "all"
+        self.q_norm, self.k_norm = nnx.data(None), nnx.data(None)
+        if config.qk_norm is not None:
+            sizes = (queries, keys) if self.norms_all_heads else (head, head)
+            axes = ("heads", "kv_heads") if self.norms_all_heads else (None, None)
+            self.q_norm, self.k_norm = (
+                norm(size, eps=config.norm_eps, make=make, axis=axis) for size, axis in zip(sizes, axes, strict=True)
+            )
 
     def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> list[Float[Array, "T H S"]]:
-        """Return queries, keys and values by head; the first two rotated, unless `rotation` is None."""
-        q_TNH, k_TKH, v_TKH = (self._by_head(part) for part in self.qkv_proj(x_TD))
+        """Return queries, keys and values by head; the first two normed and rotated, where the model does so."""
+        q_TF, k_TF, v_TF = self.qkv_proj(x_TD)
+        q_TNH, k_TKH = (self._by_head(part, norm) for part, norm in ((q_TF, self.q_norm), (k_TF, self.k_norm)))
+        v_TKH = v_TF.reshape(v_TF.shape[0], -1, self.head_size)
         if rotation is None:
             return [q_TNH, k_TKH, v_TKH]
         return [rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH]
 
-    def _by_head(self, x_TF: Float[Array, "T F"]) -> Float[Array, "T H S"]:
-        return x_TF.reshape(x_TF.shape[0], -1, self.head_size)
+    def _by_head(self, x_TF: Float[Array, "T F"], norm: Any) -> Float[Array, "T H S"]:
+        """Return queries or keys by head, after their norm if there is one."""
+        if norm is not None and self.norms_all_heads:
+            x_TF = norm(x_TF)
+        x_THS = x_TF.reshape(x_TF.shape[0], -1, self.head_size)
+        return x_THS if norm is None or self.norms_all_heads else norm(x_THS)
 
 
 class GatedMLP(nnx.Module):
@@ -64,6 +78,19 @@ class GatedMLP(nnx.Module):
         return self.down_proj(ACTIVATIONS[self.activation](gate_TF) * up_TF)
 
 
+class MLP(nnx.Module):
+    """down(act(up(x)))."""
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), bias=config.mlp_bias, make=make)
+        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), bias=config.mlp_bias, make=make)
+        self.activation = config.activation
+
+    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x_TD)))
+
+
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind its norm and added to the stream.
 
@@ -72,15 +99,16 @@ class DecoderLayer(nnx.Module):
     """
 
     norm: ClassVar[Any] = RMSNorm
-    """Class of the norms of the layer and behind the last layer: (size, eps=…, make=…)."""
-    attention: Attention
-    mlp: nnx.Module
+    """Class of all norms, also of that behind the last layer: (size, eps=…, make=…, axis=…)."""
+    mlp_class: ClassVar[Any] = GatedMLP
+    has_norms: ClassVar[tuple[str, ...]] = ("attention_norm", "mlp_norm")
+    """Names of the layer's norms of the stream or of a block's output."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        self.attention_norm = self.new_norm(config, make)
-        self.attention = Attention(config, make=make)
-        self.mlp_norm = self.new_norm(config, make)
-        self.mlp = GatedMLP(config, make=make)
+        for name in self.has_norms:
+            setattr(self, name, self.new_norm(config, make))
+        self.attention = Attention(config, norm=self.norm, make=make)
+        self.mlp = self.mlp_class(config, make=make)
         self.residual_multiplier = config.residual_multiplier
 
     @classmethod
@@ -143,7 +171,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([self.layer_class(config, make=make) for _ in range(config.num_layers)])
         self.norm = self.layer_class.new_norm(config, make)
         self.ropes, self.windows, self.head_size = config.ropes, config.windows, config.head_size
-        self.scale, self.soft_cap = config.score_scale, config.attention_soft_cap
+        self.scales, self.soft_cap = (config.score_scale,) * config.num_layers, config.attention_soft_cap
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_divisor, self.logits_soft_cap = config.logits_divisor, config.logits_soft_cap
         # A tied model has no matrix of its own for the output.
@@ -159,9 +187,9 @@ class Decoder(nnx.Module):
         """Return hidden states after the last norm, and the cache with this step's keys and values."""
         x_TD = self.embedded(token_ids, step)
         rotations = {rope: self._rotation(rope, step) for rope in dict.fromkeys(self.ropes)}
-        for index, (layer, rope, window) in enumerate(zip(self.layers, self.ropes, self.windows, strict=True)):
-            q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[rope])
-            options = {"scale": self.scale, "window": window, "soft_cap": self.soft_cap}
+        for index, layer in enumerate(self.layers):
+            q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[self.ropes[index]])
+            options = {"scale": self.scales[index], "window": self.windows[index], "soft_cap": self.soft_cap}
             out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, step, **options)
             x_TD = layer.after(x_TD, out_TNH)
         return self.norm(x_TD), cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class WeightMaker:
         """Return a weight [size] whose elements are `fill` until it is loaded."""
         return nnx.Param(self.new((size,), (axis,), fill), logical_axes=(axis,), fill=fill, **metadata)
 
-    def matrix(self, num_in: int, num_out: int, axes: tuple[str, str], **metadata: Any) -> nnx.Param[Any]:
+    def matrix(self, num_in: int, num_out: int, axes: Axes, **metadata: Any) -> nnx.Param[Any]:
         """Return a matrix W [in, out], stored as `ops` wants it; a checkpoint stores Wᵀ."""
         weight = self.new(self.ops.matrix_shape(num_in, num_out, self.dtype), axes, None)
         return nnx.Param(weight, logical_axes=axes, matrix=(num_in, num_out), ops=self.ops, **metadata)
@@ -93,8 +93,11 @@ class Embedding(nnx.Module):
     The weight is a table [V, D], or the matrix W [D, V] where it is tied and `ops` wants it so.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, is_tied: bool, make: WeightMaker) -> None:
-        axes = ("vocab", "embed")
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, is_tied: bool, make: WeightMaker, axis: str | None = "vocab"
+    ) -> None:
+        """`axis` is the logical axis of the table's rows."""
+        axes = (axis, "embed")
         self.is_matrix = is_tied and make.ops.stores_tied_table_as_matrix
         if self.is_matrix:
             self.weight = make.matrix(hidden_size, vocab_size, axes)
@@ -132,11 +135,48 @@ def _rows_by_bits(table: Float[Array, "V D"], ids: Int[Array, " T"]) -> Float[Ar
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) × w, normalised in float32. Source: Zhang & Sennrich 2019, arXiv:1910.07467."""
+    """x / rms(x) × w over the last axis, normalised in float32. Source: Zhang & Sennrich 2019, arXiv:1910.07467."""
 
-    def __init__(self, size: int, *, eps: float, make: WeightMaker) -> None:
-        self.weight = make.vector(size, "embed", fill=1.0, ops=make.ops)
+    fill: ClassVar[float] = 1.0
+    """The weight that changes nothing."""
+
+    def __init__(self, size: int, *, eps: float, make: WeightMaker, axis: str | None = "embed") -> None:
+        """`axis` is the logical axis of the weight."""
+        self.weight = make.vector(size, axis, fill=self.fill, ops=make.ops)
         self.eps = eps
 
-    def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.weight.ops.rms_norm(x_TD, self.weight[...], self.eps)
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        return self.weight.ops.rms_norm(x, self.weight[...], self.eps)
+
+
+class RMSNormFloat32(RMSNorm):
+    """RMSNorm that multiplies by its weight in float32 too, before it rounds."""
+
+    def gain(self) -> Float[Array, " D"]:
+        """Return what the normalised rows are multiplied by."""
+        return self.weight[...].astype(jnp.float32)
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        return self.weight.ops.rms_norm(x.astype(jnp.float32), self.gain(), self.eps).astype(x.dtype)
+
+
+class RMSNormPlusOne(RMSNormFloat32):
+    """RMSNorm whose weight is stored as the gain minus 1."""
+
+    fill = 0.0
+
+    def gain(self) -> Float[Array, " D"]:
+        return 1.0 + super().gain()
+
+
+class LayerNorm(nnx.Module):
+    """(x − mean(x)) / σ(x) × w + b over the last axis, in float32. Source: Ba et al. 2016, arXiv:1607.06450."""
+
+    def __init__(self, size: int, *, eps: float, make: WeightMaker, axis: str | None = "embed") -> None:
+        """`axis` is the logical axis of weight and bias."""
+        self.weight = make.vector(size, axis, fill=1.0, ops=make.ops)
+        self.bias = make.vector(size, axis, fill=0.0)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        return self.weight.ops.layer_norm(x, self.weight[...], self.bias[...], self.eps)

@@ -15,14 +15,15 @@ from .config.rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
-    """Return the radians per position of each pair of lanes: float32 [H / 2] on the host.
+    """Return the radians per position of each pair of rotated lanes: float32 [F] on the host, F ≤ H / 2.
 
     Sources: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al.
     2023, arXiv:2309.00071, eq. 17 to 22; llama3: the Llama 3.1 release. llama3 stretches wavelengths beyond
     original_max_position / low_freq_factor by `factor`, keeps those below original_max_position / high_freq_factor, and
     blends between the two.
     """
-    exponents = np.arange(0, head_size, 2, dtype=np.float64) / head_size
+    size = rope.rotary_size or head_size
+    exponents = np.arange(0, size, 2, dtype=np.float64) / size
     frequencies = 1.0 / rope.theta**exponents
     if rope.freq_factors is not None:
         frequencies = frequencies / np.asarray(rope.freq_factors, np.float64)
@@ -31,17 +32,19 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     elif rope.kind == "llama3":
         frequencies = _llama3(rope, frequencies)
     elif rope.kind == "yarn":
-        frequencies = _yarn(rope, frequencies, head_size)
+        frequencies = _yarn(rope, frequencies, size)
+    elif rope.kind == "longrope":
+        frequencies = frequencies / np.asarray(rope.long_factors if rope.is_long else rope.short_factors, np.float64)
     return frequencies.astype(np.float32)
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor by which cosines and sines are multiplied: 1 except for yarn.
+    """Return the factor by which cosines and sines are multiplied: 1 except for yarn and longrope.
 
-    For yarn it is the config's own, a ratio of mscales (DeepSeek), or 0.1 ln(s) + 1 for a context scaled by s.
+    It is the config's own; or for yarn a ratio of mscales (DeepSeek), or 0.1 ln(s) + 1 for a context scaled by s.
     Source: Peng et al. 2023, arXiv:2309.00071, eq. 22.
     """
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
@@ -53,13 +56,20 @@ def attention_factor(rope: RopeConfig) -> float:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotation:
-    """The cosines and sines of every token's angles, float32 on the device; all layers share them. F = H / 2."""
+    """The cosines and sines of every token's angles, float32 on the device. F is half of the rotated lanes."""
 
     cos: Float[Array, "T 1 F"]
     sin: Float[Array, "T 1 F"]
 
     def apply(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Rotate the lane pairs (i, i + H/2) of every head; computed in float32, returned in the dtype of `x_TNH`."""
+        """Rotate the lane pairs (i, i + F) of every head, and leave lanes from 2 F on as they are.
+
+        Computed in float32, returned in the dtype of `x_TNH`.
+        """
+        rotated_size = 2 * self.cos.shape[-1]
+        if rotated_size < x_TNH.shape[-1]:
+            turned, rest = jnp.split(x_TNH, [rotated_size], axis=-1)
+            return jnp.concatenate([self.apply(turned), rest], axis=-1)
         rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._rotate_on_cpu, default=self._rotate)
         return rotated.astype(x_TNH.dtype)
 

@@ -59,12 +59,25 @@ class LayerOps:
         """Return the columns `ids` of a stored matrix W [num_in, O] as rows."""
         return weight[:, ids].T
 
-    def rms_norm(self, x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
+    def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
         """Return x ÷ √(mean(x²) + eps) × weight in x's dtype, normalised in float32."""
         x_f32 = x.astype(jnp.float32)
         mean_square = jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True)
         normed = (x_f32 * lax.rsqrt(mean_square + eps)).astype(x.dtype)
-        return normed * weight.astype(x.dtype)[None, :]
+        return normed * _along_rows(weight.astype(x.dtype), x)
+
+    def layer_norm(
+        self, x: Float[Array, "*T D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
+    ) -> Float[Array, "*T D"]:
+        """Return (x − mean(x)) ÷ √(variance(x) + eps) × weight + bias, computed in float32, in x's dtype.
+
+        Source: Ba et al. 2016, arXiv:1607.06450.
+        """
+        centered = x.astype(jnp.float32)
+        centered = centered - jnp.mean(centered, axis=-1, keepdims=True)
+        normed = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+        gain, offset = (_along_rows(vector.astype(jnp.float32), x) for vector in (weight, bias))
+        return (normed * gain + offset).astype(x.dtype)
 
     def uninitialized(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an array whose elements may hold anything. XLA fills it with zeros on a CPU."""
@@ -72,6 +85,11 @@ class LayerOps:
 
 
 XLA_OPS = LayerOps()
+
+
+def _along_rows(vector: Float[Array, " D"], x: Float[Array, "*T D"]) -> Float[Array, "*O D"]:
+    """Return the vector with as many axes as x."""
+    return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 
 def write_rows(target: np.ndarray, first: int, rows: np.ndarray) -> None:

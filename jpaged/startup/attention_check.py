@@ -201,7 +201,8 @@ def layer_error(ops: LayerOps, hidden_size: int, dtype: str, device: jax.Device)
         @jax.jit
         def run(weight: jax.Array, x: jax.Array, gains: jax.Array) -> list[jax.Array]:
             rows = each.columns(weight, jnp.asarray(ids), hidden_size)
-            return [each.product(x, weight, PRODUCT_COLUMNS), rows, each.rms_norm(x, gains, NORM_EPS)]
+            normed = each.rms_norm(x, gains, NORM_EPS), each.layer_norm(x, gains, gains, NORM_EPS)
+            return [each.product(x, weight, PRODUCT_COLUMNS), rows, *normed]
 
         with jax.default_device(device):
             return [np.asarray(out, np.float32) for out in run(weight, x, gains)]

@@ -46,7 +46,7 @@ from .check_process import check_before_opening, check_in_subprocess, check_requ
 from .device_memory import unreserved_memory_note
 from .host_memory import free_host_bytes, num_host_cores
 from .open_model import ModelHandle
-from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, size_engine
+from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, requested_max_len, size_engine
 from .user_cache import make_private, user_cache
 from .warmup import warmup_keys
 
@@ -103,6 +103,7 @@ def build_engine(
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
     use_compilation_cache(config.compilation_cache_dir)
+    handle = handle.for_context(requested_max_len(config, handle.spec))
     check_before_opening(config, handle.spec, _phase(progress, "check"))
     device = _select_device(config.device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())

@@ -5,7 +5,8 @@ Every fault of a model that can be found before its weights are read is found he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import EngineConfig
@@ -20,6 +21,8 @@ from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
 from ..text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model
+
+logger = logging.getLogger("jpaged")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,20 @@ class ModelHandle:
     def spec(self) -> ModelSpec:
         """Return what the engine reads of the model."""
         return self.config.spec
+
+    def for_context(self, max_model_len: int) -> ModelHandle:
+        """Return the model as it serves sequences of at most so many tokens; say which set of factors it takes."""
+        config = self.config.for_context(max_model_len)
+        for rope in {rope for rope in config.ropes if rope is not None and rope.kind == "longrope"}:
+            kind, limit = "long" if rope.is_long else "short", rope.original_max_position
+            logger.info(
+                "rotary embedding: the %s factors, for contexts %s %s tokens; max_model_len is %s",
+                kind,
+                "beyond" if rope.is_long else "of up to",
+                limit,
+                max_model_len,
+            )
+        return replace(self, config=config)
 
     def prompt_encoder(
         self, config: EngineConfig, rules_spec: LogitRulesSpec, max_model_len: int, chat_template: str | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from .rope import RopeConfig
 from .spec import AttentionLayer, ModelSpec
@@ -14,11 +14,10 @@ from .spec import AttentionLayer, ModelSpec
 class DecoderConfig:
     """A decoder of equal layers; `families` read it from config.json.
 
-    `architecture` names the transformers class. `windows` and `ropes` have one entry per layer: the number of latest
+    `windows` and `ropes` have one entry per layer: the number of latest
     positions that a query attends to, its own included, or None for all; the rotary embedding, or None for none.
     """
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -40,6 +39,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: str | None = None
+    """Queries and keys are normed: each "head" by itself, or "all" heads together; None for no norm."""
     attention_scale: float | None = None
     """Factor of the scores; None for head_size ** −0.5."""
     attention_soft_cap: float | None = None
@@ -47,6 +48,8 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    architecture: str = ""
+    """The transformers class; `config_from_hf` sets it."""
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The content of config.json that this was read from, for `save_checkpoint`."""
 
@@ -58,6 +61,10 @@ class DecoderConfig:
     def score_scale(self) -> float:
         """Return the factor of the attention scores."""
         return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def for_context(self, max_model_len: int) -> Self:
+        """Return the config for an engine whose sequences have at most so many tokens."""
+        return replace(self, ropes=tuple(rope and rope.for_context(max_model_len) for rope in self.ropes))
 
     @property
     def spec(self) -> ModelSpec:

@@ -35,7 +35,7 @@ def config_from_hf(data: Mapping[str, Any], path: Path, *, names: Mapping[str, s
     for key, wanted in model.fixed_options.items():
         if fields.has(key) and fields.data[key] != wanted:
             raise fields.wrong(key, f"{wanted!r}: this version has nothing else")
-    return replace(model.read_config(fields), source=dict(data))
+    return replace(model.read_config(fields), architecture=family.architecture, source=dict(data))
 
 
 def _family(fields: Fields) -> Family:

@@ -10,7 +10,7 @@ from typing import Any
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_sizes
-from ..config.rope import context_len, read_rope
+from ..config.rope import RopeConfig, context_len, read_rope
 from ..decoder import Decoder
 from ..io.fields import Fields
 
@@ -30,15 +30,15 @@ TENSOR_NAMES = {
 }
 
 
-def read_llama(fields: Fields, **own: Any) -> DecoderConfig:
+def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **own: Any) -> DecoderConfig:
     """Read a config with Llama's keys: one rotary embedding for all layers, and no window.
 
-    `own` are fields of the config that the family has otherwise.
+    `own` are fields of the config that the family has otherwise; `rope` is the rotary embedding where it is read
+    otherwise.
     """
     sizes, num_layers = read_sizes(fields), num_layers_of(fields)
-    rope = read_rope(fields, head_size=sizes["head_size"])
+    rope = rope or read_rope(fields, head_size=sizes["head_size"])
     found: dict[str, Any] = {
-        "architecture": "LlamaForCausalLM",
         **sizes,
         "norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),
         "activation": fields.choice("hidden_act", ACTIVATIONS, "silu"),

@@ -23,4 +23,4 @@ class Mistral(Decoder):
         layer_types = [FULL if window is None else SLIDING] * num_layers_of(fields)
         if read_layer_types(fields, layer_types) != layer_types:
             raise fields.wrong("layer_types", "the same type for all layers of Mistral, as sliding_window says")
-        return read_llama(fields, architecture="MistralForCausalLM", windows=(window,) * len(layer_types))
+        return read_llama(fields, windows=(window,) * len(layer_types))

@@ -100,13 +100,14 @@ class Fields:
         data = self._value(key, {}, lambda value: isinstance(value, dict), "an object {…}")
         return Fields(data, self.path, self.names)
 
-    def items(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+    def items(self, key: str, kind: type | tuple[type, ...], default: list[Any] | None = None) -> list[Any]:
         """Return a list whose values are all of the type `kind`; without a default the key is required."""
 
         def is_right(value: Any) -> bool:
             return isinstance(value, list) and all(issubclass(one, kind) for one in set(map(type, value)))
 
-        return self._value(key, default, is_right, f"a list of {kind.__name__} values")
+        names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        return self._value(key, default, is_right, f"a list of {names} values")
 
     def token_ids(self, key: str, *, vocab_size: int = MAX_INT) -> tuple[int, ...]:
         """Return the token ids of a value that is absent, null, one integer or a list, each id once.

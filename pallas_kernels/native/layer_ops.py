@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ..layer_ops import Bounds, LayerOps, RowWriter
 from .matmul import columns_of, empty_panels, fill_panels, in_panels, panels_shape, product
-from .rms_norm import rms_norm
+from .norms import layer_norm, rms_norm
 from .xla_call import uninitialized
 
 
@@ -46,11 +46,22 @@ class NativeOps(LayerOps):
     def columns(self, weight: Array, ids: Int[Array, " T"], num_in: int) -> Float[Array, "T I"]:
         return columns_of(weight, ids, num_in)
 
-    def rms_norm(self, x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
-        return rms_norm(x.astype(jnp.float32), weight.astype(jnp.float32), eps).astype(x.dtype)
+    def rms_norm(self, x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
+        return rms_norm(_rows(x), weight.astype(jnp.float32), eps).reshape(x.shape).astype(x.dtype)
+
+    def layer_norm(
+        self, x: Float[Array, "*T D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
+    ) -> Float[Array, "*T D"]:
+        vectors = weight.astype(jnp.float32), bias.astype(jnp.float32)
+        return layer_norm(_rows(x), *vectors, eps).reshape(x.shape).astype(x.dtype)
 
     def uninitialized(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return uninitialized(shape, dtype)
 
 
 NATIVE_OPS = NativeOps()
+
+
+def _rows(x: Float[Array, "*T D"]) -> Float[Array, "R D"]:
+    """Return all rows of x in float32, whatever its leading axes."""
+    return x.reshape(-1, x.shape[-1]).astype(jnp.float32)

@@ -154,7 +154,7 @@ INVALID = {
     "nothing at all": ({}, "architectures is missing"),
     "quantized": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is set, wanted none: quantized"),
     "another activation": (LLAMA | {"hidden_act": "maxout"}, "hidden_act is 'maxout', wanted one of silu"),
-    "unknown rope type": (scaled(rope_type="longrope", factor=2.0), "longrope.*default, linear, llama3, yarn"),
+    "unknown rope type": (scaled(rope_type="dynamic", factor=2.0), "dynamic.*default, linear, llama3, yarn, longrope"),
     "rope type is a list": (scaled(rope_type=["linear"]), "rope_type"),
     "rope is a list": (LLAMA | {"rope_scaling": [1]}, "rope_scaling"),
     "rope per layer type": (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),

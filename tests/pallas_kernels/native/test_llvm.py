@@ -9,7 +9,7 @@ from pathlib import Path
 import llvmlite.binding as binding
 import pytest
 
-from jpaged.pallas_kernels.native import amx, ffi, llvm, matmul, rms_norm, xla_call
+from jpaged.pallas_kernels.native import amx, ffi, llvm, matmul, norms, xla_call
 from jpaged.pallas_kernels.ragged_paged_attention.native import attention, pages
 from jpaged.pallas_kernels.ragged_paged_attention.native.queries import Shape
 
@@ -141,7 +141,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
     """LLVM calls by name what it has no instructions for: an unknown name would end the process."""
     architecture, has_avx512, has_pairs, has_amx = PROCESSORS[processor]
     texts: list[str] = []
-    for module in (xla_call, matmul, amx, rms_norm, attention, pages):
+    for module in (xla_call, matmul, amx, norms, attention, pages):
         monkeypatch.setattr(module, "register", lambda module: texts.append(str(module)) or module.name)
     monkeypatch.setattr(llvm, "host_has_avx512", lambda: has_avx512)
     for dtype_is_pairs in (False, True):
@@ -165,7 +165,7 @@ def test_no_processor_needs_more_than_libc(processor: str, monkeypatch: pytest.M
                 )
             )
     xla_call._uninitialized.__wrapped__(4, 4)
-    rms_norm._handler.__wrapped__(100, 1e-5)
+    norms._handler.__wrapped__(100, 1e-5)
     if has_amx:
         amx.tile_handler.__wrapped__()
     binding.initialize_all_targets()

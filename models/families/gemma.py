@@ -1,0 +1,115 @@
+"""Gemma 2 and 3 (text): a norm on both sides of attention and MLP, gains stored as 1 + w, a scaled embedding.
+
+Sources: Gemma team 2024, arXiv:2408.00118; Gemma team 2025, arXiv:2503.19786.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..activations import ACTIVATIONS
+from ..config.decoder import DecoderConfig
+from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_sizes, windows_by_type
+from ..config.rope import read_rope, read_ropes_by_type
+from ..decoder import Decoder, DecoderLayer
+from ..io.fields import Fields
+from ..layers import RMSNormPlusOne, WeightMaker
+from .llama import TENSOR_NAMES
+from .qwen3 import QK_NORM_NAMES
+
+
+class SandwichLayer(DecoderLayer):
+    """A layer with a norm in front of and behind attention, and in front of and behind the MLP."""
+
+    norm = RMSNormPlusOne
+    has_norms = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+
+    @jax.jit
+    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        """Return the stream after the layer; `out_TNH` is what attention gave."""
+        x_TD = x_TD + self.attention_out_norm(self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
+        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
+
+
+class Gemma2(Decoder):
+    """Gemma 2."""
+
+    config_defaults = {
+        "vocab_size": 256000, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    without_effect = frozenset({"use_bidirectional_attention"})
+    tensor_names = {
+        **TENSOR_NAMES,
+        "layers.{i}.attention_out_norm": "model.layers.{i}.post_attention_layernorm",
+        "layers.{i}.mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
+        "layers.{i}.mlp_out_norm": "model.layers.{i}.post_feedforward_layernorm",
+    }
+    layer_class = SandwichLayer
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        super().__init__(config, make=make)
+        # √D is rounded to the dtype of the weights, as in the reference.
+        self.embedding_multiplier = float(np.asarray(config.hidden_size**0.5, make.dtype))
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        default = [SLIDING if layer % 2 == 0 else FULL for layer in range(num_layers_of(fields))]
+        layer_types, common = read_layer_types(fields, default), _read_common(fields)
+        return DecoderConfig(
+            **common,
+            ropes=(read_rope(fields, head_size=common["head_size"]),) * len(layer_types),
+            windows=windows_by_type(fields, layer_types, fields.integer("sliding_window")),
+            attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping"),
+        )
+
+
+class Gemma3(Gemma2):
+    """Gemma 3, text only: norms of queries and keys, and another rotary embedding on layers with a window."""
+
+    config_defaults = {
+        **Gemma2.config_defaults, "vocab_size": 262208, "max_position_embeddings": 131072,
+        "final_logit_softcapping": None,
+    }  # fmt: skip
+    # transformers' class stores the soft cap of attention and does not apply it.
+    without_effect = frozenset({"attn_logit_softcapping"})
+    fixed_options = {"use_bidirectional_attention": False}
+    tensor_names = Gemma2.tensor_names | QK_NORM_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        pattern = fields.integer("sliding_window_pattern", 6)
+        default = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers_of(fields))]
+        layer_types, common = read_layer_types(fields, default), _read_common(fields)
+        thetas = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
+        return DecoderConfig(
+            **common,
+            ropes=read_ropes_by_type(fields, layer_types, head_size=common["head_size"], thetas=thetas),
+            windows=windows_by_type(fields, layer_types, fields.integer("sliding_window")),
+            qk_norm="head",
+        )
+
+
+def _read_common(fields: Fields) -> dict[str, Any]:
+    """Return the fields of the config that both versions read alike."""
+    has_bias = fields.boolean("attention_bias", False)
+    return {
+        **read_sizes(fields),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),
+        "activation": fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        "max_context_len": fields.integer("max_position_embeddings"),
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+        "attention_scale": fields.number("query_pre_attn_scalar", above=0) ** -0.5,
+        "logits_soft_cap": _soft_cap(fields, "final_logit_softcapping"),
+    }
+
+
+def _soft_cap(fields: Fields, key: str) -> float | None:
+    return fields.number(key, above=0) if fields.has(key) else None

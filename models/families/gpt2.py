@@ -1,0 +1,134 @@
+"""GPT-2: learned positions, LayerNorm, an MLP without a gate, and matrices stored the other way round.
+
+Source: Radford et al. 2019, Language models are unsupervised multitask learners.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float, Int
+
+from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
+from ..activations import ACTIVATIONS
+from ..config.decoder import DecoderConfig
+from ..config.hf import num_layers_of, read_tokens_and_dtype
+from ..decoder import MLP, Decoder, DecoderLayer
+from ..io.fields import Fields
+from ..io.recipe import Source
+from ..layers import Embedding, LayerNorm, WeightMaker
+
+OLD_KEYS = {
+    "n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}  # fmt: skip
+"""Key of config.json → its other name, which counts if both are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(DecoderConfig):
+    """A decoder's config, and how each layer scales its scores."""
+
+    scales: tuple[float, ...] = ()
+
+
+class GPT2Layer(DecoderLayer):
+    """A layer with LayerNorm and an MLP without a gate."""
+
+    norm = LayerNorm
+    mlp_class = MLP
+
+
+class GPT2(Decoder):
+    """GPT-2."""
+
+    config_defaults = {
+        "n_embd": 768, "n_positions": 1024, "n_head": 12, "n_layer": 12, "vocab_size": 50257,
+        "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,
+    }  # fmt: skip
+    fixed_options = {"add_cross_attention": False}
+    without_effect = frozenset({
+        "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation",
+        "summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn",
+    })  # fmt: skip
+    base = "transformer."
+    ignored_tensors = re.compile(r"\.attn\.(masked_)?bias$")
+    tensor_names = {
+        "embed": "transformer.wte",
+        "positions": "transformer.wpe",
+        "layers.{i}.attention_norm": "transformer.h.{i}.ln_1",
+        "layers.{i}.attention.o_proj": "transformer.h.{i}.attn.c_proj",
+        "layers.{i}.mlp_norm": "transformer.h.{i}.ln_2",
+        "layers.{i}.mlp.up_proj": "transformer.h.{i}.mlp.c_fc",
+        "layers.{i}.mlp.down_proj": "transformer.h.{i}.mlp.c_proj",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    layer_class = GPT2Layer
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        super().__init__(config, make=make)
+        self.positions = Embedding(config.max_context_len, config.hidden_size, is_tied=False, make=make, axis=None)
+        assert isinstance(config, GPT2Config), "read_config makes it"
+        self.scales = config.scales
+
+    def embedded(self, token_ids: Int[Array, " T"], step: AttentionMetadata) -> Float[Array, "T D"]:
+        """Return the stream in front of the first layer: tokens and positions."""
+        return self.embed(token_ids) + self.positions(step.positions)
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        fields = _renamed(fields)
+        vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
+        num_heads, num_layers = fields.integer("num_attention_heads"), num_layers_of(fields)
+        if hidden_size % num_heads:
+            raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
+        head_size = hidden_size // num_heads
+        scale = head_size**-0.5 if fields.boolean("scale_attn_weights", True) else 1.0
+        is_by_layer = fields.boolean("scale_attn_by_inverse_layer_idx", False)
+        return GPT2Config(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("n_inner", 4 * hidden_size),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            norm_eps=fields.number("layer_norm_epsilon", 1e-5, above=0),
+            ropes=(None,) * num_layers,
+            windows=(None,) * num_layers,
+            max_context_len=fields.integer("max_position_embeddings"),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+            activation=fields.choice("activation_function", ACTIVATIONS, "gelu_new"),
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
+            scales=tuple(scale / (layer + 1) if is_by_layer else scale for layer in range(num_layers)),
+            **read_tokens_and_dtype(fields, vocab_size),
+        )
+
+    @classmethod
+    def sources(cls, config: DecoderConfig) -> dict[str, Source]:
+        """Return the tensors: matrices of layers are stored as W [in, out], and q, k and v lie in one."""
+        size, found = config.hidden_size, super().sources(config)
+        turned = {
+            module: Source(source.name, is_turned=True) if module.endswith("_proj") else source
+            for module, source in found.items()
+        }
+        parts = {
+            f"layers.{{i}}.attention.{part}_proj": Source(
+                "transformer.h.{i}.attn.c_attn", ((index * size, (index + 1) * size),), is_turned=True
+            )
+            for index, part in enumerate("qkv")
+        }
+        return turned | parts
+
+
+def _renamed(fields: Fields) -> Fields:
+    """Return the fields under the newer names of their keys."""
+    values, names = dict(fields.data), dict(fields.names)
+    for old, new in OLD_KEYS.items():
+        fields.asked.add(old)
+        if values.get(new) is None:
+            values[new], names[new] = values.get(old), old
+    return Fields(values, fields.path, names, fields.asked)

@@ -1,0 +1,29 @@
+"""Granite: Llama with four multipliers. Source: Granite team, IBM, 2024, Granite 3.0 language models."""
+
+from __future__ import annotations
+
+from ..config.decoder import DecoderConfig
+from ..decoder import Decoder
+from ..io.fields import Fields
+from .llama import TENSOR_NAMES, read_llama
+
+
+class Granite(Decoder):
+    """Granite 3, dense."""
+
+    config_defaults = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    tensor_names = TENSOR_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        has_bias = fields.boolean("attention_bias", False)
+        return read_llama(
+            fields,
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+            mlp_bias=fields.boolean("mlp_bias", False),
+            attention_scale=fields.number("attention_multiplier", 1.0),
+            embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+            residual_multiplier=fields.number("residual_multiplier", 1.0),
+            logits_divisor=fields.number("logits_scaling", 1.0, above=0),
+        )

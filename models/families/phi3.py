@@ -1,0 +1,76 @@
+"""Phi-3 and Phi-4: Llama with fused tensors, heads that are rotated in part, and LongRoPE.
+
+Source: Abdin et al. 2024, arXiv:2404.14219.
+"""
+
+from __future__ import annotations
+
+from ..config.decoder import DecoderConfig
+from ..config.hf import num_layers_of, read_head_size
+from ..config.rope import DEFAULT_THETA, RopeConfig, read_partial, read_rope, rope_key
+from ..decoder import Decoder
+from ..io.fields import Fields
+from ..io.recipe import Source
+from .llama import TENSOR_NAMES, read_llama
+
+LONGROPE_NAMES = ("su", "yarn", "longrope")
+"""What files call longrope."""
+
+
+class Phi3(Decoder):
+    """Phi-3, Phi-3.5 and Phi-4 without experts or images."""
+
+    config_defaults = {
+        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "bos_token_id": 1, "eos_token_id": 32000,
+    }  # fmt: skip
+    without_effect = frozenset({"resid_pdrop", "embd_pdrop"})
+    tensor_names = TENSOR_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        return read_llama(
+            fields,
+            rope=_read_rope(fields),
+            windows=(window,) * num_layers_of(fields),
+            # LongRoPE's max_position_embeddings includes what it stretches the context by.
+            max_context_len=fields.integer("max_position_embeddings"),
+        )
+
+    @classmethod
+    def sources(cls, config: DecoderConfig) -> dict[str, Source]:
+        """Return Llama's tensors, some of which are rows of one here: q, k and v; gate and up."""
+        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        inner = config.intermediate_size
+        blocks = {
+            "attention.q_proj": ("self_attn.qkv_proj", 0, queries),
+            "attention.k_proj": ("self_attn.qkv_proj", queries, queries + keys),
+            "attention.v_proj": ("self_attn.qkv_proj", queries + keys, queries + 2 * keys),
+            "mlp.gate_proj": ("mlp.gate_up_proj", 0, inner),
+            "mlp.up_proj": ("mlp.gate_up_proj", inner, 2 * inner),
+        }
+        fused = {
+            f"layers.{{i}}.{part}": Source(f"model.layers.{{i}}.{tensor}", ((start, stop),))
+            for part, (tensor, start, stop) in blocks.items()
+        }
+        return super().sources(config) | fused
+
+
+def _read_rope(fields: Fields) -> RopeConfig:
+    """Read the rotary embedding, whose original context is always the one beside it."""
+    found = fields.mapping(rope_key(fields))
+    key = "rope_type" if found.has("rope_type") else "type"
+    kind = found.choice(key, ("default", *LONGROPE_NAMES), "default")
+    values = {
+        **found.data,
+        "rope_type": "longrope" if kind in LONGROPE_NAMES else kind,
+        "original_max_position_embeddings": fields.integer("original_max_position_embeddings"),
+    }
+    return read_rope(
+        fields,
+        head_size=read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads")),
+        rope=Fields(values, fields.path, fields.names),
+        theta=fields.number("rope_theta", DEFAULT_THETA, above=1),
+        partial=read_partial(fields, found, 1.0),
+    )

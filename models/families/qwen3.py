@@ -1,0 +1,26 @@
+"""Qwen3: Llama with a norm on each head of queries and keys. Source: Qwen team 2025, arXiv:2505.09388."""
+
+from __future__ import annotations
+
+from ..config.decoder import DecoderConfig
+from ..decoder import Decoder
+from ..io.fields import Fields
+from .llama import TENSOR_NAMES, read_llama
+from .qwen2 import read_qwen_windows
+
+QK_NORM_NAMES = {
+    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm",
+    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm",
+}
+
+
+class Qwen3(Decoder):
+    """Qwen3, dense."""
+
+    config_defaults = {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128}
+    tensor_names = TENSOR_NAMES | QK_NORM_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        has_bias, windows = fields.boolean("attention_bias", False), read_qwen_windows(fields)
+        return read_llama(fields, qkv_bias=has_bias, out_bias=has_bias, windows=windows, qk_norm="head")

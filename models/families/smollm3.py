@@ -1,0 +1,47 @@
+"""SmolLM3: Llama in which every fourth layer has no rotary embedding. Source: Hugging Face 2025, SmolLM3.
+
+Layers without it: Kazemnejad et al. 2023, arXiv:2305.19466.
+"""
+
+from __future__ import annotations
+
+from ..config.decoder import DecoderConfig
+from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
+from ..config.rope import read_rope
+from ..decoder import Decoder
+from ..io.fields import Fields
+from .llama import TENSOR_NAMES, read_llama
+
+
+class SmolLM3(Decoder):
+    """SmolLM3."""
+
+    config_defaults = {
+        "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }  # fmt: skip
+    without_effect = frozenset({"max_window_layers"})
+    tensor_names = TENSOR_NAMES
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        num_layers, has_bias = num_layers_of(fields), fields.boolean("attention_bias", False)
+        head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+        rope = read_rope(fields, head_size=head_size, theta=2_000_000.0)
+        interval = fields.integer("no_rope_layer_interval", 4)
+        # In spite of the key's name, 1 stands for a layer that is rotated.
+        has_rope = fields.items("no_rope_layers", int, [int((i + 1) % interval != 0) for i in range(num_layers)])
+        if len(has_rope) < num_layers or not set(has_rope) <= {0, 1}:
+            raise fields.wrong("no_rope_layers", f"{num_layers} times 0 or 1")
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        is_windowed = window is not None and fields.boolean("use_sliding_window", False)
+        default = [SLIDING if is_windowed and not has_rope[layer] else FULL for layer in range(num_layers)]
+        return read_llama(
+            fields,
+            rope=rope,
+            ropes=tuple(rope if has_rope[layer] else None for layer in range(num_layers)),
+            windows=windows_by_type(fields, read_layer_types(fields, default), window),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+            mlp_bias=fields.boolean("mlp_bias", False),
+        )

@@ -1,0 +1,111 @@
+"""Norms of rows on a CPU, in native code: a row's bits do not depend on how many rows there are.
+
+XLA:CPU adds a row up in another order where there are few rows: a request that is alone would not get the logprobs that
+it gets beside other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jax.ffi import ffi_call
+from jaxtyping import Array, Float
+from llvmlite import ir
+
+from .llvm import F32, I64, Code, constant, declare, lanes_for, register
+from .xla_call import Buffer, handler
+
+NUM_ACCUMULATORS = 4
+"""Independent partial sums per row at most, a vector each; a single one would stall on FMA latency."""
+ROWS_OF_UNIT = 16
+MIN_PARALLEL_ELEMENTS = 1 << 17
+"""A norm of fewer elements runs on one thread: waking another would take longer."""
+
+
+def rms_norm(x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
+    """Return x ÷ √(mean(x²) + eps) × weight, all in float32."""
+    return _norm("rms_norm", x_TD, weight_D, eps=eps)
+
+
+def layer_norm(
+    x_TD: Float[Array, "T D"], weight_D: Float[Array, " D"], bias_D: Float[Array, " D"], eps: float
+) -> Float[Array, "T D"]:
+    """Return (x − mean(x)) ÷ √(mean((x − mean(x))²) + eps) × weight + bias, all in float32."""
+    return _norm("layer_norm", x_TD, weight_D, bias_D, eps=eps)
+
+
+def _norm(name: str, x_TD: Array, *vectors: Array, eps: float) -> Array:
+    """Check what native code would misread, and call it."""
+    for vector in vectors:
+        if x_TD.dtype != jnp.float32 or vector.dtype != jnp.float32:
+            raise ValueError(f"{name}: got rows of {x_TD.dtype} and a weight of {vector.dtype}, wanted float32")
+        if x_TD.shape[1:] != vector.shape:
+            raise ValueError(f"{name}: got rows of {x_TD.shape[1:]} and a weight of {vector.shape}, wanted the same")
+    call = _handler(x_TD.shape[1], float(eps), is_centered=len(vectors) == 2)
+    return ffi_call(call, jax.ShapeDtypeStruct(x_TD.shape, jnp.float32))(x_TD, *vectors)
+
+
+@cache
+def _handler(size: int, eps: float, *, is_centered: bool = False) -> str:
+    """Return the name of the custom call for rows of `size` elements; `is_centered`: their mean is taken off first."""
+    lanes = lanes_for(size)
+    vectors = next(count for count in range(NUM_ACCUMULATORS, 0, -1) if size % (count * lanes) == 0)
+    kind = ir.VectorType(F32, lanes)
+
+    def prepare(code: Code, args: list[Buffer], rets: list[Buffer]) -> tuple[list[ir.Value], ir.Value, ir.Value]:
+        build, (x, *others) = code.build, args
+        num_rows = x.size(0)
+        num_units = build.sdiv(build.add(num_rows, I64(ROWS_OF_UNIT - 1)), I64(ROWS_OF_UNIT))
+        is_large = build.icmp_signed(">=", build.mul(num_rows, I64(size)), I64(MIN_PARALLEL_ELEMENTS))
+        return [x.data, rets[0].data, num_rows, *(other.data for other in others)], num_units, is_large
+
+    def body(code: Code, given: list[ir.Value], unit: ir.Value) -> None:
+        x, out, num_rows, weight, *bias = given
+        build = code.build
+        square_root = declare(build.module, "llvm.sqrt.f32", F32, F32)
+
+        def mean_of(start: ir.Value, add: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+            """Return the mean over a row of what `add` adds to a sum for each vector of the row."""
+
+            def add_vectors(place: ir.Value, *sums: ir.Value) -> list[ir.Value]:
+                at = build.add(start, place)
+                places = [build.add(at, I64(index * lanes)) for index in range(vectors)]
+                return [add(code.load_vector(x, at, F32, lanes), sum_) for at, sum_ in zip(places, sums, strict=True)]
+
+            none = [constant(kind, 0.0)] * vectors
+            total, *others = code.loop(0, size, add_vectors, step=vectors * lanes, carried=none)
+            for other in others:
+                total = build.fadd(total, other)
+            return build.fdiv(code.reduce(total, build.fadd), constant(F32, float(size)))
+
+        def of_row(row: ir.Value) -> None:
+            start = build.mul(row, I64(size))
+            center = code.broadcast(mean_of(start, build.fadd), lanes) if is_centered else None
+
+            def centered(values: ir.Value) -> ir.Value:
+                return values if center is None else build.fsub(values, center)
+
+            def add_square(values: ir.Value, total: ir.Value) -> ir.Value:
+                return code.add_product(centered(values), centered(values), total)
+
+            root = build.call(square_root, [build.fadd(mean_of(start, add_square), constant(F32, eps))])
+            factor = code.broadcast(build.fdiv(constant(F32, 1.0), root), lanes)
+
+            def scale(place: ir.Value) -> None:
+                values = centered(code.load_vector(x, build.add(start, place), F32, lanes))
+                weights = code.load_vector(weight, place, F32, lanes)
+                normed = build.fmul(build.fmul(values, factor), weights)
+                if bias:
+                    normed = build.fadd(normed, code.load_vector(bias[0], place, F32, lanes))
+                code.store_vector(normed, out, build.add(start, place))
+
+            code.loop(0, size, scale, step=lanes)
+
+        first = build.mul(unit, I64(ROWS_OF_UNIT))
+        code.loop(first, code.min(build.add(first, I64(ROWS_OF_UNIT)), num_rows), of_row)
+
+    name, num_args = ("layer_norm", 3) if is_centered else ("rms_norm", 2)
+    return register(handler(f"jpaged_{name}_{size}_{lanes}_{eps.hex()}", num_args, 1, prepare, body))
