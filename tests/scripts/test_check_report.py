@@ -1,6 +1,7 @@
 """The report of a check script: what it prints last, and what its file holds however the run ends."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,22 @@ def test_a_machine_without_git_has_no_commit(script: Script, tmp_path: Path, mon
     (tmp_path / "git").write_text("#!/bin/sh\necho 0fce6e5\n")
     (tmp_path / "git").chmod(0o755)
     assert script("device_checks.worker").machine()["commit"] == "0fce6e5"
+
+
+def test_a_checkout_has_changes_where_a_tracked_file_differs_and_not_for_a_report(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, code = script("device_checks.worker"), tmp_path / "code.py"
+    monkeypatch.setattr(worker, "ROOT", tmp_path)
+    code.write_text("one = 1\n")
+    author = ("-c", "user.name=author", "-c", "user.email=author@example.com")
+    for command in (("init", "--quiet"), ("add", "code.py"), (*author, "commit", "--quiet", "--message", "Add one")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "gpu_1.json").write_text("{}\n")
+    assert worker.machine()["has_changes"] is False
+    code.write_text("one = 2\n")
+    assert worker.machine()["has_changes"] is True
 
 
 def test_a_ratio_of_ours_that_was_not_measured_fails_a_run_and_one_to_another_library_does_not(
