@@ -61,6 +61,18 @@ def test_a_checkout_has_changes_where_a_tracked_file_differs_and_not_for_a_repor
     assert worker.machine()["has_changes"] is True
 
 
+def test_cases_are_counted_only_where_there_are_any(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = script("device_checks.items")
+    measured = measuring(script, {"decode": lambda: {"K1": 0.4}})
+    assert report_here(script, measured, {}, tmp_path) == 0
+    assert "cases right" not in capsys.readouterr().out
+    case = items.Item("cases", 0.1, "", lambda _: {"case": items.Part(lambda: 0.001, 0.01)})
+    assert report_here(script, [case, *measured], {}, tmp_path) == 0
+    assert "1 of 1 cases right" in capsys.readouterr().out
+
+
 def test_a_ratio_of_ours_that_was_not_measured_fails_a_run_and_one_to_another_library_does_not(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +101,7 @@ def test_a_ratio_short_of_its_goal_says_so_with_its_note_and_passes(
 ) -> None:
     measures = {"decode": lambda: {"K1": 0.6, "K5": 0.5, "notes": {"K5": "of a slow copy"}}}
     assert report_here(script, measuring(script, measures), goals(script, K1="decode", K5="decode"), tmp_path) == 0
-    first, second = capsys.readouterr().out.splitlines()[-4:-2]
+    first, second = capsys.readouterr().out.splitlines()[-3:-1]
     assert first.endswith("decode  short of it")
     assert second.endswith("decode  (of a slow copy)")
 
