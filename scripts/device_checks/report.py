@@ -93,7 +93,8 @@ class Report:
             short = "  short of it" if figure["is_met"] is False else ""
             note = f"  ({figure['note']})" if "note" in figure else ""
             print(f"{figure['name']:16} {value:>12}  goal {figure['goal']:<8} {figure['from'] or ''}{short}{note}")
-        print(f"{len(checks) - len(wrong)} of {len(checks)} cases right in {found['seconds']} s")
+        if checks:
+            print(f"{len(checks) - len(wrong)} of {len(checks)} cases right in {found['seconds']} s")
         titles = {"wrong": wrong, "broken": broken, "not measured": unmeasured, "hung": found["hung"]}
         titles |= {"not done": found["not_done"], "skipped": list(found["skipped"])}
         titles["not measured, but no fault of ours"] = of_others

@@ -43,7 +43,8 @@ def machine() -> dict[str, Any]:
             return None  # No git: the checkout was copied here.
         return run.stdout.strip() if run.returncode == 0 else None
 
-    changes = git("status", "--porcelain")
+    # Reports and profiles lie in the checkout as untracked files, and are no change of the code.
+    changes = git("status", "--porcelain", "--untracked-files=no")
     return {
         "device": device.device_kind,
         "platform": device.client.platform_version,

@@ -1,6 +1,7 @@
 """The report of a check script: what it prints last, and what its file holds however the run ends."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,34 @@ def test_a_machine_without_git_has_no_commit(script: Script, tmp_path: Path, mon
     assert script("device_checks.worker").machine()["commit"] == "0fce6e5"
 
 
+def test_a_checkout_has_changes_where_a_tracked_file_differs_and_not_for_a_report(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, code = script("device_checks.worker"), tmp_path / "code.py"
+    monkeypatch.setattr(worker, "ROOT", tmp_path)
+    code.write_text("one = 1\n")
+    author = ("-c", "user.name=author", "-c", "user.email=author@example.com")
+    for command in (("init", "--quiet"), ("add", "code.py"), (*author, "commit", "--quiet", "--message", "Add one")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "gpu_1.json").write_text("{}\n")
+    assert worker.machine()["has_changes"] is False
+    code.write_text("one = 2\n")
+    assert worker.machine()["has_changes"] is True
+
+
+def test_cases_are_counted_only_where_there_are_any(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = script("device_checks.items")
+    measured = measuring(script, {"decode": lambda: {"K1": 0.4}})
+    assert report_here(script, measured, {}, tmp_path) == 0
+    assert "cases right" not in capsys.readouterr().out
+    case = items.Item("cases", 0.1, "", lambda _: {"case": items.Part(lambda: 0.001, 0.01)})
+    assert report_here(script, [case, *measured], {}, tmp_path) == 0
+    assert "1 of 1 cases right" in capsys.readouterr().out
+
+
 def test_a_ratio_of_ours_that_was_not_measured_fails_a_run_and_one_to_another_library_does_not(
     script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +101,7 @@ def test_a_ratio_short_of_its_goal_says_so_with_its_note_and_passes(
 ) -> None:
     measures = {"decode": lambda: {"K1": 0.6, "K5": 0.5, "notes": {"K5": "of a slow copy"}}}
     assert report_here(script, measuring(script, measures), goals(script, K1="decode", K5="decode"), tmp_path) == 0
-    first, second = capsys.readouterr().out.splitlines()[-4:-2]
+    first, second = capsys.readouterr().out.splitlines()[-3:-1]
     assert first.endswith("decode  short of it")
     assert second.endswith("decode  (of a slow copy)")
 
