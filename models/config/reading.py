@@ -17,6 +17,14 @@ from ..families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
 from ..io.fields import Fields
 from .decoder import DecoderConfig
 
+COMMON_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
+    "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "return_dict", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Keys of every transformers class that change nothing that is computed here."""
+COMMON_FIXED_OPTIONS = {"is_causal": True}
+
 
 def config_from_hf(data: Mapping[str, Any], path: Path, *, names: Mapping[str, str] | None = None) -> DecoderConfig:
     """Return the config in `data`, the JSON object of config.json. Raises ModelLoadError, which names `path`.
@@ -32,7 +40,7 @@ def config_from_hf(data: Mapping[str, Any], path: Path, *, names: Mapping[str, s
                 f"{path}: {key} is set, wanted none: quantized safetensors are not supported; "
                 "take the unquantized checkpoint or a .gguf file"
             )
-    for key, wanted in model.fixed_options.items():
+    for key, wanted in {**COMMON_FIXED_OPTIONS, **model.fixed_options}.items():
         if fields.has(key) and fields.data[key] != wanted:
             raise fields.wrong(key, f"{wanted!r}: this version has nothing else")
     return replace(model.read_config(fields), architecture=family.architecture, source=dict(data))

@@ -78,7 +78,7 @@ class Gemma3(Gemma2):
         "final_logit_softcapping": None,
     }  # fmt: skip
     # transformers' class stores the soft cap of attention and does not apply it.
-    without_effect = frozenset({"attn_logit_softcapping"})
+    without_effect = frozenset({"attn_logit_softcapping", "_sliding_window_pattern"})
     fixed_options = {"use_bidirectional_attention": False}
     tensor_names = Gemma2.tensor_names | QK_NORM_NAMES
 

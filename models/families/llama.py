@@ -53,6 +53,7 @@ class Llama(Decoder):
     """Llama."""
 
     config_defaults = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+    without_effect = frozenset({"pretraining_tp"})
     tensor_names = TENSOR_NAMES
 
     @classmethod

@@ -12,8 +12,9 @@ from .llama import TENSOR_NAMES, read_llama
 
 def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer: only if `use_sliding_window` is true, on layers from `max_window_layers` on."""
-    is_used = fields.boolean("use_sliding_window", False)
-    window = fields.integer("sliding_window") if is_used and fields.has("sliding_window") else None
+    window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+    if not fields.boolean("use_sliding_window", False):
+        window = None
     first = fields.integer("max_window_layers", 28, min=0)
     num_layers = num_layers_of(fields)
     default = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers)]

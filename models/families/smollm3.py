@@ -34,7 +34,7 @@ class SmolLM3(Decoder):
         if len(has_rope) < num_layers or not set(has_rope) <= {0, 1}:
             raise fields.wrong("no_rope_layers", f"{num_layers} times 0 or 1")
         window = fields.integer("sliding_window") if fields.has("sliding_window") else None
-        is_windowed = window is not None and fields.boolean("use_sliding_window", False)
+        is_windowed = fields.boolean("use_sliding_window", False) and window is not None
         default = [SLIDING if is_windowed and not has_rope[layer] else FULL for layer in range(num_layers)]
         return read_llama(
             fields,
