@@ -149,6 +149,8 @@ class Decoder(nnx.Module):
     follow on both sides."""
     base: ClassVar[str] = "model."
     """Beginning of the names of all tensors but the head's."""
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Tensor → the name that some checkpoints have for it."""
     ignored_tensors: ClassVar[re.Pattern[str]] = re.compile(r"rotary_emb\.inv_freq$")
     """Names of tensors in checkpoints that are no weights."""
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer

@@ -142,13 +142,17 @@ def load_weights(
 
 
 def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
-    """Return how the weights are made of this checkpoint's tensors.
+    """Return how the weights are made of this checkpoint's tensors."""
+    model, names = model_class(config.architecture), checkpoint.names()
+    # A model without its head, as transformers' base classes save it, has names without `base`.
+    has_base = any(name.startswith(model.base) for name in names)
 
-    A checkpoint of the model without its head, as transformers' base classes save it, has names without `base`.
-    """
-    model = model_class(config.architecture)
-    has_base = not model.base or any(name.startswith(model.base) for name in checkpoint.names())
-    return make_recipes(abstract.state, model.sources(config), "" if has_base else model.base)
+    def stored_name(name: str) -> str:
+        stored = name if has_base else name.removeprefix(model.base)
+        other = model.other_names.get(name)
+        return other if other in names and stored not in names else stored
+
+    return make_recipes(abstract.state, model.sources(config), stored_name)
 
 
 def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:

@@ -6,7 +6,7 @@ matrix; a vector has rows only. What no piece covers is zero. Reading a recipe b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -55,11 +55,13 @@ class Recipes:
     """Tensor → its shape in the checkpoint."""
 
 
-def make_recipes(state: Any, sources: Mapping[str, Source], base: str = "") -> Recipes:
+def make_recipes(
+    state: Any, sources: Mapping[str, Source], stored_name: Callable[[str], str] = lambda name: name
+) -> Recipes:
     """Return the recipes of the weights in `state`, an nnx state of arrays or shapes.
 
-    `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer. `base` is left out
-    at the beginning of names: checkpoints of a model without its head have no such prefix.
+    `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer. `stored_name` turns a
+    tensor's name into the one that a checkpoint has for it.
     """
     pieces: dict[Path, tuple[Piece, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -71,7 +73,7 @@ def make_recipes(state: Any, sources: Mapping[str, Source], base: str = "") -> R
         for part, size in parts:
             module = path[:-1] if part is None else (*path[:-2], part)
             source, name = _source(sources, module)
-            tensor = f"{name.removeprefix(base)}.{path[-1]}"
+            tensor = stored_name(f"{name}.{path[-1]}")
             blocks = source.blocks or ((0, size),)
             is_turned = source.is_turned and bool(rest)
             length = max(stop for _, stop in blocks)
