@@ -33,7 +33,7 @@ def config_from_hf(data: Mapping[str, Any], path: Path, *, names: Mapping[str, s
     """
     family = _family(Fields(data, path, names or {}))
     model = family.load()
-    fields = Fields({**model.config_defaults, **data}, path, names or {})
+    fields = Fields({**_defaults(model.config_defaults, data), **data}, path, names or {})
     for key in ("quantization_config", "compression_config"):
         if fields.has(key):
             raise ModelLoadError(
@@ -44,6 +44,17 @@ def config_from_hf(data: Mapping[str, Any], path: Path, *, names: Mapping[str, s
         if fields.has(key) and fields.data[key] != wanted:
             raise fields.wrong(key, f"{wanted!r}: this version has nothing else")
     return replace(model.read_config(fields), architecture=family.architecture, source=dict(data))
+
+
+def _defaults(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a class's defaults without token ids that a smaller vocabulary does not have: nothing draws them."""
+    vocab_size = data.get("vocab_size", defaults.get("vocab_size"))
+    has_size = type(vocab_size) is int
+    return {
+        key: value
+        for key, value in defaults.items()
+        if not (key.endswith("_token_id") and has_size and value >= vocab_size)
+    }
 
 
 def _family(fields: Fields) -> Family:

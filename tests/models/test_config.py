@@ -147,7 +147,7 @@ def mistral_with(types):
 
 
 INVALID = {
-    "another architecture": (LLAMA | {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+    "another architecture": (LLAMA | {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*LlamaForCausalLM"),
     "two architectures": (LLAMA | {"architectures": ["LlamaForCausalLM"] * 2}, "architectures"),
     "architecture is a number": (LLAMA | {"architectures": 3}, "architectures is 3"),
     "architecture is a list of lists": (LLAMA | {"architectures": [[]]}, "architectures"),
