@@ -15,7 +15,11 @@ from jaxtyping import install_import_hook
 # compiled step costs no more. Modules that define pytrees are left out: JAX builds those from shapes and numpy arrays.
 _CHECKED = (
     "models.layers",
-    "models.families.llama",
+    "models.decoder",
+    "models.families.gemma",
+    "models.families.gpt2",
+    "models.families.gpt_neox",
+    "models.families.olmo",
     "models.rope",
     "pallas_kernels.ragged_paged_attention.xla.backend",
 )

@@ -1,7 +1,7 @@
-"""The Llama family against transformers with torch in float32: golden files of tiny random models.
+"""Every family against transformers with torch in float32: golden files of tiny random models.
 
-`scripts/make_family_goldens.py` makes them. Each prompt is longer than the model's window and than the length
-its rotary scaling starts from.
+`scripts/make_family_goldens.py` makes them, one for each option that changes what is computed. Each prompt is longer
+than the model's window and than the length its rotary scaling starts from.
 """
 
 import math
@@ -18,6 +18,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jpaged.models.config.decoder import DecoderConfig
+from jpaged.models.config.rope import ROPE_KINDS
+from jpaged.models.families.table import FAMILIES
 from jpaged.models.io.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.layers import Embedding, WeightMaker
@@ -29,11 +31,11 @@ from jpaged.sharding import device_mesh
 
 from ...paged_steps import metadata, nan_cache
 
-FAMILIES = sorted(path for path in (Path(__file__).parents[2] / "golden" / "families").iterdir())
+FOLDERS = sorted(path for path in (Path(__file__).parents[2] / "golden" / "families").iterdir())
 ATOL = 1e-4
 """Logits go up to 10; both sides sum in float32, each in its own order. Any wrong position, window or bias shows in
 the first decimal: see the control at the end."""
-PROMPT_LEN = 48
+PROMPT_LEN, NUM_TOKENS = 48, 64
 PAGE_SIZE, TABLE_LEN, BUCKET = 8, 9, 80
 CHUNKS = [13, 13, 13, 9]
 
@@ -46,6 +48,7 @@ BACKENDS = {
 
 def open_family(directory: Path, backend: Backend) -> tuple[DecoderConfig, Weights]:
     config, checkpoint = open_checkpoint(directory)
+    config = config.for_context(NUM_TOKENS)
     abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]), backend.layer_ops)
     check_tensors(abstract, config, checkpoint)
     return config, load_weights(abstract, config, checkpoint)
@@ -97,7 +100,7 @@ def chunked_logits(
     ("directory", "backend"),
     [
         pytest.param(path, backend, id=f"{path.name}, {name}")
-        for path in FAMILIES
+        for path in FOLDERS
         for name, backend in BACKENDS.items()
         if name == "native" or path.name in ("llama", "llama_tied", "mistral_window")
     ],
@@ -113,16 +116,21 @@ def test_logits_are_those_of_transformers(directory: Path, backend: Backend) -> 
 
 
 def test_the_families_cover_what_the_config_can_ask_for() -> None:
-    configs = [open_checkpoint(directory)[0] for directory in FAMILIES]
-    assert {config.architecture for config in configs} == {
-        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
-    }  # fmt: skip
-    ropes = [rope for config in configs for rope in config.ropes]
-    assert {rope.kind for rope in ropes} == {"default", "linear", "llama3", "yarn"}
+    configs = [open_checkpoint(directory)[0] for directory in FOLDERS]
+    assert {config.architecture for config in configs} == {family.architecture for family in FAMILIES}
+    ropes = [rope for config in configs for rope in config.ropes if rope is not None]
+    assert {rope.kind for rope in ropes} == set(ROPE_KINDS)
+    assert any(config.ropes[0] is None for config in configs), "no rotary embedding at all"
+    assert any(rope.rotary_size for rope in ropes), "a part of a head is rotated"
+    assert {rope.for_context(NUM_TOKENS).is_long for rope in ropes if rope.kind == "longrope"} == {False, True}
     assert any(rope.mscale and rope.mscale_all_dim for rope in ropes)
     assert any(rope.attention_factor for rope in ropes)
     for name in ("tie_word_embeddings", "qkv_bias", "out_bias", "mlp_bias"):
         assert {getattr(config, name) for config in configs} == {False, True}, name
+    for name in ("attention_soft_cap", "logits_soft_cap", "qk_norm", "attention_scale"):
+        assert {getattr(config, name) is None for config in configs} == {False, True}, name
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
+        assert {getattr(config, name) == 1 for config in configs} == {False, True}, name
     assert {len(set(config.windows)) for config in configs} == {1, 2}, "some models mix windowed and full layers"
     assert any(config.num_heads * config.head_size != config.hidden_size for config in configs)
     assert any(config.num_heads == config.num_kv_heads for config in configs)
@@ -131,7 +139,7 @@ def test_the_families_cover_what_the_config_can_ask_for() -> None:
 
 def test_a_window_off_by_one_would_be_noticed() -> None:
     """The control: with another window, logits move a thousand times further than the tolerance."""
-    directory = next(path for path in FAMILIES if path.name == "mistral_window")
+    directory = next(path for path in FOLDERS if path.name == "mistral_window")
     backend = BACKENDS["native"]
     config, weights = open_family(directory, backend)
     golden = load_file(directory / "golden.safetensors")
@@ -144,7 +152,7 @@ def test_a_window_off_by_one_would_be_noticed() -> None:
 
 def test_logits_come_in_float32_from_bfloat16_weights() -> None:
     """Products are not rounded; nor, with native code, are the hidden states."""
-    directory = next(path for path in FAMILIES if path.name == "llama")
+    directory = next(path for path in FOLDERS if path.name == "llama")
     config, checkpoint = open_checkpoint(directory)
     abstract = abstract_weights(config, "bfloat16", device_mesh(jax.devices()[:1]), NativeBackend.layer_ops)
     weights = load_weights(abstract, config, checkpoint)
