@@ -42,6 +42,7 @@ FAMILIES = (
     Family("Gemma2ForCausalLM", "gemma2", "gemma.Gemma2"),
     Family("Gemma3ForCausalLM", "gemma3_text", "gemma.Gemma3"),
     Family("GPT2LMHeadModel", "gpt2", "gpt2.GPT2"),
+    Family("GPTNeoXForCausalLM", "gpt_neox", "gpt_neox.GPTNeoX"),
 )
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}

@@ -1,0 +1,117 @@
+"""GPT-NeoX: attention and MLP side by side, LayerNorm, heads rotated in part, q, k and v by head in one tensor.
+
+Source: Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373 (Pythia).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float
+
+from ..activations import ACTIVATIONS
+from ..config.decoder import DecoderConfig
+from ..config.hf import num_layers_of, read_tokens_and_dtype
+from ..config.rope import DEFAULT_THETA, context_len, read_rope, rope_key
+from ..decoder import MLP, Decoder, DecoderLayer
+from ..io.fields import Fields
+from ..io.recipe import Source
+from ..layers import LayerNorm, WeightMaker
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTNeoXConfig(DecoderConfig):
+    """A decoder's config, and whether attention and MLP both read the stream as it enters the layer."""
+
+    is_parallel: bool = True
+
+
+class GPTNeoXLayer(DecoderLayer):
+    """A layer whose attention and MLP stand side by side, or one behind the other."""
+
+    norm = LayerNorm
+    mlp_class = MLP
+
+    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+        super().__init__(config, make=make)
+        assert isinstance(config, GPTNeoXConfig), "read_config makes it"
+        self.is_parallel = config.is_parallel
+
+    @jax.jit
+    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+        """Return the stream after the layer; `out_TNH` is what attention gave."""
+        attended_TD = x_TD + self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
+        return attended_TD + self.mlp(self.mlp_norm(x_TD if self.is_parallel else attended_TD))
+
+
+class GPTNeoX(Decoder):
+    """GPT-NeoX and Pythia."""
+
+    config_defaults = {
+        "vocab_size": 50432, "intermediate_size": 24576, "max_position_embeddings": 2048, "bos_token_id": 0,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    without_effect = frozenset({"hidden_dropout", "classifier_dropout", "is_decoder"})
+    base = "gpt_neox."
+    ignored_tensors = re.compile(r"\.attention\.(masked_)?bias$|rotary_emb\.inv_freq$")
+    tensor_names = {
+        "embed": "gpt_neox.embed_in",
+        "layers.{i}.attention_norm": "gpt_neox.layers.{i}.input_layernorm",
+        "layers.{i}.attention.o_proj": "gpt_neox.layers.{i}.attention.dense",
+        "layers.{i}.mlp_norm": "gpt_neox.layers.{i}.post_attention_layernorm",
+        "layers.{i}.mlp.up_proj": "gpt_neox.layers.{i}.mlp.dense_h_to_4h",
+        "layers.{i}.mlp.down_proj": "gpt_neox.layers.{i}.mlp.dense_4h_to_h",
+        "norm": "gpt_neox.final_layer_norm",
+        "head": "lm_head",
+    }
+    other_names = {"lm_head.weight": "embed_out.weight"}
+    layer_class = GPTNeoXLayer
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> DecoderConfig:
+        vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
+        num_heads, num_layers = fields.integer("num_attention_heads"), num_layers_of(fields)
+        if hidden_size % num_heads:
+            raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
+        has_bias, head_size = fields.boolean("attention_bias", True), hidden_size // num_heads
+        rope = fields.mapping(rope_key(fields))
+        rope = read_rope(
+            fields,
+            head_size=head_size,
+            rope=rope,
+            theta=fields.number("rotary_emb_base", DEFAULT_THETA, above=1),
+            partial=rope.number("partial_rotary_factor", fields.number("rotary_pct", 0.25, above=0, max=1), max=1),
+        )
+        return GPTNeoXConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            norm_eps=fields.number("layer_norm_eps", 1e-5, above=0),
+            ropes=(rope,) * num_layers,
+            windows=(None,) * num_layers,
+            max_context_len=context_len(rope, fields.integer("max_position_embeddings")),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+            qkv_bias=has_bias,
+            out_bias=has_bias,
+            mlp_bias=True,
+            is_parallel=fields.boolean("use_parallel_residual", True),
+            **read_tokens_and_dtype(fields, vocab_size),
+        )
+
+    @classmethod
+    def sources(cls, config: DecoderConfig) -> dict[str, Source]:
+        """Return the tensors: the rows of a head's query, key and value follow each other in one."""
+        size, tensor = config.head_size, "gpt_neox.layers.{i}.attention.query_key_value"
+        starts = [range(part * size, 3 * size * config.num_heads, 3 * size) for part in range(3)]
+        return super().sources(config) | {
+            f"layers.{{i}}.attention.{part}_proj": Source(
+                tensor, tuple((start, start + size) for start in starts[index])
+            )
+            for index, part in enumerate("qkv")
+        }
