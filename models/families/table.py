@@ -33,14 +33,14 @@ FAMILIES = (
     Family("LlamaForCausalLM", "llama", "llama.Llama", gguf="llama"),
     Family("MistralForCausalLM", "mistral", "mistral.Mistral"),
     Family("Qwen2ForCausalLM", "qwen2", "qwen2.Qwen2", gguf="qwen2"),
-    Family("Qwen3ForCausalLM", "qwen3", "qwen3.Qwen3"),
+    Family("Qwen3ForCausalLM", "qwen3", "qwen3.Qwen3", gguf="qwen3"),
     Family("Phi3ForCausalLM", "phi3", "phi3.Phi3"),
     Family("GraniteForCausalLM", "granite", "granite.Granite"),
     Family("SmolLM3ForCausalLM", "smollm3", "smollm3.SmolLM3"),
     Family("Olmo2ForCausalLM", "olmo2", "olmo.Olmo2"),
     Family("Olmo3ForCausalLM", "olmo3", "olmo.Olmo3"),
-    Family("Gemma2ForCausalLM", "gemma2", "gemma.Gemma2"),
-    Family("Gemma3ForCausalLM", "gemma3_text", "gemma.Gemma3"),
+    Family("Gemma2ForCausalLM", "gemma2", "gemma.Gemma2", gguf="gemma2"),
+    Family("Gemma3ForCausalLM", "gemma3_text", "gemma.Gemma3", gguf="gemma3"),
     Family("GPT2LMHeadModel", "gpt2", "gpt2.GPT2"),
 )
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
