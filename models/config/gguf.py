@@ -13,7 +13,7 @@ from ..errors import ModelLoadError
 from ..families.table import BY_GGUF
 from ..io.fields import Fields
 from .decoder import DecoderConfig
-from .hf import MAX_LAYERS
+from .hf import FULL, MAX_LAYERS, SLIDING
 from .reading import config_from_hf
 from .rope import DEFAULT_THETA
 
@@ -27,6 +27,15 @@ SIZES = {
     "max_position_embeddings": "context_length",
 }
 """Key of config.json → key of the metadata behind the architecture's name."""
+NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+"""Only the size of 27B parameters divides scores by √(hidden size ÷ heads) and not by √(head size).
+
+Files do not say which, and llama.cpp knows the size by its number of layers too (src/models/gemma2.cpp, gemma3.cpp).
+"""
+GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
+"""Gemma 3 with 4B, 12B and 27B parameters: layers without a window have a linear factor 8, which some files omit."""
+END_OF_TURN = "<end_of_turn>"
+"""The token that ends Gemma's replies. Files do not name it; llama.cpp looks for it too (src/llama-vocab.cpp)."""
 
 
 def config_from_gguf(file: GGUFFile) -> DecoderConfig:
@@ -47,6 +56,9 @@ class _Metadata:
             "head_dim": self.key("attention.key_length"),
             "num_hidden_layers": self.key("block_count"),
             "rms_norm_eps": self.key("attention.layer_norm_rms_epsilon"),
+            "sliding_window": self.key("attention.sliding_window"),
+            "attn_logit_softcapping": self.key("attn_logit_softcapping"),
+            "final_logit_softcapping": self.key("final_logit_softcapping"),
             "eos_token_id": "tokenizer.ggml.eos_token_id",
             "bos_token_id": "tokenizer.ggml.bos_token_id",
             "freq_factors": "rope_freqs.weight",
@@ -75,18 +87,19 @@ class _Metadata:
             "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_output.bias"} & tensors.keys()),
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "dtype": self._dtype(),
-            "rope_parameters": self._rope(),
             "eos_token_id": self._stop_ids(vocab_size),
+            "bos_token_id": None,
         }
-        for key in ("num_key_value_heads", "head_dim"):
-            if fields.has(self.names[key]):
-                config[key] = fields.integer(self.names[key])
         if fields.has(self.names["bos_token_id"]):
             config["bos_token_id"] = fields.integer(self.names["bos_token_id"], min=0)
-        else:
-            config["bos_token_id"] = None
-        self._check_head_size(config)
-        return config | self._window(config)
+        # Without these keys the file means what follows from its sizes, whatever the family's own default is.
+        hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+        config["num_key_value_heads"] = fields.integer(self.names["num_key_value_heads"], num_heads)
+        share = None if hidden_size % num_heads else hidden_size // num_heads
+        config["head_dim"] = fields.integer(self.names["head_dim"], share)
+        self._check_head_size(config["head_dim"])
+        own = {"gemma2": self._gemma2, "gemma3": self._gemma3}.get(self.architecture, self._llama)
+        return config | own(config)
 
     def _dtype(self) -> str:
         kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
@@ -98,33 +111,101 @@ class _Metadata:
         ids = [token_id for key in keys for token_id in self.fields.token_ids(key, vocab_size=vocab_size)]
         return list(dict.fromkeys(ids))
 
-    def _check_head_size(self, config: dict[str, Any]) -> None:
+    def _check_head_size(self, head_size: int) -> None:
         """Refuse values of another size than keys, and heads that are rotated in parts."""
-        head_size = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
         for name in ("attention.value_length", "rope.dimension_count"):
             if self.fields.integer(self.key(name), head_size) != head_size:
                 raise self.fields.wrong(self.key(name), f"the head size, {head_size}")
 
-    def _window(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return what config.json says of a sliding window.
+    def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what config.json says of Llama, Mistral and Qwen beside the sizes.
 
         Mistral's files name the architecture llama: the two differ only in their windows.
         """
-        key = self.key("attention.sliding_window")
+        found = {"rope_parameters": self._rope(DEFAULT_THETA)}
+        key = self.names["sliding_window"]
         if not self.fields.has(key) or self.fields.data[key] == 0:
-            return {}
+            return found
         if self.architecture != "llama" or self.fields.has(key + "_pattern"):
             raise self.fields.wrong(key, "none: the file does not say which layers have it")
-        return {"architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
+        return {**found, "architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
 
-    def _rope(self) -> dict[str, Any]:
+    def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what config.json says of Gemma 2 beside the sizes; for an absent key what llama.cpp takes."""
+        fields, rope = self.fields, self._rope(DEFAULT_THETA)
+        local_base = self.key("rope.freq_base_swa")
+        if fields.number(local_base, rope["rope_theta"]) != rope["rope_theta"]:
+            raise fields.wrong(local_base, f"{rope['rope_theta']:g}, as on layers without a window")
+        return {
+            **self._gemma(config),
+            "rope_parameters": rope,
+            "sliding_window": fields.integer(self.names["sliding_window"], 4096),
+            "layer_types": self._layer_types(config["num_hidden_layers"], period=2),
+            "attn_logit_softcapping": fields.number(self.names["attn_logit_softcapping"], 50.0, above=0),
+            "final_logit_softcapping": fields.number(self.names["final_logit_softcapping"], 30.0, above=0),
+        }
+
+    def _gemma3(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what config.json says of Gemma 3 beside the sizes; for an absent key what llama.cpp takes.
+
+        A file without a window has layers of full attention only, and no soft cap means none.
+        """
+        fields, num_layers = self.fields, config["num_hidden_layers"]
+        # llama.cpp would take a base of 10,000 here; its converter, like config.json, takes 1,000,000.
+        full = self._rope(1e6)
+        scaling_keys = [self.key(f"rope.{name}") for name in ("scaling.type", "scaling.factor", "scale_linear")]
+        if num_layers in GEMMA3_LAYERS_OF_FACTOR_8 and not any(map(fields.has, scaling_keys)):
+            # No published model of these sizes goes without the factor, so the file has lost it. ollama does the same
+            # (model/models/gemma3/model_text.go); llama.cpp takes the file at its word.
+            full |= {"rope_type": "linear", "factor": 8.0}
+        local_base = fields.number(self.key("rope.freq_base_swa"), 1e4, above=1)
+        found = {
+            **self._gemma(config),
+            "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local_base}},
+            "layer_types": [FULL] * num_layers,
+        }
+        soft_cap = fields.number(self.names["final_logit_softcapping"], 0.0, min=0)
+        found["final_logit_softcapping"] = soft_cap or None
+        if window := fields.integer(self.names["sliding_window"], 0, min=0):
+            found |= {"sliding_window": window, "layer_types": self._layer_types(num_layers, period=6)}
+        return found
+
+    def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what both versions have."""
+        is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[self.architecture]
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        tokens = self.fields.items("tokenizer.ggml.tokens", str, [])[: config["vocab_size"]]
+        turn_ids = [tokens.index(END_OF_TURN)] if END_OF_TURN in tokens else []
+        return {
+            "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "eos_token_id": list(dict.fromkeys(config["eos_token_id"] + turn_ids)),
+        }
+
+    def _layer_types(self, num_layers: int, *, period: int) -> list[str]:
+        """Return the type of each layer: the last of each `period` layers is full, unless the file says otherwise.
+
+        The file may give another period, in which 0 stands for no layer of full attention, or say for each layer
+        whether it has a window.
+        """
+        fields, key = self.fields, self.key("attention.sliding_window_pattern")
+        if isinstance(fields.data.get(key), list):
+            has_window = fields.items(key, (bool, int))
+            if len(has_window) != num_layers:
+                raise fields.wrong(key, f"a value for each of the {num_layers} layers")
+        else:
+            period = fields.integer(key, period, min=0)
+            has_window = [period == 0 or layer % period < period - 1 for layer in range(num_layers)]
+        return [SLIDING if has else FULL for has in has_window]
+
+    def _rope(self, default_theta: float) -> dict[str, Any]:
         """Return the rotary embedding: unscaled, linear, yarn, or a factor per frequency (`rope_freqs.weight`)."""
 
         def key(name: str) -> str:
             return self.key(f"rope.{name}")
 
         fields = self.fields
-        theta = {"rope_theta": fields.number(key("freq_base"), DEFAULT_THETA, above=1)}
+        theta = {"rope_theta": fields.number(key("freq_base"), default_theta, above=1)}
         kind = fields.choice(key("scaling.type"), ("none", "linear", "yarn"), "none")
         factor = fields.number(key("scaling.factor"), fields.number(key("scale_linear"), 1.0, min=0), min=0)
         # Older files have a factor without a type, which means linear; factors 0 and 1 both mean no scaling.

@@ -30,6 +30,13 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+QK_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# Gemma has a norm behind attention too, which takes the name that the norm in front of the MLP has elsewhere.
+GEMMA_LAYER_NAMES = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 # Tensors that the config is read from: they are parts of the rotary embedding and not weights.
 CONFIG_TENSORS = ("rope_freqs.weight",)
 
@@ -49,6 +56,9 @@ class GGUFFormat:
 FORMATS = {
     "llama": GGUFFormat(LAYER_NAMES, permutes_heads=True),
     "qwen2": GGUFFormat(LAYER_NAMES),
+    "qwen3": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES),
+    "gemma2": GGUFFormat(GEMMA_LAYER_NAMES, norms_hold_one_more=True),
+    "gemma3": GGUFFormat(GEMMA_LAYER_NAMES | QK_NORM_NAMES, norms_hold_one_more=True),
 }
 """`general.architecture` → format."""
 

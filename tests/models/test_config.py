@@ -271,6 +271,12 @@ QWEN2_HF = QWEN2 | {"bos_token_id": 1, "eos_token_id": 2}
 GGUF_YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 1024}
 LINEAR = LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}
 TIED = LLAMA | {"tie_word_embeddings": True}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], **SIZES, "bos_token_id": 1, "eos_token_id": 2}
+GEMMA = {**SIZES, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True, "head_dim": 32}
+GEMMA2 = GEMMA | {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 32}
+GEMMA3 = GEMMA | {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 32, "sliding_window": 8}
+GEMMA3_FULL = GEMMA3 | {"layer_types": ["full_attention"] * 4}
+LINEAR_8 = {"rope_type": "linear", "factor": 8.0}
 
 
 def rope(values):
@@ -279,6 +285,17 @@ def rope(values):
 
 def embedding_only(values):
     return {"tensors": {"token_embd.weight": values, "output.weight": None}}
+
+
+def gemma(version, metadata=(), **more):
+    """Return a file of Gemma 2 or 3: its embedding is tied, and its heads are no equal shares of the hidden size."""
+    own = {"attention.key_length": 32, **({"attention.sliding_window": 8} if version == 3 else {}), **dict(metadata)}
+    return {"architecture": f"gemma{version}", "metadata": own, "tensors": {"output.weight": None}, **more}
+
+
+def of_size(block_count):
+    """Return a config of Gemma 3 with as many layers."""
+    return GEMMA3 | {"num_hidden_layers": block_count}
 
 
 BF16_EMBEDDING = (np.zeros((100, 128), np.uint8), GGMLQuantizationType.BF16)
@@ -301,6 +318,67 @@ GGUF_EQUALS_HF = {
         LLAMA | {"head_dim": 32},
     ),
     "kv heads absent": ({"metadata": {"attention.head_count_kv": None}}, WITHOUT_KV_HEADS),
+    "qwen3": ({"architecture": "qwen3", "metadata": {"attention.key_length": 32}}, QWEN3 | {"head_dim": 32}),
+    "qwen3, heads of equal shares": ({"architecture": "qwen3"}, QWEN3 | {"head_dim": 16}),
+    "qwen3 with biases": (
+        {"architecture": "qwen3", "tensors": LLAMA_BIASES},
+        QWEN3 | {"head_dim": 16, "attention_bias": True},
+    ),
+    "qwen3, yarn": (
+        {"architecture": "qwen3", "metadata": rope(GGUF_YARN)},
+        QWEN3 | {"head_dim": 16, "rope_scaling": {"type": "yarn", **YARN}},
+    ),
+    "gemma2": (gemma(2), GEMMA2),
+    "gemma2, every key": (
+        gemma(
+            2,
+            {"attention.sliding_window": 8, "attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
+            | {"attention.sliding_window_pattern": 4},
+        ),
+        GEMMA2
+        | {"sliding_window": 8, "attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0}
+        | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    ),
+    "gemma2, 27B": (gemma(2, {"block_count": 46}), GEMMA2 | {"num_hidden_layers": 46, "query_pre_attn_scalar": 16}),
+    "gemma2, kv heads absent": (gemma(2, {"attention.head_count_kv": None}), GEMMA2 | {"num_key_value_heads": 4}),
+    "gemma3": (gemma(3, {"block_count": 18}), of_size(18)),
+    "gemma3, linear": (
+        gemma(3, {"block_count": 12, **rope({"scaling.type": "linear", "scaling.factor": 4.0})}),
+        of_size(12) | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "gemma3, local theta": (
+        gemma(3, {"block_count": 12, "rope.freq_base_swa": 2e4}),
+        of_size(12) | {"rope_local_base_freq": 2e4},
+    ),
+    "gemma3, 4B without its factor": (gemma(3, {"block_count": 34}), of_size(34) | {"rope_scaling": LINEAR_8}),
+    "gemma3, 34 layers without scaling": (
+        gemma(3, {"block_count": 34, "rope.scaling.type": "none"}),
+        of_size(34),
+    ),
+    "gemma3, 27B": (
+        gemma(3, {"block_count": 62}),
+        of_size(62) | {"query_pre_attn_scalar": 16, "rope_scaling": LINEAR_8},
+    ),
+    "gemma3, period": (
+        gemma(3, {"attention.sliding_window_pattern": 2}),
+        GEMMA3 | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma3, period 0": (
+        gemma(3, {"attention.sliding_window_pattern": 0}),
+        GEMMA3 | {"layer_types": ["sliding_attention"] * 4},
+    ),
+    "gemma3, layer by layer": (
+        gemma(3, {"attention.sliding_window_pattern": [False, True, True, False]}),
+        GEMMA3 | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+    ),
+    "gemma3 without a window": (gemma(3, {"attention.sliding_window": None}), GEMMA3_FULL),
+    "gemma3, window 0": (gemma(3, {"attention.sliding_window": 0}), GEMMA3_FULL),
+    "gemma3 with a soft cap": (gemma(3, {"final_logit_softcapping": 20.0}), GEMMA3 | {"final_logit_softcapping": 20.0}),
+    "gemma3, soft cap 0": (gemma(3, {"final_logit_softcapping": 0.0}), GEMMA3),
+    "gemma3, end of turn": (
+        gemma(3, tokenizer={"tokens": ["a", "b", "c", "<end_of_turn>"]}),
+        GEMMA3 | {"eos_token_id": [2, 3]},
+    ),
 }
 
 
@@ -322,12 +400,19 @@ def test_the_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):
     assert found.original_max_position == 512
 
 
+def test_gemma_without_a_theta_has_that_of_its_config_json(tmp_path):
+    theta = {"rope.freq_base": None}
+    assert {rope.theta for rope in gguf_config(tmp_path, **gemma(2, theta)).ropes} == {1e4}
+    ropes = gguf_config(tmp_path, **gemma(3, theta | {"block_count": 6})).ropes
+    assert [rope.theta for rope in ropes] == [1e4] * 5 + [1e6]
+
+
 def test_a_mistral_gguf_file_has_its_window_on_all_layers(tmp_path):
     assert gguf_config(tmp_path, {"attention.sliding_window": 16}).windows == (16,) * 4
 
 
 INVALID_GGUF = {
-    "another architecture": ({"architecture": "gemma3"}, "gemma3.*wanted one of llama, qwen2"),
+    "another architecture": ({"architecture": "phi3"}, "phi3.*wanted one of llama, qwen2, qwen3, gemma2, gemma3"),
     "vocabulary only": ({"tensors": {"token_embd.weight": None}}, "no matrix token_embd.weight"),
     "mixture of experts": ({"metadata": {"expert_count": 8}}, "expert_count is 8"),
     "sizes missing": ({"metadata": {"embedding_length": None}}, "llama.embedding_length is missing"),
@@ -342,6 +427,20 @@ INVALID_GGUF = {
     "frequency factor 0": ({"tensors": {"rope_freqs.weight": vector(8)}}, "positive and finite"),
     "window of unknown layers": (QWEN2_GGUF | {"metadata": {"attention.sliding_window": 8}}, "sliding_window"),
     "stop id beyond the vocabulary": ({"tokenizer": {"eos_token_id": 100}}, "eos_token_id is 100"),
+    "window of a qwen3": ({"architecture": "qwen3", "metadata": {"attention.sliding_window": 8}}, "qwen3.*window is 8"),
+    "gemma2, window 0": (gemma(2, {"attention.sliding_window": 0}), "gemma2.attention.sliding_window is 0"),
+    "gemma2, soft cap 0": (gemma(2, {"attn_logit_softcapping": 0.0}), "gemma2.attn_logit_softcapping is 0.0"),
+    "gemma2, two thetas": (gemma(2, {"rope.freq_base_swa": 1e4}), "freq_base_swa is 10000.0, wanted 500000"),
+    "gemma3, window is text": (gemma(3, {"attention.sliding_window": "8"}), "gemma3.attention.sliding_window is '8'"),
+    "gemma3, soft cap below 0": (gemma(3, {"final_logit_softcapping": -1.0}), "final_logit_softcapping is -1.0"),
+    "gemma3, period below 0": (gemma(3, {"attention.sliding_window_pattern": -1}), "sliding_window_pattern is -1"),
+    "gemma3, too few layers": (
+        gemma(3, {"attention.sliding_window_pattern": [True] * 3}),
+        "sliding_window_pattern is .True, True, True., wanted a value for each of the 4 layers",
+    ),
+    "gemma3, layers by name": (gemma(3, {"attention.sliding_window_pattern": ["a"] * 4}), "a list of bool or int"),
+    "gemma3, local theta 0": (gemma(3, {"rope.freq_base_swa": 0.0}), "gemma3.rope.freq_base_swa is 0.0"),
+    "gemma3, partial rotary": (gemma(3, rope({"dimension_count": 16})), "dimension_count is 16, wanted the head size"),
 }
 
 

@@ -7,19 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
 from safetensors.numpy import save_file
 
 from jpaged.models.errors import ModelLoadError
-from jpaged.models.io.gguf import read_gguf
 from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.io.safetensors_checkpoint import SafetensorsCheckpoint
-
-from ...gguf_file import write_gguf
 
 EMBEDDING = "model.embed_tokens.weight"
 CONFIG = {
@@ -229,117 +224,3 @@ def test_a_config_that_is_not_a_json_object_is_refused_by_name(tmp_path, content
     with pytest.raises(ModelLoadError, match=r"config\.json: ") as caught:
         open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-HF_SHAPES = {
-    "self_attn.q_proj": (32, 32),
-    "self_attn.k_proj": (16, 32),
-    "self_attn.v_proj": (16, 32),
-    "self_attn.o_proj": (32, 32),
-    "mlp.gate_proj": (64, 32),
-    "mlp.up_proj": (64, 32),
-    "mlp.down_proj": (32, 64),
-}
-
-
-def hf_tensors(*, biases=False, tied=False):
-    """Return all tensors of the model of CONFIG under Hugging Face's names."""
-    random = np.random.default_rng(0)
-    shapes = {EMBEDDING: (10, 32), "model.norm.weight": (32,)} | ({} if tied else {"lm_head.weight": (10, 32)})
-    for i in range(CONFIG["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in HF_SHAPES.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{i}.{name}.weight"] = (32,)
-        if biases:
-            for name in ("q_proj", "k_proj", "v_proj"):
-                shapes[f"model.layers.{i}.self_attn.{name}.bias"] = HF_SHAPES[f"self_attn.{name}"][:1]
-    return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def interleaved(values, num_heads):
-    """Return rows of q or k as llama.cpp's converter stores them for llama: a head's two halves, interleaved."""
-    split = values.reshape(num_heads, 2, -1, *values.shape[1:])
-    return np.concatenate([split[:, :, i] for i in range(split.shape[2])], axis=1).reshape(values.shape)
-
-
-METADATA = {
-    "block_count": 2,
-    "context_length": 64,
-    "embedding_length": 32,
-    "feed_forward_length": 64,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-}
-
-
-def write_model(path, tensors, *, architecture="llama", kind=GGMLQuantizationType.F32):
-    """Write Hugging Face's `tensors` as llama.cpp's converter does, matrices quantized to `kind`."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
-    stored = {"rope_freqs.weight": np.ones(4, np.float32)} if architecture == "llama" else {}
-    for name, values in tensors.items():
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            values = interleaved(values, 4 if "q_proj" in name else 2)
-        quantized = values if values.ndim == 1 else (gguf.quantize(values, kind), kind)
-        stored[names.get_name(name, (".weight", ".bias"))] = quantized
-    metadata = {f"{architecture}.{key}": value for key, value in METADATA.items()}
-    return write_gguf(path, metadata, stored, architecture=architecture)
-
-
-@pytest.mark.parametrize("biases", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_a_gguf_file_gives_back_the_tensors_it_was_converted_from(tmp_path, architecture, biases):
-    """Any rows come back bit for bit."""
-    written = hf_tensors(biases=biases)
-    config, checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", written, architecture=architecture))
-    assert (config.tie_word_embeddings, config.qkv_bias) == (False, biases or architecture == "qwen2")
-    assert set(checkpoint.names()) == set(written)
-    for name, values in written.items():
-        assert checkpoint.shape(name) == values.shape
-        for rows in (slice(None), slice(3, 9), slice(5, 6), slice(-3, None)):
-            read = checkpoint.read(name, rows)
-            assert read.dtype == np.float32
-            np.testing.assert_array_equal(read, values[rows], err_msg=name)
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_quantized_rows_equal_those_of_the_dequantized_tensor(tmp_path, kind):
-    """The rows are equal bit for bit: quantization works along a row, so rows may be permuted before or after."""
-    kind = GGMLQuantizationType[kind]
-    written = hf_tensors(tied=True)
-    config, checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", written, kind=kind))
-    assert config.tie_word_embeddings
-    for name, values in written.items():
-        expected = values if values.ndim == 1 else gguf.dequantize(gguf.quantize(values, kind), kind)
-        np.testing.assert_array_equal(checkpoint.read(name, slice(2, 9)), expected[2:9], err_msg=name)
-
-
-def test_only_the_wanted_rows_are_read(tmp_path):
-    """The second head of q is stored in eight rows; the rows of the other heads are overwritten here."""
-    written = hf_tensors()
-    path = write_model(tmp_path / "m.gguf", written)
-    tensor = read_gguf(path).tensors["blk.1.attn_q.weight"]
-    content = bytearray(path.read_bytes())
-    start, row_bytes = tensor.offset, tensor.row_bytes
-    content[start : start + 8 * row_bytes] = b"\xff" * (8 * row_bytes)
-    content[start + 16 * row_bytes : start + 32 * row_bytes] = b"\xff" * (16 * row_bytes)
-    path.write_bytes(content)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    np.testing.assert_array_equal(open_checkpoint(path)[1].read(name, slice(8, 16)), written[name][8:16])
-
-
-def test_a_gguf_tensor_without_a_hugging_face_name_keeps_its_own(tmp_path):
-    names = ("token_embd.weight", "blk.0.attn_q_norm.weight", "blk.00.attn_q.weight")
-    tensors = {name: np.zeros((10, 32), np.float32) for name in names}
-    path = write_gguf(tmp_path / "m.gguf", {f"llama.{key}": value for key, value in METADATA.items()}, tensors)
-    assert set(open_checkpoint(path)[1].names()) == {EMBEDDING, *names[1:]}
-
-
-def test_a_type_that_the_gguf_package_cannot_dequantize_is_named(tmp_path):
-    path = write_model(tmp_path / "m.gguf", hf_tensors())
-    content = path.read_bytes()
-    header = b"token_embd.weight" + struct.pack("<IQQI", 2, 32, 10, GGMLQuantizationType.F32)
-    assert header in content
-    path.write_bytes(content.replace(header, header[:-4] + struct.pack("<I", GGMLQuantizationType.I32)))
-    with pytest.raises(ModelLoadError, match=r"m\.gguf: tensor 'token_embd.weight' is stored as I32"):
-        open_checkpoint(path)[1].read(EMBEDDING, slice(None))
