@@ -1,16 +1,17 @@
 """Compile whole steps for a CPU, or for chips that this machine lacks, and print what the compiler made of them.
 
-    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]]
+    python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
 layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then there is one
 number of pages, smaller steps with prompts, and of a TPU only the forward programs. `xla`: attention in plain XLA.
+`--config` names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds.
 """
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from compile_for_device import gate_of, mesh_of
@@ -161,8 +162,33 @@ def _count_text(dims):
     return _count(int(size) for size in dims.split(",") if size)
 
 
+def cut(config, num_layers):
+    """Return a public model's config with so many layers: one kind after the other, where it has several."""
+    from jpaged.models.config.reading import config_from_hf
+
+    whole = config_from_hf(config, Path("config.json"))
+    kinds = list(dict.fromkeys(zip(whole.windows, (rope is None for rope in whole.ropes), strict=True)))
+    layers = [kinds[index % len(kinds)] for index in range(num_layers)]
+    depth = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    short = {key: value for key, value in config.items() if key not in ("layer_types", "no_rope_layers")}
+    short |= {depth: num_layers, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    if len({window for window, _ in kinds}) > 1:
+        short["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window, _ in layers]
+    if len({is_still for _, is_still in kinds}) > 1:
+        short["no_rope_layers"] = [int(not is_still) for _, is_still in layers]
+    return short
+
+
 def main() -> None:
-    target, num_devices, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("num_devices", type=int)
+    parser.add_argument("dtype")
+    parser.add_argument("num_layers", type=int, nargs="?")
+    parser.add_argument("backend", choices=["xla"], nargs="?")
+    parser.add_argument("--config", type=Path)
+    args = parser.parse_args()
+    target, num_devices, dtype = args.target, args.num_devices, args.dtype
     gate = gate_of(target, num_devices)
     mesh = mesh_of(gate, num_devices)
     import jax
@@ -179,23 +205,25 @@ def main() -> None:
     from jpaged.step.step_sizes import StepSizes
 
     shape = dict(SMALL if target == "cpu" else LLAMA_8B)
-    if sys.argv[4:]:
-        shape["num_hidden_layers"] = int(sys.argv[4])
+    if args.config:
+        shape = cut(json.loads(args.config.read_text())["config"], args.num_layers)
+    elif args.num_layers:
+        shape["num_hidden_layers"] = args.num_layers
     model = config_from_hf(shape, Path("config.json"))
     num_seqs, num_tokens = (64, 1024) if target == "cpu" else (256, 8192)
     if gate is None:
         backend = NativeBackend() if num_devices == 1 else XlaBackend(platform="cpu")
-    elif target == "h100" and (sys.argv[5:] == ["xla"] or jax.__version_info__ < (0, 11)):
+    elif target == "h100" and (args.backend == "xla" or jax.__version_info__ < (0, 11)):
         backend = XlaBackend(platform="gpu")
     else:
         heads = model.num_heads // num_devices, model.num_kv_heads // num_devices
-        backend = gate.backend(*heads, model.head_size, (None,))
+        backend = gate.backend(*heads, model.head_size, model.spec.windows)
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
     found["kept"] = estimated_program_bytes(model.spec, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
-    is_cut = len(sys.argv) > 4
+    is_cut = args.num_layers is not None
     for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if is_cut else None]):
         programs = engine.programs(engine.builder(sizes), num_blocks=num_pages)
         cache = programs.state.cache
@@ -210,7 +238,7 @@ def main() -> None:
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, SampleMode.RANDOM)
             if is_cut:
-                keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" else keys[:2]
+                keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" and not args.config else keys[:2]
             for key in keys:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)
