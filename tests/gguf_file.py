@@ -66,6 +66,7 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32):
         quantized = values if values.ndim == 1 else (gguf.quantize(values, kind), kind)
         stored[names.get_name(name, (".weight", ".bias"))] = quantized
     metadata = {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
+    metadata[f"{architecture}.attention.value_length"] = config.get("head_dim")
     return write_gguf(path, metadata, stored, architecture=architecture)
 
 

@@ -227,7 +227,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
-    """Return a SentencePiece tokenizer (Llama 2's kind) as BPE: its scores become an order of merges."""
+    """Return a SentencePiece tokenizer (Llama 2, Gemma 2 and 3) as BPE: its scores become an order of merges."""
     add_space = vocabulary.fields.boolean(KEY + "add_space_prefix", True)
     strip = [decoders.Strip(" ", 1, 0)] if add_space else []
     backend = _byte_fallback_bpe(vocabulary, _merges_from_scores(vocabulary), *strip)
