@@ -1,7 +1,7 @@
-"""Real weights against transformers with torch in float32: greedy tokens and perplexity, from GGUF and from safetensors.
+"""Real weights against transformers with torch in float32: greedy tokens and perplexity, from GGUF and safetensors.
 
-scripts/make_model_goldens.py makes the golden files. Torch adds up in another order: a position whose two likeliest tokens
-are nearer than MIN_MARGIN ends the comparison of its item.
+scripts/make_model_goldens.py makes the golden files. Torch adds up in another order: a position whose two likeliest
+tokens are nearer than MIN_MARGIN ends the comparison of its item.
 """
 
 import json
