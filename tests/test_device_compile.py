@@ -118,7 +118,8 @@ def steps(request):
 
 def test_a_whole_step_makes_nothing_as_large_as_a_layers_keys(steps):
     """A step with a prompt, a decode step and the loop of decode steps copy, convert and transpose no such array."""
-    assert {name.split()[0] for name in steps["steps"]} == {"forward", "decode"}
+    decodes = {"forward_decodes"} if steps["kind"] != "cpu" else set()
+    assert {name.split()[0] for name in steps["steps"]} == {"forward", "decode", *decodes}
     for name, reports in steps["steps"].items():
         for found in reports:
             assert found["large"] == [], name
