@@ -75,7 +75,7 @@ class AbstractEngine:
             # Several steps of logprobs of the whole vocabulary would take too much memory.
             modes = tuple(mode for mode in buckets.decode_modes if mode is not SampleMode.FULL)
             buckets = replace(buckets, decode_modes=modes)
-        return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, num_groups=len(WINDOWS))
+        return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, windows=WINDOWS)
 
     def programs(self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0) -> Programs:
         """Return every program of an engine with these pools of pages, which takes the inputs of `builder`."""

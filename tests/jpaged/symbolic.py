@@ -498,7 +498,7 @@ class Host:
             **options,
         )
         self.scheduler = Scheduler(self.blocks, config, clock=lambda: self.now, gate=gate)
-        builder = StepInputBuilder(sizes, buckets, XlaBackend(), rules_spec=LogitRulesSpec(0), num_groups=len(windows))
+        builder = StepInputBuilder(sizes, buckets, XlaBackend(), rules_spec=LogitRulesSpec(0), windows=windows)
         first_garbage = itertools.count(1, 1 << 32)
         self.runner = SymbolicRunner(
             lambda: SymbolicDevice(
