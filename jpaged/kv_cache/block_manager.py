@@ -114,7 +114,7 @@ class BlockManager:
     @property
     def num_pinned(self) -> int:
         """Return the number of pages that pinned prefixes keep, or will keep once they are computed."""
-        return len(self.store.pins) * self.num_groups
+        return len(self.store.pins)
 
     @property
     def has_deferred(self) -> bool:

@@ -55,7 +55,7 @@ def check_pages(blocks: BlockManager, running: Sequence[SampleSequence], swapped
                 assert page not in store.device.key_of, "a page that will be written is published"
     for key, page in store.pinned_pages.items():
         assert store.device.page_of[key] == page, "a pinned page is not published"
-        assert key[1] in store.pins, "a page is pinned without a pin"
+        assert key in store.pins, "a page is pinned without a pin"
 
 
 def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[SampleSequence], pinned: Iterable[int]) -> None:
