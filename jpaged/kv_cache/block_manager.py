@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from ..request import RequestState, SampleSequence
+from .page_arithmetic import PageArithmetic
 from .page_pool import NULL_PAGE, PagePool
 from .page_store import PageMove, PageStore
 from .prefix_cache import PrefixCache, PrefixMatch
@@ -48,7 +49,7 @@ class BlockManager:
         """
         self.block_size = block_size
         self.windows = windows
-        self.max_chunk = max_chunk
+        self.arithmetic = PageArithmetic(windows, block_size, max_chunk)
         self.store = PageStore(num_blocks, num_host_blocks, max_cached_blocks, keep_evicted=keep_evicted)
         self.device, self.host = self.store.device, self.store.host
         self.prefixes = PrefixCache(self.store, block_size, windows, is_enabled=enable_prefix_caching)
@@ -113,7 +114,7 @@ class BlockManager:
     @property
     def num_pinned(self) -> int:
         """Return the number of pages that pinned prefixes keep, or will keep once they are computed."""
-        return len(self.store.pins) * self.num_groups
+        return len(self.store.pins)
 
     @property
     def has_deferred(self) -> bool:
@@ -122,20 +123,7 @@ class BlockManager:
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the pages of one full-attention group that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def max_pages(self, fork_len: int, total_lens: Iterable[int]) -> int:
-        """Return the pages that sequences of these lengths take at most, sharing their first `fork_len` tokens."""
-        lens = list(total_lens)
-        # A fork computes the last token that it has in common anew, in a page of its own.
-        shared = max(0, fork_len - 1) // self.block_size
-        own = [self.pages_for(length) - shared for length in lens]
-        num_pages = self.windows.count(None) * (shared + sum(own))
-        for _, window in self.window_groups:
-            # What a chunk's first query still sees, the chunk itself, and a page cut at either end.
-            widest = self.pages_for(window - 1 + self.max_chunk) + 1
-            num_pages += sum(min(widest, shared + pages) for pages in own)
-        return num_pages
+        return self.arithmetic.pages_for(num_tokens)
 
     def release_pins(self) -> None:
         """Let pinned pages be evicted. Their prefixes are pinned again once a sequence computes them anew."""
@@ -204,17 +192,20 @@ class BlockManager:
     def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
         """Give the child, which owns no page, the parent's pages of the first `num_tokens` computed tokens.
 
-        The last of these pages may be partly filled. The caller counts the tokens as computed by the child.
+        The last of these pages may be partly filled. The caller counts the tokens as computed by the child. Pages that
+        a window has passed at the last of these tokens stay the parent's alone: its steps in flight may still see them.
         """
         assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
         num_pages = self.pages_for(num_tokens)
         pool = self._pool_of(parent)
         for group, pages in enumerate(parent.pages):
-            for page in pages[:num_pages]:
+            # Another fork may begin one token earlier: it computes the last token itself.
+            first = max(parent.num_passed[group], self.prefixes.first_visible_page(group, max(0, num_tokens - 1)))
+            for page in [NULL_PAGE] * first + pages[first:num_pages]:
                 if page != NULL_PAGE:
                     pool.add_ref(page)
                 self._append(child, group, page)
-        child.num_passed = list(parent.num_passed)
+            child.num_passed[group] = first
         self.prefixes.inherit(parent, child, num_tokens)
 
     def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> int:

@@ -18,6 +18,7 @@ class PageDemand:
 
     def __init__(self, blocks: BlockManager):
         self.blocks, self.prefixes, self.store = blocks, blocks.prefixes, blocks.store
+        self.arithmetic = blocks.arithmetic
 
     @property
     def available(self) -> str:
@@ -69,11 +70,11 @@ class PageDemand:
         first = request.live[0]
         num_pinned = 0 if request.needs_prompt_scores else self.prefixes.num_pinned(first, request.prompt_len - 1)
         # The last token ends its sequence, so its keys and values are never computed.
-        return self.blocks.max_pages(shared_len, [first.max_len - 1] * num_samples) - num_pinned
+        return self.arithmetic.max_pages(shared_len, [first.max_len - 1] * num_samples) - num_pinned
 
     def pages_now(self, request: Request) -> int:
         """Return the pages that the request takes for the tokens that it has."""
-        return self.blocks.max_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
+        return self.arithmetic.max_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
 
     def fits_alone(self, request: Request) -> bool:
         """Return whether the request could run to its end if no other request ran."""

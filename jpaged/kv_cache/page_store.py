@@ -47,8 +47,8 @@ class PageStore:
         self.moves: list[PageMove] = []
         self.num_kept = 0
         """Evicted pages among `moves` that are copied to the host pool."""
-        self.pins: Counter[bytes] = Counter()
-        """Hash of each page that is to stay on the device → how many pinned prefixes contain it."""
+        self.pins: Counter[PageKey] = Counter()
+        """Key of each page that is to stay on the device → how many pinned prefixes keep it."""
         self.pinned_pages: dict[PageKey, int] = {}
         """Pages of `pins` that are on the device now. Each is referenced once for its pin."""
         self.num_pin_changes = 0
@@ -88,7 +88,7 @@ class PageStore:
 
     def publish(self, page: int, key: PageKey) -> None:
         """Let a device page be found by `key`, and pin it if its prefix is pinned."""
-        if self.device.publish(page, key) and key[1] in self.pins:
+        if self.device.publish(page, key) and key in self.pins:
             self.pin(key)
 
     def pin(self, key: PageKey) -> None:

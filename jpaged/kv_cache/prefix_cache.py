@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..request import CacheKey, RequestState, SampleSequence
-from .page_pool import NULL_PAGE
+from .page_pool import NULL_PAGE, PageKey
 from .page_store import PageStore
 from .prefix_hash import extend_hashes
 
@@ -180,14 +180,17 @@ class PrefixCache:
     # Pins
 
     def pin(self, token_ids: Sequence[int], cache_key: CacheKey) -> int:
-        """Keep this prefix's full pages from eviction, now or once they are computed; return the tokens kept now."""
+        """Keep this prefix's full pages from eviction, now or once they are computed; return the tokens kept now.
+
+        In a page-table group with a window these are the pages that a query behind the prefix's last full page sees.
+        """
         hashes = self._prefix_hashes(token_ids, cache_key)
         if not hashes:
             return 0
         self.pinned_prefixes[hashes[-1]] += 1
         self.store.num_pin_changes += 1
-        self.store.pins.update(hashes)
-        keys = [[(group, page_hash) for group in range(len(self.windows))] for page_hash in hashes]
+        keys = self._pin_keys(hashes)
+        self.store.pins.update(chain.from_iterable(keys))
         for key in chain.from_iterable(keys):
             self.store.pin(key)
         are_kept = [all(key in self.store.pinned_pages for key in page_keys) for page_keys in keys]
@@ -200,26 +203,26 @@ class PrefixCache:
             return False
         self.pinned_prefixes -= Counter([hashes[-1]])
         self.store.num_pin_changes += 1
-        for page_hash in reversed(hashes):
-            pins[page_hash] -= 1
-            if pins[page_hash] == 0:
-                del pins[page_hash]
-                for group in range(len(self.windows)):
-                    self.store.unpin((group, page_hash))
+        for page_key in chain.from_iterable(reversed(self._pin_keys(hashes))):
+            pins[page_key] -= 1
+            if pins[page_key] == 0:
+                del pins[page_key]
+                self.store.unpin(page_key)
         return True
 
     def num_new_pins(self, token_ids: Sequence[int], key: CacheKey) -> int:
         """Count the pages that a pin of this prefix would take from requests, beyond those pinned already."""
-        hashes = self._prefix_hashes(token_ids, key)
-        return len(self.windows) * sum(page_hash not in self.store.pins for page_hash in hashes)
+        keys = self._pin_keys(self._prefix_hashes(token_ids, key))
+        return sum(page_key not in self.store.pins for page_key in chain.from_iterable(keys))
 
     def num_pinned(self, sequence: SampleSequence, num_tokens: int) -> int:
-        """Count the pages of this sequence's first `num_tokens` tokens that are pinned, or will be once computed."""
-        if not self.store.pins:
+        """Count the full-attention pages of this sequence's first `num_tokens` tokens that have a pin."""
+        pins, num_pages = self.store.pins, num_tokens // self.block_size
+        if not pins:
             return 0
-        num_pages = num_tokens // self.block_size
         hashes = self._hashes(sequence, num_pages)[:num_pages]
-        return self.windows.count(None) * sum(page_hash in self.store.pins for page_hash in hashes)
+        full_groups = [group for group, window in enumerate(self.windows) if window is None]
+        return sum((group, page_hash) in pins for group in full_groups for page_hash in hashes)
 
     # Parts of the above
 
@@ -233,6 +236,15 @@ class PrefixCache:
         hashes: list[bytes] = []
         extend_hashes(hashes, array("i", token_ids), len(token_ids) // self.block_size, self.block_size, key)
         return hashes
+
+    def _pin_keys(self, hashes: list[bytes]) -> list[list[PageKey]]:
+        """Return the keys of the pages at each position that a pin of a prefix with these page hashes keeps."""
+        num_tokens = len(hashes) * self.block_size
+        firsts = [self.first_visible_page(group, num_tokens) for group in range(len(self.windows))]
+        return [
+            [(group, page_hash) for group, first in enumerate(firsts) if index >= first]
+            for index, page_hash in enumerate(hashes)
+        ]
 
     def _num_leading(self, group: int, hashes: list[bytes], length: int) -> int:
         """Count the pages from the start on that are cached in a group, at most `length`."""

@@ -103,7 +103,11 @@ class Scheduler(Lifecycle):
             sequence, request = chunk.sequence, chunk.sequence.request
             end = chunk.start + chunk.num_tokens
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
-            self.blocks.pass_windows(sequence, end)
+            # The last chunk's pages are published once its token is known. The same prompt, if it comes again, starts
+            # behind the last full page without its last token: what it sees there is kept until then.
+            num_known, block_size = len(sequence.token_ids), self.blocks.block_size
+            num_done = end if end < num_known else (num_known - 1) // block_size * block_size
+            self.blocks.pass_windows(sequence, num_done)
 
     def update_pages(self, sequence: SampleSequence) -> None:
         """Note a new token that the host knows: all tokens before it are computed, and their pages sound.
@@ -112,12 +116,12 @@ class Scheduler(Lifecycle):
         call is due when the host knows more than `check_at_len` tokens.
         """
         num_known = len(sequence.token_ids)
+        if sequence.state is RequestState.RUNNING:
+            self.prefixes.publish(sequence, num_known - 1)
+            page_end = self.blocks.pages_for(num_known) * self.blocks.block_size
+            progress.set_check(sequence, min(page_end, sequence.max_len - 1))
+        # Otherwise `check_at_len` is 0 until it runs again.
         self.blocks.pass_windows(sequence, num_known - 1)
-        if sequence.state is not RequestState.RUNNING:
-            return  # `check_at_len` is 0 until it runs again.
-        self.prefixes.publish(sequence, num_known - 1)
-        page_end = self.blocks.pages_for(num_known) * self.blocks.block_size
-        progress.set_check(sequence, min(page_end, sequence.max_len - 1))
 
     def count_chosen_token(self, sequence: SampleSequence) -> None:
         """Note a new token that was chosen by the host, as a beam search does, and not drawn on the device."""

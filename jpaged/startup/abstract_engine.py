@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 from jax.sharding import Mesh
@@ -25,13 +26,12 @@ from ..step.programs import ProgramOptions, Programs
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention_choice import attention_shape, block_size_of
+from .layer_groups import LayerGroups, group_layers
 
 logger = logging.getLogger("jpaged")
 
 STEP_PROGRAMS = ("forward", "forward_decodes", "sample", "decode")
 """First parts of the keys of programs that compute a step."""
-WINDOWS: tuple[int | None, ...] = (None,)
-"""Attention window of each page-table group in tokens; None sees all. All layers of today's models see all."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class AbstractEngine:
     num_decode_steps: int = 1
     """Most tokens of a sequence in one dispatch."""
 
+    @cached_property
+    def groups(self) -> LayerGroups:
+        """Return the page-table groups of the model's layers; ConfigError for windows that cannot be served."""
+        return group_layers(self.model.spec.layers)
+
     @property
     def platform(self) -> str:
         """Return the kind of the mesh's devices: "cpu", "gpu" or "tpu"."""
@@ -57,7 +62,7 @@ class AbstractEngine:
         return block_size_of(self.backend, shape, asked, max_num_seqs, max_model_len)
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Return the bytes of one page in all layers together."""
+        """Return the bytes of one page, in all layers of the largest page-table group together."""
         return self._layout(1, block_size, kv_dtype).page_bytes
 
     def weights(self, dtype: str) -> Weights:
@@ -75,7 +80,7 @@ class AbstractEngine:
             # Several steps of logprobs of the whole vocabulary would take too much memory.
             modes = tuple(mode for mode in buckets.decode_modes if mode is not SampleMode.FULL)
             buckets = replace(buckets, decode_modes=modes)
-        return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, num_groups=len(WINDOWS))
+        return StepInputBuilder(sizes, buckets, self.backend, rules_spec=self.rules_spec, windows=self.groups.windows)
 
     def programs(self, builder: StepInputBuilder, *, num_blocks: int, num_host_blocks: int = 0) -> Programs:
         """Return every program of an engine with these pools of pages, which takes the inputs of `builder`."""
@@ -83,7 +88,7 @@ class AbstractEngine:
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
         # A GPU's host would have to read the condition of each branch and loop.
         settings = replace(self.settings, is_static=self.platform == "gpu")
-        layers = tuple(LayerPlace(group=0, index=layer) for layer in range(self.model.num_layers))
+        layers = tuple(LayerPlace(*place) for place in self.groups.places)
         return Programs(
             self.weights(sizes.dtype),
             PagedCache((), layout, layers, self.backend, mesh=self.mesh if self.mesh.size > 1 else None),
@@ -95,7 +100,7 @@ class AbstractEngine:
 
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
         """Return the layout of a cache of this many pages; ConfigError for what the backend cannot take."""
-        shape, num_layers = attention_shape(self.model.spec, dtype), self.model.num_layers
+        shape, num_layers = attention_shape(self.model.spec, dtype), self.groups.num_layers
         try:
             return self.backend.layout(shape.kv_shape(block_size, num_layers=num_layers, num_pages=num_pages))
         except ValueError as error:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ..checks import one_line, shown
-from ..config import MAX_DECODE_STEPS, EngineConfig
+from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
@@ -39,14 +39,22 @@ from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
-from .abstract_engine import WINDOWS, AbstractEngine, StepMemoryCheck
+from .abstract_engine import AbstractEngine, StepMemoryCheck
 from .attention_check import find_failure
 from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .check_process import check_before_opening, check_in_subprocess, check_request
 from .device_memory import unreserved_memory_note
 from .host_memory import free_host_bytes, num_host_cores
 from .open_model import ModelHandle
-from .sizing import Demand, EngineSizes, FreeMemory, chosen_dtypes, requested_max_len, size_engine
+from .sizing import (
+    Demand,
+    EngineSizes,
+    FreeMemory,
+    chosen_dtypes,
+    num_decode_steps,
+    requested_max_len,
+    size_engine,
+)
 from .user_cache import make_private, user_cache
 from .warmup import warmup_keys
 
@@ -54,9 +62,6 @@ logger = logging.getLogger("jpaged")
 
 SWITCH_INTERVAL_S = 0.001
 """Thread switch interval while weights load; CPython's default is 5 ms."""
-GPU_DECODE_STEPS = 4
-"""Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
-ends before, and so few are enough to hide the work of the host."""
 CPU_COMPILERS, MAX_COMPILERS = 2, 16
 """Programs that are compiled at the same time on a CPU, and at most elsewhere."""
 COMPILER_BYTES = 1 << 30
@@ -184,10 +189,10 @@ def _checked_engine(
     rules_spec = LogitRulesSpec(model.vocab_size, processors, frozenset(handle.eos_token_ids))
     settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs")
 
-    num_decode_steps = _num_decode_steps(config, device.platform)
+    decode_steps = num_decode_steps(config, device.platform)
 
     def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = AbstractEngine(handle.config, device_mesh([device]), backend, rules_spec, settings, num_decode_steps)
+        engine = AbstractEngine(handle.config, device_mesh([device]), backend, rules_spec, settings, decode_steps)
         return engine, size_engine(config, model, engine, free, demands)
 
     choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
@@ -268,15 +273,6 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _num_decode_steps(config: EngineConfig, platform: str) -> int:
-    """Return the most tokens that a sequence decodes in one dispatch."""
-    if config.deterministic:
-        return 1
-    if config.num_decode_steps != "auto":
-        return int(config.num_decode_steps)
-    return GPU_DECODE_STEPS if platform == "gpu" else MAX_DECODE_STEPS
-
-
 def _num_compilers(platform: str) -> int:
     """Return how many programs are compiled at once: for a device, as many as the host's cores and memory allow."""
     if platform == "cpu":
@@ -289,17 +285,18 @@ def _scheduler(
     config: EngineConfig, sizes: EngineSizes, builder: StepInputBuilder, preemption: PreemptionPolicy, decode_steps: int
 ) -> Scheduler:
     """Return the scheduler with its block manager."""
-    step, buckets, costs = sizes.step, builder.buckets, preemption.costs
+    step, arithmetic, buckets, costs = sizes.step, sizes.arithmetic, builder.buckets, preemption.costs
     blocks = BlockManager(
         num_blocks=sizes.num_blocks,
         block_size=step.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        windows=WINDOWS,
+        windows=arithmetic.windows,
         num_host_blocks=sizes.num_host_blocks,
         max_cached_blocks=config.max_cached_blocks,
-        max_chunk=step.max_num_batched_tokens,
-        # Evicted pages go to the host where swapping one out and in takes less than recomputing it, or may do.
-        keep_evicted=costs is None or costs.swap_s(1) < costs.recompute_s(step.block_size),
+        max_chunk=arithmetic.max_chunk,
+        # Evicted pages go to the host where swapping those of one position out and in takes less than recomputing it,
+        # or may do.
+        keep_evicted=costs is None or costs.swap_s(len(arithmetic.windows)) < costs.recompute_s(step.block_size),
     )
     policy = config.scheduling_policy
     options = SchedulerConfig(

@@ -7,17 +7,20 @@ Nothing is allocated here, and the module knows no JAX: `MemoryCosts` gives the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..checks import refusal
-from ..config import MAX_STEP_TOKENS, EngineConfig
+from ..config import MAX_DECODE_STEPS, MAX_STEP_TOKENS, EngineConfig
 from ..errors import ConfigError
+from ..kv_cache.page_arithmetic import PageArithmetic
 from ..models.config.spec import ModelSpec
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..scheduling.buckets import deterministic_tokens
 from ..step.step_sizes import StepSizes
+from .layer_groups import group_layers
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
@@ -32,6 +35,9 @@ ATTENTION_BYTES = 16 << 20
 """Most bytes that attention takes beside a step's queries, keys and values; the compile gates check it."""
 LOGIT_ARRAYS = 12
 """Most arrays of float32 logits, of all rows and the whole vocabulary, that a sampler holds at once."""
+GPU_DECODE_STEPS = 4
+"""Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
+ends before, and so few are enough to hide the work of the host."""
 MAX_SLOTS = (1 << 31) - 1
 """KV slots are numbered in int32."""
 
@@ -50,12 +56,11 @@ class Demand:
         """Return the tokens that the request is sure to need: its prompt and max_tokens, or one if it has no limit."""
         return self.prompt_len + (self.max_tokens or 1)
 
-    def num_pages(self, block_size: int, max_model_len: int) -> int:
+    def num_pages(self, arithmetic: PageArithmetic, max_model_len: int) -> int:
         """Return the pages of all samples when they end. Samples share the full pages of the prompt."""
         num_tokens = max_model_len if self.max_tokens is None else min(self.num_tokens, max_model_len)
-        # Each sample computes the prompt's last token itself, and never its own last one, as in `PageDemand`.
-        shared = (self.prompt_len - 1) // block_size
-        return shared + self.num_samples * (-(-(num_tokens - 1) // block_size) - shared)
+        # The last token of a sample is never computed, as in `PageDemand`.
+        return arithmetic.max_pages(self.prompt_len, [num_tokens - 1] * self.num_samples)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class EngineSizes:
     """Pages of the pool, the null page included."""
     num_host_blocks: int
     """Pages of the host pool, its null page included; 0 without a host pool."""
+    arithmetic: PageArithmetic
+    """How many pages sequences take."""
     memory: MemoryPlan
     notes: tuple[str, ...] = ()
     """One line for each default that was lowered, with the reason; shown as warnings."""
@@ -101,7 +108,7 @@ class MemoryCosts(Protocol):
         ...
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Return the bytes of one page in all layers together."""
+        """Return the bytes of one page, in all layers of the largest page-table group together."""
         ...
 
     def weights_bytes(self, dtype: str) -> int: ...
@@ -164,25 +171,27 @@ def size_engine(
             f"max_num_batched_tokens lowered to {max_num_batched_tokens}, max_num_seqs rounded up: with deterministic "
             "all steps are of that size"
         )
-    page_bytes = costs.page_bytes(block_size, kv_dtype)
-    num_pages, memory = _pool(config, model, costs, free, step)
-    if num_pages < step.max_pages:
-        missing = (step.max_pages - num_pages) * page_bytes
-        fitting_len = _lowered_len(config, num_pages * block_size, max_model_len, missing, demands)
+    arithmetic, page_bytes = page_arithmetic(config, model, step, free.platform), costs.page_bytes(block_size, kv_dtype)
+    num_pages, memory = _pool(config, model, costs, free, step, arithmetic)
+    if (num_missing := arithmetic.max_pages(0, [max_model_len]) - num_pages) > 0:
+        capacity = arithmetic.longest_len(num_pages, max_model_len)
+        fitting_len = _lowered_len(config, capacity, max_model_len, num_missing * page_bytes, demands)
         step = replace(step, max_model_len=fitting_len)
+        num_groups = len(arithmetic.windows)
+        pool = f"{num_pages} pages × {block_size} tokens ({num_pages * page_bytes / 1e6:.0f} MB)"
         notes.append(
-            f"max_model_len lowered to {step.max_model_len}: the pool of {num_pages} pages × {block_size} tokens "
-            f"({num_pages * page_bytes / 1e6:.0f} MB) holds no longer sequence"
+            f"max_model_len lowered to {step.max_model_len}: the pool of {pool}"
+            f"{f', for {num_groups} groups of layers,' if num_groups > 1 else ''} holds no longer sequence"
         )
     if not config.enable_chunked_prefill and max_num_batched_tokens < step.max_model_len:
         reason = "while enable_chunked_prefill is false: a prompt is computed in one step"
         allowed = f"at least max_model_len, {step.max_model_len}, {reason}"
         way_out = "raise it, lower max_model_len, or leave chunked prefill on"
         raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
-    _check_samples(demands, num_pages, block_size, step.max_model_len)
+    _check_samples(demands, num_pages, arithmetic, step.max_model_len)
     room = max(0, free.host_bytes - (memory.weights_bytes + memory.pool_bytes if free.is_cpu else 0))
     num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=room, page_bytes=page_bytes, step=step)
-    return EngineSizes(step, num_pages + 1, num_host_blocks, memory, tuple(notes))
+    return EngineSizes(step, num_pages + 1, num_host_blocks, arithmetic, memory, tuple(notes))
 
 
 def chosen_dtypes(config: EngineConfig, model: ModelSpec, platform: str) -> tuple[str, str]:
@@ -191,6 +200,22 @@ def chosen_dtypes(config: EngineConfig, model: ModelSpec, platform: str) -> tupl
     default = "float32" if platform == "cpu" or model.dtype == "float32" else "bfloat16"
     dtype = default if config.dtype == "auto" else config.dtype
     return dtype, dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+
+
+def num_decode_steps(config: EngineConfig, platform: str) -> int:
+    """Return the most tokens that a sequence decodes in one dispatch."""
+    if config.deterministic:
+        return 1
+    if config.num_decode_steps != "auto":
+        return int(config.num_decode_steps)
+    return GPU_DECODE_STEPS if platform == "gpu" else MAX_DECODE_STEPS
+
+
+def page_arithmetic(config: EngineConfig, model: ModelSpec, step: StepSizes, platform: str) -> PageArithmetic:
+    """Return how many pages sequences take in the page-table groups of the model's layers."""
+    chunk = min(config.long_prefill_token_threshold or step.max_num_batched_tokens, step.max_num_batched_tokens)
+    max_chunk = max(chunk, num_decode_steps(config, platform))
+    return PageArithmetic(group_layers(model.layers).windows, step.block_size, max_chunk)
 
 
 def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
@@ -237,7 +262,12 @@ def _block_size(
 
 
 def _pool(
-    config: EngineConfig, model: ModelSpec, costs: MemoryCosts, free: FreeMemory, sizes: StepSizes
+    config: EngineConfig,
+    model: ModelSpec,
+    costs: MemoryCosts,
+    free: FreeMemory,
+    sizes: StepSizes,
+    arithmetic: PageArithmetic,
 ) -> tuple[int, MemoryPlan]:
     """Return the pages of the pool without the null page, and what the memory is used for."""
     page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
@@ -247,7 +277,8 @@ def _pool(
     step_sizes = itemsize, sizes.max_num_batched_tokens, sizes.max_num_seqs
     program = estimated_program_bytes(model, *step_sizes)
     step = program + _state_bytes(model, *step_sizes)
-    max_pages = MAX_SLOTS // sizes.block_size - 1
+    # A sequence of few tokens has a page in each page-table group.
+    min_pages, max_pages = len(arithmetic.windows), MAX_SLOTS // sizes.block_size - 1
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
         _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights)
@@ -256,15 +287,15 @@ def _pool(
         _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free.device_bytes, weights)
     else:
         most = CPU_POOL_BYTES // page_bytes - 1 if free.is_cpu else max_pages
-        wanted = min(sizes.max_num_seqs * sizes.max_pages, most, max_pages)
+        wanted = min(sizes.max_num_seqs * arithmetic.max_pages(0, [sizes.max_model_len]), most, max_pages)
         room = int(free.device_bytes * (1.0 if free.is_cpu else config.device_memory_utilization)) - weights - step
         affordable = _round_down(max(0, room) // 2 // page_bytes) if free.is_cpu else room // page_bytes
         num_pages = min(wanted, affordable - 1)
-        if num_pages < 1:
-            raise _no_room(config, free, weights + step, 2 * page_bytes)
-    if not 1 <= num_pages <= max_pages:
+        if num_pages < min_pages:
+            raise _no_room(config, free, weights + step, _round_up(min_pages + 1) * page_bytes)
+    if not min_pages <= num_pages <= max_pages:
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
-        allowed = f"from {2 * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
+        allowed = f"from {(min_pages + 1) * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
         raise refusal(name, getattr(config, name), f"{allowed}, {page_bytes} bytes each", error=ConfigError)
     return num_pages, MemoryPlan(free.device_bytes, weights, step, program, (num_pages + 1) * page_bytes)
 
@@ -306,10 +337,10 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_byte
     return num_pages
 
 
-def _check_samples(demands: Sequence[Demand], num_pages: int, block_size: int, max_model_len: int) -> None:
+def _check_samples(demands: Sequence[Demand], num_pages: int, arithmetic: PageArithmetic, max_model_len: int) -> None:
     """Refuse a pool that cannot hold all samples of one known prompt at the same time."""
     for demand in demands:
-        needed = demand.num_pages(block_size, max_model_len)
+        needed = demand.num_pages(arithmetic, max_model_len)
         if demand.num_samples > 1 and needed > num_pages:
             samples = f"{demand.num_samples} samples of a prompt of {demand.prompt_len} tokens"
             got, allowed = f"{samples}, which need {needed} pages with their outputs", f"at most the {num_pages} pages"
@@ -324,8 +355,8 @@ def _no_room(config: EngineConfig, free: FreeMemory, needed: int, min_pool: int)
         missing = needed + 2 * min_pool - free.device_bytes
         return ConfigError(
             f"model: its weights and a step {take}, {_gb(free.device_bytes)} GB are free, and half of the rest "
-            f"holds no page; {missing} bytes are missing, and no max_model_len fits: free some memory, take a smaller "
-            "model or give num_blocks"
+            f"holds too few pages; {missing} bytes are missing, and no max_model_len fits: free some memory, take a "
+            "smaller model or give num_blocks"
         )
     share = config.device_memory_utilization
     missing = needed + min_pool - int(free.device_bytes * share)
@@ -367,6 +398,11 @@ def _round_down(num_pages: int) -> int:
     """Round down to three significant bits: free memory differs from run to run, and compiled shapes should not."""
     shift = max(0, num_pages.bit_length() - 3)
     return num_pages >> shift << shift
+
+
+def _round_up(num_pages: int) -> int:
+    """Return the smallest number that is at least this and that `_round_down` keeps."""
+    return next(number for number in itertools.count(num_pages) if _round_down(number) == number)
 
 
 def estimated_program_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:

@@ -121,9 +121,17 @@ class StepInputBuilder:
     """
 
     def __init__(
-        self, sizes: StepSizes, buckets: Buckets, backend: Backend, *, rules_spec: LogitRulesSpec, num_groups: int = 1
+        self,
+        sizes: StepSizes,
+        buckets: Buckets,
+        backend: Backend,
+        *,
+        rules_spec: LogitRulesSpec,
+        windows: tuple[int | None, ...] = (None,),
     ):
-        """`num_groups` is the number of page-table groups."""
+        """`windows` has an entry for each page-table group: None, full attention, comes first."""
+        num_groups, self.num_full_groups = len(windows), windows.count(None)
+        assert None not in windows[self.num_full_groups :], "groups of full attention come first"
         self.sizes = sizes
         self.buckets = buckets
         self.backend = backend
@@ -137,7 +145,8 @@ class StepInputBuilder:
         self.num_changes = max(layout.num_changes for layout in self.layouts.values())
         num_slots = sizes.max_num_seqs + 1
         self.tables = np.zeros((num_groups, num_slots, sizes.max_pages), np.int32)
-        """The device's page tables as they are once every step built so far has run."""
+        """The device's page tables as they are once every step built so far has run. Entries that a window has passed,
+        and those behind a sequence's last page, are left from earlier."""
         self.next_positions = np.zeros(num_slots, np.intp)
         """Position of the token that a decode in each state slot computes next."""
         # For each slot, written when a sequence gets it: prompt length, index in MODES, SAMPLE_FIELDS.
@@ -329,7 +338,7 @@ class StepInputBuilder:
             query_lens=rows.query_lens,
             context_lens=rows.final_lens,
             num_decode_rows=rows.num_decode_rows,
-            page_tables=self.tables,
+            page_tables=self.tables[: self.num_full_groups],
             table_rows=rows.seq_slots,
             page_size=self.sizes.block_size,
             padded_tokens=layout.num_tokens,

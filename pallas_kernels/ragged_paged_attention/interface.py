@@ -35,8 +35,8 @@ class AttentionMetadata:
 
     Rows are sequences, in the order of their tokens. Rows with exactly one query come first and are
     counted by `num_decode_rows`, so token r belongs to row r for r < num_decode_rows. Padding tokens have
-    slot 0; padding rows have no queries and context length 0. Page tables may hold the null page where a
-    window has passed; entries beyond a row's context are arbitrary but valid page numbers.
+    slot 0; padding rows have no queries and context length 0. Entries of a page table beyond a row's context,
+    and those that its window has passed, are arbitrary but valid page numbers, the null page's among them.
     """
 
     positions: Int[Array, " T"]
@@ -69,7 +69,8 @@ class PlanRows:
     num_decode_rows: int
     """Rows with exactly one query."""
     page_tables: np.ndarray
-    """[groups, tables, P] int32: page numbers, of this step's rows and of others."""
+    """[groups, tables, P] int32: page numbers of the page-table groups of full attention, of this step's rows and of
+    others. Rows share no work in layers with a window, whose tables hold old numbers where it has passed."""
     table_rows: np.ndarray
     """[R] integers: row r has the page table `page_tables[:, table_rows[r]]`."""
     page_size: int

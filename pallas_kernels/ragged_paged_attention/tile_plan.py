@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .interface import NULL_PAGE, Backend, PlanRows
+from .interface import Backend, PlanRows
 
 MAX_GROUPS = 8
 """Groups of rows with the same first pages that the host looks for in a step, the largest first: each costs it time."""
@@ -101,6 +101,8 @@ class TilePlanner:
 
     def _fill_shared_tiles(self, rows: PlanRows, out: PlanSections) -> None:
         """Cut the groups of decode rows that share enough pages into tiles of at most `shared_rows` rows."""
+        if not len(rows.page_tables):
+            return  # Every layer has a window.
         decode = slice(rows.num_decode_rows)
         groups = shared_prefixes(rows.context_lens[decode], rows.page_tables, rows.table_rows[decode], rows.page_size)
         num_tiles = first = 0
@@ -124,8 +126,7 @@ def shared_prefixes(
 
     No row is in two groups, and a row's last page is never shared. Rows with the same first page are compared with the
     longest of them, and as many pages are taken as save most reads; the rows that do not have so many are looked at
-    again. A null entry of a page-table group equals any page: the window of that group's layers has passed, and the
-    other groups decide.
+    again. All page-table groups must have the same pages.
     """
     num_full = (context_lens - 1) // page_size
     rows = np.flatnonzero(num_full)
@@ -140,7 +141,7 @@ def shared_prefixes(
         length = num_full[longest]
         tables = page_tables[:, table_rows[members], :length]
         first = page_tables[:, table_rows[longest], None, :length]
-        is_other = ((tables != first) & (tables != NULL_PAGE) & (first != NULL_PAGE)).any(axis=0)
+        is_other = (tables != first).any(axis=0)
         num_same = np.where(is_other.any(axis=1), is_other.argmax(axis=1), length)
         num_same = np.minimum(num_same, num_full[members])
         num_pages = np.sort(num_same)[::-1]

@@ -37,6 +37,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         "a slot is lost or held twice"
     )
     check_pages(scheduler.blocks, running, swapped)
+    _check_windows(scheduler.blocks, running, num_steps=max(1, scheduler.step - scheduler.retired_step))
 
 
 def check_pages(blocks: BlockManager, running: Sequence[SampleSequence], swapped: Sequence[SampleSequence]) -> None:
@@ -54,7 +55,7 @@ def check_pages(blocks: BlockManager, running: Sequence[SampleSequence], swapped
                 assert page not in store.device.key_of, "a page that will be written is published"
     for key, page in store.pinned_pages.items():
         assert store.device.page_of[key] == page, "a pinned page is not published"
-        assert key[1] in store.pins, "a page is pinned without a pin"
+        assert key in store.pins, "a page is pinned without a pin"
 
 
 def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[SampleSequence], pinned: Iterable[int]) -> None:
@@ -91,6 +92,14 @@ def _check_table(blocks: BlockManager, sequence: SampleSequence) -> None:
         assert len(pages) >= blocks.pages_for(sequence.num_computed), "computed tokens without a page"
         assert NULL_PAGE not in pages[num_passed:], "a page is missing that a query may see"
         assert not any(pages[:num_passed]), "a page that no query sees is kept"
+
+
+def _check_windows(blocks: BlockManager, running: Sequence[SampleSequence], num_steps: int) -> None:
+    for group, window in blocks.window_groups:
+        most = blocks.arithmetic.window_pages(window, num_steps)
+        for sequence in running:
+            num_pages = len(sequence.pages[group]) - sequence.num_passed[group]
+            assert num_pages <= most, "a window has more pages than counted"
 
 
 def _check_sequence(scheduler: Scheduler, sequence: SampleSequence, state: RequestState) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from jpaged.errors import InvalidRequestError, QueueFullError
-from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.request import CacheKey, RequestState
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
@@ -22,6 +22,8 @@ from .symbolic import POISON_TOKEN, STOP_TOKEN, DeviceError, Host, Interrupt
 
 MAX_STEPS = 5000
 """Steps of one life; more mean that it makes no progress."""
+MAX_AHEAD = 4
+"""Tokens that a decoding sequence has pages for ahead of the next one."""
 STAGES = ("waiting", "prefilling", "decoding", "swapped")
 FAULTS = ("dispatch before", "dispatch after", "read")
 INTERRUPTS = ("before", "after")
@@ -84,7 +86,8 @@ class Life:
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
-        options = self._options() | self._step_options(random.Random(f"{seed} steps"))
+        step_options = self._step_options(random.Random(f"{seed} steps"))
+        options = self._options(step_options["max_decode_steps"]) | step_options
         self.log_event("options", *(f"{name}={value}" for name, value in options.items() if not callable(value)))
         self.gate = AdapterGate(rng.choice([1, 1, 2])) if rng.random() < 0.3 else None
         self.depth = rng.choice([1, 2, 2])
@@ -125,7 +128,7 @@ class Life:
         self.pins = []
         self.num_withdrawn = {"device": 0, "host": 0}
 
-    def _options(self):
+    def _options(self, max_decode_steps):
         rng = self.rng
         block_size = rng.choice([1, 4, 4, 16])
         self.max_len = rng.choice([24, 40, 64] if block_size == 16 else [12, 24, 40])
@@ -137,10 +140,11 @@ class Life:
         if not is_chunked:
             budget = max(budget, self.max_len)
         threshold = rng.choice([0, 0, 3, 8]) if is_chunked else 0
-        sizes = dict(block_size=block_size, windows=windows, max_chunk=threshold or budget)
+        max_chunk = max(threshold or budget, max_decode_steps, MAX_AHEAD)
+        arithmetic = PageArithmetic(windows, block_size, max_chunk)
         self.max_samples = min(max_num_seqs, rng.choice([1, 1, 2, 4]))
         num_alike = rng.choice([1, self.max_samples])
-        largest = BlockManager(num_blocks=2, **sizes).max_pages(0, [self.max_len - 1] * num_alike)
+        largest = arithmetic.max_pages(0, [self.max_len - 1] * num_alike)
         num_blocks = 1 + int(largest * rng.choice([1, 1.2, 1.5, 1.5, 2, 3]))
         costs = SwapCosts(
             page_bytes=1, swap_bytes_per_s=2 * rng.choice([0.5, 1, 1.5]) / block_size, prefill_s_per_token=1.0
@@ -166,7 +170,8 @@ class Life:
                 rng.choice([costs, costs, costs, None]),
             ),
             limits=rng.choice([QueueLimits()] * 2 + [QueueLimits(waiting_requests=4), QueueLimits(waiting_tokens=80)]),
-            tokens_ahead=rng.choice([1, 1, 4]),
+            tokens_ahead=rng.choice([1, 1, MAX_AHEAD]),
+            max_chunk=max_chunk,
         )
 
     @staticmethod

@@ -468,12 +468,13 @@ class Host:
         poison_share=0,
         is_late=lambda: False,
         long_prefill_token_threshold=0,
+        max_chunk=None,
         bounds_scores=False,
         gate=None,
         log_event=lambda *event: None,
         **options,
     ):
-        """`options` are further fields of `SchedulerConfig`."""
+        """`options` are further fields of `SchedulerConfig`; `max_chunk` is given where a step decodes more."""
         self.model = Model(windows, stop_share, poison_share)
         self.engine_seed = engine_seed
         self.log_event = log_event
@@ -485,7 +486,7 @@ class Host:
             windows=windows,
             num_host_blocks=num_host_blocks,
             max_cached_blocks=max_cached_blocks,
-            max_chunk=long_prefill_token_threshold or max_num_batched_tokens,
+            max_chunk=max_chunk or long_prefill_token_threshold or max_num_batched_tokens,
         )
         sizes = StepSizes("float32", "float32", block_size, max_model_len, max_num_seqs, max_num_batched_tokens)
         buckets = sizes.buckets(platform)
@@ -498,7 +499,7 @@ class Host:
             **options,
         )
         self.scheduler = Scheduler(self.blocks, config, clock=lambda: self.now, gate=gate)
-        builder = StepInputBuilder(sizes, buckets, XlaBackend(), rules_spec=LogitRulesSpec(0), num_groups=len(windows))
+        builder = StepInputBuilder(sizes, buckets, XlaBackend(), rules_spec=LogitRulesSpec(0), windows=windows)
         first_garbage = itertools.count(1, 1 << 32)
         self.runner = SymbolicRunner(
             lambda: SymbolicDevice(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs
 """Logprobs say how close the likeliest tokens are; on a GPU, requests with logprobs decode one token in a dispatch."""
 DRAWN = dataclasses.replace(GREEDY, temperature=0.8, top_p=0.9, max_tokens=6, seed=3)
 LONG, SHORT = list(range(40, 111)), [7, 8, 9]
+WINDOW = 20
 MAX_GAP = {"float32": 1e-4, "bfloat16": 0.05}
 """Largest gap between the logprobs of the two likeliest tokens at which two roundings may choose differently."""
 
@@ -51,7 +53,8 @@ def tpu_backend(dtype: str) -> Backend:
 
 def gpu_backend(dtype: str) -> Backend:
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    return GpuBackend(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, num_sms=2, interpret=interpret)
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
+    return GpuBackend(**heads, windows=(WINDOW,), num_sms=2, interpret=interpret)
 
 
 CASES = [("tpu", "float32"), ("tpu", "bfloat16")]
@@ -74,12 +77,12 @@ def engines(request: pytest.FixtureRequest, model: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("jpaged.startup.build_engine.find_failure", lambda *_: None)
     monkeypatch.setattr("jpaged.startup.build_engine.check_in_subprocess", lambda *_: None)
 
-    def make(**options: Any) -> list[Engine]:
+    def make(path: str = model, **options: Any) -> list[Engine]:
         found = []
         for backend in (MADE[platform](dtype), XlaBackend()):
             choice = AttentionChoice(backend, "of the test")
             monkeypatch.setattr("jpaged.startup.build_engine.choose_attention", lambda *_, c=choice, **__: c)
-            found.append(Engine(model, **SIZES | {"dtype": dtype} | options))
+            found.append(Engine(path, **SIZES | {"dtype": dtype} | options))
         assert all(engine.core.builder.buckets.num_tokens[0] == 16 for engine in found), "sizes of a device"
         return found
 
@@ -160,6 +163,18 @@ def test_greedy_rows_decode_several_tokens_in_a_dispatch(engines: Any) -> None:
     for ours in results:
         assert_same(ours, with_logprobs, dtype=pair[0].config.dtype)
     assert num_steps[0] == num_steps[1] <= 2 + 5, "two steps of prompts, and 15 tokens by threes"
+
+
+def test_a_layer_with_a_window_beside_one_of_full_attention(engines: Any, tmp_path: Path) -> None:
+    """While the long prompt is computed, in chunks, its window passes the first of its five pages."""
+    types = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    options = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": WINDOW, **types}
+    pair, results = engines(str(write_tiny_model(tmp_path, head_dim=HEAD_SIZE, **options))), []
+    for engine in pair:
+        with engine:
+            results.append(engine.generate([SHORT, LONG], GREEDY, use_tqdm=False))
+            assert engine.blocks.windows == (None, WINDOW)
+    assert_same(*results, dtype=pair[0].config.dtype)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -1,6 +1,7 @@
 """A whole model directory in miniature: config, byte-level tokenizer with a chat template, random weights."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tensors(seed: int = 0, head_size: int = 16) -> dict[str, np.ndarray]:
-    """Return weights scaled so that the logits of different tokens lie well apart."""
+def tensors(seed: int = 0, head_size: int = 16, *, has_bias: bool = False) -> dict[str, np.ndarray]:
+    """Return weights scaled so that the logits of different tokens lie well apart; biases of zero if there are any."""
     rng = np.random.default_rng(seed)
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     queries, kv = (CONFIG[f"num_{name}_heads"] * head_size for name in ("attention", "key_value"))
@@ -51,6 +52,8 @@ def tensors(seed: int = 0, head_size: int = 16) -> dict[str, np.ndarray]:
             "mlp.down_proj": (hidden, inner),
         }.items():  # fmt: skip
             found[f"{name}{part}.weight"] = matrix(*shape)
+            if has_bias and part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+                found[f"{name}{part}.bias"] = np.zeros(shape[0], np.float32)
         for part in ("input_layernorm", "post_attention_layernorm"):
             found[f"{name}{part}.weight"] = np.ones(hidden, np.float32)
     found["model.norm.weight"] = np.ones(hidden, np.float32)
@@ -71,7 +74,8 @@ def write_tiny_model(directory: Path, **config: Any) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    save_file(tensors(head_size=config.get("head_dim", 16)), str(directory / "model.safetensors"))
+    has_bias = config.get("model_type") == "qwen2"
+    save_file(tensors(head_size=config.get("head_dim", 16), has_bias=has_bias), str(directory / "model.safetensors"))
     return directory
 
 
@@ -83,8 +87,11 @@ def tiny_layout(backend: Backend, *, num_pages: int, page_size: int) -> KVLayout
     )
 
 
-def reference_logits(token_ids: list[int], seed: int = 0) -> np.ndarray:
-    """Return the logits [T, V] of the model over these tokens, in float64 and without any code of jpaged."""
+def reference_logits(token_ids: list[int], seed: int = 0, windows: Sequence[int | None] = (None, None)) -> np.ndarray:
+    """Return the logits [T, V] of the model over these tokens, in float64 and without any code of jpaged.
+
+    `windows` has the latest positions that a query sees, its own included, for each layer; None for all.
+    """
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors(seed).items()}
     num_heads, num_kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_tokens, size = len(token_ids), CONFIG["hidden_size"] // num_heads
@@ -107,7 +114,8 @@ def reference_logits(token_ids: list[int], seed: int = 0) -> np.ndarray:
         k = heads(y, own["self_attn.k_proj.weight"], num_kv_heads, is_rotated=True)
         v = heads(y, own["self_attn.v_proj.weight"], num_kv_heads, is_rotated=False)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(size)
-        scores = np.where(np.tri(num_tokens, dtype=bool), scores, -np.inf)
+        is_passed = np.tri(num_tokens, k=-(windows[layer] or num_tokens), dtype=bool)
+        scores = np.where(np.tri(num_tokens, dtype=bool) & ~is_passed, scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
         x = x + np.einsum("hqk,khd->qhd", shares, v).reshape(num_tokens, -1) @ own["self_attn.o_proj.weight"].T

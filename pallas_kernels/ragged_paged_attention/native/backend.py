@@ -96,8 +96,8 @@ class NativeBackend(TiledBackend):
         return NativeLayout.of(shape)
 
     def check_context_len(self, num_heads: int, layout: KVLayout, dtype: str) -> int:
-        """See `Backend.check_context_len`: some pages, whose last one is not full."""
-        return 4 * layout.page_size + 7
+        """See `Backend.check_context_len`: some pages, whose last one is not full, and of small pages more."""
+        return max(4 * layout.page_size, 64) + 7
 
     def with_shared_prefixes(self) -> NativeBackend:
         """See `Backend.with_shared_prefixes`."""

@@ -73,24 +73,6 @@ def snapshot(blocks):
     return pools, list(blocks.store.moves), dict(blocks.table_changes), dict(blocks.store.pinned_pages)
 
 
-@pytest.mark.parametrize(
-    ("fork_len", "lens", "num_pages"),
-    [(0, [9], 3), (0, [9, 9], 6), (9, [9, 9], 4), (8, [9, 9], 5), (7, [9, 9], 5), (4, [9, 9, 9], 9), (9, [9], 3)],
-)
-def test_max_pages_counts_shared_pages_once_and_the_page_of_a_fork_s_last_token_apart(fork_len, lens, num_pages):
-    assert manager(block_size=4).max_pages(fork_len, lens) == num_pages
-    assert manager(block_size=1).max_pages(fork_len, lens) == sum(lens) - max(0, fork_len - 1) * (len(lens) - 1)
-
-
-def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
-    blocks = manager(num_blocks=60, block_size=4, windows=(None, 5), max_chunk=8)
-    assert blocks.max_pages(0, [100]) == 25 + 4
-    assert blocks.max_pages(0, [8]) == 2 + 2
-    assert manager(block_size=4, windows=(6,), max_chunk=8).max_pages(0, [100]) == 5
-    assert manager(block_size=4, windows=(5,), max_chunk=9).max_pages(0, [100]) == 5
-    assert manager(block_size=1, windows=(3,)).max_pages(0, [100]) == 3 + 1, "one token a step is the default"
-
-
 def test_pages_that_one_group_has_in_excess_do_not_serve_another():
     """This is B7: a refusal changes nothing."""
     blocks = manager(num_blocks=1 + 6, block_size=4, windows=(None, 4))

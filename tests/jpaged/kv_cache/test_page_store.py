@@ -223,7 +223,7 @@ def test_a_page_is_pinned_once_and_unpinned_once():
 
 def test_a_pinned_prefix_is_kept_as_soon_as_it_is_published():
     store = store_of()
-    store.pins[key(1)[1]] += 1
+    store.pins[key(1)] += 1
     page, other = store.take(), store.take()
     store.publish(page, key(1))
     store.publish(other, key(2))

@@ -70,15 +70,34 @@ def test_without_prefix_caching_nothing_is_found_counted_or_published():
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pinned"), [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2), (8, 2)])
-@pytest.mark.parametrize(("windows", "per_page"), [((None,), 1), ((None, None), 2), ((None, 3), 1)])
-def test_pinned_pages_of_a_sequence_count_in_the_groups_that_keep_them(num_tokens, num_pinned, windows, per_page):
+@pytest.mark.parametrize(("windows", "per_page", "kept"), [((None,), 1, 2), ((None, None), 2, 4), ((None, 3), 1, 3)])
+def test_pinned_pages_of_a_sequence_count_in_the_groups_that_keep_them(num_tokens, num_pinned, windows, per_page, kept):
     blocks = manager(num_blocks=40, block_size=2, windows=windows)
     sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 8], num_groups=len(windows))
     assert blocks.prefixes.num_pinned(sequence, num_tokens) == 0
     blocks.prefixes.pin([1, 2, 3, 4], KEY)
     assert blocks.prefixes.num_pinned(sequence, num_tokens) == num_pinned * per_page
     assert blocks.prefixes.num_pinned(sequence_of([1, 2, 9, 9]), 4) == per_page
-    assert blocks.num_available == 39 - 2 * len(windows)
+    assert blocks.num_available == 39 - kept
+
+
+def test_a_pin_keeps_only_the_pages_of_a_window_that_a_query_behind_the_prefix_sees():
+    """Behind four pages of two tokens a window of 3 sees the last of them."""
+    blocks = manager(num_blocks=40, block_size=2, windows=(None, 3))
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert blocks.prefixes.num_new_pins(tokens, KEY) == 4 + 1
+    assert blocks.prefixes.pin(tokens, KEY) == 0
+    assert (blocks.num_pinned, blocks.prefixes.num_new_pins(tokens[:4], KEY)) == (5, 1)
+    sequence = start(blocks, [*tokens, 9])
+    blocks.pass_windows(sequence, 8)
+    release(blocks, sequence)
+    assert blocks.device.num_used == 5
+    assert blocks.prefixes.pin(tokens, KEY) == 8
+    for page in [blocks.store.take() for _ in range(blocks.device.num_free)]:
+        blocks.device.drop_ref(page)
+    assert [found(blocks, tokens[:num_tokens]) for num_tokens in (8, 7)] == [4, 0]
+    assert all(blocks.prefixes.unpin(tokens, KEY) for _ in range(2))
+    assert (blocks.num_pinned, blocks.device.num_used) == (0, 0)
 
 
 def test_an_unsound_prefix_is_forgotten_in_both_pools_even_if_it_is_pinned():

@@ -139,6 +139,15 @@ def test_every_step_of_the_check_fits_into_the_same_shapes_and_one_row_is_long(b
     assert len(set(numbers.tolist())) == len(numbers) == sum(-(-length // block_size) for length in sum(works))
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 4, 8, 16, 64])
+def test_the_long_row_of_a_cpu_is_prefilled_in_two_chunks(block_size):
+    layout = NativeBackend().layout(KVShape(1, 1, block_size, 2, 64, "float32"))
+    context_len = NativeBackend().check_context_len(4, layout, "float32")
+    _, _, works = check_steps(block_size, context_len, np.random.default_rng(0))
+    assert works[0][4] > 0
+    assert works[1][4] > 0
+
+
 def test_the_long_row_of_a_tpu_has_two_full_tiles_behind_which_it_ends():
     backend = TpuBackend()
     few, more = (backend.layout(KVShape(1, 1, 128, heads, 128, "bfloat16")) for heads in (1, 8))

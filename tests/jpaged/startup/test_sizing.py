@@ -8,6 +8,7 @@ import pytest
 
 from jpaged.config import MAX_STEP_TOKENS, EngineConfig
 from jpaged.errors import ConfigError
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.models.config.reading import config_from_hf
 from jpaged.startup.sizing import GIB, MAX_SLOTS, Demand, FreeMemory, requested_max_seqs, size_engine
 
@@ -338,12 +339,50 @@ def test_the_most_samples_of_a_prompt_follow_from_the_options():
     ],
 )
 def test_samples_share_the_full_pages_of_their_prompt(demand, pages):
-    assert demand.num_pages(64, 2048) == pages
+    assert demand.num_pages(PageArithmetic((None,), 64), 2048) == pages
     assert sized(num_blocks=max(pages, 32) + 1, demands=[demand], max_num_seqs=4).num_blocks == max(pages, 32) + 1
     if pages > 32:
         message = refused(num_blocks=pages, demands=[Demand(1, 1), demand], max_num_seqs=4)
         assert f"n: got {demand.num_samples} samples of a prompt of 10 tokens, which need {pages} pages" in message
         assert f"at most the {pages - 1} pages of the pool; lower n or max_tokens, raise num_blocks" in message
+
+
+# Windows
+
+
+WINDOWED = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256}
+MIXED = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 256,
+    "use_sliding_window": True, "max_window_layers": 1,
+}  # fmt: skip
+"""One layer of full attention, and three groups of one layer with a window."""
+
+
+def test_layers_with_a_window_take_the_pages_that_they_see_and_compute():
+    """A window of 256 tokens sees 4 pages before the current one; a chunk of 128 touches 3 pages."""
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 128}
+    assert sized(model=WINDOWED, **options).arithmetic == PageArithmetic((256,), 64, 128)
+    assert sized(model=WINDOWED, **options).num_blocks == 2 * (4 + 3) + 1
+    assert sized(model=MIXED, **options).arithmetic == PageArithmetic((None, 256, 256, 256), 64, 128)
+    assert sized(model=MIXED, **options).num_blocks == 2 * (32 + 3 * 7) + 1
+    assert sized(model=WINDOWED, **options, long_prefill_token_threshold=64).num_blocks == 2 * (4 + 2) + 1
+    # A step decodes 16 tokens of a sequence.
+    small = sized(model=WINDOWED, max_num_seqs=2, max_num_batched_tokens=2, block_size=1)
+    assert small.num_blocks == 2 * (255 + 16) + 1
+
+
+def test_a_pool_holds_the_longest_sequence_that_its_groups_allow():
+    options = {"max_num_batched_tokens": 128, "context": 1 << 20}
+    assert sized(model=WINDOWED, num_blocks=8, **options).step.max_model_len == 1 << 20
+    assert sized(model=WINDOWED, num_blocks=7, **options).step.max_model_len == 6 * 64
+    sizes = sized(model=MIXED, num_blocks=1 + 21 + 100, **options)
+    assert sizes.step.max_model_len == 100 * 64
+    assert "121 pages × 64 tokens (127 MB), for 4 groups of layers, holds no longer sequence" in sizes.notes[0]
+    message = refused(model=MIXED, num_blocks=1 + 21 + 100, max_model_len=101 * 64, **options)
+    assert (missing_bytes(message), "holds 6400 tokens" in message) == (PAGE, True)
+    assert sized(model=MIXED, num_blocks=5, demands=[Demand(60, 4)], **options).step.max_model_len == 64
+    assert "num_blocks: got 4, allowed: from 5 to" in refused(model=MIXED, num_blocks=4, **options)
+    assert "and half of the rest holds too few pages" in refused(model=MIXED, free_bytes=WEIGHTS + 20 * PAGE, **options)
 
 
 # Without chunked prefill

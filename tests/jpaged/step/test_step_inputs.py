@@ -31,15 +31,22 @@ SCORED_PROMPT = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
 def builder_of(
-    *, block_size=4, num_groups=1, max_num_seqs=8, max_num_batched_tokens=64, is_deterministic=False, platform="cpu"
+    *,
+    block_size=4,
+    windows=(None,),
+    backend=None,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    is_deterministic=False,
+    platform="cpu",
 ):
     sizes = StepSizes("float32", "float32", block_size, 128 * block_size, max_num_seqs, max_num_batched_tokens)
     builder = StepInputBuilder(
         replace(sizes, is_deterministic=is_deterministic),
         sizes.buckets(platform),
-        XlaBackend(),
+        backend or XlaBackend(),
         rules_spec=LogitRulesSpec(10_000),
-        num_groups=num_groups,
+        windows=windows,
     )
     return builder
 
@@ -128,7 +135,7 @@ def test_sections_cover_the_buffer_without_gap_or_overlap(**sizes):
 
 
 def test_the_device_reads_the_sections_that_the_host_writes():
-    layout = builder_of(num_groups=2).layouts[16, False]
+    layout = builder_of(windows=(None, 8)).layouts[16, False]
     packed = np.arange(layout.size, dtype=np.int32)
     traced = jax.jit(layout.view)(packed)
     for name, section in layout.view(packed).items():
@@ -140,7 +147,7 @@ def test_the_device_reads_the_sections_that_the_host_writes():
 
 def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
     """Rows with one token come first, longest context first; a KV slot is page × page size + offset, by group."""
-    builder = builder_of(block_size=4, num_groups=2)
+    builder = builder_of(block_size=4, windows=(None, 8))
     [chunk], [short], [long] = running(9, slots=[1]), running(1, slots=[2]), running(5, slots=[3])
     changes = [*table_of(chunk, [3, 4, 5], [6, 7, 8]), *table_of(short, [9], [10]), *table_of(long, [11, 12], [13, 14])]
     starts = [chunk_of(long, 0, 5, [long]), chunk_of(short, 0, 1, [short])]
@@ -223,6 +230,21 @@ def test_a_scored_prompt_token_is_a_forced_row_that_reads_the_hidden_state_befor
     given = [*one.token_ids[1:7], *other.token_ids[3:9]]
     assert columns.pop("forced_token").tolist() == [1 + token for token in given] + [0] * (2 * size - 12)
     assert not any(column.any() for column in columns.values())
+
+
+@pytest.mark.parametrize(("windows", "num_shared"), [((None,), 3), ((None, 8), 3), ((8,), 0)])
+def test_rows_share_the_first_pages_of_full_attention_whatever_windows_have_passed(windows, num_shared):
+    """Where a window has passed, a page table still names pages, which may be other sequences' by now."""
+    builder = builder_of(windows=windows, backend=XlaBackend(share_prefixes=True, min_saved_tokens=1))
+    [one], [other] = running(15, slots=[1]), running(14, slots=[2])
+    tables = {one: {None: [3, 4, 5, 6], 8: [20, 21, 8, 9]}, other: {None: [3, 4, 5, 7], 8: [20, 30, 31, 32]}}
+    changes = [change for each in tables for change in table_of(each, *(tables[each][window] for window in windows))]
+    build(
+        builder, chunks=[chunk_of(one, 0, 15, [one]), chunk_of(other, 0, 14, [other])], placed=tables, changes=changes
+    )
+    built, view = build(builder, decodes=[one, other])
+    sections = builder.backend.planner.sections(view["plan"], built.layout.num_tokens, built.layout.num_rows)
+    assert sections.num_shared_pages[:2].tolist() == [num_shared] * 2
 
 
 def test_several_tokens_per_row_are_packed_with_their_numbers_and_the_next_step_follows_them():
@@ -339,7 +361,7 @@ def test_a_row_names_the_slot_of_its_rules_and_whether_it_is_scored_and_the_mode
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_without_prefix_hits_all_changes_fit_the_buffer(block_size, num_groups):
     """In the worst case every row begins a page with its first token, in any bucket."""
-    builder = builder_of(block_size=block_size, num_groups=num_groups)
+    builder = builder_of(block_size=block_size, windows=(None,) * num_groups)
     for num_rows in range(1, 9):
         for num_tokens in (1, block_size + 1, 64 // num_rows):
             num_tokens = min(num_tokens, 64 // num_rows)

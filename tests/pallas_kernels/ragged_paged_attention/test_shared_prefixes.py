@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.pallas_kernels.ragged_paged_attention.interface import NULL_PAGE, LayerPlace
+from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tile_plan import MAX_GROUPS, shared_prefixes
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import Tiles, XlaBackend
@@ -135,14 +135,17 @@ def test_groups_take_as_many_pages_as_save_most(
     assert [(members.tolist(), count) for members, count in found] == wanted
 
 
-def test_a_page_that_the_window_of_another_group_has_left_does_not_matter() -> None:
-    tables = np.array([[[1, 2, 3, 4], [1, 2, 3, 5]], [[0, 0, 6, 7], [0, 8, 6, 9]]], np.int32)
-    assert NULL_PAGE == 0
+def test_a_prefix_is_shared_as_far_as_all_groups_have_the_same_pages() -> None:
+    tables = np.array([[[1, 2, 3, 4], [1, 2, 3, 5]], [[6, 7, 8, 9], [6, 7, 8, 9]]], np.int32)
     ((members, num_pages),) = shared_prefixes(np.array([32, 32]), tables, np.arange(2), PAGE)
     assert (members.tolist(), num_pages) == ([0, 1], 3)
     tables[1, 1, 2] = 5
     ((_, num_pages),) = shared_prefixes(np.array([32, 32]), tables, np.arange(2), PAGE)
     assert num_pages == 2
+
+
+def test_without_a_group_of_full_attention_nothing_is_shared() -> None:
+    assert not plan_of(SHARING, [1] * 4, [30] * 4, 8, 4, np.ones((0, 4, 4), np.int32)).any()
 
 
 def test_the_plan_names_tiles_rows_and_pages_seen_and_only_what_pays() -> None:

@@ -1,0 +1,62 @@
+"""How many pages sequences take, from their lengths alone: one arithmetic for the pool's size, admission and refusals.
+
+A group of full attention has the pages of all tokens. A group with a window has at most the pages that a query at the
+start of the current page sees, the current page, and the pages that steps which have not retired write.
+
+Knows page-table groups by their windows; no page number, no sequence, no token id.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PageArithmetic:
+    """The numbers of pages that sequences take in one set of page-table groups."""
+
+    windows: tuple[int | None, ...]
+    """Tokens that a query sees in each page-table group, its own among them; None for all."""
+    block_size: int
+    """Tokens per page."""
+    max_chunk: int = 1
+    """Most tokens of one sequence in a step, whether of its prompt or decoded one after another."""
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Return the pages of one full-attention group that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def window_pages(self, window: int, num_steps: int = 1) -> int:
+        """Return the most pages that a sequence of any length has in a group with this window.
+
+        `num_steps` counts the steps that have not retired, the one that the pages are taken for among them: pages are
+        given back when a step retires.
+        """
+        # Most pages are touched by a chunk that begins at the last token of a page.
+        return self.pages_for(window - 1) + self.pages_for(self.block_size - 1 + num_steps * self.max_chunk)
+
+    def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
+        """Return the pages that sequences of these lengths take at most, sharing their first `fork_len` tokens.
+
+        With one step this is what they need, since each may wait until its last step has retired. With as many steps
+        as may be in flight it is what they take if pages are free.
+        """
+        lens = list(total_lens)
+        # A fork computes the last token that it has in common anew, in a page of its own.
+        shared = max(0, fork_len - 1) // self.block_size
+        own = [self.pages_for(length) - shared for length in lens]
+        num_pages = self.windows.count(None) * (shared + sum(own))
+        for window in self.windows:
+            if window is not None:
+                most = self.window_pages(window, num_steps)
+                num_pages += sum(min(most, shared + pages) for pages in own)
+        return num_pages
+
+    def longest_len(self, num_pages: int, max_len: int) -> int:
+        """Return the tokens of the longest sequence that so many pages hold: `max_len`, or fewer in whole pages."""
+        if self.max_pages(0, [max_len]) <= num_pages:
+            return max_len
+        lens = range(self.block_size, max_len + self.block_size, self.block_size)
+        return self.block_size * bisect_right(lens, num_pages, key=lambda length: self.max_pages(0, [length]))

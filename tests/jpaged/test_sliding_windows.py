@@ -1,0 +1,135 @@
+"""Models with sliding windows give pages back as their windows pass, and draw what they draw with all of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged import BeamSearchParams, Engine, RequestOutput, SamplingParams
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
+
+from .tiny_model import SIZES, reference_logits, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
+Z, WINDOW, CHUNK = 4, 8, 7
+"""Tokens per page, of a window, and of a chunk: some chunks begin at the last token of a page."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=5, n=3)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=20)
+PROMPTS = [[2 + (37 * index + 5 * at * at + 11 * at) % 250 for at in range(41 + index)] for index in range(8)]
+LONG = [2 + (7 * at * at + 3 * at) % 250 for at in range(120)]
+"""15 windows; 18 with the output."""
+CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
+    "on both layers": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, 21),
+    "on one layer": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        61,
+    ),
+}  # fmt: skip
+"""Where there are windows → config, and pages that hold the longest request, but not all of `PROMPTS` together."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of two layers with windows, and its engines."""
+
+    path: str
+    windows: tuple[int | None, ...]
+    num_blocks: int
+
+    def engine(self, **options: Any) -> Engine:
+        sizes = {
+            **SIZES, "max_model_len": 160, "block_size": Z, "num_blocks": self.num_blocks, "num_host_blocks": 201,
+            "long_prefill_token_threshold": CHUNK, "num_decode_steps": 4, "preemption_mode": "recompute",
+            "attention_backend": "native",
+        }  # fmt: skip
+        return Engine(self.path, **sizes | options)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    config, num_blocks = CONFIGS[request.param]
+    path = write_tiny_model(tmp_path_factory.mktemp("windows"), sliding_window=WINDOW, **config)
+    return Model(str(path), (None if "layer_types" in config else WINDOW, WINDOW), num_blocks)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Iterator[Engine]:
+    with model.engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def with_all_pages(model: Model) -> dict[Any, list[list[tuple[int, ...]]]]:
+    """Return what the model draws while one page holds a whole sequence, so that no window passes a page."""
+    with model.engine(block_size=256, num_blocks=33) as engine:
+        return {kind: drawn(engine, kind) for kind in (GREEDY, SAMPLED, BEAMS)}
+
+
+def drawn(engine: Engine, kind: SamplingParams | BeamSearchParams) -> list[list[tuple[int, ...]]]:
+    """Return the tokens of each output of the prompts."""
+    if isinstance(kind, BeamSearchParams):
+        outputs: list[RequestOutput] = engine.beam_search(PROMPTS[:3], kind, use_tqdm=False)
+    else:
+        outputs = engine.generate(PROMPTS, kind, use_tqdm=False)
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def check_long(engine: Engine, model: Model) -> int:
+    """Check that the long prompt's tokens are those of float64; return the most pages that were used."""
+    (output,) = engine.generate([LONG], GREEDY, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    logits = reference_logits([*LONG, *tokens], windows=model.windows)[len(LONG) - 1 : -1]
+    assert tokens == tuple(np.argmax(logits, axis=-1).tolist())
+    assert engine.stats()["blocks_used"] == 0
+    return int(engine.stats()["peak_blocks_used"])
+
+
+def test_a_long_context_takes_the_pages_that_are_counted(model: Model, engine: Engine) -> None:
+    """Full attention takes 30 pages for the prompt and 36 in the end, a window what it sees and what is computed."""
+    arithmetic = engine.blocks.arithmetic
+    assert arithmetic == PageArithmetic(tuple(dict.fromkeys(model.windows)), Z, CHUNK)
+    num_full = arithmetic.windows.count(None)
+    with model.engine(async_scheduling=False, num_decode_steps=1, attention_backend="xla") as one_by_one:
+        # A window sees 2 pages before the current one; a chunk touches 3, a decoded token 1.
+        assert check_long(one_by_one, model) == max(30 * num_full + 2 + 3, 36 * num_full + 2 + 1)
+    most = arithmetic.max_pages(0, [len(LONG) + 24 - 1], num_steps=2)
+    assert most == 36 * num_full + 2 + 5
+    assert 36 * num_full + 2 + 1 <= check_long(engine, model) <= most < 36 * len(model.windows)
+
+
+def test_samples_forks_beams_and_recomputed_requests_draw_the_same_tokens(
+    engine: Engine, with_all_pages: dict[Any, list[list[tuple[int, ...]]]]
+) -> None:
+    for kind, wanted in with_all_pages.items():
+        assert drawn(engine, kind) == wanted
+    stats = engine.stats()
+    assert stats["preemptions_recompute"] > 0
+    assert stats["copies"] > 0
+    assert (stats["blocks_used"], stats["recompiles"]) == (0, 0)
+
+
+def test_swapped_requests_draw_the_same_tokens(
+    model: Model, with_all_pages: dict[Any, list[list[tuple[int, ...]]]]
+) -> None:
+    with model.engine(preemption_mode="swap") as engine:
+        for kind in (GREEDY, SAMPLED):
+            assert drawn(engine, kind) == with_all_pages[kind]
+        stats = engine.stats()
+        assert stats["preemptions_swap"] > 0
+        assert (stats["blocks_used"], stats["host_blocks_used"], stats["recompiles"]) == (0, 0, 0)
+
+
+def test_a_prompt_that_comes_again_is_found_but_for_its_last_page_wherever_it_ends(
+    engine: Engine, with_all_pages: dict[Any, list[list[tuple[int, ...]]]]
+) -> None:
+    for prompt, wanted in list(zip(PROMPTS, with_all_pages[GREEDY], strict=True))[:Z]:
+        engine.generate([prompt], GREEDY, use_tqdm=False)
+        (again,) = engine.generate([prompt], GREEDY, use_tqdm=False)
+        assert [again.outputs[0].token_ids] == wanted
+        assert again.num_cached_tokens == (len(prompt) - 1) // Z * Z
