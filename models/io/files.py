@@ -1,0 +1,102 @@
+"""The files of a checkpoint: their names, and the list of their SHA-256 sums.
+
+The list is in the format of the program sha256sum, which checks it too. Checking reads every byte of the files, so that
+a large model takes seconds. Imports neither jax nor numpy, so that a wrong directory is reported at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from ..errors import ModelLoadError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Says which of several safetensors files holds a tensor."""
+TREE_FILE = "_METADATA"
+"""Lists the arrays of an orbax folder. Orbax writes it last."""
+UNFINISHED_ORBAX = ".orbax-checkpoint-tmp"
+"""Part of the name of a folder that orbax has not finished."""
+MANIFEST_FILE = "SHA256SUMS"
+NUM_READERS = 4
+"""Threads that compute sums."""
+MAX_BYTES = 16 << 20
+"""Bytes of the largest list that is read, some 100,000 files."""
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)", re.IGNORECASE)
+
+
+def write_manifest(directory: Path) -> None:
+    """Write the sums of all files below a directory."""
+    lines = [f"{digest}  {name}\n" for name, digest in _sums(directory, sorted(_files(directory)))]
+    (directory / MANIFEST_FILE).write_text("".join(lines))
+
+
+def check_manifest(directory: Path, is_read: Callable[[str], bool]) -> None:
+    """Compare the files of a directory with its list of sums; without a list nothing happens.
+
+    Files count for which `is_read` is true; it is given names relative to the directory, with slashes. Raises
+    ModelLoadError for one that is not listed, for a listed one that is missing, and for one whose sum differs.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return
+    listed = {name: digest for name, digest in _read(path).items() if is_read(name)}
+    present = {name for name in _files(directory) if is_read(name)}
+    if missing := sorted(listed.keys() - present):
+        raise ModelLoadError(f"{path}: lists {missing[0]}, which is not in the directory: fetch it")
+    if unlisted := sorted(present - listed.keys()):
+        raise ModelLoadError(
+            f"{path}: does not list {unlisted[0]}, which would be read: add its sum or remove the file"
+        )
+    for name, digest in _sums(directory, sorted(present)):
+        if digest != listed[name]:
+            raise ModelLoadError(
+                f"{directory / name}: its SHA-256 sum begins with {digest[:12]}, {MANIFEST_FILE} lists "
+                f"{listed[name][:12]}; the file was damaged or changed: fetch it again"
+            )
+
+
+def _files(directory: Path) -> Iterable[str]:
+    """Return the names of all files below a directory, relative to it."""
+    return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+
+
+def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:
+    """Yield the sum of each file; ModelLoadError for one that cannot be read."""
+
+    def sum_of(name: str) -> str:
+        try:
+            with (directory / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            reason = error.strerror or error
+            raise ModelLoadError(f"{directory / name}: cannot be read ({reason}); check its permissions") from error
+
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        yield from zip(names, readers.map(sum_of, names), strict=True)
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Return the sum of each file that a list has."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelLoadError(f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are read: shorten it")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path}: cannot be read ({error}); write it with sha256sum") from error
+    listed = {}
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        parts = PurePosixPath(match[2] if match else "/").parts
+        if match is None or parts[0] == "/" or ".." in parts:
+            raise ModelLoadError(
+                f"{path}: line {number} is {line[:60]!r}, wanted a SHA-256 sum, two spaces and the name of a file in "
+                "the directory: write it with sha256sum"
+            )
+        listed[match[2]] = match[1].lower()
+    return listed
