@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelLoadError
@@ -38,12 +39,12 @@ END_OF_TURN = "<end_of_turn>"
 """The token that ends Gemma's replies. Files do not name it; llama.cpp looks for it too (src/llama-vocab.cpp)."""
 
 
-def config_from_gguf(file: GGUFFile) -> DecoderConfig:
-    """Return the config in a GGUF file's metadata. Raises ModelLoadError."""
+def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
+    """Return the config in a GGUF file's metadata, with `overrides` as in `config_from_hf`. Raises ModelLoadError."""
     fields = Fields(file.metadata, file.path)
     architecture = fields.choice("general.architecture", BY_GGUF)
     reader = _Metadata(file, fields, architecture)
-    return config_from_hf(reader.config(), file.path, names=reader.names)
+    return config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
 
 
 class _Metadata:

@@ -70,7 +70,7 @@ def _read_rope(fields: Fields) -> RopeConfig:
     return read_rope(
         fields,
         head_size=read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads")),
-        rope=Fields(values, fields.path, fields.names),
+        rope=found.with_data(values),
         theta=fields.number("rope_theta", DEFAULT_THETA, above=1),
         partial=read_partial(fields, found, 1.0),
     )

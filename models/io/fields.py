@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,13 @@ class Fields:
     names: Mapping[str, str] = field(default_factory=dict)
     """Key → what the file calls it, for errors, where `data` was made from another format's metadata."""
     asked: set[str] = field(default_factory=set, compare=False)
-    """Keys that were asked for so far."""
+    """Keys that were asked for so far; a nested object adds its own, as in "rope_parameters.factor"."""
+    prefix: str = ""
+    """What stands in front of these keys in `asked`."""
 
     def has(self, key: str) -> bool:
         """Return whether `key` is present and not null."""
-        self.asked.add(key)
+        self.asked.add(self.prefix + key)
         return self.data.get(key) is not None
 
     def name_of(self, key: str) -> str:
@@ -98,7 +100,11 @@ class Fields:
     def mapping(self, key: str) -> Fields:
         """Return the fields of an object; an absent one is empty."""
         data = self._value(key, {}, lambda value: isinstance(value, dict), "an object {…}")
-        return Fields(data, self.path, self.names)
+        return replace(self, data=data, prefix=f"{self.prefix}{key}.")
+
+    def with_data(self, data: Mapping[str, Any]) -> Fields:
+        """Return the fields of the same object with other values; both note in one set what was asked for."""
+        return replace(self, data=data)
 
     def items(self, key: str, kind: type | tuple[type, ...], default: list[Any] | None = None) -> list[Any]:
         """Return a list whose values are all of the type `kind`; without a default the key is required."""

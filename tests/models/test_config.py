@@ -152,7 +152,10 @@ INVALID = {
     "architecture is a number": (LLAMA | {"architectures": 3}, "architectures is 3"),
     "architecture is a list of lists": (LLAMA | {"architectures": [[]]}, "architectures"),
     "nothing at all": ({}, "architectures is missing"),
-    "quantized": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is set, wanted none: quantized"),
+    "quantized": (
+        LLAMA | {"quantization_config": {"bits": 4}},
+        "quant_method is missing, wanted one of fp8, compressed",
+    ),
     "another activation": (LLAMA | {"hidden_act": "maxout"}, "hidden_act is 'maxout', wanted one of silu"),
     "unknown rope type": (scaled(rope_type="dynamic", factor=2.0), "dynamic.*default, linear, llama3, yarn, longrope"),
     "rope type is a list": (scaled(rope_type=["linear"]), "rope_type"),
@@ -201,6 +204,71 @@ def test_a_bad_value_is_refused_in_one_line_that_names_its_key(data, message):
     assert str(caught.value).startswith(str(PATH))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+OVERRIDES = {
+    "a number": (LLAMA, {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+    "an object where none was": (LLAMA, LINEAR, LINEAR),
+    "inside of an object": (
+        LLAMA | LINEAR, {"rope_scaling": {"factor": 3.0}}, {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    ),
+    "null": (LLAMA | LINEAR, {"rope_scaling": None}, {"rope_scaling": None}),
+    "another family": (LLAMA, {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "overrides", "changes"), OVERRIDES.values(), ids=OVERRIDES.keys())
+def test_overrides_replace_values_and_are_merged_into_objects(data, overrides, changes):
+    config = config_from_hf(data, PATH, overrides=overrides)
+    assert config == config_from_hf(data | changes, PATH)
+    assert config.source == data | changes, "what is saved with the weights"
+
+
+WRONG_OVERRIDES = {
+    "a typo": (
+        {"rope_thet": 5e5},
+        "^hf_overrides: unknown key 'rope_thet' of this LlamaForCausalLM; did you mean rope_",
+    ),
+    "a typo in an object": (
+        {"rope_scaling": {"rope_type": "linear", "factr": 2.0, "factor": 2.0}},
+        r"unknown key 'rope_scaling\.factr' .*; did you mean rope_scaling\.factor\?",
+    ),
+    "what this kind of rotary embedding has not": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 24.0}},
+        "unknown key 'rope_scaling.beta_fast'",
+    ),
+    "nothing like it": ({"zzz": 1}, "unknown key 'zzz' of this LlamaForCausalLM; leave it out"),
+    "a bad value": ({"rope_theta": 0}, "config.json: rope_theta of hf_overrides is 0, wanted a number above 1"),
+    "a bad value in an object": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+        "factor of hf_overrides is 0.5, wanted a number from 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRONG_OVERRIDES.values(), ids=WRONG_OVERRIDES.keys())
+def test_a_wrong_override_is_refused_with_the_nearest_key(overrides, message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        config_from_hf(LLAMA, PATH, overrides=overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_the_family_without_an_effect_may_be_overridden():
+    """They are listed as such, or have one value that is supported."""
+    gpt2 = LLAMA | {"architectures": ["GPT2LMHeadModel"], "bos_token_id": 0, "eos_token_id": 0}
+    assert config_from_hf(
+        gpt2, PATH, overrides={"resid_pdrop": 0.5, "add_cross_attention": False, "id2label": {"0": "a"}}
+    )
+
+
+def test_a_familys_own_object_may_be_overridden_in_part():
+    longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi = {"architectures": ["Phi3ForCausalLM"], **SIZES, "rope_scaling": longrope, "eos_token_id": 0}
+    assert (
+        config_from_hf(phi, PATH, overrides={"rope_scaling": {"long_factor": [3.0] * 8}}).ropes[0].long_factors[0]
+        == 3.0
+    )
 
 
 def test_a_yarn_factor_of_null_is_the_ratio_of_the_two_lengths():
