@@ -1,10 +1,14 @@
-"""What every checkpoint offers, whatever its format: tensors by their Hugging Face names, a block at a time."""
+"""What every checkpoint offers, whatever its format: tensors by their Hugging Face names, a block at a time.
+
+And what every format's writer takes: tensors by the same names, which are made one after the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +36,15 @@ class Checkpoint(Protocol):
         read-only view of the file.
         """
         ...
+
+
+@dataclass(frozen=True)
+class UnsavedTensor:
+    """A tensor that a checkpoint will hold. Its values exist only from a call of `make` on."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    make: Callable[[], np.ndarray]
 
 
 def bounds_of(part: slice, size: int) -> tuple[int, int]:

@@ -51,6 +51,8 @@ class Weights:
     """The dtype of the hidden states."""
     logits_modules: tuple[str, ...]
     """Names of the top-level modules that turn hidden states into logits."""
+    config: DecoderConfig | None = None
+    """The config of the model; None for weights that no config describes, which cannot be saved."""
 
     def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """Return the leaves of `state` that logits need, and a function that makes a state of such leaves.
@@ -85,13 +87,14 @@ def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOp
 
     model = model_class(config.architecture)
     graph, state = nnx.split(model(config, make=WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops)))
-    return Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules)
+    return Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules, config)
 
 
 def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
     """Compare the checkpoint's names and shapes with the model's, before anything is allocated.
 
-    Raises ModelLoadError, which names the checkpoint and the tensor that is missing, left over or of another shape.
+    Raises ModelLoadError, which names the checkpoint and the tensor that is missing, left over, of another shape or in
+    a type that is not read.
     """
     shapes = recipes_for(abstract, config, checkpoint).shapes
     _check_names(set(shapes), config, checkpoint)
@@ -99,8 +102,9 @@ def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoi
         if checkpoint.shape(name) != shape:
             raise ModelLoadError(
                 f"{checkpoint.path}: tensor {name} has shape {checkpoint.shape(name)}, the config asks "
-                f"for {shape}; config and weights belong to different models: fetch both again"
+                f"for {shape}; config and weights belong to different models: take both of one model"
             )
+        checkpoint.read(name, slice(0, 0))
 
 
 def load_weights(
@@ -138,7 +142,8 @@ def load_weights(
                 done += 1
                 if progress is not None:
                     progress(done, total)
-    return replace(abstract, state=nnx.from_flat_state(loaded))
+    # Abstract weights are shared by configs that are equal but for the files they were read from.
+    return replace(abstract, state=nnx.from_flat_state(loaded), config=config)
 
 
 def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
@@ -163,7 +168,7 @@ def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint
     if missing := sorted(wanted - held):
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are); the checkpoint "
-            "is incomplete, or its config names another architecture: fetch it again"
+            "is incomplete, or its config names another architecture: complete it"
         )
     if extra := sorted(held - wanted):
         raise ModelLoadError(

@@ -1,22 +1,26 @@
 """Reads the safetensors of a directory by the names of their tensors, a block of rows and columns at a time.
 
 Files are memory-mapped, so that only what is returned takes memory. All files are checked when the directory is opened.
+Matrices in 8-bit floats are returned as float32 (`float8.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
+from ..config.quantization import WAY_OUT, Float8Scheme
 from ..errors import ModelLoadError
-from .checkpoint import WHOLE, bounds_of
+from .checkpoint import WHOLE, UnsavedTensor, bounds_of
 from .fields import Fields, read_json_object
+from .files import INDEX_FILE, SINGLE_FILE
+from .float8 import STORED_DTYPE, dequantize, is_scale, map_matrices, scale_of, shared_block
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -29,8 +33,14 @@ class SafetensorsCheckpoint:
     with the index, so that a bad download is found before memory is allocated. Each ModelLoadError names the file.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, scheme: Float8Scheme | None = None):
+        """`scheme` says which scales the matrices in 8-bit floats have; None for a checkpoint without such matrices."""
         self.path = directory
+        self._scheme = scheme
+        self._matrices: dict[str, np.ndarray] = {}
+        """The bytes of each matrix in 8-bit floats."""
+        self._scales: dict[str, tuple[str, tuple[int, int]]] = {}
+        """Name of such a matrix → name of its scale, and how many rows and columns share one value of it."""
         self._files: dict[str, Any] = {}
         self._file_names: dict[str, str] = {}
         index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
@@ -43,10 +53,12 @@ class SafetensorsCheckpoint:
                     f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}; "
                     "index and shards belong to different checkpoints: fetch them again"
                 )
+        if scheme is not None:
+            self._find_scales(scheme)
 
     def names(self) -> Collection[str]:
-        """Return the names of all tensors in all files."""
-        return self._files.keys()
+        """Return the names of all tensors in all files, without the scales of quantized ones."""
+        return self._files.keys() if self._scheme is None else [name for name in self._files if not is_scale(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
@@ -54,11 +66,13 @@ class SafetensorsCheckpoint:
 
     def dtype(self, name: str) -> str:
         """Return float32, bfloat16 or float16; raise ModelLoadError if the tensor is stored as anything else."""
+        if name in self._scales:
+            return "float32"
         stored = self._files[name].get_slice(name).get_dtype()
         if stored not in _DTYPES:
             raise ModelLoadError(
                 f"{self.path / self._file_names[name]}: tensor {name!r} is stored as {stored}, "
-                f"{', '.join(_DTYPES)} are available in this version: take the unquantized checkpoint or a .gguf file"
+                f"{', '.join(_DTYPES)} are available in this version: {WAY_OUT}"
             )
         return _DTYPES[stored]
 
@@ -68,8 +82,34 @@ class SafetensorsCheckpoint:
         part = self._files[name].get_slice(name)
         shape = part.get_shape()
         axes = tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), shape, strict=False))
+        if name in self._scales:
+            return self._read_float8(name, axes)
         values: np.ndarray = part[axes]
         return values
+
+    def _read_float8(self, name: str, axes: tuple[slice, ...]) -> np.ndarray:
+        stored, (scale_name, block) = self._matrices[name], self._scales[name]
+        num_scales = [-(-size // step) for size, step in zip(stored.shape, block, strict=True)]
+        scale = self.read(scale_name, WHOLE).astype(np.float32).reshape(num_scales)
+        return dequantize(stored[axes], scale, block, (axes[0].start, axes[1].start))
+
+    def _find_scales(self, scheme: Float8Scheme) -> None:
+        """Find the scale of each matrix in 8-bit floats; ModelLoadError if one is missing, or has no such matrix."""
+        for file_name in sorted(set(self._file_names.values())):
+            self._matrices |= map_matrices(self.path / file_name)
+        for name in self._files:
+            scale = scale_of(name, self._files) if name.endswith(".weight") else None
+
+            def fault(clause: str, name: str = name) -> ModelLoadError:
+                file = self.path / self._file_names[name]
+                return ModelLoadError(f"{file}: tensor {name!r} {clause}: fetch it again, or {WAY_OUT}")
+
+            if name in self._matrices:
+                if scale is None:
+                    raise fault(f"is stored as {STORED_DTYPE} without a scale")
+                self._scales[name] = scale, shared_block(scheme, self.shape(name), self.shape(scale), fault)
+            elif scale is not None:
+                raise fault(f"has a scale, {scale!r}, and is stored as {self._files[name].get_slice(name).get_dtype()}")
 
     def _add(self, file_name: str) -> None:
         # safetensors needs the bfloat16 that ml_dtypes registers with numpy.
@@ -87,6 +127,28 @@ class SafetensorsCheckpoint:
                     f"{path}: tensor {name!r} is in {self._file_names[name]} too; wanted each tensor in one shard"
                 )
             self._files[name], self._file_names[name] = handle, file_name
+
+
+def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
+    """Write `model.safetensors`, one tensor after the other: the package safetensors would need all of them at once.
+
+    Tensors are float32, bfloat16 or float16. Source: https://github.com/huggingface/safetensors#format
+    """
+    codes = {dtype: code for code, dtype in _DTYPES.items()}
+    # transformers reads no file without the entry "format".
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        start, offset = offset, offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        entry = {"dtype": codes[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, offset]}
+        header[name] = entry
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with (directory / SINGLE_FILE).open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for tensor in tensors.values():
+            # numpy has no buffers of bfloat16, but of its bytes.
+            file.write(np.ascontiguousarray(tensor.make()).reshape(-1).view(np.uint8).data)
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -2,9 +2,6 @@
 
 import json
 import re
-import select
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,8 @@ from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
+
+from .processes import HAS_PROC, peak_bytes, run_python
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -170,13 +169,6 @@ print(json.dumps({
 """
 
 
-def run_python(code: str, *args: str, flags: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "HOME": str(Path.home())}
-    command = [sys.executable, "-c", code, *args]
-    root = Path(__file__).parents[3]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, env=environment, check=True)
-
-
 def test_two_devices_read_and_hold_their_own_slices() -> None:
     """Each row of an output-sharded matrix is read once, by its device; an input-sharded matrix is cut by columns."""
     result = run_python(SHARDED, str(LLAMA), flags="--xla_force_host_platform_device_count=2")
@@ -210,36 +202,15 @@ print(abstract.size_bytes, flush=True)
 sys.stdin.readline()
 weights = load_weights(abstract, config, checkpoint)
 jax.block_until_ready(jax.tree.leaves(weights.state))
-print("loaded", flush=True)
-sys.stdin.readline()
+print("done", flush=True)
 """
 
 
-def anonymous_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])  # type: ignore[index]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
+@pytest.mark.skipif(not HAS_PROC, reason="reads /proc")
 def test_loading_takes_little_more_memory_than_the_weights() -> None:
     """At most 1.3 × the bytes of the weights is promised as the peak of anonymous memory; 1.03 is usual.
 
-    The bound of 1.15 lies between the two; reading the embedding in one piece (1.2) would exceed it. The memory is
-    sampled every 10 ms.
+    The bound of 1.15 lies between the two; reading the embedding in one piece (1.2) would exceed it.
     """
-    command = [sys.executable, "-c", LOAD_DEFAULT_MODEL]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        weights_bytes = int(child.stdout.readline())
-        before = peak = anonymous_bytes(child.pid)
-        child.stdin.write("go\n")
-        child.stdin.flush()
-        while not select.select([child.stdout], [], [], 0.01)[0]:
-            peak = max(peak, anonymous_bytes(child.pid))
-        peak = max(peak, anonymous_bytes(child.pid))
-        assert child.stdout.readline() == "loaded\n"
-        child.stdin.close()
-    assert weights_bytes <= peak - before <= 1.15 * weights_bytes
+    ((weights_bytes, peak),) = peak_bytes(LOAD_DEFAULT_MODEL)
+    assert weights_bytes <= peak <= 1.15 * weights_bytes

@@ -1,0 +1,91 @@
+"""Arrays in memory as a checkpoint: a flat or nested tree under Hugging Face names, of numpy or JAX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import ModelLoadError
+from .checkpoint import WHOLE, bounds_of
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_DEPTH = 64
+
+
+class TreeCheckpoint:
+    """The arrays of a tree. Keys of nested mappings, and indices of lists, are joined by dots.
+
+    The tree is read while weights load and never changed; loading copies its values. The constructor raises
+    ModelLoadError, which names the key, for a leaf that is no array of floats and for two leaves of one name.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], path: Path = Path("params")):
+        """`path` stands for the tree in errors."""
+        self.path = path
+        self._arrays: dict[str, np.ndarray | jax.Array] = {}
+        for name, leaf in _leaves(tree, path):
+            if name in self._arrays:
+                raise ModelLoadError(f"{path}: two leaves have the name {name!r}; leave one of them out")
+            self._arrays[name] = _checked(name, leaf, path)
+
+    def names(self) -> Collection[str]:
+        """Return the names of all leaves."""
+        return self._arrays.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return tuple(self._arrays[name].shape)
+
+    def dtype(self, name: str) -> str:
+        """Return float32, bfloat16 or float16."""
+        return self._arrays[name].dtype.name
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return `rows` of the first axis, and `columns` of the second of a matrix; of an array on a device, only these
+        are fetched."""
+        array = self._arrays[name]
+        axes = tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), array.shape, strict=False))
+        if isinstance(array, jax.Array) and not _is_on_host(array):
+            starts = tuple(np.int32(axis.start) for axis in axes)
+            return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
+        return np.asarray(array)[axes]  # A view.
+
+
+def _leaves(tree: Any, path: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each leaf."""
+    if depth > MAX_DEPTH:
+        raise ModelLoadError(f"{path}: {prefix[:60]}… is nested deeper than {MAX_DEPTH} levels: give a tree of arrays")
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in items:
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping | list | tuple):
+            yield from _leaves(value, path, f"{name}.", depth + 1)
+        else:
+            yield name, value
+
+
+def _checked(name: str, leaf: Any, path: Path) -> np.ndarray | jax.Array:
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        raise ModelLoadError(f"{path}: {name} is a {type(leaf).__name__}, wanted an array of numpy or JAX")
+    if leaf.dtype.name not in DTYPES:
+        raise ModelLoadError(f"{path}: {name} is {leaf.dtype.name}, wanted one of {', '.join(DTYPES)}: cast it")
+    if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
+        fault = "was deleted or donated" if leaf.is_deleted() else "lies in part on devices of other processes"
+        raise ModelLoadError(f"{path}: {name} {fault}, wanted an array that this process can read")
+    return leaf
+
+
+@partial(jax.jit, static_argnums=2)
+def _block(array: jax.Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """Return a block of an array; blocks of one size share a program, wherever they start."""
+    return jax.lax.dynamic_slice(array, starts, sizes)
+
+
+def _is_on_host(array: jax.Array) -> bool:
+    """Return whether numpy can view the array where it is."""
+    return len(devices := array.devices()) == 1 and next(iter(devices)).platform == "cpu"
