@@ -18,7 +18,8 @@ from .sampling.logits_processor import LogitsProcessor
 DEFAULT_MODEL = "smollm2-135m"
 """The built-in model that serves where none is named."""
 DTYPES = ("auto", "float32", "bfloat16")
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "hf", "safetensors", "orbax", "gguf", "dummy")
+"""Formats of weights; hf and safetensors mean the same, since pickled weights are never read."""
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 MAX_BLOCK_SIZE = 1024
 MAX_STEP_TOKENS = 1 << 20
@@ -35,6 +36,11 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 LIMITS = ("waiting_requests", "waiting_tokens")
 """Keys of `limits`."""
 LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
+MAX_JSON_DEPTH = 16
+OVERRIDES_HELP = "values instead of those in config.json, on the command line a JSON object; objects are merged"
+PARAMS_HELP = "weights, in Python: a tree of arrays under Hugging Face names, for the config of the model's directory"
+PYTHON_ONLY = ("logits_processors", "params")
+"""Options without a flag."""
 ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
 
@@ -94,6 +100,34 @@ def _limits(value: Any) -> dict[str, int | None]:
     return limits
 
 
+def _overrides(value: Any) -> dict[str, Any]:
+    """Take a mapping of values that JSON has, and return a copy."""
+    if not isinstance(value, Mapping):
+        raise Unfit("a mapping of keys of config.json to their values")
+    copied: dict[str, Any] = _plain(value, MAX_JSON_DEPTH)
+    return copied
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return a copy of a value that JSON has, whose objects and lists lie at most so deep."""
+    if not depth:
+        raise Unfit(f"at most {MAX_JSON_DEPTH} levels")
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, depth - 1) for inner in value]
+    if not isinstance(value, str | int | float | None):
+        raise Unfit("values that JSON has, and strings as keys", got=f"{checks.shown(value)} among the values")
+    return value
+
+
+def _params(value: Any) -> Any:
+    """Take a tree of arrays; its leaves are checked when the model is opened."""
+    if not isinstance(value, Mapping | None):
+        raise Unfit("a flat or nested mapping of Hugging Face names to arrays", got=type(value).__name__)
+    return value
+
+
 _COUNT = integer(0, INT64[1])
 _SIZE = integer(1, INT64[1])
 
@@ -104,19 +138,36 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
 
     model: str = _option(
         DEFAULT_MODEL,
-        "a directory of safetensors, a .gguf file, org/name[@revision], or the built-in smollm2-135m",
+        "a directory of safetensors or of orbax, a .gguf file, org/name[@revision], or the built-in smollm2-135m",
         text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
     )
     revision: str | None = _option(
         None, "revision of a model from the hub", text("a branch, a tag or a commit of a model from the hub")
     )
+    tokenizer: str | None = _option(
+        None,
+        "tokenizer instead of the model's own: a directory, a .gguf file, or org/name[@revision]",
+        text("a directory, a .gguf file, org/name[@revision] or a built-in name"),
+    )
+    skip_tokenizer_init: bool = _option(
+        False, "load no tokenizer: requests give token ids and set detokenize to false", boolean
+    )
     load_format: str = _option(
         "auto",
-        f"{', '.join(LOAD_FORMATS)}; dummy: random weights made on the device, from the model's config alone",
+        f"{', '.join(LOAD_FORMATS)}; auto: what the files are, dummy: random weights made on the device, from the "
+        "model's config alone",
         one_of(*LOAD_FORMATS),
     )
-    """With dummy no weights are read. A directory needs no more than config.json; without a tokenizer in it, requests
-    give token ids and want no text."""
+    """A format that the files do not have is refused. With dummy no weights are read. A directory then needs no more
+    than config.json; without a tokenizer in it, requests give token ids and want no text."""
+    hf_overrides: Mapping[str, Any] = field(
+        default_factory=dict, hash=False, metadata={"rule": _overrides, "help": OVERRIDES_HELP}
+    )
+    """Merged into the nested objects of config.json. A key that changes nothing of the model is refused."""
+    params: Mapping[str, Any] | None = field(
+        default=None, hash=False, compare=False, repr=False, metadata={"rule": _params, "help": PARAMS_HELP}
+    )
+    """The engine copies the arrays, and keeps none of them."""
     dtype: str = _option(
         "auto", f"weights and activations: {', '.join(DTYPES)}; auto is float32 on a CPU", one_of(*DTYPES)
     )
@@ -267,6 +318,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
             names = ", ".join(["auto", *(name for name in BACKEND_NAMES if name not in not_deterministic)])
             why = not_deterministic[self.attention_backend]
             self._refuse("attention_backend", f"{names} while deterministic is true: {why}", leave)
+        if self.tokenizer is not None and self.skip_tokenizer_init:
+            self._refuse("tokenizer", "none while skip_tokenizer_init is true", leave)
+        if self.params is not None and self.load_format != "auto":
+            self._refuse("load_format", "auto beside params, which are the weights", leave)
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             allowed = f"at least max_num_seqs, {seqs}, since every sequence decodes one token a step"

@@ -35,7 +35,8 @@ class Engine:
         """Load a model and get ready to serve it: `Engine("smollm2-135m", max_num_seqs=8)`.
 
         `model` is the name of a built-in model, a repository of the Hugging Face hub, a directory or a GGUF file; None
-        is the default of `EngineConfig`. `options` are the other fields of `EngineConfig`. Raise ConfigError or
+        is the default of `EngineConfig`. `options` are the other fields of `EngineConfig`; with `params`, a tree of
+        arrays, only the config and the tokenizer come from `model`, and the arrays are copied. Raise ConfigError or
         ModelLoadError, before anything large is allocated, if an option or the model is wrong.
         """
         config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)

@@ -29,5 +29,5 @@ class LLM(Engine):
         return self.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """Return the model's tokenizer; None for random weights without one."""
+        """Return the model's tokenizer; None for an engine without one."""
         return self.tokenizer

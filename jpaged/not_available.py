@@ -6,10 +6,10 @@ A version that adds one of them removes it here. What is not supported in a chec
 from __future__ import annotations
 
 ENGINE_OPTIONS = (
-    "tokenizer", "skip_tokenizer_init", "hf_overrides", "quantization", "enforce_eager",
+    "quantization", "enforce_eager",
     "tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "mesh",
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
-    "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint", "params",
+    "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint",
 )  # fmt: skip
 SAMPLING_PARAMETERS = ("structured_outputs",)
 PROMPT_KEYS = ("multi_modal_data", "lora_request")

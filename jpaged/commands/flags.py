@@ -7,13 +7,14 @@ mistake is a ConfigError in one line.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NoReturn
 
 from .. import not_available
-from ..checks import check, check_name, integer, or_none, refusal
-from ..config import ALIASES, EngineConfig
+from ..checks import check, check_name, integer, or_none, refusal, shown
+from ..config import ALIASES, PYTHON_ONLY, EngineConfig
 from ..errors import ConfigError
 from ..sampling.parameter import Flag
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
@@ -140,8 +141,8 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags of every engine option but `seed`; parsed arguments lack those that are not given."""
     aliases = {name: alias for alias, name in ALIASES.items()}
     for field in fields(EngineConfig):
-        if field.name in ("seed", "logits_processors"):
-            continue  # --seed is the sampling parameter; functions have no spelling on a command line.
+        if field.name in ("seed", *PYTHON_ONLY):
+            continue  # --seed is the sampling parameter; functions and arrays have no spelling on a command line.
         spellings = ["--" + name.replace("_", "-") for name in (field.name, aliases.get(field.name)) if name]
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
         kind = str(field.type).split(" ")[0]
@@ -189,10 +190,22 @@ def _limits(text: str) -> dict[str, int]:
     return {name.strip(): _integer(number) for name, _, number in pairs}
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        example = """a JSON object such as {"rope_theta": 1e6}"""
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, allowed: {example}")
+    return found
+
+
 FLAG_TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "num_decode_steps": (_steps, "N|auto"),
     "limits": (_limits, "NAME=N,NAME=N"),
     "compilation_cache_dir": (str, "DIR"),
+    "hf_overrides": (_json_object, "JSON"),
     "int": (_integer, "N"),
     "float": (_number, "X"),
 }

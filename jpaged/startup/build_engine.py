@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -152,8 +152,9 @@ def build_engine(
         raise
     plan.defer(deferred)
     return EngineComponents(
-        config=config,
-        handle=handle,
+        # An engine keeps neither the caller's arrays nor files open that it has read.
+        config=config if config.params is None else replace(config, params=None),
+        handle=replace(handle, checkpoint=None),
         sizes=sizes,
         device=device,
         backend=engine.backend,

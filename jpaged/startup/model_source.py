@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checks import nearest, one_line
-from ..errors import ModelLoadError
+from ..checks import nearest, one_line, refusal, shown
+from ..errors import ConfigError, ModelLoadError
 from ..models.io.fields import Fields, read_json_object
+from ..models.io.files import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, SINGLE_FILE, TREE_FILE, UNFINISHED_ORBAX
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
 
 GGUF_MAGIC = b"GGUF"
@@ -30,41 +32,79 @@ _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is. `name` is what the user gave; `path` is a directory (safetensors) or a file (gguf)."""
+    """Where a model is. `name` is what the user gave; `path` is a directory with config.json, or a file (gguf)."""
 
     name: str
-    kind: Literal["safetensors", "gguf"]
+    kind: Literal["safetensors", "orbax", "gguf"]
     path: Path
     default_sampling: Mapping[str, float | int] | None = None
     """Sampling defaults of a built-in model, whose file cannot carry them."""
+    orbax: Path | None = None
+    """The folder of orbax that holds the weights: `path`, or one inside of it."""
+
+    @property
+    def directory(self) -> Path:
+        """Return the directory that the files are in."""
+        return self.path.parent if self.kind == "gguf" else self.path
+
+    def reads(self, name: str, *, with_weights: bool) -> bool:
+        """Return whether a start may read this file, whose name is relative to `directory`."""
+        if self.kind == "gguf":
+            return name == self.path.name
+        if with_weights and self.orbax is not None and (self.directory / name).is_relative_to(self.orbax):
+            return name != MANIFEST_FILE and not name.endswith(".md")
+        patterns = [pattern for pattern in HUB_FILES if with_weights or pattern != WEIGHT_FILES]
+        return "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def resolve_model(model: str, *, revision: str | None = None, with_weights: bool = True) -> ModelSource:
+def resolve_model(
+    model: str, *, revision: str | None = None, load_format: str = "auto", with_weights: bool = True
+) -> ModelSource:
     """Find `model` and download it if necessary; a path that exists goes before a name of the hub.
 
-    Without `with_weights`, no weights come from the hub. Raises ModelLoadError, one line with the way out, if there is
-    no model of that name. Weights are not read.
+    A directory with safetensors and a folder of orbax is read as the former, unless `load_format` is orbax. Without
+    `with_weights`, no weights come from the hub. Raises ModelLoadError, one line with the way out, if there is no model
+    of that name, and ConfigError if its weights have another format than `load_format`. Weights are not read.
     """
     if model in BUILTIN_MODELS:
         _refuse_revision(model, revision)
         builtin = BUILTIN_MODELS[model]
         sampling = {"temperature": builtin.temperature, "top_p": builtin.top_p}
-        return ModelSource(model, "gguf", fetch_builtin(builtin), sampling)
+        found = ModelSource(model, "gguf", fetch_builtin(builtin), sampling)
+    else:
+        path = _find("model", model, revision, with_weights)
+        found = _local_source(model, path, load_format, with_weights)
+    wanted = "safetensors" if load_format == "hf" else load_format
+    if with_weights and wanted not in ("auto", found.kind):
+        allowed = f"auto or {found.kind}, since {model} is no checkpoint of {wanted}"
+        raise refusal("load_format", shown(load_format), allowed, "give one of these", error=ConfigError)
+    return found
+
+
+def resolve_tokenizer(tokenizer: str) -> Path:
+    """Find a tokenizer by the name of a model or a path: a directory or a GGUF file. Raises ModelLoadError."""
+    if tokenizer in BUILTIN_MODELS:
+        return fetch_builtin(BUILTIN_MODELS[tokenizer])
+    return _find("tokenizer", tokenizer, None, with_weights=False)
+
+
+def _find(kind: str, name: str, revision: str | None, with_weights: bool) -> Path:
+    """Return the path of this name, or the hub's snapshot; `kind` is what errors call it."""
     try:
-        path = Path(model).expanduser()
-        if model and path.exists():
-            _refuse_revision(model, revision)
-            return _local_source(model, path)
-        match = _HUB_NAME.fullmatch(model)
+        path = Path(name).expanduser()
+        if name and path.exists():
+            _refuse_revision(name, revision)
+            return path
+        match = _HUB_NAME.fullmatch(name)
         if match is None:
-            raise ModelLoadError(_unknown_model(model, path))
+            raise ModelLoadError(_unknown_model(kind, name, path))
     # The name is too long, the folder may not be entered, or `~user` names no user.
     except (OSError, RuntimeError) as error:
         way_out = "check the path and its permissions"
-        raise ModelLoadError(f"model {model!r}: cannot be read ({error}); {way_out}") from error
+        raise ModelLoadError(f"{kind} {name!r}: cannot be read ({error}); {way_out}") from error
     if revision and match["revision"] and revision != match["revision"]:
-        raise ModelLoadError(f"model {model!r}: the revision is given twice, as {revision!r} too: give one of them")
-    return _local_source(model, _hub_snapshot(model, match["repo"], revision or match["revision"], with_weights))
+        raise ModelLoadError(f"{kind} {name!r}: the revision is given twice, as {revision!r} too: give one of them")
+    return _hub_snapshot(kind, name, match["repo"], revision or match["revision"], with_weights)
 
 
 def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> dict[str, Any]:
@@ -101,17 +141,10 @@ def _refuse_revision(model: str, revision: str | None) -> None:
         raise ModelLoadError(f"model {model!r}: {reason}, leave it out")
 
 
-def _local_source(model: str, path: Path) -> ModelSource:
-    """Return the model in this directory or file; ModelLoadError if it is of neither format."""
+def _local_source(model: str, path: Path, load_format: str, with_weights: bool) -> ModelSource:
+    """Return the model in this directory or file; ModelLoadError if it is of no format."""
     if path.is_dir():
-        if (path / "config.json").is_file():
-            return ModelSource(model, "safetensors", path)
-        if ggufs := sorted(path.glob("*.gguf")):
-            raise ModelLoadError(f"model {model!r}: the directory has no config.json but a GGUF file: give {ggufs[0]}")
-        raise ModelLoadError(
-            f"model {model!r}: the directory has no config.json; wanted a checkpoint of safetensors with its "
-            "config.json and tokenizer, or a .gguf file"
-        )
+        return _directory_source(model, path, load_format, with_weights)
     with path.open("rb") as file:
         head = file.read(16)
     if head.startswith(GGUF_MAGIC):
@@ -120,20 +153,53 @@ def _local_source(model: str, path: Path) -> ModelSource:
     raise ModelLoadError(f"model {model!r}: the file starts with {head!r}, a GGUF file with {GGUF_MAGIC!r}{hint}")
 
 
-def _unknown_model(model: str, path: Path) -> str:
+def _directory_source(model: str, path: Path, load_format: str, with_weights: bool) -> ModelSource:
+    """Return the model of a directory: its safetensors, or the one folder of orbax that it is or holds.
+
+    config.json is in the directory; that of a folder of orbax may be inside of the folder or beside it.
+    """
+    is_tree = (path / TREE_FILE).is_file()
+    trees = [path] if is_tree else sorted(file.parent for file in path.glob(f"*/{TREE_FILE}"))
+    trees = [tree for tree in trees if is_tree or UNFINISHED_ORBAX not in tree.name]
+    homes = [path, path.parent] if is_tree else [path, *trees[:1]]
+    home = next((home for home in homes if (home / CONFIG_FILE).is_file()), None)
+    if home is None:
+        raise ModelLoadError(f"model {model!r}: {_missing_config(path, trees)}")
+    has_safetensors = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    if not with_weights or not trees or (has_safetensors and load_format != "orbax"):
+        return ModelSource(model, "safetensors", home)
+    if len(trees) > 1:
+        names = ", ".join(tree.name for tree in trees[:10])
+        raise ModelLoadError(f"model {model!r}: holds {len(trees)} orbax checkpoints ({names}): give one of them")
+    return ModelSource(model, "orbax", home, orbax=trees[0])
+
+
+def _missing_config(path: Path, trees: list[Path]) -> str:
+    """Return what a directory without config.json holds instead, and the way out."""
+    if trees:
+        return f"the orbax checkpoint {trees[0]} has no config.json inside or beside it: put the model's there"
+    if ggufs := sorted(path.glob("*.gguf")):
+        return f"the directory has no config.json but a GGUF file: give {ggufs[0]}"
+    return (
+        "the directory has no config.json; wanted a checkpoint of safetensors or orbax with its config.json and "
+        "tokenizer, or a .gguf file"
+    )
+
+
+def _unknown_model(kind: str, name: str, path: Path) -> str:
     """Return the error text for a name that is no model, with the nearest name that is."""
-    near: object = nearest(model, BUILTIN_MODELS)
+    near: object = nearest(name, BUILTIN_MODELS)
     if near is None and path.parent.is_dir():
         sibling = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
         near = sibling and path.parent / sibling
     hint = f"did you mean {near}?" if near else "check the path"
     return (
-        f"model {model!r}: no such file or directory; {hint} "
-        f"(a model is a directory, a .gguf file, org/name[@revision], or a built-in: {', '.join(BUILTIN_MODELS)})"
+        f"{kind} {name!r}: no such file or directory; {hint} "
+        f"(a {kind} is a directory, a .gguf file, org/name[@revision], or a built-in: {', '.join(BUILTIN_MODELS)})"
     )
 
 
-def _hub_snapshot(model: str, repo: str, revision: str | None, with_weights: bool) -> Path:
+def _hub_snapshot(kind: str, name: str, repo: str, revision: str | None, with_weights: bool) -> Path:
     """Return the snapshot's directory in the hub's own cache; download missing files unless HF_HUB_OFFLINE is set."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -145,11 +211,11 @@ def _hub_snapshot(model: str, repo: str, revision: str | None, with_weights: boo
         )
     except LocalEntryNotFoundError as error:
         reason = "neither a path nor in the hub's cache, and the hub is offline or out of reach"
-        raise ModelLoadError(f"model {model!r}: {reason}: check the name, or give --model DIR") from error
+        raise ModelLoadError(f"{kind} {name!r}: {reason}: check the name, or give --{kind} DIR") from error
     # The hub's HTTP client raises errors without a common base class.
     except Exception as error:
         raise ModelLoadError(
-            f"model {model!r}: no such path, and the hub refused it: {one_line(error)}; check the name, or give "
-            "--model DIR"
+            f"{kind} {name!r}: no such path, and the hub refused it: {one_line(error)}; check the name, or give "
+            f"--{kind} DIR"
         ) from error
     return Path(snapshot)

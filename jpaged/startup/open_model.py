@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..config import EngineConfig
@@ -14,13 +15,14 @@ from ..errors import InvalidRequestError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
 from ..models.io.checkpoint import Checkpoint
+from ..models.io.files import check_manifest
 from ..models.io.gguf_checkpoint import GGUFCheckpoint
 from ..models.io.open_checkpoint import open_checkpoint, read_config
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
-from ..text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
-from .model_source import ModelSource, read_generation_defaults, resolve_model
+from ..text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
+from .model_source import ModelSource, read_generation_defaults, resolve_model, resolve_tokenizer
 
 logger = logging.getLogger("jpaged")
 
@@ -32,9 +34,9 @@ class ModelHandle:
     source: ModelSource
     config: DecoderConfig
     checkpoint: Checkpoint | None
-    """None with random weights (`load_format` dummy)."""
+    """None with random weights (`load_format` dummy), and in an engine, whose weights are loaded."""
     tokenizer: Tokenizer | None
-    """None with random weights for a directory without a tokenizer."""
+    """None with `skip_tokenizer_init`, and where neither weights nor a tokenizer are read from the directory."""
     sampling_defaults: dict[str, Any]
     """SamplingParams fields that the model's generation config, or its model card, sets."""
     eos_token_ids: frozenset[int]
@@ -69,19 +71,20 @@ class ModelHandle:
 
 def open_model(config: EngineConfig) -> ModelHandle:
     """Find and open the model of `config`. Raises ModelLoadError, naming the file and the way out."""
-    is_dummy = config.load_format == "dummy"
-    source = resolve_model(config.model, revision=config.revision, with_weights=not is_dummy)
+    is_read = config.load_format != "dummy" and config.params is None
+    source = resolve_model(config.model, revision=config.revision, load_format=config.load_format, with_weights=is_read)
+    check_manifest(source.directory, partial(source.reads, with_weights=is_read))
     checkpoint: Checkpoint | None = None
-    if is_dummy:
-        model_config = read_config(source.path)
+    if config.load_format == "dummy":
+        model_config = read_config(source.path, config.hf_overrides)
     else:
-        model_config, checkpoint = open_checkpoint(source.path)
-    tokenizer = None
-    if not is_dummy or has_tokenizer(source.path):
-        tokenizer = load_tokenizer(source.path, checkpoint.file if isinstance(checkpoint, GGUFCheckpoint) else None)
+        model_config, checkpoint = open_checkpoint(
+            source.path, orbax=source.orbax, params=config.params, overrides=config.hf_overrides
+        )
+    tokenizer = _open_tokenizer(config, source, checkpoint)
     if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
         raise ModelLoadError(
-            f"{source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
+            f"{config.tokenizer or source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
             f"{model_config.vocab_size} rows; tokenizer and weights belong to different models"
         )
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
@@ -94,3 +97,19 @@ def open_model(config: EngineConfig) -> ModelHandle:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
     return ModelHandle(source, model_config, checkpoint, tokenizer, defaults, frozenset(ids))
+
+
+def _open_tokenizer(config: EngineConfig, source: ModelSource, checkpoint: Checkpoint | None) -> Tokenizer | None:
+    """Return the tokenizer that serves; None if there is to be none, or no weights and no tokenizer are read."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        path = resolve_tokenizer(config.tokenizer)
+        if not has_tokenizer(path):
+            wanted = f"one of {', '.join(TOKENIZER_FILES)}: give a tokenizer's directory"
+            raise ModelLoadError(f"tokenizer {config.tokenizer!r}: the directory has no tokenizer, wanted {wanted}")
+        return load_tokenizer(path)
+    is_optional = config.load_format == "dummy" or config.params is not None
+    if is_optional and not has_tokenizer(source.path):
+        return None
+    return load_tokenizer(source.path, checkpoint.file if isinstance(checkpoint, GGUFCheckpoint) else None)

@@ -42,7 +42,7 @@ class PromptEncoder:
     """Encodes and checks prompts for one model."""
 
     tokenizer: Tokenizer | None
-    """None for a model without one: its requests have token ids and want no text."""
+    """None for an engine without one: its requests have token ids and want no text."""
     rules_spec: LogitRulesSpec
     max_model_len: int
     """Longest sequence in tokens, prompt and output."""
@@ -150,10 +150,10 @@ class PromptEncoder:
             raise refusal(name, shown(wanted), f"at most the size of the vocabulary, {limit}")
 
     def _tokenizer_for(self, name: str, got: str, allowed: str = "token ids") -> Tokenizer:
-        """Return the tokenizer; if the model has none, refuse `got` of the field `name`, which needs one."""
+        """Return the tokenizer; if there is none, refuse `got` of the field `name`, which needs one."""
         if self.tokenizer is None:
-            way_out = "put the tokenizer's files beside the model's config.json"
-            raise refusal(name, got, f"{allowed}, since the model has no tokenizer", f"give that, or {way_out}")
+            way_out = "start the engine with one: its files beside config.json, or --tokenizer DIR"
+            raise refusal(name, got, f"{allowed}, since the engine has no tokenizer", f"give that, or {way_out}")
         return self.tokenizer
 
     def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:

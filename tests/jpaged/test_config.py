@@ -37,7 +37,14 @@ SIZE = [None, 1, LARGEST], [0, -1, LARGEST + 1, 5.0]
 RANGES = {
     "seed": ([0, *INT64, np.int64(3)], [INT64[0] - 1, LARGEST + 1, None]),
     "max_logprobs": ([-1, 0, 20, 1000], [-2, 1001, None]),
-    "load_format": (["auto", "dummy"], ["safetensors", "Dummy", "", None]),
+    "load_format": (["auto", "hf", "safetensors", "orbax", "gguf", "dummy"], ["pt", "Dummy", "", None]),
+    "tokenizer": ([None, "org/name", Path("somewhere")], ["", 5]),
+    "skip_tokenizer_init": BOOLEAN,
+    "hf_overrides": (
+        [{}, {"rope_theta": 5.0, "rope_parameters": {"factor": 2, "rope_type": None}}],
+        [None, 5, "rope_theta=5", [("rope_theta", 5)]],
+    ),
+    "params": ([None, {}], []),
     "logprobs_mode": (["raw_logprobs", "processed_logprobs"], ["raw_logits", "", None]),
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,
@@ -142,6 +149,14 @@ PAIRS = {
         {"enable_chunked_prefill": False, "deterministic": True},
         "enable_chunked_prefill: got False, allowed: true while deterministic is true",
     ),
+    "a tokenizer that would not be loaded": (
+        {"tokenizer": "somewhere", "skip_tokenizer_init": True},
+        "tokenizer: got 'somewhere', allowed: none while skip_tokenizer_init is true; leave one of them out",
+    ),
+    "weights from two places": (
+        {"load_format": "dummy", "params": {}},
+        "load_format: got 'dummy', allowed: auto beside params, which are the weights; leave one of them out",
+    ),
     "kernels whose rounding depends on the chunks": (
         {"attention_backend": "pallas-tpu", "deterministic": True},
         "attention_backend: got 'pallas-tpu', allowed: auto, xla, native, pallas-gpu while deterministic is true",
@@ -173,6 +188,37 @@ def test_options_that_contradict_each_other_are_refused_by_both_names(options, w
 )
 def test_options_that_only_look_contradictory_are_taken(options):
     assert EngineConfig(**options)
+
+
+def deep(levels):
+    return {"a": deep(levels - 1)} if levels else {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({5: 5}, "^hf_overrides: got .* among the values, allowed: values that JSON has, and strings as keys"),
+        (
+            {"a": {"b": np.float32(1)}},
+            r"^hf_overrides: got np.float32\(1.0\) among the values, allowed: values that JSON",
+        ),
+        (deep(100), "^hf_overrides: got .*, allowed: at most 16 levels"),
+    ],
+    ids=shown,
+)
+def test_overrides_are_what_json_can_hold(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(hf_overrides=overrides)
+
+
+def test_params_are_a_mapping_and_no_part_of_what_a_config_shows_or_equals():
+    with pytest.raises(
+        ConfigError, match=r"^params: got list, allowed: a flat or nested mapping of Hugging Face names"
+    ):
+        EngineConfig(params=[1])
+    config = EngineConfig(params={"a": np.zeros(3)})
+    assert config == EngineConfig()
+    assert "params" not in repr(config)
 
 
 def test_limits_hold_every_name_and_are_a_copy():

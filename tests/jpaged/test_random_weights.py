@@ -35,11 +35,11 @@ def test_without_a_tokenizer_text_is_refused_by_name_and_ids_are_not(tmp_path):
     params = SamplingParams(max_tokens=2, detokenize=False)
     with Engine(only_config(tmp_path), load_format="dummy", **SIZES) as engine:
         for prompt in ("some text", {"messages": [{"role": "user", "content": "some text"}]}):
-            with pytest.raises(InvalidRequestError, match="allowed: token ids, since the model has no tokenizer"):
+            with pytest.raises(InvalidRequestError, match="allowed: token ids, since the engine has no tokenizer"):
                 engine.add_request("text", prompt, params)
-        with pytest.raises(InvalidRequestError, match="detokenize: got true, allowed: false, since the model has no"):
+        with pytest.raises(InvalidRequestError, match="detokenize: got true, allowed: false, since the engine has no"):
             engine.add_request("wants text", [1, 2], SamplingParams(max_tokens=2))
-        with pytest.raises(InvalidRequestError, match="bad_words: got 'no', allowed: none, since the model has no"):
+        with pytest.raises(InvalidRequestError, match="bad_words: got 'no', allowed: none, since the engine has no"):
             engine.add_request("bad word", [1, 2], SamplingParams(bad_words=["no"], detokenize=False))
         with pytest.raises(InvalidRequestError, match="detokenize"):
             engine.add_request("defaults", [1, 2])
@@ -47,5 +47,5 @@ def test_without_a_tokenizer_text_is_refused_by_name_and_ids_are_not(tmp_path):
 
 
 def test_an_unknown_load_format_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="load_format: got 'random', allowed: auto, dummy"):
+    with pytest.raises(ConfigError, match="load_format: got 'random', allowed: auto, hf, safetensors"):
         Engine(only_config(tmp_path), load_format="random")

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from jpaged.commands.flags import SAMPLING_FLAGS, parse_generate, sampling_flags
+from jpaged.commands.flags import SAMPLING_FLAGS, engine_config, parse_generate, sampling_flags
 from jpaged.commands.jobs import JobReader
 from jpaged.errors import ConfigError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
@@ -72,6 +72,13 @@ def test_all_flags_may_be_given_together(encoder):
     assert params_of(encoder, "") == PLAIN
 
 
+def test_a_json_object_becomes_overrides_of_the_config():
+    args = parse_generate(["p", "--hf-overrides", '{"rope_parameters": {"factor": 2.0}}', "--skip-tokenizer-init"])
+    config = engine_config(args)
+    assert config.hf_overrides == {"rope_parameters": {"factor": 2.0}}
+    assert config.skip_tokenizer_init
+
+
 BAD = {
     "--logit-bias 7=1 --logit-bias 9=1 --logit-bias 7=2": "--logit-bias: got a token id twice, allowed: each once;",
     "--logit-bias 7": "--logit-bias: got '7', allowed: a token id and a number, such as 1234=-100; see",
@@ -81,6 +88,9 @@ BAD = {
     "--limits waiting_tokens": "--limits: got 'waiting_tokens', allowed: pairs such as waiting_requests=1000,",
     "--limits waiting_tokens=1,waiting_tokens=2": "--limits: got 'waiting_tokens=1,waiting_tokens=2', allowed: each",
     "--num-decode-steps x": "--num-decode-steps: got 'x', allowed: an integer; see",
+    "--hf-overrides rope_theta=5": "--hf-overrides: got 'rope_theta=5', allowed: a JSON object such as {",
+    "--hf-overrides [1]": "--hf-overrides: got '[1]', allowed: a JSON object such as {",
+    "--params x": "--params: unknown flag; ",
     "--temprature 1": "--temprature: unknown flag; did you mean --temperature?",
     "--max": "--max: unknown flag; did you mean --max-",
     "--zzz": "--zzz: unknown flag; leave it out, or see jpaged generate --help",

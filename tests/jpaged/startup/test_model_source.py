@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.config import DEFAULT_MODEL
-from jpaged.errors import ModelLoadError
+from jpaged.errors import ConfigError, ModelLoadError
 from jpaged.startup.builtin_model import SMOLLM2_135M, BuiltinModel
 from jpaged.startup.model_source import ModelSource, read_generation_defaults, resolve_model
 
@@ -56,6 +56,48 @@ def test_a_directory_with_a_config_is_a_model(tmp_path):
     assert resolve_model(str(path)) == ModelSource(str(path), "safetensors", path)
 
 
+def orbax_folder(path):
+    path.mkdir(parents=True)
+    (path / "_METADATA").write_text("{}")
+    return path
+
+
+def test_a_folder_of_orbax_has_its_config_inside_or_beside_it(tmp_path):
+    inside = orbax_folder(tmp_path / "inside")
+    (inside / "config.json").write_text("{}")
+    assert resolve_model(str(inside)) == ModelSource(str(inside), "orbax", inside, orbax=inside)
+    beside = orbax_folder(tmp_path / "model" / "5")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert resolve_model(str(beside)) == ModelSource(str(beside), "orbax", tmp_path / "model", orbax=beside)
+    around = str(tmp_path / "model")
+    assert resolve_model(around) == ModelSource(around, "orbax", tmp_path / "model", orbax=beside)
+    orbax_folder(tmp_path / "model" / "6.orbax-checkpoint-tmp-1")
+    assert resolve_model(around).orbax == beside, "a folder that orbax has not finished does not count"
+    orbax_folder(tmp_path / "model" / "6")
+    with pytest.raises(ModelLoadError, match=r"holds 2 orbax checkpoints \(5, 6\): give one of them"):
+        resolve_model(around)
+    assert resolve_model(str(beside)).orbax == beside
+    step = tmp_path / "model" / "7"
+    (orbax_folder(step / "default") / "config.json").write_text("{}")
+    assert resolve_model(str(step)) == ModelSource(str(step), "orbax", step / "default", orbax=step / "default")
+
+
+def test_a_named_format_chooses_among_what_is_there_and_refuses_anything_else(tmp_path):
+    path = model_directory(tmp_path / "model")
+    orbax_folder(path / "tree")
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF" + bytes(20))
+    assert resolve_model(str(path)).kind == "orbax"
+    (path / "model.safetensors").touch()
+    kinds = {"auto": "safetensors", "hf": "safetensors", "safetensors": "safetensors", "orbax": "orbax"}
+    assert {name: resolve_model(str(path), load_format=name).kind for name in kinds} == kinds
+    assert resolve_model(str(gguf), load_format="gguf").kind == "gguf"
+    assert resolve_model(str(path), load_format="dummy", with_weights=False).orbax is None
+    for model, name, found in ((path, "gguf", "safetensors"), (gguf, "orbax", "gguf"), (gguf, "hf", "gguf")):
+        with pytest.raises(ConfigError, match=f"load_format: got '{name}', allowed: auto or {found}, since"):
+            resolve_model(str(model), load_format=name)
+
+
 def test_a_gguf_file_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path):
     path = tmp_path / "sha256-0123"
     path.write_bytes(b"GGUF" + bytes(20))
@@ -84,6 +126,10 @@ UNKNOWN = {
     "a line break": ("a\nb", "no such file or directory"),
     "too long": ("x" * 300, "cannot be read"),
     "a directory without a config": ("{tmp}/empty", "has no config.json; wanted"),
+    "a folder of orbax without a config": (
+        "{tmp}/tree",
+        "tree has no config.json inside or beside it: put the model's",
+    ),
     "a directory with a GGUF file": ("{tmp}/ggufs", "give .*/ggufs/m.gguf"),
     "a file that is no GGUF": ("{tmp}/text.gguf", "starts with b'hello', a GGUF file with b'GGUF'"),
     "an empty file": ("{tmp}/nothing.gguf", "starts with b''"),
@@ -95,6 +141,7 @@ UNKNOWN = {
 @pytest.mark.parametrize(("model", "message"), UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_an_unknown_model_is_refused_in_one_line_with_the_way_out(tmp_path, model, message):
     model_directory(tmp_path / "model")
+    orbax_folder(tmp_path / "tree")
     (tmp_path / "empty").mkdir()
     (tmp_path / "ggufs").mkdir()
     (tmp_path / "ggufs" / "m.gguf").write_bytes(b"GGUF")

@@ -6,6 +6,7 @@ import pytest
 
 from jpaged.config import EngineConfig
 from jpaged.errors import ModelLoadError
+from jpaged.models.io.files import write_manifest
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.startup.open_model import open_model
 
@@ -110,3 +111,30 @@ def test_random_weights_take_a_tokenizer_that_is_there_and_refuse_one_that_is_br
     (model / "tokenizer.json").write_text("{")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: cannot be read"):
         handle(model, load_format="dummy")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_overrides_of_the_config_count_with_and_without_weights(model, load_format):
+    found = handle(model, load_format=load_format, hf_overrides={"rope_theta": 5e5})
+    assert {rope.theta for rope in found.config.ropes} == {5e5}
+
+
+def test_no_tokenizer_is_read_where_none_is_wanted(model):
+    (model / "tokenizer.json").write_text("{")
+    found = handle(model, skip_tokenizer_init=True)
+    assert (found.tokenizer, found.eos_token_ids) == (None, {0})
+
+
+def test_files_are_compared_with_the_list_of_their_sums_before_they_are_read(model):
+    write_manifest(model)
+    (model / "README.md").write_text("is not read")
+    assert handle(model).tokenizer is not None
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: its SHA-256 sum begins with"):
+        handle(model)
+    (model / "model.safetensors").write_bytes(b"")
+    write_manifest(model)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"lists model\.safetensors, which is not in the directory"):
+        handle(model)
+    assert handle(model, load_format="dummy", skip_tokenizer_init=True).checkpoint is None
