@@ -135,6 +135,8 @@ def test_a_quantized_checkpoint_is_saved_as_plain_numbers(tmp_path):
     source = {**weights.config.source, "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16"}
     save_checkpoint(replace(weights, config=replace(weights.config, source=source)), tmp_path / "saved")
     assert bits(restored(tmp_path / "saved", XLA_OPS)) == bits(weights)
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved == {**weights.config.source, "dtype": "float32"}
 
 
 @pytest.mark.parametrize("format", ["orbax", "safetensors"])
