@@ -76,13 +76,13 @@ class GPTNeoX(Decoder):
         if hidden_size % num_heads:
             raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
         has_bias, head_size = fields.boolean("attention_bias", True), hidden_size // num_heads
-        rope = fields.mapping(rope_key(fields))
+        given = fields.mapping(rope_key(fields))
         rope = read_rope(
             fields,
             head_size=head_size,
-            rope=rope,
+            rope=given,
             theta=fields.number("rotary_emb_base", DEFAULT_THETA, above=1),
-            partial=rope.number("partial_rotary_factor", fields.number("rotary_pct", 0.25, above=0, max=1), max=1),
+            partial=given.number("partial_rotary_factor", fields.number("rotary_pct", 0.25, above=0, max=1), max=1),
         )
         return GPTNeoXConfig(
             vocab_size=vocab_size,

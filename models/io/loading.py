@@ -154,8 +154,8 @@ def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint
 
     def stored_name(name: str) -> str:
         stored = name if has_base else name.removeprefix(model.base)
-        other = model.other_names.get(name)
-        return other if other in names and stored not in names else stored
+        other = model.other_names.get(name, stored)
+        return other if stored not in names and other in names else stored
 
     return make_recipes(abstract.state, model.sources(config), stored_name)
 

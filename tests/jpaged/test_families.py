@@ -46,13 +46,7 @@ def test_greedy_tokens_are_those_of_transformers(directory: Path) -> None:
     with Engine(str(directory), **SIZES) as engine:
         scheduler, modes = engine.scheduler, cycle(MODES)
         for length in PROMPT_LENS:
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=NUM_TOKENS - length,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind="final_only",
-            )
+            params = replace(PARAMS, max_tokens=NUM_TOKENS - length)
             engine.add_request(str(length), {"prompt_token_ids": tokens[:length]}, params)
         for step in count(1):
             found |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}

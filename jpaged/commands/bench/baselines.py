@@ -224,7 +224,16 @@ class _DenseCache:
     values: Float[Array, "L R S K H"]
 
     def attend(
-        self, layer: int, q: Any, k: Any, v: Any, step: Any, *, scale: float, window: int | None = None
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        step: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> tuple[Any, _DenseCache]:
         """Write at the step's positions, [R × T], then attend to all slots up to them."""
         num_rows, num_slots = self.keys.shape[1:3]
@@ -235,6 +244,8 @@ class _DenseCache:
         values = self.values.at[layer, rows, positions].set(v)
         grouped = q.reshape(*positions.shape, k.shape[2], -1, q.shape[-1])
         scores = jnp.einsum("rtkgh,rskh->rkgts", grouped, keys[layer], preferred_element_type=jnp.float32) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         slots = jnp.arange(num_slots)[None, None]
         is_seen = slots <= positions[:, :, None]
         if window is not None:
