@@ -216,5 +216,10 @@ class Decoder(nnx.Module):
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
-    """Return x × factor in the dtype of x, multiplied in float32."""
-    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+    """Return x × factor in the dtype of x, multiplied in float32; the largest number for an overflow."""
+    if factor == 1.0:
+        return x
+    # XLA:CPU rounds a product and the sum behind it once where it fuses them, and twice elsewhere, which depends on the
+    # number of tokens. It does not where something stands between the two.
+    largest = jnp.finfo(jnp.float32).max
+    return jnp.clip(x.astype(jnp.float32) * factor, -largest, largest).astype(x.dtype)
