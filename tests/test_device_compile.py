@@ -163,6 +163,20 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
             assert 0 <= found["aliased"] - found["cache"] < 2**20 + found["hidden"], name
 
 
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [("google__gemma-3-1b-it", "v6e"), ("microsoft__Phi-3.5-mini-instruct", "v6e"), ("openai-community__gpt2", "h100")],
+)
+def test_two_layers_of_a_public_model_compile_for_a_chip(script, name, chip):
+    """Of scripts/compile_families.py, which does all families: two kinds of layers, LongRoPE, and LayerNorm."""
+    if missing := list(missing_wheels(TARGETS[chip][1])):
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
+    families = script("compile_families")
+    found = families.compile_model(name, chip)
+    assert families.faults_of(found) == []
+    assert found["backend"].startswith("pallas") or (chip == "h100" and jax.__version_info__ < (0, 11))
+
+
 @pytest.mark.slow
 def test_attention_in_plain_xla_has_one_or_two_loops_a_layer_whose_length_a_gpus_host_reads():
     steps = output_of("compile_step.py", "h100", 1, "bfloat16", "2", "xla")["steps"]
