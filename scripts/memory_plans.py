@@ -39,7 +39,8 @@ COLUMNS = (
     "parameters", "weights_bytes", "token_bytes", "page_tokens", "page_bytes", "step_bytes", "num_pages",
     "max_model_len", "max_num_seqs", "num_seqs_of_8k",
 )  # fmt: skip
-"""What a plan says: `token_bytes` are of keys and values in all layers, `num_seqs_of_8k` fit into the pool at once."""
+"""What a plan says: `token_bytes` are the pages of a sequence of 8,192 tokens ÷ its tokens, and `num_seqs_of_8k` such
+sequences fit into the pool at once. A chunk of a prompt may be a whole step, so pages of windows count with one."""
 
 
 def read_configs() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -78,7 +79,7 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
     from jpaged.sharding import device_mesh
     from jpaged.startup.abstract_engine import AbstractEngine
     from jpaged.startup.attention_choice import attention_shape
-    from jpaged.startup.sizing import FreeMemory, size_engine
+    from jpaged.startup.sizing import FreeMemory, page_arithmetic, size_engine
 
     chip, model = CHIPS[chip_name], config_from_hf(config, Path("config.json"))
     backend = backend_of(chip_name, chip, attention_shape(model.spec, "bfloat16"))
@@ -94,10 +95,11 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
         return {**of_model, "refused": str(refusal)}
     step, num_pages = sizes.step, sizes.num_blocks - 1
     page_bytes = engine.page_bytes(step.block_size, step.kv_cache_dtype)
-    pages_of_8k = -(-min(CONTEXT_LEN, step.max_model_len) // step.block_size)
+    context_len = min(CONTEXT_LEN, step.max_model_len)
+    pages_of_8k = page_arithmetic(EngineConfig(), model.spec, step, chip.platform).max_pages(0, [context_len])
     return {
         **of_model,
-        "token_bytes": page_bytes // step.block_size,
+        "token_bytes": pages_of_8k * page_bytes // context_len,
         "page_tokens": step.block_size,
         "page_bytes": page_bytes,
         "step_bytes": sizes.memory.step_bytes,
