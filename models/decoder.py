@@ -7,6 +7,7 @@ A family subclasses what differs, and says how config.json and checkpoints name 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -158,9 +159,9 @@ class Decoder(nnx.Module):
     """Modules that `logits` needs: the head, or the embedding where they are tied."""
 
     @classmethod
+    @abstractmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
         """Read the family's config. Raises ModelLoadError, which names the key."""
-        raise NotImplementedError
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:

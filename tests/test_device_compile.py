@@ -168,7 +168,7 @@ def test_two_layers_of_a_step_for_a_gpu_hold_the_cache_in_place_and_ask_the_host
     [("google__gemma-3-1b-it", "v6e"), ("microsoft__Phi-3.5-mini-instruct", "v6e"), ("openai-community__gpt2", "h100")],
 )
 def test_two_layers_of_a_public_model_compile_for_a_chip(script, name, chip):
-    """Of scripts/compile_families.py, which does all families: two kinds of layers, LongRoPE, and LayerNorm."""
+    """Two kinds of layers, LongRoPE, and LayerNorm; scripts/compile_families.py compiles all families."""
     if missing := list(missing_wheels(TARGETS[chip][1])):
         pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
     families = script("compile_families")

@@ -44,7 +44,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     """longrope: a divisor of each inverse frequency, for contexts up to `original_max_position`."""
     long_factors: tuple[float, ...] = ()
-    """The same for longer contexts."""
+    """longrope: such divisors for longer contexts."""
     is_long: bool = False
     """Whether `long_factors` are in use; see `for_context`."""
 
