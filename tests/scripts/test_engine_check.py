@@ -130,7 +130,7 @@ def test_kernels_are_checked_before_the_gpu_is_opened_as_the_engine_will_ask(
     assert {request.shape for request in large} == {AttentionShape(32, 8, 128, (None,), "bfloat16")}
     with check.model_folder({**check.LLAMA_8B, "num_hidden_layers": 2}) as folder:
         config = EngineConfig(model=str(folder), **check.DUMMY)
-        assert set(large) == {check_request(config, open_model(config).config, broken_kernels.Right, "gpu")}
+        assert set(large) == {check_request(config, open_model(config).spec, broken_kernels.Right, "gpu")}
     golden = json.loads(check.GOLDEN.read_text())["config"]
     with check.engine_with(golden, "xla", **check.DUMMY | check.SMALL_SIZES) as engine:
         assert small == check_request(engine.config, engine.handle.spec, broken_kernels.Right, "gpu")
