@@ -90,7 +90,7 @@ def check_kernels_first(model: Path | Mapping[str, Any], **options: Any) -> None
     with ExitStack() as stack:
         path = model if isinstance(model, Path) else stack.enter_context(model_folder(model))
         config = EngineConfig(model=str(path), **options)
-        check_before_opening(config, open_model(config).config)
+        check_before_opening(config, open_model(config).spec)
 
 
 def differences(outputs: Sequence[RequestOutput], items: Sequence[dict[str, Any]]) -> tuple[list[str], int, int]:
