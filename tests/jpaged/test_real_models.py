@@ -1,7 +1,7 @@
 """Real weights against transformers with torch in float32: greedy tokens and perplexity, from GGUF and safetensors.
 
-scripts/make_model_goldens.py makes the golden files. Torch adds up in another order: a position whose two likeliest
-tokens are nearer than MIN_MARGIN ends the comparison of its item.
+scripts/make_model_goldens.py makes the golden files. Torch adds up in another order: where the two likeliest tokens are
+nearer than MIN_MARGIN either may come, and the comparison of its item ends with another one.
 """
 
 import json
@@ -21,7 +21,7 @@ from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 from jpaged.startup.model_source import resolve_model
 
-from ..real_models import QWEN_05B, QWEN_15B, real_model
+from ..real_models import QWEN_05B, real_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -29,7 +29,6 @@ MIN_MARGIN = 1e-3
 MODELS: dict[str, Callable[[], Path]] = {
     "smollm2-perplexity": lambda: resolve_model("smollm2-135m").path,
     "qwen2.5-coder-0.5b": lambda: real_model(QWEN_05B),
-    "qwen2.5-coder-1.5b": lambda: real_model(QWEN_15B),
 }
 SIZES: dict[str, Any] = {
     "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_blocks": 257, "block_size": 32,
@@ -46,10 +45,11 @@ def check_model(path: Path, golden: dict[str, Any]) -> None:
         scored = engine.generate([golden["passage_ids"]], scoring, use_tqdm=False)[0]
     num_compared = 0
     for output, item in zip(outputs, golden["items"], strict=True):
-        near = [index for index, margin in enumerate(item["margins"]) if margin <= MIN_MARGIN]
-        end = near[0] if near else len(item["output_ids"])
-        assert list(output.outputs[0].token_ids)[:end] == item["output_ids"][:end]
-        num_compared += end
+        for ours, theirs, margin in zip(output.outputs[0].token_ids, item["output_ids"], item["margins"], strict=False):
+            if ours != theirs:
+                assert margin <= MIN_MARGIN
+                break
+            num_compared += 1
     assert num_compared > 0.9 * sum(len(item["output_ids"]) for item in golden["items"])
     pairs = zip(scored.prompt_logprobs[1:], golden["passage_ids"][1:], strict=True)
     mean = sum(logprobs[token_id].logprob for logprobs, token_id in pairs) / (len(golden["passage_ids"]) - 1)
