@@ -199,6 +199,8 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     """Window of each attention layer; None for one that sees all."""
     kv_dtype: str = "bfloat16"
+    has_soft_cap: bool = False
+    """Whether scores are bounded in some layer."""
 
     def kv_shape(self, page_size: int, *, num_layers: int = 1, num_pages: int = 1) -> KVShape:
         """Return the sizes of a cache for such a model."""
