@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 WHOLE = slice(None)
+DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the dtypes that tensors are read and written in."""
 
 
 class Checkpoint(Protocol):
@@ -29,6 +31,10 @@ class Checkpoint(Protocol):
         """Return the whole tensor's shape."""
         ...
 
+    def dtype(self, name: str) -> str:
+        """Return the dtype, of DTYPES, that `read` gives; raise ModelLoadError for a tensor stored as anything else."""
+        ...
+
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis and `columns` of the second (both without a step) of a vector or a matrix.
 
@@ -36,6 +42,39 @@ class Checkpoint(Protocol):
         read-only view of the file.
         """
         ...
+
+    def files(self) -> list[Path]:
+        """Return the files that tensors are read from, and the folders all files of which are such."""
+        ...
+
+
+class Subtree:
+    """The tensors of a checkpoint whose names begin with `prefix`, under their names without it."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str):
+        self.path = checkpoint.path
+        self._checkpoint, self._prefix = checkpoint, prefix
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors of the subtree."""
+        names = self._checkpoint.names()
+        return [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self._checkpoint.shape(self._prefix + name)
+
+    def dtype(self, name: str) -> str:
+        """Return the tensor's dtype, as in `Checkpoint`."""
+        return self._checkpoint.dtype(self._prefix + name)
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return a block of the tensor, as in `Checkpoint`."""
+        return self._checkpoint.read(self._prefix + name, rows, columns)
+
+    def files(self) -> list[Path]:
+        """Return the files of the whole checkpoint."""
+        return self._checkpoint.files()
 
 
 @dataclass(frozen=True)
@@ -53,3 +92,8 @@ def bounds_of(part: slice, size: int) -> tuple[int, int]:
     if step != 1:
         raise ValueError(f"{part}: wanted a range without a step")
     return start, max(start, stop)
+
+
+def block_of(shape: tuple[int, ...], rows: slice, columns: slice) -> tuple[slice, ...]:
+    """Return the index of a block of a tensor, one slice per axis, with its start and stop; a vector has rows only."""
+    return tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), shape, strict=False))

@@ -61,7 +61,7 @@ def _maker(shape: tuple[int, int], dtype: Any, ops: LayerOps | None, sharding: A
 
 
 def _random(key: jax.Array, *, shape: tuple[int, int], dtype: Any, ops: LayerOps | None) -> Any:
-    """Return random rows [out, in], turned and stored by `ops` if these are given."""
+    """Return random rows [out, in], transposed and stored by `ops` if these are given."""
     exponent = -round(math.log2(STANDARD_DEVIATION * math.sqrt(shape[1])))
     odd = 2 * jax.random.bits(key, shape, jnp.uint8).astype(jnp.float32) - 255
     rows = (odd * 2.0**exponent).astype(dtype)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelLoadError
+from .fields import Fields
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -33,13 +34,15 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor. `shape` lists the slowest axis first, as numpy does; `offset` is in bytes from the file's start."""
+    """One tensor. `shape` lists the slowest axis first, as numpy does; `offset` is in bytes from the start of `data`,
+    the memory map of its file."""
 
     name: str
     shape: tuple[int, ...]
     type_name: str
     offset: int
     row_bytes: int
+    data: mmap.mmap
 
     @property
     def num_rows(self) -> int:
@@ -52,19 +55,20 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A parsed file: its metadata, and its tensors, whose rows are read from the memory map `data` when needed."""
+    """A parsed file: its metadata, and its tensors, whose rows are read from memory maps when needed."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
-    data: mmap.mmap
+    paths: tuple[Path, ...]
+    """The file itself, or all parts of a split one."""
 
     def read_rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """Return `rows` of a tensor, viewed as [num_rows, last axis], de-quantized to float32."""
         from gguf import GGMLQuantizationType, dequantize
 
         tensor = self.tensors[name]
-        raw = np.frombuffer(self.data, np.uint8, tensor.size_bytes, tensor.offset)
+        raw = np.frombuffer(tensor.data, np.uint8, tensor.size_bytes, tensor.offset)
         stored = raw.reshape(tensor.num_rows, tensor.row_bytes)[rows]
         kind = GGMLQuantizationType[tensor.type_name]
         if kind == GGMLQuantizationType.F32:
@@ -143,8 +147,35 @@ class _Cursor:
 def read_gguf(path: Path) -> GGUFFile:
     """Parse the header of `path` and check that every tensor lies inside the file.
 
-    Raises ModelLoadError, which names the file, for anything but a complete little-endian file of GGUF version 2 or 3.
+    If the file is the first part of a split one, the other parts beside it are read too. Raises ModelLoadError, which
+    names the file, for anything but a complete little-endian file of GGUF version 2 or 3.
     """
+    file = _read_part(path)
+    fields = Fields(file.metadata, path)
+    num_parts = fields.integer("split.count", 1, min=0, max=99_999)  # 0 and 1 both stand for a file that is not split.
+    if num_parts < 2:
+        return file
+    ending = "-{:05}-of-" + f"{num_parts:05}.gguf"
+    first = ending.format(1)
+    if fields.integer("split.no", 0, min=0) != 0 or not path.name.endswith(first):
+        way_out = f"give the first one, whose name ends with {first}, or join them with llama-gguf-split --merge"
+        raise ModelLoadError(f"{path}: is one of {num_parts} parts of a file: {way_out}")
+    paths = [path.with_name(path.name.removesuffix(first) + ending.format(i)) for i in range(1, num_parts + 1)]
+    tensors = dict(file.tensors)
+    for part in paths[1:]:
+        for name, tensor in _read_part(part).tensors.items():
+            if name in tensors:
+                raise ModelLoadError(f"{part}: tensor {name!r} is in another part too: fetch all parts again")
+            tensors[name] = tensor
+    num_tensors = fields.integer("split.tensors.count", len(tensors), min=0)
+    if num_tensors != len(tensors):
+        fault = f"its {num_parts} parts hold {len(tensors)} tensors, wanted {num_tensors}"
+        raise ModelLoadError(f"{path}: {fault}: fetch all parts again")
+    return GGUFFile(path, file.metadata, tensors, tuple(paths))
+
+
+def _read_part(path: Path) -> GGUFFile:
+    """Parse one file, without the other parts of a split one."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -169,7 +200,7 @@ def read_gguf(path: Path) -> GGUFFile:
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in declared:
-        tensor = _make_tensor(path, name, shape, kind, data_start + offset)
+        tensor = _make_tensor(path, data, name, shape, kind, data_start + offset)
         if name in tensors:
             raise ModelLoadError(f"{path}: tensor {name!r} is declared twice; the file is corrupt, fetch it again")
         if tensor.offset + tensor.size_bytes > len(data):
@@ -178,7 +209,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 "it is truncated: fetch it again"
             )
         tensors[name] = tensor
-    return GGUFFile(path, metadata, tensors, data)
+    return GGUFFile(path, metadata, tensors, (path,))
 
 
 def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -190,7 +221,7 @@ def _declared_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
 
-def _make_tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
+def _make_tensor(path: Path, data: mmap.mmap, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
     """Return the tensor with its row size; ModelLoadError if its type is unknown or does not fit its shape."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -203,4 +234,4 @@ def _make_tensor(path: Path, name: str, shape: tuple[int, ...], kind: int, offse
         raise ModelLoadError(
             f"{path}: rows of {name!r} have {shape[-1]} values, {quantization.name} needs a multiple of {block_size}"
         )
-    return GGUFTensor(name, shape, quantization.name, offset, shape[-1] // block_size * block_bytes)
+    return GGUFTensor(name, shape, quantization.name, offset, shape[-1] // block_size * block_bytes, data)

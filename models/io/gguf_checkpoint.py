@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -85,6 +86,10 @@ class GGUFCheckpoint:
         """Return the whole tensor's shape."""
         return self.file.tensors[self._stored[name]].shape
 
+    def dtype(self, name: str) -> str:
+        """Return float32, which `read` gives whatever the file stores."""
+        return "float32"
+
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis as float32, in Hugging Face's order, and `columns` of them."""
         stored, shape = self._stored[name], self.shape(name)
@@ -103,6 +108,10 @@ class GGUFCheckpoint:
                 "gguf package does not de-quantize: take a file of another quantization"
             ) from error
         return values - 1 if self._format.norms_hold_one_more and "norm" in name else values
+
+    def files(self) -> list[Path]:
+        """Return the file, or all parts of a split one."""
+        return list(self.file.paths)
 
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return where llama.cpp's converter stored each of `rows`: row (half, i) of a head is at 2 i + half."""

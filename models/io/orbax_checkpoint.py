@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelLoadError
-from .checkpoint import WHOLE, UnsavedTensor, bounds_of
+from .checkpoint import DTYPES, WHOLE, UnsavedTensor, block_of
 from .fields import Fields, read_json_object
 from .files import TREE_FILE, UNFINISHED_ORBAX
 
 STEP_FILE = "_CHECKPOINT_METADATA"
-DTYPES = ("float32", "bfloat16", "float16")
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 STORE_ERRORS = (ValueError, OSError, IndexError, NotImplementedError)
@@ -56,8 +55,9 @@ class _Array:
 class OrbaxCheckpoint:
     """The arrays of an orbax folder. Keys of nested trees are joined by dots: {"model": {"norm": …}} is model.norm.
 
-    The constructor reads the metadata of every array. Each thread keeps what it has decoded of the tensor that it
-    reads, since orbax may store a tensor as one compressed piece. Each ModelLoadError names the folder.
+    The constructor reads the metadata of every array. Each thread keeps what it has decoded of the tensor that it reads
+    until the tensor's last value is read, since orbax may store a tensor as one compressed piece. Each ModelLoadError
+    names the folder.
     """
 
     def __init__(self, directory: Path):
@@ -66,6 +66,9 @@ class OrbaxCheckpoint:
         fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
         self._driver = "zarr3" if fields.boolean("use_zarr3", False) else "zarr"
         self._is_ocdbt = fields.boolean("use_ocdbt", True) and (directory / "manifest.ocdbt").is_file()
+        # Without this key, as older versions of orbax write, a piece of zeros is not stored. With it, a piece that is
+        # not there is lost, and an error.
+        self._omits_zeros = not fields.boolean("store_array_data_equal_to_fill_value", False)
         self._arrays = self._open_all(_array_names(fields))
         self._thread = local()
 
@@ -89,7 +92,7 @@ class OrbaxCheckpoint:
         """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype."""
         self.dtype(name)
         shape = self.shape(name)
-        axes = tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), shape, strict=False))
+        axes = block_of(shape, rows, columns)
         if any(axis.start == axis.stop for axis in axes):
             return np.empty([axis.stop - axis.start for axis in axes], self._arrays[name].dtype)
         try:
@@ -97,7 +100,16 @@ class OrbaxCheckpoint:
             values: np.ndarray = self._store(name, by_columns=by_columns)[axes].read().result()
         except STORE_ERRORS as error:
             raise self._fault(name, error) from error
+        if all(axis.stop == size for axis, size in zip(axes, shape, strict=False)):
+            self._thread.store = self._thread.key = None
         return values
+
+    def files(self) -> list[Path]:
+        """Return the files of metadata, and the folders that the arrays are in."""
+        found = [self.path / TREE_FILE, self.path / STEP_FILE]
+        if self._is_ocdbt:
+            return [*found, self.path / "manifest.ocdbt", self.path / "d", *self.path.glob("ocdbt.process_*")]
+        return [*found, *(self.path / name for name in self._arrays)]
 
     def _check_finished(self) -> None:
         """Refuse a folder that orbax has begun and not finished."""
@@ -137,8 +149,7 @@ class OrbaxCheckpoint:
             kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         else:
             kvstore = {**base, "path": f"{base['path']}{name}/"}
-        # A piece that is missing is an error, and not zeros.
-        return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": False}
+        return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": self._omits_zeros}
 
     def _store(self, name: str, *, by_columns: bool) -> Any:
         """Return this thread's opened array, with a cache of its own that goes when the thread reads another."""

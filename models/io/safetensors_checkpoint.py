@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config.quantization import WAY_OUT, Float8Scheme
 from ..errors import ModelLoadError
-from .checkpoint import WHOLE, UnsavedTensor, bounds_of
+from .checkpoint import WHOLE, UnsavedTensor, block_of
 from .fields import Fields, read_json_object
 from .files import INDEX_FILE, SINGLE_FILE
 from .float8 import STORED_DTYPE, dequantize, is_scale, map_matrices, scale_of, shared_block
@@ -53,7 +53,9 @@ class SafetensorsCheckpoint:
                     f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}; "
                     "index and shards belong to different checkpoints: fetch them again"
                 )
-        if scheme is not None:
+        if scheme is None:
+            self._refuse_float8()
+        else:
             self._find_scales(scheme)
 
     def names(self) -> Collection[str]:
@@ -80,18 +82,32 @@ class SafetensorsCheckpoint:
         """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype."""
         self.dtype(name)
         part = self._files[name].get_slice(name)
-        shape = part.get_shape()
-        axes = tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), shape, strict=False))
+        axes = block_of(part.get_shape(), rows, columns)
         if name in self._scales:
             return self._read_float8(name, axes)
         values: np.ndarray = part[axes]
         return values
+
+    def files(self) -> list[Path]:
+        """Return the files that hold tensors, and the index that names them if it is read."""
+        names = sorted(set(self._file_names.values()))
+        return [self.path / name for name in (names if SINGLE_FILE in names else [INDEX_FILE, *names])]
 
     def _read_float8(self, name: str, axes: tuple[slice, ...]) -> np.ndarray:
         stored, (scale_name, block) = self._matrices[name], self._scales[name]
         num_scales = [-(-size // step) for size, step in zip(stored.shape, block, strict=True)]
         scale = self.read(scale_name, WHOLE).astype(np.float32).reshape(num_scales)
         return dequantize(stored[axes], scale, block, (axes[0].start, axes[1].start))
+
+    def _refuse_float8(self) -> None:
+        """Refuse 8-bit floats of which the config says nothing: ModelLoadError."""
+        for name, file_name in self._file_names.items():
+            stored = self._files[name].get_slice(name).get_dtype()
+            if stored.startswith("F8_"):
+                raise ModelLoadError(
+                    f"{self.path / file_name}: tensor {name!r} holds 8-bit floats ({stored}), and config.json has no "
+                    f"quantization_config, which says how they are scaled: add it, or {WAY_OUT}"
+                )
 
     def _find_scales(self, scheme: Float8Scheme) -> None:
         """Find the scale of each matrix in 8-bit floats; ModelLoadError if one is missing, or has no such matrix."""

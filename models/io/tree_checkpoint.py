@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from ..errors import ModelLoadError
-from .checkpoint import WHOLE, bounds_of
+from .checkpoint import DTYPES, WHOLE, block_of
 
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_DEPTH = 64
 
 
@@ -49,11 +48,15 @@ class TreeCheckpoint:
         """Return `rows` of the first axis, and `columns` of the second of a matrix; of an array on a device, only these
         are fetched."""
         array = self._arrays[name]
-        axes = tuple(slice(*bounds_of(*pair)) for pair in zip((rows, columns), array.shape, strict=False))
+        axes = block_of(array.shape, rows, columns)
         if isinstance(array, jax.Array) and not _is_on_host(array):
             starts = tuple(np.int32(axis.start) for axis in axes)
             return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
         return np.asarray(array)[axes]  # A view.
+
+    def files(self) -> list[Path]:
+        """Return none: the arrays are in memory."""
+        return []
 
 
 def _leaves(tree: Any, path: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

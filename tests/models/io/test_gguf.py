@@ -157,3 +157,45 @@ def test_rows_equal_the_gguf_packages_dequantized_tensor(tmp_path, kind):
         values = file.read_rows("w", rows)
         assert values.dtype == np.float32
         np.testing.assert_array_equal(values, expected[rows])
+
+
+def write_split(folder, num_parts=3):
+    """Write a tensor to each of several parts, with the package's own writer; return the parts' paths."""
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_tensors=1)
+    writer.add_string("a.text", "of the first part")
+    for index in range(num_parts):
+        writer.add_tensor(f"w{index}", np.full((2, 3), index, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [folder / f"m-{part:05}-of-{num_parts:05}.gguf" for part in range(1, num_parts + 1)]
+
+
+def test_all_parts_of_a_split_file_are_read_as_one(tmp_path):
+    parts = write_split(tmp_path)
+    file = read_gguf(parts[0])
+    assert (file.paths, file.metadata["a.text"]) == (tuple(parts), "of the first part")
+    for index in range(3):
+        np.testing.assert_array_equal(file.read_rows(f"w{index}", slice(1, 2)), np.full((1, 3), index))
+
+
+SPLIT_FAULTS = {
+    "another part": (lambda parts: parts[::-1], r"is one of 3 parts of a file: give the first one, .*-00001-of-00003"),
+    "another name": (lambda parts: [parts[0].rename(parts[0].with_name("a.gguf"))], "gguf-split --merge"),
+    "a part missing": (lambda parts: parts[1].unlink(), r"m-00002-of-00003\.gguf: cannot be read as GGUF"),
+    "a tensor twice": (lambda parts: parts[1].write_bytes(parts[0].read_bytes()), "tensor 'w0' is in another part too"),
+    "a tensor missing": (
+        lambda parts: write_gguf(parts[1], {"split.no": (1, GGUFValueType.UINT16)}),
+        "its 3 parts hold 2 tensors, wanted 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), SPLIT_FAULTS.values(), ids=SPLIT_FAULTS.keys())
+def test_parts_that_do_not_make_up_a_file_are_refused_in_one_line(tmp_path, damage, message):
+    parts = write_split(tmp_path)
+    changed = damage(parts)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        read_gguf(changed[0] if isinstance(changed, list) else parts[0])
+    assert "\n" not in str(caught.value)
