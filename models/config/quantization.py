@@ -9,7 +9,7 @@ from typing import Any
 from ..io.fields import Fields
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
-METHODS = ("fp8", "compressed-tensors")
+METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
 WAY_OUT = "take the unquantized checkpoint or a .gguf file"
 
 
@@ -35,38 +35,54 @@ def read_quantization(fields: Fields) -> Float8Scheme | None:
     if not found.has("quant_method") or found.data["quant_method"] not in METHODS:
         raise found.wrong("quant_method", f"one of {', '.join(METHODS)}, with 8-bit floats: {WAY_OUT}")
     method = str(found.data["quant_method"])
-    return _read_fp8(found, method) if method == "fp8" else _read_compressed(found, method)
+    if method == "fp8":
+        return _read_fp8(found, method)
+    if method == "compressed-tensors":
+        return _read_compressed(found, method)
+    if method == "modelopt":
+        _check_only(found, "quant_algo", ("FP8",), method, is_required=True)
+        return Float8Scheme()
+    return Float8Scheme(has_row_scales=True)  # fbgemm_fp8, of which there is one kind.
 
 
 def _read_fp8(found: Fields, method: str) -> Float8Scheme:
     """Read the object that DeepSeek's and Qwen's checkpoints have."""
     _check_only(found, "fmt", ("e4m3",), method)
-    if not found.has("weight_block_size"):
-        return Float8Scheme()
-    block = found.items("weight_block_size", int)
-    if len(block) != 2 or min(block) < 1:
-        raise found.wrong("weight_block_size", "two integers from 1: rows and columns")
-    return Float8Scheme(block=(block[0], block[1]))
+    return Float8Scheme(block=_read_block(found, "weight_block_size") if found.has("weight_block_size") else None)
 
 
 def _read_compressed(found: Fields, method: str) -> Float8Scheme:
     """Read the object that llm-compressor writes; its groups may differ only in what the scales themselves show."""
     _check_only(found, "format", ("float-quantized", "naive-quantized"), method)
     _check_only(found.mapping("sparsity_config"), "format", ("dense",), method)
+    _check_only(found, "transform_config", ({},), method)
     groups = found.mapping("config_groups")
     if not groups.data:
         raise found.wrong("config_groups", f"at least one group of {method}: {WAY_OUT}")
+    scheme = Float8Scheme(has_row_scales=True)
     for name in groups.data:
         weights = groups.mapping(name).mapping("weights")
         if not weights.data:
             continue  # A group of activations.
         required: dict[str, tuple[Any, ...]] = {
-            "num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel"),
+            "num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel", "block"),
         }  # fmt: skip
         for key, allowed in required.items():
             _check_only(weights, key, allowed, method, is_required=True)
         _check_only(weights, "symmetric", (True,), method)
-    return Float8Scheme(has_row_scales=True)
+        if weights.data["strategy"] == "block":
+            block = _read_block(weights, "block_structure")
+            if scheme.block not in (None, block):
+                raise weights.wrong("block_structure", f"{list(scheme.block or ())}, as in another group: {WAY_OUT}")
+            scheme = Float8Scheme(block=block, has_row_scales=True)
+    return scheme
+
+
+def _read_block(fields: Fields, key: str) -> tuple[int, int]:
+    block = fields.items(key, int)
+    if len(block) != 2 or min(block) < 1:
+        raise fields.wrong(key, "two integers from 1: rows and columns")
+    return block[0], block[1]
 
 
 def _check_only(fields: Fields, key: str, allowed: Collection[Any], method: str, *, is_required: bool = False) -> None:

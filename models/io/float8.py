@@ -21,7 +21,7 @@ STORED_DTYPE = "F8_E4M3"
 """What safetensors call float8_e4m3fn."""
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 """Ends of the names of scales that multiply a matrix, in spite of the first one's name."""
-_SCALE = re.compile(r"\.(weight_scale|weight_scale_inv|(input|output|activation|q|k|v)_scale)$")
+_SCALE = re.compile(r"\.(weight_scale|weight_scale_inv|input_scale_ub|(input|output|activation|q|k|v|kv)_scale)$")
 """Scales of matrices, and of activations, which are not quantized here."""
 
 
@@ -45,11 +45,11 @@ def shared_block(
     """
     if len(matrix) != 2:
         raise fault(f"has the shape {matrix} and 8-bit floats, wanted a matrix")
-    blocks = {(): matrix, (1,): matrix}
-    if scheme.has_row_scales:
-        blocks[(matrix[0], 1)] = (1, matrix[1])
+    blocks: dict[tuple[int, ...], tuple[int, ...]] = {(): matrix, (1,): matrix}
     if scheme.block is not None:
         blocks = {tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block}
+    if scheme.has_row_scales:
+        blocks[(matrix[0], 1)] = (1, matrix[1])
     if scale not in blocks:
         shapes = " or ".join(map(str, blocks))
         raise fault(f"has the shape {matrix} and a scale of the shape {scale}, wanted {shapes}")
