@@ -79,7 +79,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         """Requests whose last output has not been returned, by their ids."""
         self._outputs, self._demand = self.core.outputs, self.scheduler.demand
-        self._builder = RequestBuilder(parts, num_groups=self.blocks.num_groups)
+        self._builder = RequestBuilder(parts, num_groups=self.blocks.arithmetic.num_groups)
         self._num_requests = self._num_prompt_tokens = 0
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._is_open = True

@@ -117,6 +117,9 @@ class SampleSequence:
     """Chained hashes of the first full pages, as far as they were needed."""
     num_published: int = 0
     """Full pages already offered to the prefix cache."""
+    passed_pages: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(group, index) → (device page, how often it had been taken), for pages that a window passed before the sequence
+    was known to be sound. They are published then, unless they have been taken since."""
 
     # Written by kv_cache/sample_tree.
     parent: SampleSequence | None = None

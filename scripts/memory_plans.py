@@ -79,7 +79,7 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
     from jpaged.sharding import device_mesh
     from jpaged.startup.abstract_engine import AbstractEngine
     from jpaged.startup.attention_choice import attention_shape
-    from jpaged.startup.sizing import FreeMemory, page_arithmetic, size_engine
+    from jpaged.startup.sizing import FreeMemory, size_engine
 
     chip, model = CHIPS[chip_name], config_from_hf(config, Path("config.json"))
     backend = backend_of(chip_name, chip, attention_shape(model.spec, "bfloat16"))
@@ -96,7 +96,7 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
     step, num_pages = sizes.step, sizes.num_blocks - 1
     page_bytes = engine.page_bytes(step.block_size, step.kv_cache_dtype)
     context_len = min(CONTEXT_LEN, step.max_model_len)
-    pages_of_8k = page_arithmetic(EngineConfig(), model.spec, step, chip.platform).max_pages(0, [context_len])
+    pages_of_8k = sizes.arithmetic.max_pages(0, [context_len])
     return {
         **of_model,
         "token_bytes": pages_of_8k * page_bytes // context_len,

@@ -300,7 +300,7 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
     )
     recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
     pages = [
-        f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens",
+        f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens{sizes.arithmetic.in_groups}",
         sizes.num_host_blocks and f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}",
         f"preemptions {recomputed + swapped} ({recomputed} by recompute, {swapped} by swap)",
         stats["swap_bytes"] and f"swapped {stats['swap_bytes'] / 1e6:.1f} MB",

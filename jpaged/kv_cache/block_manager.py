@@ -33,32 +33,25 @@ class BlockManager:
         self,
         *,
         num_blocks: int,
-        block_size: int,
+        arithmetic: PageArithmetic,
         enable_prefix_caching: bool = True,
-        windows: tuple[int | None, ...] = (None,),
         num_host_blocks: int = 0,
         max_cached_blocks: int | None = None,
-        max_chunk: int = 1,
         keep_evicted: bool = True,
     ):
         """Make empty pools. `num_blocks` and `num_host_blocks` count every page, the null pages too; 0: no host pool.
 
-        `windows` has an entry for each page-table group: None sees everything, a number that many tokens, the query's
-        own among them. `max_chunk` bounds the tokens that one sequence computes in a step. `max_cached_blocks` caps
-        the free pages that keep a prefix. `keep_evicted`: prefixes that the device evicts go to the host pool.
+        `arithmetic` has the page-table groups and the page size. `max_cached_blocks` caps the free pages that keep a
+        prefix. `keep_evicted`: prefixes that the device evicts go to the host pool.
         """
-        self.block_size = block_size
-        self.windows = windows
-        self.arithmetic = PageArithmetic(windows, block_size, max_chunk)
+        self.arithmetic = arithmetic
         self.store = PageStore(num_blocks, num_host_blocks, max_cached_blocks, keep_evicted=keep_evicted)
         self.device, self.host = self.store.device, self.store.host
-        self.prefixes = PrefixCache(self.store, block_size, windows, is_enabled=enable_prefix_caching)
+        self.prefixes = PrefixCache(self.store, arithmetic, is_enabled=enable_prefix_caching)
         self.table_changes: dict[tuple[int, int, int], int] = {}
         """(group, state slot, index) → page, for each entry of the device's page tables that has changed since the last
         step. An entry that changes twice is sent once. What is sent for a slot that another sequence has got since is
         overwritten by that sequence, or never read."""
-        self.num_groups = len(windows)
-        self.window_groups = self.prefixes.window_groups
 
     def clear(self, sequences: Iterable[SampleSequence] = ()) -> None:
         """Make every page free and empty, since the device has lost everything; `sequences` owned some of them."""
@@ -121,10 +114,6 @@ class BlockManager:
         """Return whether the retirement of a step in flight will free pages."""
         return bool(self.device.deferred)
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Return the pages of one full-attention group that hold this many tokens."""
-        return self.arithmetic.pages_for(num_tokens)
-
     def release_pins(self) -> None:
         """Let pinned pages be evicted. Their prefixes are pinned again once a sequence computes them anew."""
         self.store.unpin_all()
@@ -145,13 +134,14 @@ class BlockManager:
         to compete for its own pages. The page that is written next becomes the sequence's own: if other sequences
         read it, or may find it, the sequence gets a copy.
         """
-        first = sequence.num_computed // self.block_size
+        arithmetic = self.arithmetic
+        first = sequence.num_computed // arithmetic.block_size
         tails = [(group, pages[first]) for group, pages in enumerate(sequence.pages) if first < len(pages)]
         ref_counts, key_of = self.device.ref_counts, self.device.key_of
         shared = [group for group, page in tails if ref_counts[page] > 1 or page in key_of]
         missing = [
-            self.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
-            for window, pages in zip(self.windows, sequence.pages, strict=True)
+            arithmetic.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
+            for window, pages in zip(arithmetic.windows, sequence.pages, strict=True)
         ]
         if len(shared) + sum(count for count in missing if count > 0) > self.num_free:
             return False
@@ -176,18 +166,22 @@ class BlockManager:
         No step in flight may have an earlier query. Does nothing for a sequence that has lost its pages.
         """
         pool = self._pool_of(sequence)
-        for group, _ in self.window_groups:
+        for group, _ in self.arithmetic.window_groups:
             pages = sequence.pages[group]
-            first_visible = self.prefixes.first_visible_page(group, num_done)
+            first_visible = self.arithmetic.first_visible_page(group, num_done)
             for index in range(sequence.num_passed[group], min(first_visible, len(pages))):
-                pool.drop_ref(pages[index])
+                if pool is self.device:
+                    self.prefixes.give_back(sequence, group, index)
+                else:
+                    pool.drop_ref(pages[index])
                 pages[index] = NULL_PAGE
                 sequence.num_passed[group] = index + 1
 
     def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
         """Return whether the parent still has all pages that a query behind its first `num_tokens` tokens sees."""
-        first_visible = self.prefixes.first_visible_page
-        return all(parent.num_passed[group] <= first_visible(group, num_tokens) for group, _ in self.window_groups)
+        arithmetic = self.arithmetic
+        firsts = [(group, arithmetic.first_visible_page(group, num_tokens)) for group, _ in arithmetic.window_groups]
+        return all(parent.num_passed[group] <= first for group, first in firsts)
 
     def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
         """Give the child, which owns no page, the parent's pages of the first `num_tokens` computed tokens.
@@ -196,11 +190,11 @@ class BlockManager:
         a window has passed at the last of these tokens stay the parent's alone: its steps in flight may still see them.
         """
         assert self.can_share(parent, num_tokens), "the child would see what its parent has given back"
-        num_pages = self.pages_for(num_tokens)
+        arithmetic, num_pages = self.arithmetic, self.arithmetic.pages_for(num_tokens)
         pool = self._pool_of(parent)
         for group, pages in enumerate(parent.pages):
             # Another fork may begin one token earlier: it computes the last token itself.
-            first = max(parent.num_passed[group], self.prefixes.first_visible_page(group, max(0, num_tokens - 1)))
+            first = max(parent.num_passed[group], arithmetic.first_visible_page(group, max(0, num_tokens - 1)))
             for page in [NULL_PAGE] * first + pages[first:num_pages]:
                 if page != NULL_PAGE:
                     pool.add_ref(page)
@@ -218,7 +212,7 @@ class BlockManager:
             sequence.num_passed[group] = pages.count(NULL_PAGE)
             for page in pages:
                 self._append(sequence, group, page)
-        return match.num_pages * self.block_size
+        return match.num_pages * self.arithmetic.block_size
 
     def defer_free(self, sequence: SampleSequence, step: int) -> None:
         """Keep the pages that steps in flight, `step` the last of them, may write for this sequence from being taken.
@@ -226,7 +220,7 @@ class BlockManager:
         Those steps write where the host does not know the token yet; with a chunk in flight, anywhere.
         """
         has_chunk_in_flight = sequence.last_chunk_step > self.device.retired_step
-        first = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.block_size
+        first = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.arithmetic.block_size
         for pages in sequence.pages:
             for page in pages[first:]:
                 if page != NULL_PAGE and page not in self.device.key_of:
@@ -292,8 +286,8 @@ class BlockManager:
                     pool.drop_ref(pages[index])
 
     def _forget_pages(self, sequence: SampleSequence) -> None:
-        sequence.pages = [[] for _ in self.windows]
-        sequence.num_passed = [0] * self.num_groups
+        sequence.pages = [[] for _ in self.arithmetic.windows]
+        sequence.num_passed = [0] * self.arithmetic.num_groups
         self.prefixes.forget_pages(sequence)
 
     def _pool_of(self, sequence: SampleSequence) -> PagePool:
@@ -301,7 +295,8 @@ class BlockManager:
 
     def _computed(self, sequence: SampleSequence) -> list[list[int]]:
         """Return the sequence's pages that hold something, per group."""
-        return [pages[: self.pages_for(sequence.num_computed)] for pages in sequence.pages]
+        num_pages = self.arithmetic.pages_for(sequence.num_computed)
+        return [pages[:num_pages] for pages in sequence.pages]
 
     def _held(self, sequences: Sequence[SampleSequence]) -> list[int]:
         """Return the pages of all groups that hold something of these sequences, each once, in order of appearance."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,28 @@ class PageArithmetic:
     max_chunk: int = 1
     """Most tokens of one sequence in a step, whether of its prompt or decoded one after another."""
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def window_groups(self) -> list[tuple[int, int]]:
+        """Return (group, window) of each group that has a window."""
+        return [(group, window) for group, window in enumerate(self.windows) if window is not None]
+
+    @property
+    def in_groups(self) -> str:
+        """Return what a message says behind a number of pages: the number of groups, if there are several."""
+        return f" in {self.num_groups} groups of layers" if self.num_groups > 1 else ""
+
     def pages_for(self, num_tokens: int) -> int:
         """Return the pages of one full-attention group that hold this many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def first_visible_page(self, group: int, num_tokens: int) -> int:
+        """Return the index of the first page that the query at position `num_tokens`, or any later one, sees."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
     def window_pages(self, window: int, num_steps: int = 1) -> int:
         """Return the most pages that a sequence of any length has in a group with this window.
@@ -47,11 +67,12 @@ class PageArithmetic:
         # A fork computes the last token that it has in common anew, in a page of its own.
         shared = max(0, fork_len - 1) // self.block_size
         own = [self.pages_for(length) - shared for length in lens]
-        num_pages = self.windows.count(None) * (shared + sum(own))
-        for window in self.windows:
-            if window is not None:
-                most = self.window_pages(window, num_steps)
-                num_pages += sum(min(most, shared + pages) for pages in own)
+        num_full = shared + sum(own)
+        num_pages = self.windows.count(None) * num_full
+        for _, window in self.window_groups:
+            most = self.window_pages(window, num_steps)
+            # Samples that still see their common tokens share those pages as they do under full attention.
+            num_pages += min(num_full, sum(min(most, shared + pages) for pages in own))
         return num_pages
 
     def longest_len(self, num_pages: int, max_len: int) -> int:

@@ -6,6 +6,7 @@ Knows requests and the block manager; no queue, no slot, no time. The only write
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..checks import refusal
 from ..request import Request, SampleSequence
@@ -25,7 +26,8 @@ class PageDemand:
         """Return the pages that one request could have, in words for an error message."""
         blocks, num_pinned = self.blocks, self.blocks.num_pinned
         pinned = f" beside {num_pinned} pinned ones, which unpin_prefix gives back" if num_pinned else ""
-        return f"{blocks.num_available} pages of {blocks.block_size} tokens{pinned}"
+        arithmetic = self.arithmetic
+        return f"{blocks.num_available} pages of {arithmetic.block_size} tokens{arithmetic.in_groups}{pinned}"
 
     def check(self, request: Request, max_num_seqs: int) -> None:
         """Raise InvalidRequestError if the request could not run even if it ran alone."""
@@ -55,7 +57,8 @@ class PageDemand:
 
     def check_pin(self, num_pages: int, requests: Iterable[Request]) -> None:
         """Raise InvalidRequestError if one of these requests could never run beside so many newly pinned pages."""
-        num_needed, num_available = max(map(self.max_pages, requests), default=1), self.blocks.num_available
+        num_available, shortest = self.blocks.num_available, self.arithmetic.max_pages(0, [1])
+        num_needed = max(map(self.max_pages, requests), default=shortest)
         if num_pages + num_needed > num_available:
             room = max(0, num_available - num_needed)
             allowed = f"{room}, since {num_needed} of {num_available} must be left for requests"
@@ -72,9 +75,17 @@ class PageDemand:
         # The last token ends its sequence, so its keys and values are never computed.
         return self.arithmetic.max_pages(shared_len, [first.max_len - 1] * num_samples) - num_pinned
 
-    def pages_now(self, request: Request) -> int:
-        """Return the pages that the request takes for the tokens that it has."""
-        return self.arithmetic.max_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
+    def pages_now(self, request: Request, num_cached: int = 0) -> int:
+        """Return the pages that the request takes to compute all tokens that it has.
+
+        `num_cached` of the first sample's tokens come from the prefix cache, if none are computed yet.
+        """
+        first, *others = request.live
+        num_pending = first.num_tokens - max(first.num_computed, num_cached)
+        for other in others:  # The tokens up to a fork are the parent's to compute, but for the last one.
+            num_pending = max(num_pending, other.num_tokens - max(other.num_computed, other.fork_len - 1))
+        arithmetic = replace(self.arithmetic, max_chunk=min(self.arithmetic.max_chunk, num_pending))
+        return arithmetic.max_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
 
     def fits_alone(self, request: Request) -> bool:
         """Return whether the request could run to its end if no other request ran."""
@@ -100,6 +111,6 @@ class PageDemand:
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:
             limit = min(limit, sequence.request.num_scored)
-        if self.blocks.window_groups:
+        if self.arithmetic.window_groups:
             limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence) if child.fork_len)])
         return limit

@@ -1,8 +1,9 @@
 """One pool of pages, on the device or on the host: which are free, how often each is referenced, what each holds.
 
 A page is free, referenced, deferred (given back, but a step in flight may still write it), or withdrawn. A free page
-may still hold a published prefix, by which it is found until the page is taken for something else. Page 0 is the null
-page: it is never taken and never published. Knows page numbers and keys; no sequence, no token.
+may still hold a published prefix, by which it is found until the page is taken for something else, or one that may yet
+be published. Page 0 is the null page: it is never taken and never published. Knows page numbers and keys; no sequence,
+no token.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class PagePool:
     def clear(self) -> None:
         """Make every page free and empty, as for new memory. Withdrawn pages stay withdrawn."""
         self.ref_counts = [0] * self.num_pages
+        self.num_takes = [0] * self.num_pages
+        """How often each page was taken: what it held before the last time is lost."""
         self.free = list(range(self.num_pages - 1, 0, -1))
         """Free pages without content. The page given back last is taken first."""
         self.cached: OrderedDict[int, None] = OrderedDict()
-        """Free pages with a published prefix, least recently used first."""
+        """Free pages with a prefix that is published or may yet be, least recently used first."""
         self.deferred: list[tuple[int, int]] = []
         """(step, page): pages that become free once that step has retired."""
         self.pending_writers: dict[int, int] = {}
@@ -65,6 +68,7 @@ class PagePool:
         """
         page, key = self._pop()
         self.ref_counts[page] = 1
+        self.num_takes[page] += 1
         self.peak_used = max(self.peak_used, self.num_used)
         return page, key
 
@@ -75,8 +79,11 @@ class PagePool:
             self.peak_used = max(self.peak_used, self.num_used)
         self.ref_counts[page] += 1
 
-    def drop_ref(self, page: int) -> None:
-        """Give up one reference. Without any the page is free, or deferred while a step in flight may write it."""
+    def drop_ref(self, page: int, *, keeps_content: bool = False) -> None:
+        """Give up one reference. Without any the page is free, or deferred while a step in flight may write it.
+
+        With `keeps_content` the page may yet be published: if it is free now, it is taken as late as a page that is.
+        """
         self.ref_counts[page] -= 1
         if self.ref_counts[page] > 0:
             return
@@ -84,7 +91,11 @@ class PagePool:
         if step > self.retired_step:
             self.deferred.append((step, page))
         else:
-            self._make_free(page)
+            self._make_free(page, keeps_content=keeps_content)
+
+    def is_kept(self, page: int, num_takes: int) -> bool:
+        """Return whether a page, given back with `keeps_content` when it had been taken so often, still holds that."""
+        return page in self.cached and self.num_takes[page] == num_takes
 
     def publish(self, page: int, key: PageKey) -> bool:
         """Let the page be found by `key`; return False if another page is found by it already, which stays so."""
@@ -96,16 +107,16 @@ class PagePool:
         return True
 
     def forget(self, page: int) -> None:
-        """Let the page be found no more. Sequences that own it keep it."""
+        """Let the page be found no more, or never. Sequences that own it keep it."""
         key = self.key_of.pop(page, None)
         if key is not None:
             del self.page_of[key]
-            if page in self.cached:
-                del self.cached[page]
-                self._make_free(page)
+        if page in self.cached:
+            del self.cached[page]
+            self._make_free(page)
 
     def forget_all(self) -> None:
-        """Let no page be found any more."""
+        """Let no page be found any more, nor any that is free now be published later."""
         self.page_of.clear()
         self.key_of.clear()
         self.free.extend(self.cached)
@@ -133,11 +144,12 @@ class PagePool:
         self._withdraw()
 
     def _pop(self) -> tuple[int, PageKey | None]:
-        """Remove the next free page and return it with its key: an empty page, else the least recently used prefix."""
+        """Remove the next free page and return it with its key, if it has one: an empty page, else the least recently
+        used prefix."""
         if self.free:
             return self.free.pop(), None
         page, _ = self.cached.popitem(last=False)
-        key = self.key_of[page]
+        key = self.key_of.get(page)
         self.forget(page)
         return page, key
 
@@ -145,8 +157,8 @@ class PagePool:
         while len(self.withdrawn) < self.num_withdrawn and self.num_free:
             self.withdrawn.add(self._pop()[0])
 
-    def _make_free(self, page: int) -> None:
-        if page in self.key_of:
+    def _make_free(self, page: int, *, keeps_content: bool = False) -> None:
+        if keeps_content or page in self.key_of:
             self.cached[page] = None
             if self.max_cached is not None and len(self.cached) > self.max_cached:
                 self.forget(next(iter(self.cached)))

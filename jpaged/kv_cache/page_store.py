@@ -86,10 +86,12 @@ class PageStore:
             self.publish(page, self.host.key_of[host_page])
         return page
 
-    def publish(self, page: int, key: PageKey) -> None:
-        """Let a device page be found by `key`, and pin it if its prefix is pinned."""
-        if self.device.publish(page, key) and key in self.pins:
+    def publish(self, page: int, key: PageKey) -> bool:
+        """Let a device page be found by `key`, and pin it if its prefix is pinned; False if another page is found."""
+        is_found = self.device.publish(page, key)
+        if is_found and key in self.pins:
             self.pin(key)
+        return is_found
 
     def pin(self, key: PageKey) -> None:
         """Keep the device page that is found by `key` from eviction, if there is one; a second call does nothing."""

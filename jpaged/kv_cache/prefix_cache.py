@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..request import CacheKey, RequestState, SampleSequence
+from .page_arithmetic import PageArithmetic
 from .page_pool import NULL_PAGE, PageKey
 from .page_store import PageStore
 from .prefix_hash import extend_hashes
@@ -36,15 +37,13 @@ class PrefixMatch:
 class PrefixCache:
     """The published pages of a store, for one page-table group or several.
 
-    The only writer of `page_hashes` and `num_published` of sequences.
+    The only writer of `page_hashes`, `num_published` and `passed_pages` of sequences.
     """
 
-    def __init__(self, store: PageStore, block_size: int, windows: tuple[int | None, ...], *, is_enabled: bool):
-        """Use the pages of `store`; `windows` as for `BlockManager`."""
+    def __init__(self, store: PageStore, arithmetic: PageArithmetic, *, is_enabled: bool):
+        """Use the pages of `store`, in the page-table groups of `arithmetic`."""
         self.store, self.device, self.host = store, store.device, store.host
-        self.block_size = block_size
-        self.windows = windows
-        self.window_groups = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self.arithmetic, self.block_size, self.windows = arithmetic, arithmetic.block_size, arithmetic.windows
         self.is_enabled = is_enabled
         self.pinned_prefixes: Counter[bytes] = Counter()
         """Hash of a pinned prefix's last page → how often that prefix was pinned."""
@@ -74,7 +73,7 @@ class PrefixCache:
         device_pages: list[list[int]] = []
         host_pages: list[tuple[int, int, int]] = []
         for group in range(len(self.windows)):
-            first = self.first_visible_page(group, length * self.block_size)
+            first = self.arithmetic.first_visible_page(group, length * self.block_size)
             pages = [NULL_PAGE] * first
             for index in range(first, length):
                 key = (group, hashes[index])
@@ -84,11 +83,6 @@ class PrefixCache:
                 pages.append(page)
             device_pages.append(pages)
         return PrefixMatch(length, device_pages, host_pages, hashes[length] if length < max_length else None)
-
-    def first_visible_page(self, group: int, num_tokens: int) -> int:
-        """Return the index of the first page that the query at position `num_tokens`, or any later one, sees."""
-        window = self.windows[group]
-        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
     def has_page(self, page_hash: bytes | None) -> bool:
         """Return whether a page of that hash is cached, in the first group at least. No hash: False."""
@@ -141,7 +135,40 @@ class PrefixCache:
                 page = pages[index]
                 if page != NULL_PAGE and page not in self.device.key_of:
                     self.store.publish(page, (group, hashes[index]))
+        for (group, index), (page, num_takes) in sequence.passed_pages.items():
+            if not self.device.is_kept(page, num_takes):
+                continue
+            if self.store.publish(page, (group, hashes[index])):
+                self.store.counts["passed_published"] += 1
+            else:
+                self.device.forget(page)
+        sequence.passed_pages = {}
         sequence.num_published = num_full
+
+    def give_back(self, sequence: SampleSequence, group: int, index: int) -> None:
+        """Give back a device page that a window has passed.
+
+        If it is not known to be sound yet, `publish` offers it later, unless another sequence has taken it until then.
+        """
+        page = sequence.pages[group][index]
+        may_be_published = self.is_enabled and index >= sequence.num_published and page not in self.device.key_of
+        self.device.drop_ref(page, keeps_content=may_be_published)
+        # Another sequence that has the page may write it, and may offer it itself.
+        if may_be_published and page in self.device.cached:
+            sequence.passed_pages[group, index] = page, self.device.num_takes[page]
+
+    def will_have(self, sequence: SampleSequence, num_pages: int) -> bool:
+        """Return whether a query behind the first pages of a sequence will find what windows see, once it is sound.
+
+        Windows may have passed some of these pages, and other sequences may have taken them since.
+        """
+        for group, _ in self.arithmetic.window_groups:
+            first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
+            for index in range(first_visible, min(num_pages, sequence.num_passed[group])):
+                is_kept = self.device.is_kept(*sequence.passed_pages.get((group, index), (NULL_PAGE, 0)))
+                if not is_kept and not self._is_cached((group, sequence.page_hashes[index])):
+                    return False
+        return True
 
     def inherit(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
         """Let a child that got its parent's pages of so many tokens know their hashes, and which are published."""
@@ -150,7 +177,11 @@ class PrefixCache:
         child.page_hashes = parent.page_hashes[:num_full]
 
     def forget_pages(self, sequence: SampleSequence) -> None:
-        """Note that a sequence has lost its pages. The hashes of its tokens stay."""
+        """Note that a sequence has lost its pages, and what windows have passed. The hashes of its tokens stay."""
+        for page, num_takes in sequence.passed_pages.values():
+            if self.device.is_kept(page, num_takes):
+                self.device.forget(page)
+        sequence.passed_pages = {}
         sequence.num_published = 0
 
     def forget_tokens(self, sequence: SampleSequence) -> None:
@@ -182,7 +213,8 @@ class PrefixCache:
     def pin(self, token_ids: Sequence[int], cache_key: CacheKey) -> int:
         """Keep this prefix's full pages from eviction, now or once they are computed; return the tokens kept now.
 
-        In a page-table group with a window these are the pages that a query behind the prefix's last full page sees.
+        In a page-table group with a window these are the pages that a query behind the prefix's last full page sees: no
+        token counts as kept before all of them are.
         """
         hashes = self._prefix_hashes(token_ids, cache_key)
         if not hashes:
@@ -194,7 +226,8 @@ class PrefixCache:
         for key in chain.from_iterable(keys):
             self.store.pin(key)
         are_kept = [all(key in self.store.pinned_pages for key in page_keys) for page_keys in keys]
-        return [*are_kept, False].index(False) * self.block_size
+        num_kept = [*are_kept, False].index(False)
+        return num_kept * self.block_size if num_kept == len(keys) or not self.arithmetic.window_groups else 0
 
     def unpin(self, token_ids: Sequence[int], key: CacheKey) -> bool:
         """Undo one `pin` of the same prefix, whose pages may then be evicted; return False if there was none."""
@@ -240,7 +273,7 @@ class PrefixCache:
     def _pin_keys(self, hashes: list[bytes]) -> list[list[PageKey]]:
         """Return the keys of the pages at each position that a pin of a prefix with these page hashes keeps."""
         num_tokens = len(hashes) * self.block_size
-        firsts = [self.first_visible_page(group, num_tokens) for group in range(len(self.windows))]
+        firsts = [self.arithmetic.first_visible_page(group, num_tokens) for group in range(len(self.windows))]
         return [
             [(group, page_hash) for group, first in enumerate(firsts) if index >= first]
             for index, page_hash in enumerate(hashes)
@@ -256,9 +289,12 @@ class PrefixCache:
 
     def _last_missing(self, hashes: list[bytes], length: int) -> int | None:
         """Return the index of the last page that a window needs for a prefix of `length` pages and the cache lacks."""
-        for group, _ in self.window_groups:
-            for index in reversed(range(self.first_visible_page(group, length * self.block_size), length)):
-                key = (group, hashes[index])
-                if key not in self.device.page_of and key not in self.host.page_of:
+        for group, _ in self.arithmetic.window_groups:
+            first_visible = self.arithmetic.first_visible_page(group, length * self.block_size)
+            for index in reversed(range(first_visible, length)):
+                if not self._is_cached((group, hashes[index])):
                     return index
         return None
+
+    def _is_cached(self, key: PageKey) -> bool:
+        return key in self.device.page_of or key in self.host.page_of

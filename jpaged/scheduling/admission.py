@@ -55,6 +55,7 @@ class Admission:
 
     def __init__(self, blocks: BlockManager, demand: PageDemand, config: SchedulerConfig, gate: AdmissionGate | None):
         self.blocks, self.prefixes, self.demand = blocks, blocks.prefixes, demand
+        self.arithmetic = blocks.arithmetic
         self.config = config
         self.gate = gate
         self.policy = Policy(config.policy)
@@ -210,9 +211,9 @@ class Admission:
         """Return the cached pages of a waiting request if its rest fits now; note in the request what is missing."""
         first = request.live[0]
         match = self.prefixes.match(first, self.demand.match_limit(first))
-        request.pages_needed = self.demand.pages_now(request) - self.prefixes.num_shared(match)
+        start = match.num_pages * self.arithmetic.block_size
+        request.pages_needed = self.demand.pages_now(request, start) - self.prefixes.num_shared(match)
         request.missing_hash = match.missing_hash
-        start = match.num_pages * self.blocks.block_size
         num_pending = first.num_tokens - start
         may_wait = match.missing_hash is not None and request.num_bypassed < MAX_BYPASSES
         if may_wait and self._is_being_computed(first, match, num_pending):
@@ -229,8 +230,8 @@ class Admission:
         # It may hold more than it needs now: a sample that could share nothing has pages of its own.
         num_next = max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
         num_pages = self.blocks.num_to_swap_in(request.live) + num_next
-        # Beside others, each of its sequences may need its next page before another request gives pages back.
-        request.pages_needed = num_pages + (len(request.live) if room.running else 0)
+        # Beside others, each of its sequences may need its next pages before another request gives pages back.
+        request.pages_needed = num_pages + (len(request.live) * self.arithmetic.num_groups if room.running else 0)
         return self._has_free_pages(request, room)
 
     def _gave_up_pins(self, room: StepRoom) -> bool:
@@ -252,16 +253,17 @@ class Admission:
 
     def _is_publishing(self, request: Request) -> bool:
         """Return whether a running request's prompt has full pages that are not in the prefix cache yet."""
-        num_full = request.prompt_len // self.blocks.block_size
+        num_full = request.prompt_len // self.arithmetic.block_size
         return self.prefixes.is_enabled and request.live[0].num_published < num_full
 
     def _is_being_computed(self, sequence: SampleSequence, match: PrefixMatch, num_pending: int) -> bool:
         """Return whether a running request is about to publish most of what the sequence would compute once more.
 
         The sequence waits if that spares it half of its pending tokens, if the running request has no more left to
-        compute than twice that, and if it is served before the sequence.
+        compute than twice that, and if it is served before the sequence. It does not if other requests have taken pages
+        that windows of the running request have passed, and that the sequence would see.
         """
-        block_size, start = self.blocks.block_size, match.num_pages
+        block_size, start = self.arithmetic.block_size, match.num_pages
         max_pages = self.demand.match_limit(sequence) // block_size
         for request in self._publishing:
             other, end = request.live[0], request.prompt_len // block_size
@@ -271,7 +273,9 @@ class Admission:
                 continue
             pairs = zip(other.page_hashes[start:end], sequence.page_hashes[start:max_pages], strict=False)
             num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if 2 * num_same * block_size >= max(num_pending, other.num_tokens - other.num_computed):
+            num_left = other.num_tokens - other.num_computed
+            is_worth_it = 2 * num_same * block_size >= max(num_pending, num_left)
+            if is_worth_it and self.prefixes.will_have(other, start + num_same):
                 self.counts["await_prefix"] += 1
                 return True
         return False

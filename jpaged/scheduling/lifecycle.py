@@ -34,7 +34,7 @@ class Lifecycle:
 
     def __init__(self, blocks: BlockManager, config: SchedulerConfig, *, clock: Clock, gate: AdmissionGate | None):
         """Start without requests. `clock` gives seconds; `gate` is asked before a request may run."""
-        self.blocks, self.prefixes = blocks, blocks.prefixes
+        self.blocks, self.prefixes, self.arithmetic = blocks, blocks.prefixes, blocks.arithmetic
         self.config, self.preemption = config, config.preemption
         self.clock, self.gate = clock, gate
         self.demand = PageDemand(blocks)
@@ -274,7 +274,7 @@ class Lifecycle:
         return [self._fork(parent, index) for index in indices]
 
     def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
-        child = parent.request.new_sequence(index, parent.token_ids, self.blocks.num_groups)
+        child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups)
         child.state = parent.state
         # They share all but the last token, which the child computes itself to draw its next one. What the parent has
         # not computed yet, it computes for both.
@@ -315,13 +315,12 @@ class Lifecycle:
             self._share_all(parent, sequence, parent.num_tokens)
 
     def share_with_parent(self, sequence: SampleSequence) -> None:
-        """Give a sample that has a slot its parent's pages of the tokens they share, which the parent has computed.
+        """Give a sample its parent's pages of the tokens they share, which the parent has computed.
 
-        If its parent has ended, or a window has passed what they would share, it starts with what the prefix cache has.
+        If its parent has ended, it starts with what the prefix cache has.
         """
-        parent, num_shared = sequence.parent, min(sequence.fork_len, sequence.num_tokens - 1)
-        if parent is not None and self.blocks.can_share(parent, num_shared):
-            self._share_all(parent, sequence, num_shared)
+        if sequence.parent is not None:
+            self._share_all(sequence.parent, sequence, min(sequence.fork_len, sequence.num_tokens - 1))
             return
         sample_tree.share_nothing(sequence)
         match = self.prefixes.match(sequence, self.demand.match_limit(sequence))

@@ -105,9 +105,9 @@ class Scheduler(Lifecycle):
             request.num_scored = max(request.num_scored, min(end, request.prompt_len))
             # The last chunk's pages are published once its token is known. The same prompt, if it comes again, starts
             # behind the last full page without its last token: what it sees there is kept until then.
-            num_known, block_size = len(sequence.token_ids), self.blocks.block_size
+            num_known, block_size = len(sequence.token_ids), self.arithmetic.block_size
             num_done = end if end < num_known else (num_known - 1) // block_size * block_size
-            self.blocks.pass_windows(sequence, num_done)
+            self._pass_windows(sequence, num_done)
 
     def update_pages(self, sequence: SampleSequence) -> None:
         """Note a new token that the host knows: all tokens before it are computed, and their pages sound.
@@ -118,15 +118,27 @@ class Scheduler(Lifecycle):
         num_known = len(sequence.token_ids)
         if sequence.state is RequestState.RUNNING:
             self.prefixes.publish(sequence, num_known - 1)
-            page_end = self.blocks.pages_for(num_known) * self.blocks.block_size
+            page_end = self.arithmetic.pages_for(num_known) * self.arithmetic.block_size
             progress.set_check(sequence, min(page_end, sequence.max_len - 1))
         # Otherwise `check_at_len` is 0 until it runs again.
-        self.blocks.pass_windows(sequence, num_known - 1)
+        self._pass_windows(sequence, num_known - 1)
 
     def count_chosen_token(self, sequence: SampleSequence) -> None:
         """Note a new token that was chosen by the host, as a beam search does, and not drawn on the device."""
         progress.set_num_tokens(sequence, sequence.num_tokens + 1)
         self.update_pages(sequence)
+
+    def _pass_windows(self, sequence: SampleSequence, num_done: int) -> None:
+        """Give back what no query from position `num_done` on sees, once samples that wait for it have got their share.
+
+        A fork waits for its parent's prompt, and then perhaps for a state slot; it needs none to share pages.
+        """
+        if not self.arithmetic.window_groups:
+            return
+        for child in sample_tree.children_of(sequence):
+            if child.awaits_parent and child.fork_len <= sequence.num_computed:
+                self.share_with_parent(child)
+        self.blocks.pass_windows(sequence, num_done)
 
     # Running sequences
 
@@ -151,7 +163,7 @@ class Scheduler(Lifecycle):
             self._set_decode_limit(sequence)
 
     def _set_decode_limit(self, sequence: SampleSequence) -> None:
-        num_slots = len(sequence.pages[0]) * self.blocks.block_size  # As in all groups: no more tokens are known.
+        num_slots = len(sequence.pages[0]) * self.arithmetic.block_size  # As in all groups: no more tokens are known.
         progress.set_decode_limit(sequence, min(num_slots, sequence.max_len - 1))
 
     def _add_chunk(self, sequence: SampleSequence) -> None:

@@ -289,15 +289,13 @@ def _scheduler(
     step, arithmetic, buckets, costs = sizes.step, sizes.arithmetic, builder.buckets, preemption.costs
     blocks = BlockManager(
         num_blocks=sizes.num_blocks,
-        block_size=step.block_size,
+        arithmetic=arithmetic,
         enable_prefix_caching=config.enable_prefix_caching,
-        windows=arithmetic.windows,
         num_host_blocks=sizes.num_host_blocks,
         max_cached_blocks=config.max_cached_blocks,
-        max_chunk=arithmetic.max_chunk,
         # Evicted pages go to the host where swapping those of one position out and in takes less than recomputing it,
         # or may do.
-        keep_evicted=costs is None or costs.swap_s(len(arithmetic.windows)) < costs.recompute_s(step.block_size),
+        keep_evicted=costs is None or costs.swap_s(arithmetic.num_groups) < costs.recompute_s(step.block_size),
     )
     policy = config.scheduling_policy
     options = SchedulerConfig(

@@ -37,7 +37,8 @@ class LayerGroups:
 def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
     """Form groups of nearly equal size with the least padding, which is groups × largest size − layers.
 
-    Of ways with equal padding the one with fewest groups is taken. ConfigError for more than `MAX_GROUPS` different
+    Of ways with equal padding the one is taken in which full attention, whose pages are never given back, has the least
+    of it, and of these the one with fewest groups. ConfigError for more than `MAX_GROUPS` different
     windows, and for a layer that reads the keys and values of a layer with another window.
     """
     counts = Counter(layer.window for layer in layers if layer.pages_of is None)
@@ -69,11 +70,13 @@ def _windows_of_groups(counts: Counter[int | None]) -> tuple[int | None, ...]:
         tuple(window for window, count in counts.items() for _ in range(-(-count // size)))
         for size in range(1, max(counts.values()) + 1)
     ]
-    # The number of layers is the same for all ways, so the least room is the least padding.
-    return min(
-        (way for way in ways if len(way) <= MAX_GROUPS),
-        key=lambda way: (len(way) * _largest_size(counts, way), len(way)),
-    )
+
+    def cost(way: tuple[int | None, ...]) -> tuple[int, int, int]:
+        # The number of layers is the same for all ways, so the least room is the least padding.
+        size = _largest_size(counts, way)
+        return len(way) * size, way.count(None) * size, len(way)
+
+    return min((way for way in ways if len(way) <= MAX_GROUPS), key=cost)
 
 
 def _largest_size(counts: Counter[int | None], windows: tuple[int | None, ...]) -> int:

@@ -171,17 +171,17 @@ def size_engine(
             f"max_num_batched_tokens lowered to {max_num_batched_tokens}, max_num_seqs rounded up: with deterministic "
             "all steps are of that size"
         )
-    arithmetic, page_bytes = page_arithmetic(config, model, step, free.platform), costs.page_bytes(block_size, kv_dtype)
+    page_bytes = costs.page_bytes(block_size, kv_dtype)
+    arithmetic = _page_arithmetic(config, model, step, free.platform)
     num_pages, memory = _pool(config, model, costs, free, step, arithmetic)
     if (num_missing := arithmetic.max_pages(0, [max_model_len]) - num_pages) > 0:
         capacity = arithmetic.longest_len(num_pages, max_model_len)
         fitting_len = _lowered_len(config, capacity, max_model_len, num_missing * page_bytes, demands)
         step = replace(step, max_model_len=fitting_len)
-        num_groups = len(arithmetic.windows)
-        pool = f"{num_pages} pages × {block_size} tokens ({num_pages * page_bytes / 1e6:.0f} MB)"
+        pool = f"{num_pages} pages × {block_size} tokens{arithmetic.in_groups}"
         notes.append(
-            f"max_model_len lowered to {step.max_model_len}: the pool of {pool}"
-            f"{f', for {num_groups} groups of layers,' if num_groups > 1 else ''} holds no longer sequence"
+            f"max_model_len lowered to {step.max_model_len}: the pool of {pool} "
+            f"({num_pages * page_bytes / 1e6:.0f} MB) holds no longer sequence"
         )
     if not config.enable_chunked_prefill and max_num_batched_tokens < step.max_model_len:
         reason = "while enable_chunked_prefill is false: a prompt is computed in one step"
@@ -211,7 +211,7 @@ def num_decode_steps(config: EngineConfig, platform: str) -> int:
     return GPU_DECODE_STEPS if platform == "gpu" else MAX_DECODE_STEPS
 
 
-def page_arithmetic(config: EngineConfig, model: ModelSpec, step: StepSizes, platform: str) -> PageArithmetic:
+def _page_arithmetic(config: EngineConfig, model: ModelSpec, step: StepSizes, platform: str) -> PageArithmetic:
     """Return how many pages sequences take in the page-table groups of the model's layers."""
     chunk = min(config.long_prefill_token_threshold or step.max_num_batched_tokens, step.max_num_batched_tokens)
     max_chunk = max(chunk, num_decode_steps(config, platform))
@@ -278,7 +278,7 @@ def _pool(
     program = estimated_program_bytes(model, *step_sizes)
     step = program + _state_bytes(model, *step_sizes)
     # A sequence of few tokens has a page in each page-table group.
-    min_pages, max_pages = len(arithmetic.windows), MAX_SLOTS // sizes.block_size - 1
+    min_pages, max_pages = arithmetic.num_groups, MAX_SLOTS // sizes.block_size - 1
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
         _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights)
@@ -295,7 +295,8 @@ def _pool(
             raise _no_room(config, free, weights + step, _round_up(min_pages + 1) * page_bytes)
     if not min_pages <= num_pages <= max_pages:
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
-        allowed = f"from {(min_pages + 1) * unit} to {(max_pages + 1) * unit} with pages of {sizes.block_size} tokens"
+        pages = f"pages of {sizes.block_size} tokens{arithmetic.in_groups}"
+        allowed = f"from {(min_pages + 1) * unit} to {(max_pages + 1) * unit} with {pages}"
         raise refusal(name, getattr(config, name), f"{allowed}, {page_bytes} bytes each", error=ConfigError)
     return num_pages, MemoryPlan(free.device_bytes, weights, step, program, (num_pages + 1) * page_bytes)
 

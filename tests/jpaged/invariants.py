@@ -6,10 +6,12 @@ The simulation checks them after every step. Checking takes time in proportion t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_pool import NULL_PAGE, PagePool
-from jpaged.request import RequestState, SampleSequence
+from jpaged.request import Request, RequestState, SampleSequence
 from jpaged.scheduling.scheduler import Scheduler
 
 
@@ -37,7 +39,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
         "a slot is lost or held twice"
     )
     check_pages(scheduler.blocks, running, swapped)
-    _check_windows(scheduler.blocks, running, num_steps=max(1, scheduler.step - scheduler.retired_step))
+    num_steps = max(1, scheduler.step - scheduler.retired_step)
+    _check_windows(scheduler.blocks.arithmetic, running, num_steps)
+    for request in scheduler.running:
+        _check_shared_pages(scheduler.blocks.arithmetic, request)
 
 
 def check_pages(blocks: BlockManager, running: Sequence[SampleSequence], swapped: Sequence[SampleSequence]) -> None:
@@ -45,10 +50,13 @@ def check_pages(blocks: BlockManager, running: Sequence[SampleSequence], swapped
     store = blocks.store
     _check_pool(blocks, store.device, running, store.pinned_pages.values())
     _check_pool(blocks, store.host, swapped, ())
+    _check_passed_pages(store.device, [*running, *swapped])
+    assert all(page in store.host.key_of for page in store.host.cached), "a host page without content is cached"
+    block_size = blocks.arithmetic.block_size
     for sequence in running:
-        first = sequence.num_computed // blocks.block_size
+        first = sequence.num_computed // block_size
         for pages in sequence.pages:
-            assert sequence.decode_limit <= len(pages) * blocks.block_size, "a sequence may write where it has no page"
+            assert sequence.decode_limit <= len(pages) * block_size, "a sequence may write where it has no page"
             if sequence.decode_limit > sequence.num_computed:
                 page = pages[first]
                 assert store.device.ref_counts[page] == 1, "a page that will be written is shared"
@@ -75,7 +83,6 @@ def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[SampleSeq
     assert set(unowned) == {page for page in range(1, pool.num_pages) if counts[page] == 0}, "free ≠ unreferenced"
     assert {page: key for key, page in pool.page_of.items()} == pool.key_of, "a page under another's hash"
     assert NULL_PAGE not in pool.key_of, "the null page is published"
-    assert all(page in pool.key_of for page in pool.cached), "a page without content is cached"
     assert not any(page in pool.key_of for page in (*pool.free, *deferred, *pool.withdrawn)), "a prefix is lost"
     assert pool.max_cached is None or len(pool.cached) <= pool.max_cached, "too many cached pages"
     assert all(step > pool.retired_step for step, _ in pool.deferred), "a page is deferred for ever"
@@ -83,23 +90,46 @@ def _check_pool(blocks: BlockManager, pool: PagePool, owners: Iterable[SampleSeq
     assert len(pool.withdrawn) == pool.num_withdrawn or not pool.num_free, "free pages that were to be withdrawn"
 
 
+def _check_passed_pages(device: PagePool, owners: Sequence[SampleSequence]) -> None:
+    """Check that each free page that is cached is published, or was passed by one sequence that may publish it yet."""
+    kept = [
+        page
+        for sequence in owners
+        for page, num_takes in sequence.passed_pages.values()
+        if device.is_kept(page, num_takes)
+    ]
+    assert len(set(kept)) == len(kept), "a passed page is remembered twice"
+    assert not any(page in device.key_of for page in kept), (
+        "a passed page was published before it was known to be sound"
+    )
+    assert set(kept) == device.cached.keys() - device.key_of.keys(), "a page without content is cached"
+
+
 def _check_table(blocks: BlockManager, sequence: SampleSequence) -> None:
-    num_full = sequence.num_computed // blocks.block_size
+    num_full = sequence.num_computed // blocks.arithmetic.block_size
     assert sequence.num_published <= num_full, "a page published before it was computed"
     for pages, num_passed in zip(sequence.pages, sequence.num_passed, strict=True):
         own = [page for page in pages if page != NULL_PAGE]
         assert len(set(own)) == len(own), "a page twice in one table"
-        assert len(pages) >= blocks.pages_for(sequence.num_computed), "computed tokens without a page"
+        assert len(pages) >= blocks.arithmetic.pages_for(sequence.num_computed), "computed tokens without a page"
         assert NULL_PAGE not in pages[num_passed:], "a page is missing that a query may see"
         assert not any(pages[:num_passed]), "a page that no query sees is kept"
 
 
-def _check_windows(blocks: BlockManager, running: Sequence[SampleSequence], num_steps: int) -> None:
-    for group, window in blocks.window_groups:
-        most = blocks.arithmetic.window_pages(window, num_steps)
+def _check_windows(arithmetic: PageArithmetic, running: Sequence[SampleSequence], num_steps: int) -> None:
+    for group, window in arithmetic.window_groups:
+        most = arithmetic.window_pages(window, num_steps)
         for sequence in running:
             num_pages = len(sequence.pages[group]) - sequence.num_passed[group]
             assert num_pages <= most, "a window has more pages than counted"
+
+
+def _check_shared_pages(arithmetic: PageArithmetic, request: Request) -> None:
+    """Check that what samples share under full attention they share behind a window too, as is counted."""
+    tables = zip(*(sequence.pages for sequence in request.live), strict=True)
+    counts = [len(set(chain.from_iterable(group)) - {NULL_PAGE}) for group in tables]
+    full = [count for count, window in zip(counts, arithmetic.windows, strict=True) if window is None]
+    assert max(counts) <= min(full, default=max(counts)), "samples share less behind a window"
 
 
 def _check_sequence(scheduler: Scheduler, sequence: SampleSequence, state: RequestState) -> None:

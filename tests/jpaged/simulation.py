@@ -351,10 +351,10 @@ class Life:
         self.host.check()
 
     def _pin(self):
-        blocks, rng = self.host.blocks, self.rng
+        blocks, block_size, rng = self.host.blocks, self.host.arithmetic.block_size, self.rng
         if self.pins and rng.random() < 0.4:
             pin = self.pins.pop(rng.randrange(len(self.pins)))
-            assert blocks.prefixes.unpin(*pin) == (len(pin[0]) >= blocks.block_size), "a pin is forgotten"
+            assert blocks.prefixes.unpin(*pin) == (len(pin[0]) >= block_size), "a pin is forgotten"
             self._happen("unpin")
         else:
             document = rng.choice(self.documents)[: rng.randint(1, self.max_len)]
@@ -362,7 +362,7 @@ class Life:
             if blocks.prefixes.num_new_pins(*pin) > self._num_spare():
                 return
             num_kept = blocks.prefixes.pin(*pin)
-            assert num_kept % blocks.block_size == 0
+            assert num_kept % block_size == 0
             self.pins.append(pin)
             self._happen("pin", num_kept)
         self.host.check()
@@ -438,6 +438,7 @@ class Life:
             "long prompt in chunks": scheduled["prefill_chunks"],
             "chunks cut to a bucket": scheduled["chunks_cut"],
             "prefix awaited": scheduled["await_prefix"],
+            "passed page published": stored["passed_published"],
             "hit": sum(start > 0 for start in host.first_starts.values()),
         }
         events |= {f"abort {stage}": scheduled[f"abort_{stage}"] for stage in STAGES}

@@ -19,6 +19,7 @@ import numpy as np
 
 from jpaged.engine_core import EngineCore
 from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.request import CacheKey, Request, RequestState
@@ -479,14 +480,14 @@ class Host:
         self.engine_seed = engine_seed
         self.log_event = log_event
         self.now = 0.0
+        largest_chunk = max_chunk or long_prefill_token_threshold or max_num_batched_tokens
+        self.arithmetic = PageArithmetic(windows, block_size, largest_chunk)
         self.blocks = BlockManager(
             num_blocks=num_blocks,
-            block_size=block_size,
+            arithmetic=self.arithmetic,
             enable_prefix_caching=enable_prefix_caching,
-            windows=windows,
             num_host_blocks=num_host_blocks,
             max_cached_blocks=max_cached_blocks,
-            max_chunk=max_chunk or long_prefill_token_threshold or max_num_batched_tokens,
         )
         sizes = StepSizes("float32", "float32", block_size, max_model_len, max_num_seqs, max_num_batched_tokens)
         buckets = sizes.buckets(platform)
@@ -555,7 +556,7 @@ class Host:
             arrival_time=self.now,
             max_tokens=max_tokens,
             engine_seed=self.engine_seed,
-            num_groups=self.blocks.num_groups,
+            num_groups=self.arithmetic.num_groups,
             cache_key=cache_key or CacheKey(),
             **options,
         )
@@ -679,7 +680,7 @@ class Host:
         self.runner.drain()
         if self.blocks.store.moves:
             return  # The device has still to make them.
-        size, device = self.blocks.block_size, self.runner.device
+        size, device = self.arithmetic.block_size, self.runner.device
         for request in self.unfinished:
             if request.state is RequestState.WAITING:
                 continue
@@ -696,11 +697,20 @@ class Host:
                             f"page {pages[index]} of r{request.number} holds something else"
                         )
                 self._claim(sequence)
+                self._check_passed_pages(sequence)
         for pool, stored in ((self.blocks.device, device.keys), (self.blocks.host, device.host_keys)):
             for key, page in pool.page_of.items():
                 keys, _ = self.claims[key]
                 assert NAN not in keys, "a page is published that is not finite"
                 assert stored[page * size : page * size + size] == keys, "a page is found by the hash of another one"
+
+    def _check_passed_pages(self, sequence):
+        """Check that pages which windows have passed hold what would be found in them if they were published now."""
+        size, solo = self.arithmetic.block_size, self.solos[sequence]
+        for (group, index), (page, num_takes) in sequence.passed_pages.items():
+            if self.blocks.device.is_kept(page, num_takes):
+                stored = self.runner.device.keys[page * size : page * size + size]
+                assert stored == solo.keys[group][index * size : index * size + size], "a passed page was written"
 
     def check_end(self):
         """Check that every sequence ended as it does alone, and that pools and slots are as at the start."""
@@ -727,7 +737,7 @@ class Host:
 
     def _claim(self, sequence):
         """Check that each page hash of a sequence stands for the same tokens and extras in all sequences."""
-        size, solo = self.blocks.block_size, self.solos[sequence]
+        size, solo = self.arithmetic.block_size, self.solos[sequence]
         for index in range(self.num_claimed.get(sequence, 0), len(sequence.page_hashes)):
             page_hash, end = sequence.page_hashes[index], (index + 1) * size
             origin = (solo.extra, tuple(solo.tokens[:end]))
@@ -855,7 +865,7 @@ class Host:
 
     def _check_pages(self, step, work):
         """Check B3 and B6: no other sequence reads, finds, or still writes the pages that this step writes."""
-        size, device = self.blocks.block_size, self.blocks.device
+        size, device = self.arithmetic.block_size, self.blocks.device
         owner_of_slot = {sequence.seq_slot: sequence for sequence in self._running()}
         # The pages of a prompt belong to all sequences that draw from its last position.
         sharers = {chunk.sequence: set(chunk.samplers) | {chunk.sequence} for chunk in work.chunks}

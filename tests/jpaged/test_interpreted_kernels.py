@@ -173,7 +173,7 @@ def test_a_layer_with_a_window_beside_one_of_full_attention(engines: Any, tmp_pa
     for engine in pair:
         with engine:
             results.append(engine.generate([SHORT, LONG], GREEDY, use_tqdm=False))
-            assert engine.blocks.windows == (None, WINDOW)
+            assert engine.blocks.arithmetic.windows == (None, WINDOW)
     assert_same(*results, dtype=pair[0].config.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jpaged import BeamSearchParams, Engine, RequestOutput, SamplingParams
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 
+from .host_requests import new_request
 from .tiny_model import SIZES, reference_logits, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
@@ -133,3 +135,66 @@ def test_a_prompt_that_comes_again_is_found_but_for_its_last_page_wherever_it_en
         (again,) = engine.generate([prompt], GREEDY, use_tqdm=False)
         assert [again.outputs[0].token_ids] == wanted
         assert again.num_cached_tokens == (len(prompt) - 1) // Z * Z
+
+
+def test_a_pinned_prefix_serves_prompts_that_go_on_for_longer_than_a_window(
+    engine: Engine, with_all_pages: dict[Any, list[list[tuple[int, ...]]]]
+) -> None:
+    """The window passes the pinned pages while the first of these prompts is computed, before they may be published."""
+    prompt, (wanted,) = PROMPTS[7], with_all_pages[GREEDY][7]
+    beginning = prompt[: 5 * Z]
+    engine.reset_prefix_cache()
+    assert engine.pin_prefix(beginning) == 0
+    engine.generate([[*beginning, *LONG[:40]]], GREEDY, use_tqdm=False)
+    assert engine.stats()["blocks_used"] == engine.blocks.num_pinned > 0
+    engine.generate(PROMPTS[:7], GREEDY, use_tqdm=False)
+    (output,) = engine.generate([prompt], GREEDY, use_tqdm=False)
+    assert (output.num_cached_tokens, output.outputs[0].token_ids) == (5 * Z, wanted)
+    engine.unpin_prefix(beginning)
+    assert engine.stats()["blocks_used"] == 0
+
+
+GEMMA = str(Path(__file__).parents[1] / "golden" / "families" / "gemma3")
+"""Five layers with a window of 8 and one of full attention: six page-table groups."""
+DRAWN = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=5, detokenize=False)
+
+
+def test_prompts_of_one_beginning_and_their_forks_draw_what_each_draws_alone_with_windows_as_in_gemma_3() -> None:
+    prompts = [[1 + (7 * at * at + 3 * at) % 90 for at in range(24)] for _ in range(4)]
+    for index, prompt in enumerate(prompts):
+        prompt += [2 + (11 * at * at + 13 * index + at) % 90 for at in range(12 + index)]
+    sizes = SIZES | {"max_model_len": 64, "skip_tokenizer_init": True, "attention_backend": "native"}
+    forks: dict[tuple[str, int], tuple[int, ...]] = {}
+    """(request, sample) → the output that the sample begins with."""
+    options = {"block_size": Z, "long_prefill_token_threshold": CHUNK, "num_decode_steps": 3}
+    with Engine(GEMMA, **sizes | options) as engine:
+        assert engine.blocks.arithmetic.windows == (None, *[8] * 5)
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, DRAWN)
+        outputs: dict[str, RequestOutput] = {}
+        for request_id in ("0", "1", "0"):  # The last time the first one has passed a window since its first fork.
+            while len(forks) < 3:
+                outputs |= {output.request_id: output for output in engine.step()}
+                before = outputs[request_id].outputs[0].token_ids if request_id in outputs else ()
+                if len(before) > 4 * len(forks):
+                    forks[request_id, *engine.fork(request_id)] = before
+                    break
+        outputs |= {output.request_id: output for output in engine.run_until_done()}
+        stats = engine.stats()
+    assert stats["copies"] > 0
+    assert (stats["blocks_used"], stats["recompiles"], stats["preemptions"]) == (0, 0, 0)
+    assert [outputs[str(index)].num_cached_tokens for index in range(4)] == [0, 24, 24, 24]
+    drawn = {(name, one.index): one.token_ids for name, output in outputs.items() for one in output.outputs}
+    assert drawn.keys() == {(str(index), 0) for index in range(4)} | forks.keys()
+    one_by_one = {"block_size": 64, "async_scheduling": False, "num_decode_steps": 1, "enable_prefix_caching": False}
+    with Engine(GEMMA, **sizes | one_by_one) as engine:
+        for (name, sample), tokens in drawn.items():
+            before = forks.get((name, sample), ())
+            request = new_request(
+                prompts[int(name)], params=DRAWN, max_tokens=16, sample_indices=[sample], num_groups=6
+            )
+            sequence = request.sequences[0]
+            sequence.token_ids.extend(before)
+            sequence.num_tokens = len(sequence.token_ids)
+            (output,) = engine.run_until_done([request])
+            assert output.outputs[0].token_ids == tokens, (name, sample)

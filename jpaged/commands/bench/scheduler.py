@@ -31,6 +31,7 @@ from ...config import EngineConfig
 from ...engine_core import EngineCore
 from ...errors import ConfigError
 from ...kv_cache.block_manager import BlockManager
+from ...kv_cache.page_arithmetic import PageArithmetic
 from ...kv_cache.prefix_hash import extend_hashes
 from ...models.io.loading import Weights
 from ...pallas_kernels.ragged_paged_attention.interface import KVShape
@@ -149,7 +150,8 @@ class Host:
     def __init__(self, *, num_running: int, block_size: int):
         pages = -(-(PROMPT_LEN + OUTPUT_LEN) // block_size)
         num_tokens = max(8192, num_running)
-        blocks = BlockManager(num_blocks=1 + 2 * num_running * pages, block_size=block_size, max_chunk=num_tokens)
+        arithmetic = PageArithmetic((None,), block_size, num_tokens)
+        blocks = BlockManager(num_blocks=1 + 2 * num_running * pages, arithmetic=arithmetic)
         config = SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=num_tokens, watermark=0.01)
         self.scheduler = Scheduler(blocks, config, clock=time.monotonic)
         sizes = StepSizes("float32", "float32", block_size, PROMPT_LEN + OUTPUT_LEN, num_running, num_tokens)
@@ -235,7 +237,7 @@ def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
     """Measure the microseconds to hash a full page of 16 tokens and look it up, as matching a long prompt does."""
     tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
     request = _make_request(0, tokens, max_tokens=1)
-    blocks = BlockManager(num_blocks=num_pages + 2, block_size=HASHED_PAGE)
+    blocks = BlockManager(num_blocks=num_pages + 2, arithmetic=PageArithmetic((None,), HASHED_PAGE))
     hashes: list[bytes] = []
     extend_hashes(hashes, request.prompt_token_ids, num_pages, HASHED_PAGE, NO_EXTRAS)
     for page, page_hash in enumerate(hashes, 1):

@@ -6,6 +6,7 @@ What random use does to pages is the simulation's: it checks the invariants B1 t
 import pytest
 
 from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.request import CacheKey, RequestState
 
 from ..host_requests import new_request
@@ -21,8 +22,8 @@ def sequence_of(token_ids, num_groups=1):
     return sequence
 
 
-def manager(num_blocks=10, block_size=2, **options):
-    return BlockManager(num_blocks=num_blocks, block_size=block_size, **options)
+def manager(num_blocks=10, block_size=2, *, windows=(None,), **options):
+    return BlockManager(num_blocks=num_blocks, arithmetic=PageArithmetic(windows, block_size), **options)
 
 
 # What the scheduler does around calls of the block manager: it counts what is computed, and has the slots.
@@ -50,12 +51,12 @@ def release(blocks, sequence):
 
 def found(blocks, token_ids):
     """Return the number of cached pages that hold the start of these tokens."""
-    return blocks.prefixes.match(sequence_of(token_ids, blocks.num_groups), len(token_ids)).num_pages
+    return blocks.prefixes.match(sequence_of(token_ids, blocks.arithmetic.num_groups), len(token_ids)).num_pages
 
 
 def start(blocks, token_ids, *, compute=True):
     """Return a sequence with pages for all of its tokens, which with `compute` are computed and published."""
-    sequence = sequence_of(token_ids, blocks.num_groups)
+    sequence = sequence_of(token_ids, blocks.arithmetic.num_groups)
     adopt(blocks, sequence, blocks.prefixes.match(sequence, len(token_ids) - 1))
     assert blocks.prepare(sequence, len(token_ids))
     if compute:

@@ -31,6 +31,12 @@ def test_a_window_takes_no_more_pages_than_it_sees_and_computes():
     assert arithmetic(1, windows=(3,)).max_pages(0, [100]) == 3, "one token a step is the default"
 
 
+def test_samples_share_the_pages_of_a_window_that_is_longer_than_their_prompt():
+    """This is gemma-2-9b with 80 samples of 256 tokens after 4,096, the last of which each computes itself."""
+    some = arithmetic(64, windows=(None, 4096), max_chunk=8192)
+    assert some.max_pages(4096, [4096 + 255] * 80) == 2 * (63 + 80 * 5)
+
+
 @given(block_size=st.integers(1, 5), window=st.integers(1, 12), max_chunk=st.integers(1, 9), start=st.integers(0, 40))
 def test_no_chunk_after_any_token_needs_more_pages_than_a_window_is_said_to_take(block_size, window, max_chunk, start):
     """Pages are given back up to the page in which the chunk begins; the bound is reached."""
@@ -42,6 +48,28 @@ def test_no_chunk_after_any_token_needs_more_pages_than_a_window_is_said_to_take
 
     assert num_pages(start) <= some.window_pages(window)
     assert max(num_pages(100 + at) for at in range(block_size)) == some.window_pages(window)
+
+
+@given(
+    block_size=st.integers(1, 5),
+    window=st.integers(1, 12),
+    max_chunk=st.integers(1, 9),
+    fork_len=st.integers(1, 30),
+    num_decoded=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+)
+def test_no_samples_have_more_pages_behind_a_window_than_they_are_said_to_take(
+    block_size, window, max_chunk, fork_len, num_decoded
+):
+    """Each has decoded some tokens behind the common ones, of which it computes the last itself, and computes more."""
+    some = arithmetic(block_size, windows=(window,), max_chunk=max_chunk)
+    shared = (fork_len - 1) // block_size
+    pages = set()
+    for sample, count in enumerate(num_decoded):
+        start = fork_len - 1 + count
+        first_seen = max(0, start - start % block_size - window + 1)
+        indices = {position // block_size for position in range(first_seen, start + max_chunk)}
+        pages |= {(0 if index < shared else sample, index) for index in indices}
+    assert len(pages) <= some.max_pages(fork_len, [fork_len - 1 + count + max_chunk for count in num_decoded])
 
 
 @given(

@@ -4,6 +4,7 @@ import pytest
 
 from jpaged.errors import InvalidRequestError
 from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_demand import PageDemand
 from jpaged.request import CacheKey
 from jpaged.sampling.sampling_params import SamplingParams
@@ -11,8 +12,8 @@ from jpaged.sampling.sampling_params import SamplingParams
 from ..host_requests import new_request
 
 
-def blocks_of(num_pages=20, **options):
-    return BlockManager(num_blocks=1 + num_pages, block_size=4, **options)
+def blocks_of(num_pages=20, *, windows=(None,), max_chunk=1):
+    return BlockManager(num_blocks=1 + num_pages, arithmetic=PageArithmetic(windows, 4, max_chunk))
 
 
 def request_of(prompt_len, max_tokens, n=1, prompt_logprobs=None, **options):
@@ -47,6 +48,22 @@ def test_pages_now_holds_the_tokens_that_the_request_has():
     assert demand.pages_now(request_of(9, 30, n=2)) == 2 + 2
 
 
+def test_pages_now_counts_for_windows_what_is_still_to_be_computed():
+    """A window of 8 sees 2 pages before the current one; 32, 4 and 1 tokens touch at most 9, 2 and 1 pages."""
+    demand = PageDemand(blocks_of(windows=(None, 8), max_chunk=32))
+    request = request_of(60, 30)
+    assert demand.pages_now(request) == 15 + 2 + 9
+    assert demand.pages_now(request, num_cached=56) == 15 + 2 + 2
+    request.live[0].num_computed = 59
+    assert demand.pages_now(request) == 15 + 2 + 1
+    # A fork has its first 59 tokens from its parent, unless it could share nothing.
+    forked = request_of(60, 30, n=2)
+    forked.live[0].num_computed = 59
+    assert demand.pages_now(forked) == 14 + 2 * 1 + 2 * (2 + 1)
+    forked.live[1].fork_len = 0
+    assert demand.pages_now(forked) == 2 * 15 + 2 * (2 + 9)
+
+
 @pytest.mark.parametrize(("prompt_len", "num_found"), [(12, 2), (13, 3), (14, 3)])
 def test_pinned_pages_of_the_prompt_are_not_counted(prompt_len, num_found):
     """The page with the prompt's last token is counted: the request computes it itself."""
@@ -75,12 +92,23 @@ def test_a_request_is_accepted_if_it_could_run_to_its_end_alone(num_pages, fits)
     assert caught.value.param == "prompt"
 
 
-def test_a_refusal_for_lack_of_pages_mentions_pinned_ones():
-    blocks = blocks_of(6)
+@pytest.mark.parametrize(
+    ("windows", "num_pinned", "groups"), [((None,), 3, ""), ((None, 20), 6, " in 2 groups of layers")]
+)
+def test_a_refusal_for_lack_of_pages_mentions_pinned_ones_and_groups_of_layers(windows, num_pinned, groups):
+    blocks = blocks_of(3 + num_pinned, windows=windows)
     blocks.prefixes.pin(list(range(500, 512)), CacheKey())
-    message = "allowed: 3 pages of 4 tokens beside 3 pinned ones, which unpin_prefix gives back; shorten"
-    with pytest.raises(InvalidRequestError, match=message):
+    pinned = f"beside {num_pinned} pinned ones, which unpin_prefix gives back"
+    with pytest.raises(InvalidRequestError, match=f"allowed: 3 pages of 4 tokens{groups} {pinned}; shorten"):
         PageDemand(blocks).check(request_of(10, 7), max_num_seqs=1)
+
+
+@pytest.mark.parametrize(("windows", "num_left"), [((None,), 1), ((None, 8, 8), 3)])
+def test_a_pin_leaves_a_page_of_each_group_where_there_is_no_request(windows, num_left):
+    demand = PageDemand(blocks_of(10, windows=windows))
+    demand.check_pin(10 - num_left, [])
+    with pytest.raises(InvalidRequestError, match=f"since {num_left} of 10 must be left for requests"):
+        demand.check_pin(11 - num_left, [])
 
 
 def test_a_fork_counts_pinned_pages_as_samples_do():

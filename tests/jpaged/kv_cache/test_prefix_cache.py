@@ -7,6 +7,7 @@ import pytest
 from jpaged.kv_cache.prefix_hash import root_hash
 from jpaged.request import CacheKey
 
+from ..invariants import check_pages
 from .test_block_manager import KEY, adopt, found, manager, release, sequence_of, start
 
 
@@ -98,6 +99,99 @@ def test_a_pin_keeps_only_the_pages_of_a_window_that_a_query_behind_the_prefix_s
     assert [found(blocks, tokens[:num_tokens]) for num_tokens in (8, 7)] == [4, 0]
     assert all(blocks.prefixes.unpin(tokens, KEY) for _ in range(2))
     assert (blocks.num_pinned, blocks.device.num_used) == (0, 0)
+
+
+# Pages that a window passes before a token shows that they are sound.
+
+
+TOKENS = list(range(12))
+
+
+def computed(blocks):
+    """Return a sequence of six pages that are computed; a window has passed four of them, and no token is drawn."""
+    sequence = start(blocks, TOKENS, compute=False)
+    sequence.num_computed = len(TOKENS)
+    blocks.pass_windows(sequence, 11)
+    assert sequence.num_passed == [0, 4]
+    return sequence
+
+
+def take_free_pages(blocks):
+    for page in [blocks.store.take() for _ in range(blocks.device.num_free)]:
+        blocks.device.drop_ref(page)
+
+
+def test_pages_that_a_window_has_passed_are_free_and_are_found_once_they_are_known_to_be_sound():
+    blocks = manager(num_blocks=1 + 20, block_size=2, windows=(None, 3))
+    sequence = computed(blocks)
+    assert (blocks.device.num_used, found(blocks, TOKENS)) == (6 + 2, 0)
+    blocks.prefixes.publish(sequence, len(TOKENS))
+    assert [found(blocks, TOKENS[:num_tokens]) for num_tokens in range(2, 14, 2)] == [1, 2, 3, 4, 5, 6]
+    assert blocks.device.num_used == 6 + 2
+    check_pages(blocks, [sequence], [])
+
+
+def test_pages_that_a_window_has_passed_are_taken_after_empty_ones_and_after_older_prefixes():
+    blocks = manager(num_blocks=1 + 15, block_size=2, windows=(None, 3))
+    release(blocks, start(blocks, [50, 51]))
+    sequence = computed(blocks)  # An empty page is left, the two of the other prefix, and the passed ones.
+    for _ in range(3):
+        blocks.store.take()
+    assert found(blocks, [50, 51]) == 0
+    blocks.prefixes.publish(sequence, len(TOKENS))
+    assert [found(blocks, TOKENS[:num_tokens]) for num_tokens in (2, 4, 6, 8)] == [1, 2, 3, 4]
+
+
+LOSSES = {
+    "they were taken": take_free_pages,
+    "they are in use": lambda blocks: [blocks.store.take() for _ in range(blocks.device.num_free)],
+    "the cache was reset": lambda blocks: blocks.prefixes.reset(),
+    "the pool has become smaller": lambda blocks: blocks.device.withdraw(blocks.device.num_free),
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES.keys())
+def test_a_page_that_a_window_has_passed_is_not_published_if_it_is_not_what_it_was(lose):
+    blocks = manager(num_blocks=1 + 20, block_size=2, windows=(None, 3))
+    sequence = computed(blocks)
+    lose(blocks)
+    blocks.prefixes.publish(sequence, len(TOKENS))
+    # The fifth and the sixth page are the sequence's still, and the next query sees only the last one.
+    assert [blocks.prefixes.will_have(sequence, num_pages) for num_pages in range(1, 7)] == [False] * 4 + [True] * 2
+    assert [found(blocks, TOKENS[:num_tokens]) for num_tokens in range(2, 14, 2)] == [0, 0, 0, 0, 5, 6]
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"max_cached_blocks": 0}], ids=["off", "none"])
+def test_no_page_that_a_window_has_passed_is_kept_where_no_free_page_keeps_a_prefix(options):
+    blocks = manager(num_blocks=1 + 20, block_size=2, windows=(None, 3), **options)
+    sequence = computed(blocks)
+    assert not blocks.device.cached
+    blocks.prefixes.publish(sequence, len(TOKENS))
+    assert found(blocks, TOKENS[:8]) == 0
+
+
+def test_pages_that_a_window_has_passed_become_empty_if_another_sequence_publishes_the_same_or_this_one_ends():
+    blocks = manager(num_blocks=1 + 40, block_size=2, windows=(None, 3))
+    first, second, third = (computed(blocks) for _ in range(3))
+    assert len(blocks.device.cached) == 3 * 4
+    blocks.prefixes.publish(first, len(TOKENS))
+    blocks.prefixes.publish(second, len(TOKENS))
+    release(blocks, third)
+    assert len(blocks.device.cached) == 4
+    check_pages(blocks, [first, second], [])
+
+
+def test_a_pinned_page_that_a_window_has_passed_is_kept_once_it_is_known_to_be_sound():
+    """Behind the pinned eight tokens the window sees the fourth page."""
+    blocks = manager(num_blocks=1 + 20, block_size=2, windows=(None, 3))
+    assert blocks.prefixes.pin(TOKENS[:8], KEY) == 0
+    sequence = computed(blocks)
+    blocks.prefixes.publish(sequence, len(TOKENS))
+    release(blocks, sequence)
+    assert blocks.device.num_used == 4 + 1
+    take_free_pages(blocks)
+    assert found(blocks, TOKENS[:8]) == 4
+    check_pages(blocks, [], [])
 
 
 def test_an_unsound_prefix_is_forgotten_in_both_pools_even_if_it_is_pinned():

@@ -339,6 +339,19 @@ def test_a_swapped_request_resumes_with_room_for_its_tokens_and_a_page_more_per_
     host.run()
 
 
+def test_a_swapped_decoder_needs_what_windows_see_and_a_page_more_in_each_group_however_large_a_step_may_be():
+    """Each of the windows sees three of its 15 pages. A chunk of 64 tokens would touch 17, which it never takes."""
+    host = Host(num_host_blocks=50, windows=(9, 9, 9), max_num_batched_tokens=64, preemption=SWAP)
+    host.add(prompt(2, 500), max_tokens=40)
+    request = host.add(prompt(58), max_tokens=20)
+    host.step()
+    host.step()
+    host.scheduler.preempt(request)
+    host.step()
+    assert (request.num_swaps, request.state, request.pages_needed) == (1, RUNNING, 3 * 3 + 3)
+    host.run()
+
+
 def test_a_swapped_request_beside_none_needs_no_page_more_than_it_holds():
     host, first, last = beside_a_swapped_one(max_tokens=2, watermark=0.25)
     host.abort(first)
@@ -568,6 +581,35 @@ def test_no_request_waits_for_the_prefix_of_another_adapter(lora_name):
     host.step()
     assert request.state is (WAITING if lora_name is None else RUNNING)
     host.run()
+
+
+@pytest.mark.parametrize("windows", [(None, 8), (8,), (4, 9)])
+def test_prompts_with_a_common_beginning_and_longer_ends_than_a_window_run_together_once_it_is_computed(windows):
+    """The window has passed the end of the common beginning when the first prompt is known to be sound."""
+    host = Host(num_blocks=200, windows=windows, max_num_batched_tokens=64, long_prefill_token_threshold=16)
+    first, *others = [host.add(prompt(40) + prompt(24, 300 + 100 * index), max_tokens=2) for index in range(4)]
+    for _ in range(4):
+        assert chunks(host.step()) == [(first, 16)]
+    assert chunks(host.step()) == [(request, 16) for request in others]
+    assert [request.num_cached_tokens for request in others] == [40, 40, 40]
+    host.run()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_no_request_waits_for_a_prefix_of_which_a_window_has_passed_pages_that_were_taken_since(is_taken):
+    host = Host(num_blocks=200, windows=(None, 8), max_num_batched_tokens=64, long_prefill_token_threshold=16)
+    host.add(prompt(40) + prompt(24, 300), max_tokens=2)
+    for _ in range(3):  # 48 tokens are computed: the window has passed 40.
+        host.step()
+    if is_taken:
+        num_pages = host.blocks.num_free
+        host.blocks.device.withdraw(num_pages)
+        host.blocks.device.withdraw(-num_pages)
+    request = host.add(prompt(40) + prompt(24, 400), max_tokens=2)
+    host.step()
+    assert request.state is (RUNNING if is_taken else WAITING)
+    host.run()
+    assert request.num_cached_tokens == (0 if is_taken else 40)
 
 
 @pytest.mark.parametrize("how", ["abort", "not finite"])

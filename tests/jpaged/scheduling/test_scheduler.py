@@ -147,11 +147,11 @@ def test_samples_share_the_prompt_s_pages_and_copy_the_partly_filled_one():
     assert len(outputs) == 4
 
 
-@pytest.mark.parametrize("num_pages", [100, 103, 106, 112, 121, 130])
-def test_a_fork_that_could_share_nothing_is_counted_with_pages_of_its_own(num_pages):
-    """The fork waits for a slot until a window has passed the pages that it would share. Then both are swapped."""
+@pytest.mark.parametrize("num_more", [0, 1, 8, 30])
+def test_a_fork_that_waits_for_a_slot_takes_no_more_pages_than_it_was_accepted_with(num_more):
+    """A window passes meanwhile what the fork shares with its parent. Both are swapped now and then."""
     host = Host(
-        num_blocks=num_pages,
+        num_blocks=1 + (39 + 2 * 16) + (2 * 8) + num_more,
         num_host_blocks=200,
         block_size=2,
         windows=(None, 4),
@@ -169,6 +169,7 @@ def test_a_fork_that_could_share_nothing_is_counted_with_pages_of_its_own(num_pa
     for _ in range(200):
         if host.scheduler.has_unfinished:
             host.step()
+    assert [sequence.state for sequence in forked.sequences] == [RequestState.FINISHED_LENGTH] * 2
     assert host.scheduler.counts["preemptions_swap"] < 20
     host.check_end()
 

@@ -40,6 +40,7 @@ FLOORS = {
     "host pool full": 100,
     "ignored": 100,
     "long prompt in chunks": 4000,
+    "passed page published": 900,
     "pin": 300,
     "prefix awaited": 100,
     "preemption by recompute": 400,

@@ -377,7 +377,7 @@ def test_a_pool_holds_the_longest_sequence_that_its_groups_allow():
     assert sized(model=WINDOWED, num_blocks=7, **options).step.max_model_len == 6 * 64
     sizes = sized(model=MIXED, num_blocks=1 + 21 + 100, **options)
     assert sizes.step.max_model_len == 100 * 64
-    assert "121 pages × 64 tokens (127 MB), for 4 groups of layers, holds no longer sequence" in sizes.notes[0]
+    assert "121 pages × 64 tokens in 4 groups of layers (127 MB) holds no longer sequence" in sizes.notes[0]
     message = refused(model=MIXED, num_blocks=1 + 21 + 100, max_model_len=101 * 64, **options)
     assert (missing_bytes(message), "holds 6400 tokens" in message) == (PAGE, True)
     assert sized(model=MIXED, num_blocks=5, demands=[Demand(60, 4)], **options).step.max_model_len == 64
