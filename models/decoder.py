@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,14 @@ from .io.fields import Fields
 from .io.recipe import Source
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
 from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
+
+
+class QKV(NamedTuple):
+    """The queries, keys and values of one layer, by head."""
+
+    queries: Float[Array, "T N H"]
+    keys: Float[Array, "T K H"]
+    values: Float[Array, "T K H"]
 
 
 class Attention(nnx.Module):
@@ -46,21 +54,21 @@ class Attention(nnx.Module):
                 norm(size, eps=config.norm_eps, make=make, axis=axis) for size, axis in zip(sizes, axes, strict=True)
             )
 
-    def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> list[Float[Array, "T H S"]]:
+    def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
         """Return queries, keys and values by head; the first two normed and rotated, where the model does so."""
-        q_TF, k_TF, v_TF = self.qkv_proj(x_TD)
-        q_TNH, k_TKH = (self._by_head(part, norm) for part, norm in ((q_TF, self.q_norm), (k_TF, self.k_norm)))
-        v_TKH = v_TF.reshape(v_TF.shape[0], -1, self.head_size)
+        queries, keys, values = self.qkv_proj(x_TD)
+        q_TNH, k_TKH = self._by_head(queries, self.q_norm), self._by_head(keys, self.k_norm)
+        v_TKH = values.reshape(values.shape[0], -1, self.head_size)
         if rotation is None:
-            return [q_TNH, k_TKH, v_TKH]
-        return [rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH]
+            return QKV(q_TNH, k_TKH, v_TKH)
+        return QKV(rotation.apply(q_TNH), rotation.apply(k_TKH), v_TKH)
 
-    def _by_head(self, x_TF: Float[Array, "T F"], norm: Any) -> Float[Array, "T H S"]:
+    def _by_head(self, x: Float[Array, "T NH"], norm: Any) -> Float[Array, "T N H"]:
         """Return queries or keys by head, after their norm if there is one."""
         if norm is not None and self.norms_all_heads:
-            x_TF = norm(x_TF)
-        x_THS = x_TF.reshape(x_TF.shape[0], -1, self.head_size)
-        return x_THS if norm is None or self.norms_all_heads else norm(x_THS)
+            x = norm(x)
+        x_TNH = x.reshape(x.shape[0], -1, self.head_size)
+        return x_TNH if norm is None or self.norms_all_heads else norm(x_TNH)
 
 
 class GatedMLP(nnx.Module):
@@ -102,11 +110,11 @@ class DecoderLayer(nnx.Module):
     norm: ClassVar[Any] = RMSNorm
     """Class of all norms, also of that behind the last layer: (size, eps=…, make=…, axis=…)."""
     mlp_class: ClassVar[Any] = GatedMLP
-    has_norms: ClassVar[tuple[str, ...]] = ("attention_norm", "mlp_norm")
+    norm_names: ClassVar[tuple[str, ...]] = ("attention_norm", "mlp_norm")
     """Names of the layer's norms of the stream or of a block's output."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        for name in self.has_norms:
+        for name in self.norm_names:
             setattr(self, name, self.new_norm(config, make))
         self.attention = Attention(config, norm=self.norm, make=make)
         self.mlp = self.mlp_class(config, make=make)
@@ -118,7 +126,7 @@ class DecoderLayer(nnx.Module):
         return cls.norm(config.hidden_size, eps=config.norm_eps, make=make)
 
     @jax.jit
-    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> list[Float[Array, "T H S"]]:
+    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
         """Return the layer's queries, keys and values."""
         return self.attention.project(self.attention_norm(x_TD), rotation)
 
@@ -150,6 +158,8 @@ class Decoder(nnx.Module):
     follow on both sides."""
     base: ClassVar[str] = "model."
     """Beginning of the names of all tensors but the head's."""
+    other_bases: ClassVar[tuple[str, ...]] = ()
+    """Beginnings that stand for `base` in some checkpoints."""
     other_names: ClassVar[Mapping[str, str]] = {}
     """Tensor → the name that some checkpoints have for it."""
     ignored_tensors: ClassVar[re.Pattern[str]] = re.compile(r"rotary_emb\.inv_freq$")
@@ -164,6 +174,23 @@ class Decoder(nnx.Module):
         """Read the family's config. Raises ModelLoadError, which names the key."""
 
     @classmethod
+    def naming(cls, held: Collection[str]) -> Callable[[str], str]:
+        """Return the function from a tensor's name to that in a checkpoint, which holds tensors of the names `held`."""
+        bases = (*cls.other_bases, cls.base)
+        # A model without its head, as transformers' base classes save it, has names without `base`.
+        has_none = f"{cls.tensor_names['embed'].removeprefix(cls.base)}.weight" in held
+        otherwise = "" if has_none else cls.base
+        base = next((base for base in bases if any(name.startswith(base) for name in held)), otherwise)
+
+        def stored_name(name: str) -> str:
+            if name.startswith(cls.base):
+                return base + name.removeprefix(cls.base)
+            other = cls.other_names.get(name, name)
+            return other if name not in held and other in held else name
+
+        return stored_name
+
+    @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
         """Return, for each module of `tensor_names`, where a checkpoint keeps its weight and its bias."""
         return {module: Source(name) for module, name in cls.tensor_names.items()}
@@ -174,7 +201,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([self.layer_class(config, make=make) for _ in range(config.num_layers)])
         self.norm = self.layer_class.new_norm(config, make)
         self.ropes, self.windows, self.head_size = config.ropes, config.windows, config.head_size
-        self.scales, self.soft_cap = (config.score_scale,) * config.num_layers, config.attention_soft_cap
+        self.scales, self.soft_cap = config.scales, config.attention_soft_cap
         self.embedding_multiplier = config.embedding_multiplier
         self.logits_divisor, self.logits_soft_cap = config.logits_divisor, config.logits_soft_cap
         # A tied model has no matrix of its own for the output.
@@ -217,10 +244,10 @@ class Decoder(nnx.Module):
 
 
 def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
-    """Return x × factor in the dtype of x, multiplied in float32; the largest number for an overflow."""
+    """Return x × factor in the dtype of x, multiplied in float32."""
     if factor == 1.0:
         return x
     # XLA:CPU rounds a product and the sum behind it once where it fuses them, and twice elsewhere, which depends on the
-    # number of tokens. It does not where something stands between the two.
+    # number of tokens. The clip, which changes no finite value, keeps them apart.
     largest = jnp.finfo(jnp.float32).max
     return jnp.clip(x.astype(jnp.float32) * factor, -largest, largest).astype(x.dtype)

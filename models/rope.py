@@ -68,8 +68,8 @@ class Rotation:
         """
         rotated_size = 2 * self.cos.shape[-1]
         if rotated_size < x_TNH.shape[-1]:
-            turned, rest = jnp.split(x_TNH, [rotated_size], axis=-1)
-            return jnp.concatenate([self.apply(turned), rest], axis=-1)
+            rotated, rest = jnp.split(x_TNH, [rotated_size], axis=-1)
+            return jnp.concatenate([self.apply(rotated), rest], axis=-1)
         rotated = lax.platform_dependent(x_TNH.astype(jnp.float32), cpu=self._rotate_on_cpu, default=self._rotate)
         return rotated.astype(x_TNH.dtype)
 

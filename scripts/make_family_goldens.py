@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 PROMPT_LEN, NUM_OUTPUTS = 48, 16
-NUM_FIXED_SEEDS = 12  # The first so many families of the table were made without choosing seeds, and stay as they are.
+NUM_FIRST = 12  # So many families of the table were made with wider spreads and other demands, and stay as they are.
+FIRST_MARGIN = 0.01
 SEED_STEP = 1000
 MIN_MARGIN = 0.03  # From the prompt's end on, the best token's logit leads the second best by at least this much.
 MAX_ROUNDING = 2e-5  # Logits in float32 and in float64 differ by no more: the tests allow 1e-4.
@@ -84,6 +91,8 @@ OLMO3 = SMALL | WINDOW | {"num_hidden_layers": 4}
 GEMMA2 = SMALL | WINDOW | TIED | {"num_hidden_layers": 4, "head_dim": 12, "query_pre_attn_scalar": 5}
 GEMMA2_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 GEMMA3 = SMALL | WINDOW | TIED | {"intermediate_size": 40, "head_dim": 8, "query_pre_attn_scalar": 5}
+IMAGES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""A small encoder of images, whose weights the files hold beside the language model's."""
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "layer_norm_epsilon": 1e-3}
 GPT_NEOX = TOKENS | {
     "hidden_size": 32,
@@ -157,9 +166,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_gelu_heads": ("llama", SMALL | {"hidden_act": "gelu", "head_dim": 12, "num_attention_heads": 8}),
     "llama_quick_gelu": ("llama", SMALL | {"hidden_act": "quick_gelu"}),
     "mistral_relu2": ("mistral", SMALL | {"hidden_act": "relu2", "sliding_window": None}),
+    "qwen2_layer_types_tied": (
+        "qwen2",
+        SMALL | WINDOW | TIED | FULL_FIRST | {"use_sliding_window": True},
+    ),
+    "qwen3_yarn": ("qwen3", QWEN3 | {"rope_parameters": SMALL_YARN}),
+    "granite_linear": ("granite", GRANITE | {"rope_parameters": LINEAR, "max_position_embeddings": 16}),
+    "smollm3_llama3": ("smollm3", SMOLLM3 | {"rope_parameters": LLAMA3}),
+    "gemma2_layer_types_linear": (
+        "gemma2",
+        GEMMA2
+        | FULL_FIRST
+        | {"rope_parameters": LINEAR, "max_position_embeddings": 16, "tie_word_embeddings": False}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+    ),
+    "gpt_neox_linear": (
+        "gpt_neox",
+        GPT_NEOX | {"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}, "max_position_embeddings": 16},
+    ),
+    "gemma3_with_images": ("gemma3", {"text_config": GEMMA3 | FULL_FIRST, "vision_config": IMAGES}),
+    "mistral_with_images": (
+        "mistral3",
+        {
+            "text_config": SMALL | WINDOW | {"model_type": "mistral"},
+            "vision_config": IMAGES | {"model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
-OLD_NAMES = {"gpt2": (r"^transformer\.", ""), "gpt_neox": (r"^lm_head\.", "embed_out.")}
-"""Families whose tensors are named as in older files: a pattern in today's names, and what replaces it."""
+OLD_NAMES = {
+    "gpt2": [(r"^transformer\.", "")],
+    "gpt_neox": [(r"^lm_head\.", "embed_out.")],
+    "gemma3_with_images": [(r"^model\.language_model\.", "language_model.model."), (r"^model\.", "")],
+}
+"""Families whose tensors are named as in older files: patterns in today's names, and what replaces them."""
 
 
 @dataclass(frozen=True)
@@ -234,10 +274,9 @@ def is_clear(model: PreTrainedModel, tokens: torch.Tensor, logits: torch.Tensor)
 
 def state_of(model: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a family's file."""
-    pattern, replacement = OLD_NAMES.get(family, ("^", ""))
-    state = {
-        re.sub(pattern, replacement, name): weight.bfloat16().contiguous() for name, weight in model.named_parameters()
-    }
+    state = {name: weight.bfloat16().contiguous() for name, weight in model.named_parameters()}
+    for pattern, replacement in OLD_NAMES.get(family, []):
+        state = {re.sub(pattern, replacement, name): weight for name, weight in state.items()}
     if family == "gpt2":
         # Files of that time hold the causal mask, under a name that looks like a bias.
         mask = torch.ones(PROMPT_LEN + NUM_OUTPUTS, PROMPT_LEN + NUM_OUTPUTS).tril()
@@ -247,17 +286,15 @@ def state_of(model: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def make(directory: Path, model_type: str, settings: dict[str, Any], index: int) -> None:
-    """Write the folder of the table's entry number `index`.
-
-    The first NUM_FIXED_SEEDS entries use their index as the seed, the others the first seed of theirs whose golden is
-    clear.
-    """
+    """Write the folder of the table's entry number `index`, with the first seed of its own whose golden is clear."""
     config = AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    is_first = index < NUM_FIRST
     for seed in range(index, index + 100 * SEED_STEP, SEED_STEP):
-        fill(model, seed, FIRST_SPREAD if index < NUM_FIXED_SEEDS else Spread())
+        fill(model, seed, FIRST_SPREAD if is_first else Spread())
         tokens, logits = generate(model, seed)
-        if index < NUM_FIXED_SEEDS or is_clear(model, tokens, logits):
+        if smallest_margin(logits) >= FIRST_MARGIN if is_first else is_clear(model, tokens, logits):
             break
     else:
         raise RuntimeError(f"{directory.name}: no seed gives a clear continuation")

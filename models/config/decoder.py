@@ -43,6 +43,8 @@ class DecoderConfig:
     """Queries and keys are normed: each "head" by itself, or "all" heads together; None for no norm."""
     attention_scale: float | None = None
     """Factor of the scores; None for head_size ** −0.5."""
+    divides_scale_by_layer: bool = False
+    """Each layer divides that factor by its number, from 1."""
     attention_soft_cap: float | None = None
     logits_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
@@ -58,13 +60,28 @@ class DecoderConfig:
         return len(self.windows)
 
     @property
-    def score_scale(self) -> float:
-        """Return the factor of the attention scores."""
-        return self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+    def scales(self) -> tuple[float, ...]:
+        """Return the factor of the attention scores of each layer."""
+        scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
     def for_context(self, max_model_len: int) -> Self:
-        """Return the config for an engine whose sequences have at most so many tokens."""
+        """Return the config with the rotary embeddings for sequences of at most so many tokens."""
         return replace(self, ropes=tuple(rope and rope.for_context(max_model_len) for rope in self.ropes))
+
+    def without_idle_windows(self, max_model_len: int) -> Self:
+        """Return the config with full attention for windows that sequences of at most so many tokens never leave."""
+        windows = (None if window is not None and window >= max_model_len else window for window in self.windows)
+        return replace(self, windows=tuple(windows))
+
+    @property
+    def longrope(self) -> str | None:
+        """Return in words which set of LongRoPE's factors is in use; None without LongRoPE."""
+        found = next((rope for rope in self.ropes if rope is not None and rope.kind == "longrope"), None)
+        if found is None:
+            return None
+        kind, reach = ("long", "beyond") if found.is_long else ("short", "up to")
+        return f"LongRoPE with its {kind} factors, for contexts {reach} {found.original_max_position} tokens"
 
     @property
     def spec(self) -> ModelSpec:
@@ -76,7 +93,7 @@ class DecoderConfig:
             dtype=self.dtype,
             max_context_len=self.max_context_len,
             activation_width=4 * self.hidden_size + 3 * self.intermediate_size + 2 * self.num_heads * self.head_size,
-            layers=tuple(AttentionLayer(*heads, window) for window in self.windows),
+            layers=tuple(AttentionLayer(*heads, window, self.attention_soft_cap) for window in self.windows),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,
         )

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..errors import ModelLoadError
 from ..families.table import BY_GGUF
 from ..io.fields import Fields
+from ..rope import inverse_frequencies
 from .decoder import DecoderConfig
 from .hf import FULL, MAX_LAYERS, SLIDING
 from .reading import config_from_hf
-from .rope import DEFAULT_THETA
+from .rope import DEFAULT_THETA, MAX_FACTOR, RopeConfig
 
 if TYPE_CHECKING:
     from ..io.gguf import GGUFFile
@@ -44,7 +48,13 @@ def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None)
     fields = Fields(file.metadata, file.path)
     architecture = fields.choice("general.architecture", BY_GGUF)
     reader = _Metadata(file, fields, architecture)
-    return config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
+    config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
+    if reader.freq_factors is None:
+        return config
+    # An override of the scaling counts before the file's own.
+    own: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
+    ropes = (replace(rope, **own) if rope is not None and rope.kind == "default" else rope for rope in config.ropes)
+    return replace(config, ropes=tuple(ropes))
 
 
 class _Metadata:
@@ -52,6 +62,8 @@ class _Metadata:
 
     def __init__(self, file: GGUFFile, fields: Fields, architecture: str):
         self.file, self.fields, self.architecture = file, fields, architecture
+        self.freq_factors: tuple[float, ...] | None = None
+        """Divisors of the inverse frequencies that no llama3 scaling gives, for `RopeConfig`; None for none."""
         self.names = {key: self.key(name) for key, name in SIZES.items()} | {
             "num_key_value_heads": self.key("attention.head_count_kv"),
             "head_dim": self.key("attention.key_length"),
@@ -62,7 +74,6 @@ class _Metadata:
             "final_logit_softcapping": self.key("final_logit_softcapping"),
             "eos_token_id": "tokenizer.ggml.eos_token_id",
             "bos_token_id": "tokenizer.ggml.bos_token_id",
-            "freq_factors": "rope_freqs.weight",
         }
 
     def key(self, name: str) -> str:
@@ -123,7 +134,7 @@ class _Metadata:
 
         Mistral's files name the architecture llama: the two differ only in their windows.
         """
-        found = {"rope_parameters": self._rope(DEFAULT_THETA)}
+        found = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
         key = self.names["sliding_window"]
         if not self.fields.has(key) or self.fields.data[key] == 0:
             return found
@@ -133,7 +144,7 @@ class _Metadata:
 
     def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return what config.json says of Gemma 2 beside the sizes; for an absent key what llama.cpp takes."""
-        fields, rope = self.fields, self._rope(DEFAULT_THETA)
+        fields, rope = self.fields, self._rope(DEFAULT_THETA, config["head_dim"])
         local_base = self.key("rope.freq_base_swa")
         if fields.number(local_base, rope["rope_theta"]) != rope["rope_theta"]:
             raise fields.wrong(local_base, f"{rope['rope_theta']:g}, as on layers without a window")
@@ -153,7 +164,7 @@ class _Metadata:
         """
         fields, num_layers = self.fields, config["num_hidden_layers"]
         # llama.cpp would take a base of 10,000 here; its converter, like config.json, takes 1,000,000.
-        full = self._rope(1e6)
+        full = self._rope(1e6, config["head_dim"])
         scaling_keys = [self.key(f"rope.{name}") for name in ("scaling.type", "scaling.factor", "scale_linear")]
         if num_layers in GEMMA3_LAYERS_OF_FACTOR_8 and not any(map(fields.has, scaling_keys)):
             # No published model of these sizes goes without the factor, so the file has lost it. ollama does the same
@@ -199,7 +210,7 @@ class _Metadata:
             has_window = [period == 0 or layer % period < period - 1 for layer in range(num_layers)]
         return [SLIDING if has else FULL for has in has_window]
 
-    def _rope(self, default_theta: float) -> dict[str, Any]:
+    def _rope(self, default_theta: float, head_size: int) -> dict[str, Any]:
         """Return the rotary embedding: unscaled, linear, yarn, or a factor per frequency (`rope_freqs.weight`)."""
 
         def key(name: str) -> str:
@@ -215,13 +226,35 @@ class _Metadata:
         if "rope_freqs.weight" in self.file.tensors:
             if kind != "none":
                 raise fields.wrong(key("scaling.type"), "none beside a tensor rope_freqs.weight")
-            factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().tolist()
-            return {**theta, "rope_type": "llama3", "freq_factors": factors}
+            return theta | self._llama3(theta["rope_theta"], head_size)
         if kind == "none":
             return {**theta, "rope_type": "default"}
         if kind == "linear":
             return {**theta, "rope_type": "linear", "factor": max(factor, 1.0)}
         return {**theta, "rope_type": "yarn", **self._yarn()}
+
+    def _llama3(self, theta: float, head_size: int) -> dict[str, Any]:
+        """Return the llama3 scaling whose divisors of the inverse frequencies are those of `rope_freqs.weight`.
+
+        All published models have three of its four parameters in common. Other divisors are kept as they are.
+        """
+        factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().astype(np.float64)
+        if len(factors) != head_size // 2 or not ((factors > 0) & (factors <= MAX_FACTOR)).all():
+            wanted = f"{head_size // 2} above 0 and up to {MAX_FACTOR:g}"
+            raise ModelLoadError(f"{self.file.path}: rope_freqs.weight holds {len(factors)} values, wanted {wanted}")
+        largest = round(float(factors.max()), 3)
+        published = RopeConfig(theta, "llama3", largest, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+        plain = inverse_frequencies(RopeConfig(theta), head_size)
+        if not np.allclose(plain / inverse_frequencies(published, head_size), factors, rtol=1e-4):
+            self.freq_factors = tuple(factors.tolist())
+            return {"rope_type": "default"}
+        return {
+            "rope_type": "llama3",
+            "factor": published.factor,
+            "low_freq_factor": published.low_freq_factor,
+            "high_freq_factor": published.high_freq_factor,
+            "original_max_position_embeddings": published.original_max_position,
+        }
 
     def _yarn(self) -> dict[str, Any]:
         fields, prefix = self.fields, self.key("rope.scaling.")

@@ -14,6 +14,8 @@ from ..io.fields import Fields
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 10_000
 SLIDING, FULL = "sliding_attention", "full_attention"
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
+"""Keys of the object with the rotary embedding's parameters, as transformers 4 and 5 write it."""
 
 
 def read_sizes(fields: Fields) -> dict[str, Any]:
@@ -67,6 +69,19 @@ def read_head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
             f"{fields.path}: the head size ({name}) is {head_size}, rotary embedding needs an even one"
         )
     return head_size
+
+
+def read_equal_heads(fields: Fields) -> dict[str, Any]:
+    """Return the fields of `DecoderConfig` for heads that divide the hidden size, each with keys and values."""
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_size": hidden_size // num_heads,
+    }
 
 
 def read_layer_types(fields: Fields, default: list[str]) -> list[str]:

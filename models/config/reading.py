@@ -7,17 +7,16 @@ none here.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelLoadError
-from ..families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
+from ..families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, LANGUAGE_MODELS, Family
 from ..io.fields import Fields
 from .decoder import DecoderConfig
-from .quantization import read_quantization
+from .overrides import check_overrides, override, paths
+from .quantization import CONFIG_KEYS, read_quantization
 
 COMMON_WITHOUT_EFFECT = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
@@ -26,6 +25,10 @@ COMMON_WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 """Keys of every transformers class that change nothing that is computed here."""
 COMMON_FIXED_OPTIONS = {"is_causal": True}
+TEXT_CONFIG = "text_config"
+"""The key under which a model with images has the config of its language model."""
+SHARED_KEYS = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", *CONFIG_KEYS)
+"""Keys of a model with images that count for its language model."""
 
 
 def config_from_hf(
@@ -38,33 +41,63 @@ def config_from_hf(
     """Return the config in `data`, the JSON object of config.json. Raises ModelLoadError, which names `path`.
 
     `names` says what the file calls a key, where `data` was made from another format. `overrides` replace values of
-    `data`, and are merged into its nested objects; a key that is not read of this model is refused.
+    `data`, and are merged into its nested objects; a key that the family does not know is refused.
     """
     overrides = overrides or {}
-    data = _merged(data, overrides)
-    leaves = {key.rpartition(".")[2] for key in _paths(overrides)}
+    if (wrapped := _wrapped_model_type(data)) is not None:
+        data, names = _language_model(Fields(data, path, names or {}), wrapped)
+        of_text = Fields(overrides, Path("hf_overrides")).mapping(TEXT_CONFIG).data
+        overrides = {key: value for key, value in overrides.items() if key != TEXT_CONFIG} | dict(of_text)
+    data = override(data, overrides)
+    leaves = {key.rpartition(".")[2] for key in paths(overrides)}
     names = {**(names or {}), **{key: f"{key} of hf_overrides" for key in leaves}}
     family = _family(Fields(data, path, names))
     model = family.load()
-    fields = Fields({**_defaults(model.config_defaults, data), **data}, path, names)
-    read_quantization(fields)  # Refuses what no checkpoint is read of.
+    fields = Fields(_with_defaults(data, model.config_defaults), path, names)
+    read_quantization(fields)  # It refuses what is quantized in a way that is not read.
     for key, wanted in {**COMMON_FIXED_OPTIONS, **model.fixed_options}.items():
         if fields.has(key) and fields.data[key] != wanted:
             raise fields.wrong(key, f"{wanted!r}: this version has nothing else")
     config = replace(model.read_config(fields), architecture=family.architecture, source=data)
-    _check_overrides(overrides, fields.asked, COMMON_WITHOUT_EFFECT | model.without_effect, family)
+    check_overrides(overrides, fields.asked, COMMON_WITHOUT_EFFECT | model.without_effect, family.architecture)
     return config
 
 
-def _defaults(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a class's defaults without token ids that a smaller vocabulary does not have: nothing draws them."""
-    vocab_size = data.get("vocab_size", defaults.get("vocab_size"))
-    has_size = type(vocab_size) is int
-    return {
-        key: value
+def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
+    """Return the default model type of the language model in a model with images; None for any other model."""
+    match data.get("architectures"):
+        case [str(name)]:
+            return LANGUAGE_MODELS.get(name)
+    return None
+
+
+def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the config of the language model in a model with images, and what the file calls its keys."""
+    if not fields.has(TEXT_CONFIG):
+        raise fields.wrong(TEXT_CONFIG, "the config of the language model")
+    found = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
+    names = {key: f"{TEXT_CONFIG}.{key}" for key in found}
+    for key in SHARED_KEYS:
+        if fields.has(key):
+            found[key], names[key] = fields.data[key], key
+    family = BY_MODEL_TYPE[Fields(found, fields.path, names).choice("model_type", BY_MODEL_TYPE)]
+    return found | {"architectures": [family.architecture]}, names
+
+
+def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a file over its class's defaults.
+
+    Without default token ids that a smaller vocabulary does not have, even where the file repeats them: nothing draws
+    them.
+    """
+    merged = {**defaults, **data}
+    vocab_size = merged.get("vocab_size")
+    beyond = {
+        key
         for key, value in defaults.items()
-        if not (key.endswith("_token_id") and has_size and value >= vocab_size)
+        if key.endswith("_token_id") and type(vocab_size) is int and value >= vocab_size
     }
+    return {key: value for key, value in merged.items() if not (key in beyond and value == defaults[key])}
 
 
 def _family(fields: Fields) -> Family:
@@ -74,33 +107,5 @@ def _family(fields: Fields) -> Family:
         names = [family.architecture] if family else names
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in BY_ARCHITECTURE:
         return BY_ARCHITECTURE[names[0]]
-    wanted = f"one of {', '.join(BY_ARCHITECTURE)}: give a model of one of these families"
+    wanted = f"one of {', '.join([*BY_ARCHITECTURE, *LANGUAGE_MODELS])}: give a model of one of these families"
     raise fields.wrong("architectures", wanted)
-
-
-def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `data` with values replaced; an object in both is merged in the same way."""
-    merged = dict(data)
-    for key, value in overrides.items():
-        old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
-def _check_overrides(
-    overrides: Mapping[str, Any], asked: Collection[str], without_effect: Collection[str], family: Family
-) -> None:
-    """Refuse a key that the family's reader has not asked for, with the nearest known one."""
-    for key in _paths(overrides):
-        if key not in asked and key.partition(".")[0] not in without_effect:
-            near = difflib.get_close_matches(key, [*asked, *without_effect], n=1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out"
-            raise ModelLoadError(f"hf_overrides: unknown key {key!r} of this {family.architecture}; {hint}")
-
-
-def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield all keys, those of a nested object behind its own: "rope_parameters", "rope_parameters.factor"."""
-    for key, value in values.items():
-        yield (path := f"{prefix}{key}")
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{path}.")

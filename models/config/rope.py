@@ -6,16 +6,19 @@ transformers 4 writes `rope_theta` and `rope_scaling`, version 5 `rope_parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelLoadError
 from ..io.fields import Fields
-from .hf import FULL
+from .hf import FULL, ROPE_OBJECTS
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
+MAX_FACTOR = 1e6
+"""Of a context's length, or of a frequency."""
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -59,46 +62,49 @@ class RopeConfig:
         return replace(self, is_long=max_model_len > self.original_max_position)
 
 
-def read_rope(
+def rope_fields(
     fields: Fields,
     *,
-    head_size: int,
-    rope: Fields | None = None,
     theta: float = DEFAULT_THETA,
-    kinds: Collection[str] = ROPE_KINDS,
-    partial: float | None = None,
-) -> RopeConfig:
-    """Read the rotary embedding of a config: the object `rope`, by default the one that all layers share.
+    theta_key: str = "rope_theta",
+    share: float = 1.0,
+    share_key: str = "partial_rotary_factor",
+) -> Fields:
+    """Return the parameters of the one rotary embedding of all layers, in the form of transformers 5.
 
-    `theta` is the default of the family, and `kinds` are those that it has. `partial` is the share of a head that is
-    rotated; without it a file that asks for less than all is refused. Raises ModelLoadError.
+    As there, what the file has inside of the object counts before what it has beside it, save for the original context,
+    for which it is the other way round. `theta` and `share`, that of a head that is rotated, are the family's defaults,
+    the two keys are what files of transformers 4 call them. Raises ModelLoadError.
     """
-    is_shared = rope is None
-    if rope is None:
-        rope = fields.mapping(rope_key(fields))
-        if any(isinstance(value, dict) for value in rope.data.values()):
-            wanted = "one rotary embedding for all layers: this family has none per layer type"
-            raise fields.wrong(rope_key(fields), wanted)
-        theta = fields.number("rope_theta", theta, above=1)
-        if partial is None and (share := read_partial(fields, rope, 1.0)) != 1.0:
-            reason = "this family rotates whole heads"
-            raise ModelLoadError(f"{fields.path}: partial_rotary_factor is {share:g}, wanted 1: {reason}")
-    kind = rope.choice("rope_type" if rope.has("rope_type") else "type", kinds, "default")
-    max_position = fields.integer("max_position_embeddings")
-    original = rope.integer("original_max_position_embeddings", max_position)
-    if is_shared:  # A value beside rope_scaling overrides the one inside, as in transformers.
-        original = fields.integer("original_max_position_embeddings", original)
-    rotary_size = None if partial in (None, 1.0) else int(head_size * (partial or 0))
-    if rotary_size is not None and (rotary_size < 2 or rotary_size % 2):
-        raise ModelLoadError(f"{fields.path}: {rotary_size} lanes of a head are rotated, wanted an even number above 0")
-    found = _checked_rope(rope, kind, original, max_position, rotary_size or head_size)
-    return replace(found, theta=rope.number("rope_theta", theta, above=1), rotary_size=rotary_size)
+    key = rope_key(fields)
+    found = fields.mapping(key)
+    if any(isinstance(value, dict) for value in found.data.values()):
+        raise fields.wrong(key, "one rotary embedding for all layers: this family has none per layer type")
+    values = {
+        "rope_theta": fields.number(theta_key, theta, above=1),
+        "partial_rotary_factor": fields.number(share_key, share, above=0, max=1),
+        **{name: value for name, value in found.data.items() if value is not None},
+    }
+    if fields.has(ORIGINAL):
+        values[ORIGINAL] = fields.integer(ORIGINAL)
+    return found.with_data(values)
 
 
-def read_partial(fields: Fields, rope: Fields, default: float) -> float:
-    """Return the share of a head that is rotated, from the object of the rotary embedding or from beside it."""
-    share = fields.number("partial_rotary_factor", default, above=0, max=1)
-    return rope.number("partial_rotary_factor", share, above=0, max=1)
+def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool = False) -> RopeConfig:
+    """Read a rotary embedding from its parameters, `rope`. Raises ModelLoadError.
+
+    `is_partial` is whether the family may rotate a part of each head, whose size is in lanes.
+    """
+    kind = rope.choice("rope_type" if rope.has("rope_type") else "type", ROPE_KINDS, "default")
+    share = rope.number("partial_rotary_factor", 1.0, above=0, max=1)
+    if share != 1.0 and not is_partial:
+        raise rope.wrong("partial_rotary_factor", "1: this family rotates whole heads")
+    size = int(head_size * share)
+    if size < 2 or size % 2:
+        raise ModelLoadError(f"{fields.path}: {size} lanes of a head are rotated, wanted an even number above 0")
+    found = _read_scaling(rope, kind, fields.integer("max_position_embeddings"), size)
+    theta = rope.number("rope_theta", DEFAULT_THETA, above=1)
+    return replace(found, theta=theta, rotary_size=None if size == head_size else size)
 
 
 def read_ropes_by_type(
@@ -118,14 +124,16 @@ def read_ropes_by_type(
     if scaling.data and not scaling.has("rope_type"):
         raise fields.wrong("rope_scaling", "an object with rope_type")
     ropes = {}
-    for kind, (key, theta) in thetas.items():
-        old = scaling if kind == FULL else Fields({}, fields.path, fields.names)
-        theta = theta if key is None else fields.number(key, theta, above=1)
-        rope = by_type.mapping(kind) if by_type.has(kind) else old
-        ropes[kind] = read_rope(fields, head_size=head_size, rope=rope, theta=theta)
-        if not ropes[kind].truncate:
-            raise rope.wrong("truncate", "true: for one rotary embedding per layer type there is no other")
-    return tuple(ropes[kind] for kind in layer_types)
+    for layer_type, (key, default) in thetas.items():
+        old = scaling if layer_type == FULL else Fields({}, fields.path, fields.names)
+        theta = default if key is None else fields.number(key, default, above=1)
+        rope = by_type.mapping(layer_type) if by_type.has(layer_type) else old
+        rope = rope.with_data({"rope_theta": theta, **rope.data})
+        ropes[layer_type] = read_rope(fields, rope, head_size=head_size)
+        if not ropes[layer_type].truncate:
+            reason = "transformers ignores it in an object per layer type; leave it out"
+            raise rope.wrong("truncate", f"true: {reason}")
+    return tuple(ropes[layer_type] for layer_type in layer_types)
 
 
 def context_len(rope: RopeConfig, max_position: int) -> int:
@@ -143,19 +151,19 @@ def context_len(rope: RopeConfig, max_position: int) -> int:
 
 def rope_key(fields: Fields) -> str:
     """Return the key of the object with the rotary embedding's parameters; older files' key counts if both are set."""
-    return "rope_scaling" if fields.has("rope_scaling") and fields.data["rope_scaling"] else "rope_parameters"
+    old, new = ROPE_OBJECTS
+    return old if fields.has(old) and fields.data[old] else new
 
 
-def _checked_rope(rope: Fields, kind: str, original: int, max_position: int, size: int) -> RopeConfig:
+def _read_scaling(rope: Fields, kind: str, max_position: int, size: int) -> RopeConfig:
     """Read the parameters that rotary embeddings of this `kind` have; positions are in tokens, `size` in lanes."""
-    if rope.has("freq_factors"):
-        return RopeConfig(kind="llama3", freq_factors=_factors(rope, "freq_factors", size))
     if kind == "default":
         return RopeConfig()
+    # Its logarithm divides in longrope.
+    original = rope.integer(ORIGINAL, max_position, min=2 if kind == "longrope" else 1)
     if kind == "longrope":
-        return _longrope(rope, original, max_position, size)
-    implied = max_position / original if kind == "yarn" else None
-    factor = rope.number("factor", implied, min=1)
+        return _read_longrope(rope, original, max_position, size)
+    factor = rope.number("factor", max_position / original if kind == "yarn" else None, min=1, max=MAX_FACTOR)
     if kind == "linear":
         return RopeConfig(kind=kind, factor=factor)
     base = RopeConfig(kind=kind, factor=factor, original_max_position=original)
@@ -172,12 +180,12 @@ def _checked_rope(rope: Fields, kind: str, original: int, max_position: int, siz
     return replace(base, beta_fast=beta_fast, beta_slow=beta_slow, truncate=rope.boolean("truncate", True), **more)
 
 
-def _longrope(rope: Fields, original: int, max_position: int, size: int) -> RopeConfig:
+def _read_longrope(rope: Fields, original: int, max_position: int, size: int) -> RopeConfig:
     """Read two sets of factors, and the factor of cosines and sines: √(1 + ln(s) ÷ ln(original)) for a context × s.
 
     Source: Ding et al. 2024, arXiv:2402.13753.
     """
-    factor = rope.number("factor", max_position / original, above=0)
+    factor = rope.number("factor", max_position / original, above=0, max=MAX_FACTOR)
     implied = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(
         kind="longrope",
@@ -191,8 +199,8 @@ def _longrope(rope: Fields, original: int, max_position: int, size: int) -> Rope
 
 def _factors(rope: Fields, key: str, size: int) -> tuple[float, ...]:
     """Return a divisor for each of the inverse frequencies of `size` lanes."""
-    factors = [float(value) for value in rope.items(key, (int, float))]
-    if len(factors) != size // 2 or not all(0 < value < math.inf for value in factors):
-        wanted = f"{size // 2} that are positive and finite"
+    factors = rope.items(key, (int, float))
+    if len(factors) != size // 2 or not all(0 < value <= MAX_FACTOR for value in factors):
+        wanted = f"{size // 2} above 0 and up to {MAX_FACTOR:g}"
         raise ModelLoadError(f"{rope.path}: {rope.name_of(key)} holds {len(factors)} values, wanted {wanted}")
-    return tuple(factors)
+    return tuple(map(float, factors))

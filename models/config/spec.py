@@ -15,6 +15,8 @@ class AttentionLayer:
     head_size: int
     window: int | None = None
     """Latest positions that a query attends to, its own included; None for all."""
+    soft_cap: float | None = None
+    """Bound of the scores, by a hyperbolic tangent; None for none."""
     pages_of: int | None = None
     """Index of the earlier layer whose keys and values it reads; None for a layer that writes its own."""
 

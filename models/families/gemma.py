@@ -14,19 +14,20 @@ from jaxtyping import Array, Float
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_sizes, windows_by_type
-from ..config.rope import read_rope, read_ropes_by_type
+from ..config.rope import context_len, read_rope, read_ropes_by_type, rope_fields
 from ..decoder import Decoder, DecoderLayer
 from ..io.fields import Fields
 from ..layers import RMSNormPlusOne, WeightMaker
 from .llama import TENSOR_NAMES
 from .qwen3 import QK_NORM_NAMES
+from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 
 
 class SandwichLayer(DecoderLayer):
     """A layer with a norm in front of and behind attention, and in front of and behind the MLP."""
 
     norm = RMSNormPlusOne
-    has_norms = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+    norm_names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
     @jax.jit
     def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
@@ -62,9 +63,10 @@ class Gemma2(Decoder):
     def read_config(cls, fields: Fields) -> DecoderConfig:
         default = [SLIDING if layer % 2 == 0 else FULL for layer in range(num_layers_of(fields))]
         layer_types, common = read_layer_types(fields, default), _read_common(fields)
+        rope = read_rope(fields, rope_fields(fields), head_size=common["head_size"])
         return DecoderConfig(
-            **common,
-            ropes=(read_rope(fields, head_size=common["head_size"]),) * len(layer_types),
+            **common | {"max_context_len": context_len(rope, common["max_context_len"])},
+            ropes=(rope,) * len(layer_types),
             windows=windows_by_type(fields, layer_types, fields.integer("sliding_window")),
             attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping"),
         )
@@ -81,6 +83,9 @@ class Gemma3(Gemma2):
     without_effect = frozenset({"attn_logit_softcapping", "_sliding_window_pattern"})
     fixed_options = {"use_bidirectional_attention": False}
     tensor_names = Gemma2.tensor_names | QK_NORM_NAMES
+    other_bases = LANGUAGE_MODEL_BASES
+    other_names = {"lm_head.weight": "language_model.lm_head.weight"}
+    ignored_tensors = IMAGE_TENSORS
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:

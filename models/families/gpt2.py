@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, an MLP without a gate, and matrices stored the other way round.
+"""GPT-2: learned positions, LayerNorm, an MLP without a gate, and matrices stored as W [in, out].
 
 Source: Radford et al. 2019, Language models are unsupervised multitask learners.
 """
@@ -6,14 +6,13 @@ Source: Radford et al. 2019, Language models are unsupervised multitask learners
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
 from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
-from ..config.hf import num_layers_of, read_tokens_and_dtype
+from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..decoder import MLP, Decoder, DecoderLayer
 from ..io.fields import Fields
 from ..io.recipe import Source
@@ -24,13 +23,6 @@ OLD_KEYS = {
     "n_layer": "num_hidden_layers",
 }  # fmt: skip
 """Key of config.json → its other name, which counts if both are there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPT2Config(DecoderConfig):
-    """A decoder's config, and how each layer scales its scores."""
-
-    scales: tuple[float, ...] = ()
 
 
 class GPT2Layer(DecoderLayer):
@@ -70,8 +62,6 @@ class GPT2(Decoder):
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         super().__init__(config, make=make)
         self.positions = Embedding(config.max_context_len, config.hidden_size, is_tied=False, make=make, axis=None)
-        assert isinstance(config, GPT2Config), "read_config makes it"
-        self.scales = config.scales
 
     def embedded(self, token_ids: Int[Array, " T"], step: AttentionMetadata) -> Float[Array, "T D"]:
         """Return the stream in front of the first layer: tokens and positions."""
@@ -80,20 +70,11 @@ class GPT2(Decoder):
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
         fields = _renamed(fields)
-        vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
-        num_heads, num_layers = fields.integer("num_attention_heads"), num_layers_of(fields)
-        if hidden_size % num_heads:
-            raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
-        head_size = hidden_size // num_heads
-        scale = head_size**-0.5 if fields.boolean("scale_attn_weights", True) else 1.0
-        is_by_layer = fields.boolean("scale_attn_by_inverse_layer_idx", False)
-        return GPT2Config(
+        vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)
+        return DecoderConfig(
             vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=fields.integer("n_inner", 4 * hidden_size),
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_size=head_size,
+            **heads,
+            intermediate_size=fields.integer("n_inner", 4 * heads["hidden_size"]),
             norm_eps=fields.number("layer_norm_epsilon", 1e-5, above=0),
             ropes=(None,) * num_layers,
             windows=(None,) * num_layers,
@@ -103,7 +84,8 @@ class GPT2(Decoder):
             qkv_bias=True,
             out_bias=True,
             mlp_bias=True,
-            scales=tuple(scale / (layer + 1) if is_by_layer else scale for layer in range(num_layers)),
+            attention_scale=None if fields.boolean("scale_attn_weights", True) else 1.0,
+            divides_scale_by_layer=fields.boolean("scale_attn_by_inverse_layer_idx", False),
             **read_tokens_and_dtype(fields, vocab_size),
         )
 
@@ -111,17 +93,17 @@ class GPT2(Decoder):
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:
         """Return the tensors: matrices of layers are stored as W [in, out], and q, k and v lie in one."""
         size, found = config.hidden_size, super().sources(config)
-        turned = {
-            module: Source(source.name, is_turned=True) if module.endswith("_proj") else source
+        transposed = {
+            module: Source(source.name, is_transposed=True) if module.endswith("_proj") else source
             for module, source in found.items()
         }
         parts = {
             f"layers.{{i}}.attention.{part}_proj": Source(
-                "transformer.h.{i}.attn.c_attn", ((index * size, (index + 1) * size),), is_turned=True
+                "transformer.h.{i}.attn.c_attn", ((index * size, (index + 1) * size),), is_transposed=True
             )
             for index, part in enumerate("qkv")
         }
-        return turned | parts
+        return transposed | parts
 
 
 def _renamed(fields: Fields) -> Fields:
@@ -130,5 +112,5 @@ def _renamed(fields: Fields) -> Fields:
     for old, new in OLD_KEYS.items():
         fields.asked.add(old)
         if values.get(new) is None:
-            values[new], names[new] = values.get(old), old
+            values[new], names[new] = values.get(old), names.get(old, old)
     return Fields(values, fields.path, names, fields.asked)

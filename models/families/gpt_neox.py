@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
-from ..config.hf import num_layers_of, read_tokens_and_dtype
-from ..config.rope import DEFAULT_THETA, context_len, read_rope, rope_key
+from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
+from ..config.rope import context_len, read_rope, rope_fields
 from ..decoder import MLP, Decoder, DecoderLayer
 from ..io.fields import Fields
 from ..io.recipe import Source
@@ -42,8 +42,11 @@ class GPTNeoXLayer(DecoderLayer):
     @jax.jit
     def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
         """Return the stream after the layer; `out_TNH` is what attention gave."""
-        attended_TD = x_TD + self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
-        return attended_TD + self.mlp(self.mlp_norm(x_TD if self.is_parallel else attended_TD))
+        attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
+        if self.is_parallel:
+            return x_TD + (self.mlp(self.mlp_norm(x_TD)) + attended_TD)
+        x_TD = x_TD + attended_TD
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class GPTNeoX(Decoder):
@@ -71,26 +74,14 @@ class GPTNeoX(Decoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:
-        vocab_size, hidden_size = fields.integer("vocab_size"), fields.integer("hidden_size")
-        num_heads, num_layers = fields.integer("num_attention_heads"), num_layers_of(fields)
-        if hidden_size % num_heads:
-            raise fields.wrong("num_attention_heads", f"a divisor of the hidden size, {hidden_size}")
-        has_bias, head_size = fields.boolean("attention_bias", True), hidden_size // num_heads
-        given = fields.mapping(rope_key(fields))
-        rope = read_rope(
-            fields,
-            head_size=head_size,
-            rope=given,
-            theta=fields.number("rotary_emb_base", DEFAULT_THETA, above=1),
-            partial=given.number("partial_rotary_factor", fields.number("rotary_pct", 0.25, above=0, max=1), max=1),
-        )
+        vocab_size, num_layers, heads = fields.integer("vocab_size"), num_layers_of(fields), read_equal_heads(fields)
+        has_bias = fields.boolean("attention_bias", True)
+        found = rope_fields(fields, theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct")
+        rope = read_rope(fields, found, head_size=heads["head_size"], is_partial=True)
         return GPTNeoXConfig(
             vocab_size=vocab_size,
-            hidden_size=hidden_size,
+            **heads,
             intermediate_size=fields.integer("intermediate_size"),
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_size=head_size,
             norm_eps=fields.number("layer_norm_eps", 1e-5, above=0),
             ropes=(rope,) * num_layers,
             windows=(None,) * num_layers,

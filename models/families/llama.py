@@ -10,7 +10,7 @@ from typing import Any
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_sizes
-from ..config.rope import RopeConfig, context_len, read_rope
+from ..config.rope import RopeConfig, context_len, read_rope, rope_fields
 from ..decoder import Decoder
 from ..io.fields import Fields
 
@@ -37,7 +37,7 @@ def read_llama(fields: Fields, *, rope: RopeConfig | None = None, **own: Any) ->
     otherwise.
     """
     sizes, num_layers = read_sizes(fields), num_layers_of(fields)
-    rope = rope or read_rope(fields, head_size=sizes["head_size"])
+    rope = rope or read_rope(fields, rope_fields(fields), head_size=sizes["head_size"])
     found: dict[str, Any] = {
         **sizes,
         "norm_eps": fields.number("rms_norm_eps", 1e-6, above=0),

@@ -7,15 +7,20 @@ from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types
 from ..decoder import Decoder
 from ..io.fields import Fields
 from .llama import TENSOR_NAMES, read_llama
+from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 
 
 class Mistral(Decoder):
     """Mistral."""
 
     config_defaults = {
-        "max_position_embeddings": 131072, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2,
+        "max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8, "bos_token_id": 1,
+        "eos_token_id": 2,
     }  # fmt: skip
     tensor_names = TENSOR_NAMES
+    other_bases = LANGUAGE_MODEL_BASES
+    other_names = {"lm_head.weight": "language_model.lm_head.weight"}
+    ignored_tensors = IMAGE_TENSORS
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_ropes_by_type
-from ..decoder import Decoder, DecoderLayer
+from ..decoder import QKV, Decoder, DecoderLayer
 from ..io.fields import Fields
 from ..layers import RMSNormFloat32
 from ..rope import Rotation
@@ -25,7 +25,7 @@ class PostNormLayer(DecoderLayer):
     norm = RMSNormFloat32
 
     @jax.jit
-    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> list[Float[Array, "T H S"]]:
+    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
         """Return the layer's queries, keys and values."""
         return self.attention.project(x_TD, rotation)
 

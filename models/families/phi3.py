@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_head_size
-from ..config.rope import DEFAULT_THETA, RopeConfig, read_partial, read_rope, rope_key
+from ..config.rope import RopeConfig, read_rope, rope_fields
 from ..decoder import Decoder
 from ..io.fields import Fields
 from ..io.recipe import Source
@@ -58,19 +58,10 @@ class Phi3(Decoder):
 
 
 def _read_rope(fields: Fields) -> RopeConfig:
-    """Read the rotary embedding, whose original context is always the one beside it."""
-    found = fields.mapping(rope_key(fields))
+    """Read the rotary embedding, whose original context is the one beside it: the class has a default for that."""
+    found = rope_fields(fields)
     key = "rope_type" if found.has("rope_type") else "type"
     kind = found.choice(key, ("default", *LONGROPE_NAMES), "default")
-    values = {
-        **found.data,
-        "rope_type": "longrope" if kind in LONGROPE_NAMES else kind,
-        "original_max_position_embeddings": fields.integer("original_max_position_embeddings"),
-    }
-    return read_rope(
-        fields,
-        head_size=read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads")),
-        rope=found.with_data(values),
-        theta=fields.number("rope_theta", DEFAULT_THETA, above=1),
-        partial=read_partial(fields, found, 1.0),
-    )
+    rope = found.with_data({**found.data, "rope_type": "longrope" if kind in LONGROPE_NAMES else kind})
+    head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+    return read_rope(fields, rope, head_size=head_size, is_partial=True)

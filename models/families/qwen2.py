@@ -24,7 +24,7 @@ def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
 class Qwen2(Decoder):
     """Qwen2 and Qwen2.5."""
 
-    config_defaults = {"max_position_embeddings": 32768, "sliding_window": 4096}
+    config_defaults = {"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 32}
     tensor_names = TENSOR_NAMES
 
     @classmethod

@@ -6,7 +6,7 @@ from ..config.decoder import DecoderConfig
 from ..decoder import Decoder
 from ..io.fields import Fields
 from .llama import TENSOR_NAMES, read_llama
-from .qwen2 import read_qwen_windows
+from .qwen2 import Qwen2, read_qwen_windows
 
 QK_NORM_NAMES = {
     "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm",
@@ -17,7 +17,7 @@ QK_NORM_NAMES = {
 class Qwen3(Decoder):
     """Qwen3, dense."""
 
-    config_defaults = {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128}
+    config_defaults = Qwen2.config_defaults | {"head_dim": 128}
     tensor_names = TENSOR_NAMES | QK_NORM_NAMES
 
     @classmethod

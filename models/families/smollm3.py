@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
-from ..config.rope import read_rope
+from ..config.rope import read_rope, rope_fields
 from ..decoder import Decoder
 from ..io.fields import Fields
 from .llama import TENSOR_NAMES, read_llama
@@ -18,7 +18,7 @@ class SmolLM3(Decoder):
 
     config_defaults = {
         "max_position_embeddings": 32768, "tie_word_embeddings": True, "bos_token_id": 128000,
-        "eos_token_id": 128001,
+        "eos_token_id": 128001, "num_key_value_heads": 4,
     }  # fmt: skip
     without_effect = frozenset({"max_window_layers"})
     tensor_names = TENSOR_NAMES
@@ -27,7 +27,7 @@ class SmolLM3(Decoder):
     def read_config(cls, fields: Fields) -> DecoderConfig:
         num_layers, has_bias = num_layers_of(fields), fields.boolean("attention_bias", False)
         head_size = read_head_size(fields, fields.integer("hidden_size"), fields.integer("num_attention_heads"))
-        rope = read_rope(fields, head_size=head_size, theta=2_000_000.0)
+        rope = read_rope(fields, rope_fields(fields, theta=2_000_000.0), head_size=head_size)
         interval = fields.integer("no_rope_layer_interval", 4)
         # In spite of the key's name, 1 stands for a layer that is rotated.
         has_rope = fields.items("no_rope_layers", int, [int((i + 1) % interval != 0) for i in range(num_layers)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,16 @@ FAMILIES = (
     Family("GPT2LMHeadModel", "gpt2", "gpt2.GPT2"),
     Family("GPTNeoXForCausalLM", "gpt_neox", "gpt_neox.GPTNeoX"),
 )
+LANGUAGE_MODELS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+}
+"""Class of a model with images → model type of its language model, which is what is served of it. Its config is the
+object `text_config` of config.json, where another model type may stand."""
+LANGUAGE_MODEL_BASES = ("language_model.model.", "model.language_model.")
+"""Beginnings of the names of its tensors in files of transformers 4 and 5."""
+IMAGE_TENSORS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.|rotary_emb\.inv_freq$")
+"""Names of tensors in such files that are no weights of it."""
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 BY_GGUF = {family.gguf: family for family in FAMILIES if family.gguf}

@@ -60,7 +60,7 @@ class Fields:
 
     def name_of(self, key: str) -> str:
         """Return what the file calls `key`."""
-        return self.names.get(key, key)
+        return self.names.get(key, self.prefix + key)
 
     def wrong(self, key: str, wanted: str) -> ModelLoadError:
         """Return the error that names `key`, its value and what was wanted."""

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies, rotation and factors. test_llama compares each scaling with transformers."""
+"""Rotary embedding: frequencies, rotation and factors. tests/models/families/test_goldens.py compares each scaling."""
 
 import math
 
@@ -50,7 +50,8 @@ def test_frequency_factors_replace_the_formula_of_llama3() -> None:
 
 
 FACTORS = {
-    "only yarn has a factor": (RopeConfig(kind="linear", factor=4.0), 1.0),
+    "linear has none": (RopeConfig(kind="linear", factor=4.0), 1.0),
+    "longrope, from the config": (RopeConfig(kind="longrope", factor=4.0, attention_factor=1.2), 1.2),
     "eq. 22": (RopeConfig(kind="yarn", factor=4.0, original_max_position=16), 0.1 * math.log(4) + 1),
     "given by the config": (RopeConfig(kind="yarn", factor=4.0, original_max_position=16, attention_factor=1.5), 1.5),
     "nothing stretched": (RopeConfig(kind="yarn", factor=1.0, original_max_position=16), 1.0),
