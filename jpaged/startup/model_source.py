@@ -6,10 +6,11 @@ models room opens what is found here. Imports neither jax nor transformers, so t
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +18,10 @@ from typing import Any, Literal
 from ..checks import nearest, one_line, refusal, shown
 from ..errors import ConfigError, ModelLoadError
 from ..models.io.fields import Fields, read_json_object
-from ..models.io.files import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, SINGLE_FILE, TREE_FILE, UNFINISHED_ORBAX
+from ..models.io.files import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, TREE_FILE, UNFINISHED_ORBAX
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
+
+logger = logging.getLogger("jpaged")
 
 GGUF_MAGIC = b"GGUF"
 WEIGHT_FILES = "*.safetensors"
@@ -47,37 +50,30 @@ class ModelSource:
         """Return the directory that the files are in."""
         return self.path.parent if self.kind == "gguf" else self.path
 
-    def reads(self, name: str, *, with_weights: bool) -> bool:
-        """Return whether a start may read this file, whose name is relative to `directory`."""
-        if self.kind == "gguf":
-            return name == self.path.name
-        if with_weights and self.orbax is not None and (self.directory / name).is_relative_to(self.orbax):
-            return name != MANIFEST_FILE and not name.endswith(".md")
-        patterns = [pattern for pattern in HUB_FILES if with_weights or pattern != WEIGHT_FILES]
-        return "/" not in name and any(fnmatch(name, pattern) for pattern in patterns)
-
 
 def resolve_model(
     model: str, *, revision: str | None = None, load_format: str = "auto", with_weights: bool = True
 ) -> ModelSource:
     """Find `model` and download it if necessary; a path that exists goes before a name of the hub.
 
-    A directory with safetensors and a folder of orbax is read as the former, unless `load_format` is orbax. Without
-    `with_weights`, no weights come from the hub. Raises ModelLoadError, one line with the way out, if there is no model
-    of that name, and ConfigError if its weights have another format than `load_format`. Weights are not read.
+    A directory with safetensors and a folder of orbax is read as the former, unless `load_format` is orbax; of folders
+    of orbax that are named by steps, the newest is. Without `with_weights`, no weights come from the hub. Raises
+    ModelLoadError, one line with the way out, if there is no model of that name, and ConfigError if its weights have
+    another format than `load_format`. Weights are not read.
     """
     if model in BUILTIN_MODELS:
         _refuse_revision(model, revision)
+        if with_weights:
+            _check_format(model, "gguf", load_format)  # Before it is fetched.
         builtin = BUILTIN_MODELS[model]
         sampling = {"temperature": builtin.temperature, "top_p": builtin.top_p}
         found = ModelSource(model, "gguf", fetch_builtin(builtin), sampling)
     else:
-        path = _find("model", model, revision, with_weights)
-        found = _local_source(model, path, load_format, with_weights)
-    wanted = "safetensors" if load_format == "hf" else load_format
-    if with_weights and wanted not in ("auto", found.kind):
-        allowed = f"auto or {found.kind}, since {model} is no checkpoint of {wanted}"
-        raise refusal("load_format", shown(load_format), allowed, "give one of these", error=ConfigError)
+        path = _find("model", model, revision, load_format, with_weights)
+        with _readable("model", model):
+            found = _local_source(model, path, load_format, with_weights)
+        if with_weights:
+            _check_format(model, found.kind, load_format)
     return found
 
 
@@ -85,12 +81,12 @@ def resolve_tokenizer(tokenizer: str) -> Path:
     """Find a tokenizer by the name of a model or a path: a directory or a GGUF file. Raises ModelLoadError."""
     if tokenizer in BUILTIN_MODELS:
         return fetch_builtin(BUILTIN_MODELS[tokenizer])
-    return _find("tokenizer", tokenizer, None, with_weights=False)
+    return _find("tokenizer", tokenizer, None, "auto", with_weights=False)
 
 
-def _find(kind: str, name: str, revision: str | None, with_weights: bool) -> Path:
+def _find(kind: str, name: str, revision: str | None, load_format: str, with_weights: bool) -> Path:
     """Return the path of this name, or the hub's snapshot; `kind` is what errors call it."""
-    try:
+    with _readable(kind, name):
         path = Path(name).expanduser()
         if name and path.exists():
             _refuse_revision(name, revision)
@@ -98,13 +94,29 @@ def _find(kind: str, name: str, revision: str | None, with_weights: bool) -> Pat
         match = _HUB_NAME.fullmatch(name)
         if match is None:
             raise ModelLoadError(_unknown_model(kind, name, path))
-    # The name is too long, the folder may not be entered, or `~user` names no user.
+    if revision and match["revision"] and revision != match["revision"]:
+        raise ModelLoadError(f"{kind} {name!r}: the revision is given twice, as {revision!r} too: give one of them")
+    if with_weights:
+        _check_format(name, "safetensors", load_format)  # The hub's other files are not fetched.
+    return _hub_snapshot(kind, name, match["repo"], revision or match["revision"], with_weights)
+
+
+@contextmanager
+def _readable(kind: str, name: str) -> Iterator[None]:
+    """Turn an error of the system into a ModelLoadError: a folder may not be entered, `~user` names no user."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
         way_out = "check the path and its permissions"
         raise ModelLoadError(f"{kind} {name!r}: cannot be read ({error}); {way_out}") from error
-    if revision and match["revision"] and revision != match["revision"]:
-        raise ModelLoadError(f"{kind} {name!r}: the revision is given twice, as {revision!r} too: give one of them")
-    return _hub_snapshot(kind, name, match["repo"], revision or match["revision"], with_weights)
+
+
+def _check_format(model: str, kind: str, load_format: str) -> None:
+    """Raise ConfigError if a checkpoint of this kind is not what `load_format` asks for."""
+    wanted = "safetensors" if load_format == "hf" else load_format
+    if wanted not in ("auto", kind):
+        allowed = f"auto or {kind}, since {model} is no checkpoint of {wanted}"
+        raise refusal("load_format", shown(load_format), allowed, "give one of these", error=ConfigError)
 
 
 def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> dict[str, Any]:
@@ -114,7 +126,7 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
     `do_sample: false` becomes temperature 0. With `only_eos` only eos_token_id is read. Without a file the result is
     empty, or the model card's defaults of a built-in model. Raises ModelLoadError for a value of a wrong type.
     """
-    path = source.path / "generation_config.json"
+    path = source.path / GENERATION_FILE
     if source.kind == "gguf" or not path.exists():
         return {} if only_eos else dict(source.default_sampling or {})
     fields = Fields(read_json_object(path), path)
@@ -156,12 +168,11 @@ def _local_source(model: str, path: Path, load_format: str, with_weights: bool) 
 def _directory_source(model: str, path: Path, load_format: str, with_weights: bool) -> ModelSource:
     """Return the model of a directory: its safetensors, or the one folder of orbax that it is or holds.
 
-    config.json is in the directory; that of a folder of orbax may be inside of the folder or beside it.
+    config.json is in the directory; that of a folder of orbax may be inside of the folder or up to two levels above it,
+    as above root/step/default of orbax's CheckpointManager.
     """
-    is_tree = (path / TREE_FILE).is_file()
-    trees = [path] if is_tree else sorted(file.parent for file in path.glob(f"*/{TREE_FILE}"))
-    trees = [tree for tree in trees if is_tree or UNFINISHED_ORBAX not in tree.name]
-    homes = [path, path.parent] if is_tree else [path, *trees[:1]]
+    trees = _trees(path)
+    homes = [path, trees[0], *list(trees[0].parents)[:2]] if trees else [path]
     home = next((home for home in homes if (home / CONFIG_FILE).is_file()), None)
     if home is None:
         raise ModelLoadError(f"model {model!r}: {_missing_config(path, trees)}")
@@ -169,15 +180,36 @@ def _directory_source(model: str, path: Path, load_format: str, with_weights: bo
     if not with_weights or not trees or (has_safetensors and load_format != "orbax"):
         return ModelSource(model, "safetensors", home)
     if len(trees) > 1:
-        names = ", ".join(tree.name for tree in trees[:10])
+        names = ", ".join(tree.relative_to(path).as_posix() for tree in trees[:10])
         raise ModelLoadError(f"model {model!r}: holds {len(trees)} orbax checkpoints ({names}): give one of them")
+    if trees[0] != path and _step(trees[0], path) is not None:
+        logger.info("%s: step %s is read, the newest one", path, _step(trees[0], path))
     return ModelSource(model, "orbax", home, orbax=trees[0])
+
+
+def _trees(path: Path) -> list[Path]:
+    """Return the folders of orbax in a directory, or the directory itself; of folders named by steps, the newest."""
+    if (path / TREE_FILE).is_file():
+        return [path]
+    found = [file.parent for pattern in (f"*/{TREE_FILE}", f"[0-9]*/*/{TREE_FILE}") for file in path.glob(pattern)]
+    trees = sorted(tree for tree in found if UNFINISHED_ORBAX not in str(tree.relative_to(path)))
+    steps = [step for tree in trees if (step := _step(tree, path)) is not None]
+    if steps:
+        return [tree for tree in trees if _step(tree, path) == max(steps)]
+    return [tree for tree in trees if tree.parent == path]
+
+
+def _step(tree: Path, root: Path) -> int | None:
+    """Return the step that the folder below `root` is named by; None for another name."""
+    name = tree.relative_to(root).parts[0]
+    return int(name) if name.isascii() and name.isdigit() else None
 
 
 def _missing_config(path: Path, trees: list[Path]) -> str:
     """Return what a directory without config.json holds instead, and the way out."""
     if trees:
-        return f"the orbax checkpoint {trees[0]} has no config.json inside or beside it: put the model's there"
+        where = "inside or up to two levels above it"
+        return f"the orbax checkpoint {trees[0]} has no config.json {where}: put the model's there"
     if ggufs := sorted(path.glob("*.gguf")):
         return f"the directory has no config.json but a GGUF file: give {ggufs[0]}"
     return (

@@ -6,8 +6,8 @@ Every fault of a model that can be found before its weights are read is found he
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from ..config import EngineConfig
@@ -15,13 +15,13 @@ from ..errors import InvalidRequestError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
 from ..models.io.checkpoint import Checkpoint
-from ..models.io.files import check_manifest
+from ..models.io.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
 from ..models.io.gguf_checkpoint import GGUFCheckpoint
 from ..models.io.open_checkpoint import open_checkpoint, read_config
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
-from ..text.tokenizer import TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
+from ..text.tokenizer import MORE_FILES, TOKENIZER_FILES, Tokenizer, has_tokenizer, load_tokenizer
 from .model_source import ModelSource, read_generation_defaults, resolve_model, resolve_tokenizer
 
 logger = logging.getLogger("jpaged")
@@ -47,19 +47,13 @@ class ModelHandle:
         """Return what the engine reads of the model."""
         return self.config.spec
 
-    def for_context(self, max_model_len: int) -> ModelHandle:
-        """Return the model as it serves sequences of at most so many tokens; say which set of factors it takes."""
-        config = self.config.for_context(max_model_len)
-        for rope in {rope for rope in config.ropes if rope is not None and rope.kind == "longrope"}:
-            kind, limit = "long" if rope.is_long else "short", rope.original_max_position
-            logger.info(
-                "rotary embedding: the %s factors, for contexts %s %s tokens; max_model_len is %s",
-                kind,
-                "beyond" if rope.is_long else "of up to",
-                limit,
-                max_model_len,
-            )
-        return replace(self, config=config)
+    def check_weight_files(self) -> None:
+        """Compare the files of the weights with the list of sums in the directory of the model; ModelLoadError.
+
+        Every byte of them is read, so that all else that can be wrong is checked before.
+        """
+        if self.checkpoint is not None:
+            _check_sums(self.source, [file.relative_to(self.source.directory) for file in self.checkpoint.files()])
 
     def prompt_encoder(
         self, config: EngineConfig, rules_spec: LogitRulesSpec, max_model_len: int, chat_template: str | None = None
@@ -73,7 +67,7 @@ def open_model(config: EngineConfig) -> ModelHandle:
     """Find and open the model of `config`. Raises ModelLoadError, naming the file and the way out."""
     is_read = config.load_format != "dummy" and config.params is None
     source = resolve_model(config.model, revision=config.revision, load_format=config.load_format, with_weights=is_read)
-    check_manifest(source.directory, partial(source.reads, with_weights=is_read))
+    _check_sums(source, _small_files(config, source))
     checkpoint: Checkpoint | None = None
     if config.load_format == "dummy":
         model_config = read_config(source.path, config.hf_overrides)
@@ -82,11 +76,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
             source.path, orbax=source.orbax, params=config.params, overrides=config.hf_overrides
         )
     tokenizer = _open_tokenizer(config, source, checkpoint)
-    if tokenizer is not None and tokenizer.vocab_size > model_config.vocab_size:
-        raise ModelLoadError(
-            f"{config.tokenizer or source.path}: the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
-            f"{model_config.vocab_size} rows; tokenizer and weights belong to different models"
-        )
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, model_config, config.tokenizer or source.path)
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
     ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -96,7 +87,52 @@ def open_model(config: EngineConfig) -> ModelHandle:
     except InvalidRequestError as error:
         fault = f"its generation config is out of range: {error}"
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
-    return ModelHandle(source, model_config, checkpoint, tokenizer, defaults, frozenset(ids))
+    # No step gives an id that the model has no row for.
+    end_ids = frozenset(token_id for token_id in ids if token_id < model_config.vocab_size)
+    return ModelHandle(source, model_config, checkpoint, tokenizer, defaults, end_ids)
+
+
+def _small_files(config: EngineConfig, source: ModelSource) -> list[PurePath]:
+    """Return the files that are read before the weights, relative to the directory of the model."""
+    if source.kind == "gguf":
+        return []  # All is in the file of the weights.
+    has_own_tokenizer = not config.skip_tokenizer_init and config.tokenizer is None
+    names = (CONFIG_FILE, GENERATION_FILE, *((*TOKENIZER_FILES, *MORE_FILES) if has_own_tokenizer else ()))
+    return [PurePath(name) for name in names]
+
+
+def _check_sums(source: ModelSource, files: list[PurePath]) -> None:
+    """Compare files with the list of sums in the directory of the model. Raises ModelLoadError.
+
+    A list beside a GGUF file may be about other files. Any other list must have all that is read.
+    """
+    if not (unlisted := check_manifest(source.directory, files)):
+        return
+    path = source.directory / MANIFEST_FILE
+    if source.kind != "gguf":
+        way_out = "add its sum or remove the file"
+        raise ModelLoadError(f"{path}: does not list {unlisted[0]}, which would be read: {way_out}")
+    logger.info("%s: does not list %s, which is not checked", path, ", ".join(unlisted))
+
+
+def _check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, path: object) -> None:
+    """Refuse a tokenizer whose vocabulary is larger than the embedding; ModelLoadError. `path` is what errors name.
+
+    Added tokens beyond the embedding are no fault: Gemma 3 has one for images in models of text alone. Prompts that
+    hold one are refused.
+    """
+    num_rows = model.vocab_size
+    if tokenizer.base_vocab_size > num_rows:
+        raise ModelLoadError(
+            f"{path}: the tokenizer has {tokenizer.base_vocab_size} ids, the model's embedding {num_rows} rows; "
+            "tokenizer and weights belong to different models"
+        )
+    if tokenizer.vocab_size > num_rows:
+        logger.info(
+            "tokenizer: the model has no rows for its added tokens from id %s to %s; prompts with one are refused",
+            num_rows,
+            tokenizer.vocab_size - 1,
+        )
 
 
 def _open_tokenizer(config: EngineConfig, source: ModelSource, checkpoint: Checkpoint | None) -> Tokenizer | None:

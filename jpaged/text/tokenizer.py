@@ -27,6 +27,11 @@ from .gguf_tokenizer import build_gguf_backend
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a directory with a tokenizer has at least one."""
+MORE_FILES = (
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
+    "spiece.model", "additional_chat_templates",
+)  # fmt: skip
+"""Files, and a folder of files, that are read beside them where they are there."""
 # Decoders for which the text of a token depends only on whether any token comes before it.
 _STREAMABLE_DECODERS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
@@ -47,10 +52,12 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.base_vocab_size = max(backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        """One more than the largest id of the vocabulary without its added tokens."""
+        self.vocab_size = max(self.base_vocab_size, max(added, default=-1) + 1)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         kinds = _decoder_kinds(backend)
         if unknown := sorted(kinds - _STREAMABLE_DECODERS):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from ..errors import ModelLoadError
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Says which of several safetensors files holds a tensor."""
@@ -32,38 +33,38 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)", re.IGNORECASE)
 
 def write_manifest(directory: Path) -> None:
     """Write the sums of all files below a directory."""
-    lines = [f"{digest}  {name}\n" for name, digest in _sums(directory, sorted(_files(directory)))]
+    names = sorted(path.relative_to(directory).as_posix() for path in _files(directory))
+    lines = [f"{digest}  {name}\n" for name, digest in _sums(directory, names)]
     (directory / MANIFEST_FILE).write_text("".join(lines))
 
 
-def check_manifest(directory: Path, is_read: Callable[[str], bool]) -> None:
-    """Compare the files of a directory with its list of sums; without a list nothing happens.
+def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
+    """Compare files of a directory with its list of sums, and return the names of those that the list does not have.
 
-    Files count for which `is_read` is true; it is given names relative to the directory, with slashes. Raises
-    ModelLoadError for one that is not listed, for a listed one that is missing, and for one whose sum differs.
+    `read` are the files that are read, relative to the directory, and folders all files of which are; one that is
+    neither there nor listed does not count. Without a list nothing happens. Raises ModelLoadError for a listed file
+    that is missing, and for one whose sum differs.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file():
-        return
-    listed = {name: digest for name, digest in _read(path).items() if is_read(name)}
-    present = {name for name in _files(directory) if is_read(name)}
-    if missing := sorted(listed.keys() - present):
+        return []
+    present = {file.relative_to(directory).as_posix() for name in read for file in _files(directory / name)}
+    listed = _read(path)
+    wanted = {name for name in listed if any(PurePosixPath(name).is_relative_to(one) for one in read)}
+    if missing := sorted(wanted - present):
         raise ModelLoadError(f"{path}: lists {missing[0]}, which is not in the directory: fetch it")
-    if unlisted := sorted(present - listed.keys()):
-        raise ModelLoadError(
-            f"{path}: does not list {unlisted[0]}, which would be read: add its sum or remove the file"
-        )
-    for name, digest in _sums(directory, sorted(present)):
+    for name, digest in _sums(directory, sorted(wanted)):
         if digest != listed[name]:
             raise ModelLoadError(
                 f"{directory / name}: its SHA-256 sum begins with {digest[:12]}, {MANIFEST_FILE} lists "
                 f"{listed[name][:12]}; the file was damaged or changed: fetch it again"
             )
+    return sorted(present - wanted)
 
 
-def _files(directory: Path) -> Iterable[str]:
-    """Return the names of all files below a directory, relative to it."""
-    return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+def _files(path: Path) -> list[Path]:
+    """Return all files below a directory, or the path itself if it is a file."""
+    return [file for file in [path, *path.rglob("*")] if file.is_file()]
 
 
 def _sums(directory: Path, names: list[str]) -> Iterable[tuple[str, str]]:

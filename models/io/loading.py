@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -35,6 +35,9 @@ CHUNK_BYTES = 4 << 20
 """Bytes, as float32, of the rows that are read from a tensor in one piece."""
 NUM_READERS = 2
 """Threads that read weights."""
+LARGE_SHARE = 16
+"""A weight of more than 1 / LARGE_SHARE of all bytes is read alone, before the others: orbax decodes whole tensors, so
+that memory would hold two large ones, or a large one beside all other weights."""
 ALIGNMENT = 64
 """Bytes. On a CPU JAX aliases host memory that is aligned so, and copies any other."""
 BLOCK_BYTES = 64 << 20
@@ -135,41 +138,47 @@ def load_weights(
 
     num_tensors = {path: len({piece.tensor for piece in pieces[path]}) for path in leaves}
     loaded, done, total = {}, 0, sum(num_tensors.values())
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        for path, array in zip(leaves, readers.map(load, leaves), strict=True):
-            loaded[path] = leaves[path].replace(array)
-            for _ in range(num_tensors[path]):
-                done += 1
-                if progress is not None:
-                    progress(done, total)
+    for path, array in _load_all(leaves, load):
+        loaded[path] = leaves[path].replace(array)
+        for _ in range(num_tensors[path]):
+            done += 1
+            if progress is not None:
+                progress(done, total)
     # Abstract weights are shared by configs that are equal but for the files they were read from.
-    return replace(abstract, state=nnx.from_flat_state(loaded), config=config)
+    state = nnx.from_flat_state({path: loaded[path] for path in leaves})
+    return replace(abstract, state=state, config=config)
+
+
+def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> Iterator[tuple[Path, jax.Array]]:
+    """Yield the path and the array of each weight: large ones first and one by one, then the others."""
+    num_bytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
+    limit = sum(num_bytes.values()) // LARGE_SHARE
+    for path in leaves:
+        if num_bytes[path] > limit:
+            yield path, load(path)
+    others = [path for path in leaves if num_bytes[path] <= limit]
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        yield from zip(others, readers.map(load, others), strict=True)
 
 
 def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
     """Return how the weights are made of this checkpoint's tensors."""
-    model, names = model_class(config.architecture), checkpoint.names()
-    # A model without its head, as transformers' base classes save it, has names without `base`.
-    has_base = any(name.startswith(model.base) for name in names)
-
-    def stored_name(name: str) -> str:
-        stored = name if has_base else name.removeprefix(model.base)
-        other = model.other_names.get(name, stored)
-        return other if stored not in names and other in names else stored
-
-    return make_recipes(abstract.state, model.sources(config), stored_name)
+    model = model_class(config.architecture)
+    return make_recipes(abstract.state, model.sources(config), model.naming(checkpoint.names()))
 
 
 def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
     model = model_class(config.architecture)
     held = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
     if config.tie_word_embeddings:  # Some checkpoints store a tied matrix twice.
-        held.discard(f"{model.tensor_names['head']}.weight")
+        held.discard(model.naming(held)(f"{model.tensor_names['head']}.weight"))
     if missing := sorted(wanted - held):
-        raise ModelLoadError(
-            f"{checkpoint.path}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are); the checkpoint "
-            "is incomplete, or its config names another architecture: complete it"
-        )
+        fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
+        if held.isdisjoint(wanted):
+            first = repr(min(held)) if held else "no tensor"
+            fault = f"the checkpoint holds {first}: give the tensors their Hugging Face names"
+        count = f"({len(missing)} of {len(wanted)} are)"
+        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {count}; {fault}")
     if extra := sorted(held - wanted):
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {extra[0]} has no place in the model ({len(extra)} such tensors); "

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..config.decoder import DecoderConfig
 from ..config.gguf import config_from_gguf
 from ..config.quantization import read_quantization
 from ..config.reading import config_from_hf
+from ..decoder import Decoder
 from ..families.table import model_class
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Subtree
 from .fields import Fields, read_json_object
 from .files import CONFIG_FILE
 from .gguf import read_gguf
@@ -20,6 +24,9 @@ from .gguf_checkpoint import GGUFCheckpoint
 from .orbax_checkpoint import OrbaxCheckpoint
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .tree_checkpoint import TreeCheckpoint
+
+COMPARED_VALUES = 1 << 20
+"""Values of each of two matrices that are compared at once."""
 
 
 def open_checkpoint(
@@ -31,26 +38,71 @@ def open_checkpoint(
 ) -> tuple[DecoderConfig, Checkpoint]:
     """Open a directory with config.json and safetensors, or a GGUF file; only headers are read.
 
-    With `orbax` the weights are in that folder of orbax, with `params` in that tree of arrays; the config is that of
-    `path` all the same, with `overrides` as in `config_from_hf`. If config.json names no dtype, the embedding's dtype
-    is used, as in transformers. Raises ModelLoadError.
+    With `orbax` the weights are in that folder of orbax, with `params` in that tree of arrays, or in a subtree of it,
+    such as `params` of a whole training state; the config is that of `path` all the same, with `overrides` as in
+    `config_from_hf`. If config.json names no dtype, the embedding's dtype is used, as in transformers. And as there,
+    input and output matrices that it calls tied are not tied if both are stored and differ, for which their values are
+    read. Raises ModelLoadError.
     """
     if not path.is_dir() and params is None:
         file = read_gguf(path)
         config = config_from_gguf(file, overrides)
         return config, GGUFCheckpoint(file, config)
     config = read_config(path, overrides)
-    checkpoint: SafetensorsCheckpoint | OrbaxCheckpoint | TreeCheckpoint
+    model = model_class(config.architecture)
+    checkpoint: Checkpoint
     if params is not None:
-        checkpoint = TreeCheckpoint(params)
+        checkpoint = _model_tree(TreeCheckpoint(params), model)
     elif orbax is not None:
-        checkpoint = OrbaxCheckpoint(orbax)
+        checkpoint = _model_tree(OrbaxCheckpoint(orbax), model)
     else:
         checkpoint = SafetensorsCheckpoint(path, read_quantization(Fields(config.source, path / CONFIG_FILE)))
-    embedding = f"{model_class(config.architecture).tensor_names['embed']}.weight"
-    if not (config.source.get("dtype") or config.source.get("torch_dtype")) and embedding in checkpoint.names():
+    stored_name = model.naming(checkpoint.names())
+    embedding, head = (stored_name(f"{model.tensor_names[module]}.weight") for module in ("embed", "head"))
+    if embedding not in checkpoint.names():
+        return config, checkpoint  # `check_tensors` says so.
+    if not (config.source.get("dtype") or config.source.get("torch_dtype")):
         config = replace(config, dtype=checkpoint.dtype(embedding))
+    if config.tie_word_embeddings and head in checkpoint.names() and not _are_equal(checkpoint, embedding, head):
+        config = replace(config, tie_word_embeddings=False)
     return config, checkpoint
+
+
+def _model_tree(checkpoint: Checkpoint, model: type[Decoder]) -> Checkpoint:
+    """Return the subtree that holds the model's tensors, such as `params` of a whole training state.
+
+    An optimizer may hold subtrees of the same names, so the highest one is taken. A tree without one, or with two on
+    one level, is returned as it is.
+    """
+    names, embedding = checkpoint.names(), f"{model.tensor_names['embed']}.weight"
+    if model.naming(names)(embedding) in names:
+        return checkpoint
+    prefixes = [name.removesuffix(embedding) for name in names if name.endswith(f".{embedding}")]
+    level = min((prefix.count(".") for prefix in prefixes), default=0)
+    match [prefix for prefix in prefixes if prefix.count(".") == level]:
+        case [prefix]:
+            return Subtree(checkpoint, prefix)
+    return checkpoint
+
+
+def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits; values of matrices alone are compared."""
+    shape = checkpoint.shape(first)
+    if checkpoint.shape(second) != shape or checkpoint.dtype(second) != checkpoint.dtype(first):
+        return False
+    if len(shape) != 2:
+        return True  # `check_tensors` refuses the shape.
+    num_rows = max(1, COMPARED_VALUES // max(1, shape[1]))
+    # Each thread reads one matrix: orbax keeps for a thread what it has decoded of one.
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for row in range(0, shape[0], num_rows):
+            rows = slice(row, row + num_rows)
+            found = one.submit(checkpoint.read, first, rows), other.submit(checkpoint.read, second, rows)
+            here, there = (future.result() for future in found)
+            bits = f"u{here.itemsize}"  # Numbers of 16 bits are slow to compare.
+            if not np.array_equal(here.view(bits), there.view(bits)):
+                return False
+    return True
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:

@@ -31,7 +31,7 @@ class Source:
     """Name of the checkpoint's module; {i} stands for the layer."""
     blocks: tuple[Bounds, ...] | None = None
     """Ranges of the tensor's rows [out] that make up the rows of the part, in order; None for all rows."""
-    is_turned: bool = False
+    is_transposed: bool = False
     """Whether the checkpoint stores its matrix as W [in, out]."""
 
 
@@ -42,7 +42,7 @@ class Piece:
     tensor: str
     source: tuple[Bounds, ...]
     target: tuple[Bounds, ...]
-    is_turned: bool = False
+    is_transposed: bool = False
     """Whether the tensor is stored as W, so that its axes are swapped."""
 
 
@@ -75,17 +75,17 @@ def make_recipes(
             source, name = _source(sources, module)
             tensor = stored_name(f"{name}.{path[-1]}")
             blocks = source.blocks or ((0, size),)
-            is_turned = source.is_turned and bool(rest)
+            is_transposed = source.is_transposed and bool(rest)
             length = max(stop for _, stop in blocks)
-            known = shapes.get(tensor, (0, 0))[1 if is_turned else 0]
+            known = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
             shape = (max(known, length), *rest)
-            shapes[tensor] = shape[::-1] if is_turned else shape
-            run = size // num_shards
-            for (start, stop), row in _cut(blocks, run, first_row, num_rows // num_shards):
+            shapes[tensor] = shape[::-1] if is_transposed else shape
+            shard_rows = size // num_shards
+            for (start, stop), row in _cut(blocks, shard_rows, first_row, num_rows // num_shards):
                 columns = tuple((0, width) for width in rest)
                 target = (row, row + stop - start)
-                found.append(Piece(tensor, ((start, stop), *columns), (target, *columns), is_turned))
-            first_row += run
+                found.append(Piece(tensor, ((start, stop), *columns), (target, *columns), is_transposed))
+            first_row += shard_rows
         pieces[path] = tuple(found)
     return Recipes(pieces, shapes)
 
@@ -97,17 +97,17 @@ def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, str]:
     return source, source.name.format(i=layer)
 
 
-def _cut(blocks: tuple[Bounds, ...], run: int, first: int, stride: int) -> Iterator[tuple[Bounds, int]]:
-    """Yield (bounds in the tensor, row in the weight) for rows of a part that lie in runs of `run` rows.
+def _cut(blocks: tuple[Bounds, ...], shard_rows: int, first: int, stride: int) -> Iterator[tuple[Bounds, int]]:
+    """Yield (bounds in the tensor, row in the weight) for the rows of a part, which the weight holds in shards.
 
-    A weight for several devices holds each device's share of every part: run i of a part begins at row first + i ×
-    stride of the weight. `blocks` are the part's rows in the tensor.
+    A weight for several devices holds each device's shard of every part, of `shard_rows` rows: shard i begins at row
+    first + i × stride of the weight. `blocks` are the part's rows in the tensor.
     """
     done = 0
     for start, stop in blocks:
         while start < stop:
-            index, offset = divmod(done, run)
-            count = min(stop - start, run - offset)
+            index, offset = divmod(done, shard_rows)
+            count = min(stop - start, shard_rows - offset)
             yield (start, start + count), first + index * stride + offset
             start, done = start + count, done + count
 
@@ -150,11 +150,11 @@ def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]
     """Return the values of a piece at these rows and columns of the weight, all of which it covers."""
     shifts = [source[0] - target[0] for source, target in zip(piece.source, piece.target, strict=True)]
     axes = [slice(start + shift, stop + shift) for (start, stop), shift in zip(bounds, shifts, strict=True)]
-    values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_turned else axes))
+    values = checkpoint.read(piece.tensor, *(axes[::-1] if piece.is_transposed else axes))
     if not np.isfinite(values).all():
-        rows = axes[-1 if piece.is_turned else 0]
+        rows = axes[-1 if piece.is_transposed else 0]
         where = f"rows {rows.start} to {rows.stop - 1}"
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {piece.tensor} holds a NaN or an infinity in {where}; fetch it again"
         )
-    return values.T if piece.is_turned else values
+    return values.T if piece.is_transposed else values

@@ -19,7 +19,7 @@ from flax import nnx
 from ...pallas_kernels.layer_ops import LayerOps
 from ..config.decoder import DecoderConfig
 from ..config.quantization import CONFIG_KEYS
-from ..families.table import model_class
+from ..families.table import BY_ARCHITECTURE, model_class
 from .checkpoint import UnsavedTensor
 from .files import CONFIG_FILE, write_manifest
 from .loading import CHUNK_BYTES, Weights
@@ -40,13 +40,17 @@ def save_checkpoint(weights: Weights, directory: str | Path, *, format: str = "o
     `manifest` a file SHA256SUMS lists every file. The tokenizer is not the weights': copy its files beside them.
 
     The directory appears whole or not at all. One tensor is held in memory beside the weights. Raises ValueError for a
-    directory that is in use and for weights without a config, OSError if the files cannot be written.
+    directory that is in use, for weights without a config and for a rotary embedding that config.json has no form for,
+    OSError if the files cannot be written.
     """
     directory = Path(directory).resolve()
     if format not in WRITERS:
         raise ValueError(f"format: got {format!r}, allowed: {', '.join(WRITERS)}")
     if weights.config is None or not weights.config.source:
         raise ValueError("weights: got some without the config.json of their model, wanted those of a loaded model")
+    if any(rope is not None and rope.freq_factors is not None for rope in weights.config.ropes):
+        fault = "got a rotary embedding with a divisor for each frequency, read from a GGUF file"
+        raise ValueError(f"weights: {fault}, which config.json has no form for: keep the GGUF file")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"directory: got {directory}, which is there already, wanted a new or an empty one")
     # A folder of another name, which has no config.json until all else is there, is no checkpoint if this process ends.
@@ -70,7 +74,13 @@ def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
     """Return the content of config.json for these weights, which are not quantized whatever they were read from."""
     dropped = (*CONFIG_KEYS, "torch_dtype")
     kept = {key: value for key, value in config.source.items() if key not in dropped}
-    return {**kept, "architectures": [config.architecture], "dtype": min(dtypes)}
+    return {
+        **kept,
+        "architectures": [config.architecture],
+        "dtype": min(dtypes),
+        "model_type": BY_ARCHITECTURE[config.architecture].model_type,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
 
 
 def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor]:
@@ -92,7 +102,7 @@ def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any,
     """Return a tensor that is made of these pieces of weights."""
     tensor = np.zeros(shape, dtype)
     for leaf, piece in parts:
-        out = tensor.T if piece.is_turned else tensor
+        out = tensor.T if piece.is_transposed else tensor
         (row, _), (first, last) = piece.source[0], piece.target[0]
         columns = tuple(slice(*bounds) for bounds in piece.source[1:])
         wanted = tuple(slice(*bounds) for bounds in piece.target[1:])

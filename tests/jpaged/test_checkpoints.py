@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jpaged import ConfigError, Engine, InvalidRequestError, ModelLoadError, SamplingParams
+from jpaged.models.io.files import write_manifest
 from jpaged.models.io.saving import save_checkpoint
 
 from .tiny_model import SIZES, tensors, write_tiny_model
@@ -48,6 +49,17 @@ def test_what_an_engine_has_loaded_is_saved_and_served_again(tmp_path, model, wa
     with Engine(model, **SIZES) as engine:
         save_checkpoint(engine.runner.weights, tmp_path / "saved", format=format, manifest=True)
     assert tokens(tmp_path / "saved", load_format=format, tokenizer=model) == wanted
+
+
+def test_the_newest_step_of_a_training_run_is_served(tmp_path, model, wanted):
+    """As orbax's CheckpointManager saves a training state; config.json and tokenizer lie beside the steps."""
+    folder, options = without_weights(model, tmp_path / "run"), orbax.checkpoint.CheckpointManagerOptions(max_to_keep=2)
+    zeros = {name: np.zeros_like(values) for name, values in tensors().items()}
+    with orbax.checkpoint.CheckpointManager(folder, options=options) as manager:
+        for step, params in ((9, zeros), (10, tensors())):
+            state = {"params": params, "opt_state": {"mu": zeros}, "step": np.int32(step)}
+            manager.save(step, args=orbax.checkpoint.args.StandardSave(state))
+    assert tokens(folder) == wanted
 
 
 def test_params_replace_the_files_and_are_not_kept(tmp_path, model, wanted):
@@ -152,8 +164,18 @@ def test_bad_files_and_options_end_the_start(tmp_path, model):
     folder = write_tiny_model(tmp_path / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
     refused(ModelLoadError, "quant_method is 'gptq', wanted one of fp8, compressed-tensors", folder)
     write_orbax(tmp_path / "tree", tensors())
-    refused(ModelLoadError, "has no config.json inside or beside it: put the model's there", tmp_path / "tree")
+    refused(ModelLoadError, "has no config.json inside or up to two levels above it: put", tmp_path / "tree")
     folder = shutil.copytree(model, tmp_path / "listed")
     lines = [f"{'0' * 64}  {path.name}" for path in sorted(folder.iterdir())]
     (folder / "SHA256SUMS").write_text("\n".join(lines))
     refused(ModelLoadError, "config.json: its SHA-256 sum begins with", folder)
+
+
+def test_tensors_are_checked_before_the_sums_of_their_files_and_these_before_they_are_loaded(tmp_path, model):
+    folder = without_weights(model, tmp_path / "model")
+    write_safetensors(folder, changed(lambda t: t.pop(NORM)))
+    write_manifest(folder)
+    write_safetensors(folder, changed(lambda t: t.update({NORM: np.full(64, np.nan, np.float32)})))
+    refused(ModelLoadError, "model.safetensors: its SHA-256 sum begins with", folder)
+    write_safetensors(folder, changed(lambda t: t.update({NORM: np.zeros(63, np.float32)})))
+    refused(ModelLoadError, f"tensor {NORM} has shape (63,)", folder)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -73,13 +74,29 @@ def test_a_folder_of_orbax_has_its_config_inside_or_beside_it(tmp_path):
     assert resolve_model(around) == ModelSource(around, "orbax", tmp_path / "model", orbax=beside)
     orbax_folder(tmp_path / "model" / "6.orbax-checkpoint-tmp-1")
     assert resolve_model(around).orbax == beside, "a folder that orbax has not finished does not count"
-    orbax_folder(tmp_path / "model" / "6")
-    with pytest.raises(ModelLoadError, match=r"holds 2 orbax checkpoints \(5, 6\): give one of them"):
-        resolve_model(around)
-    assert resolve_model(str(beside)).orbax == beside
-    step = tmp_path / "model" / "7"
-    (orbax_folder(step / "default") / "config.json").write_text("{}")
-    assert resolve_model(str(step)) == ModelSource(str(step), "orbax", step / "default", orbax=step / "default")
+    orbax_folder(tmp_path / "other" / "a")
+    orbax_folder(tmp_path / "other" / "b")
+    (tmp_path / "other" / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"holds 2 orbax checkpoints \(a, b\): give one of them"):
+        resolve_model(str(tmp_path / "other"))
+    assert resolve_model(str(tmp_path / "other" / "a")).orbax == tmp_path / "other" / "a"
+
+
+def test_of_the_steps_of_a_training_run_the_newest_is_taken(tmp_path, caplog):
+    """The layout is root/step/default; a step that is given has its config.json up to two levels above."""
+    root = tmp_path / "run"
+    trees = {step: orbax_folder(root / step / "default") for step in ("9", "10")}
+    (root / "config.json").write_text("{}")
+    (root / "11").mkdir()
+    orbax_folder(root / "12.orbax-checkpoint-tmp-1" / "default")
+    with caplog.at_level("INFO", "jpaged"):
+        assert resolve_model(str(root)) == ModelSource(str(root), "orbax", root, orbax=trees["10"])
+    assert f"{root}: step 10 is read, the newest one" in caplog.text
+    for given in (root / "9", trees["9"]):
+        assert resolve_model(str(given)) == ModelSource(str(given), "orbax", root, orbax=trees["9"])
+    orbax_folder(root / "10" / "averages")
+    with pytest.raises(ModelLoadError, match=r"holds 2 orbax checkpoints \(10/averages, 10/default\): give one"):
+        resolve_model(str(root))
 
 
 def test_a_named_format_chooses_among_what_is_there_and_refuses_anything_else(tmp_path):
@@ -96,6 +113,15 @@ def test_a_named_format_chooses_among_what_is_there_and_refuses_anything_else(tm
     for model, name, found in ((path, "gguf", "safetensors"), (gguf, "orbax", "gguf"), (gguf, "hf", "gguf")):
         with pytest.raises(ConfigError, match=f"load_format: got '{name}', allowed: auto or {found}, since"):
             resolve_model(str(model), load_format=name)
+
+
+@pytest.mark.parametrize(("model", "found"), [("org/name", "safetensors"), (DEFAULT_MODEL, "gguf")])
+def test_a_format_that_is_not_fetched_is_refused_before_anything_is(tmp_path, monkeypatch, model, found):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=f"load_format: got 'orbax', allowed: auto or {found}, since {model} is no"):
+        resolve_model(model, load_format="orbax")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_gguf_file_is_known_by_its_first_bytes_and_not_by_its_name(tmp_path):
@@ -128,11 +154,12 @@ UNKNOWN = {
     "a directory without a config": ("{tmp}/empty", "has no config.json; wanted"),
     "a folder of orbax without a config": (
         "{tmp}/tree",
-        "tree has no config.json inside or beside it: put the model's",
+        "tree has no config.json inside or up to two levels above it: put the model's",
     ),
     "a directory with a GGUF file": ("{tmp}/ggufs", "give .*/ggufs/m.gguf"),
     "a file that is no GGUF": ("{tmp}/text.gguf", "starts with b'hello', a GGUF file with b'GGUF'"),
     "an empty file": ("{tmp}/nothing.gguf", "starts with b''"),
+    "a socket": ("{tmp}/socket", "/socket': cannot be read .*; check the path and its permissions"),
     "a file of a directory": ("{tmp}/model/config.json", "give its directory, .*/model"),
     "a revision of the built-in": ("smollm2-135m@main", "did you mean smollm2-135m?"),
 }
@@ -147,6 +174,7 @@ def test_an_unknown_model_is_refused_in_one_line_with_the_way_out(tmp_path, mode
     (tmp_path / "ggufs" / "m.gguf").write_bytes(b"GGUF")
     (tmp_path / "text.gguf").write_bytes(b"hello")
     (tmp_path / "nothing.gguf").write_bytes(b"")
+    os.mknod(tmp_path / "socket", stat.S_IFSOCK | 0o600)
     with pytest.raises(ModelLoadError, match=message) as caught:
         resolve_model(model.format(tmp=tmp_path))
     assert "\n" not in str(caught.value)

@@ -3,14 +3,18 @@
 import json
 
 import pytest
+import tokenizers
+from safetensors.numpy import save_file
 
 from jpaged.config import EngineConfig
-from jpaged.errors import ModelLoadError
+from jpaged.errors import InvalidRequestError, ModelLoadError
 from jpaged.models.io.files import write_manifest
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.startup.open_model import open_model
 
-from ..tiny_model import CONFIG, write_tiny_model
+from ...gguf_file import convert_to_gguf
+from ..tiny_model import CONFIG, tensors, write_tiny_model
 
 
 @pytest.fixture
@@ -49,6 +53,25 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(model):
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": CONFIG["vocab_size"] - 1}))
     with pytest.raises(ModelLoadError, match="the tokenizer has 258 ids, the model's embedding 257 rows"):
         handle(model)
+
+
+def test_an_added_token_beyond_the_embedding_is_said_at_start_and_refused_in_prompts(model, caplog):
+    """As Gemma 3's token for images in its models of text alone."""
+    size = CONFIG["vocab_size"]
+    backend = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(model / "tokenizer.json"))
+    generation_config(model, eos_token_id=[0, size])
+    with caplog.at_level("INFO", "jpaged"):
+        found = handle(model)
+    assert f"the model has no rows for its added tokens from id {size} to {size}" in caplog.text
+    assert (found.tokenizer.vocab_size, found.tokenizer.base_vocab_size) == (size + 1, size)
+    assert found.eos_token_ids == {0}, "no step gives the other"
+    encoder = found.prompt_encoder(EngineConfig(model=model), LogitRulesSpec(size), 128)
+    assert encoder.encode("a picture").token_ids
+    for prompt in ("a <image>", [5, size]):
+        with pytest.raises(InvalidRequestError, match=f"prompt: got token id {size}, out of vocabulary, allowed: 0 to"):
+            encoder.encode(prompt)
 
 
 def test_an_embedding_larger_than_the_tokenizer_is_padding_and_accepted(model):
@@ -125,16 +148,32 @@ def test_no_tokenizer_is_read_where_none_is_wanted(model):
     assert (found.tokenizer, found.eos_token_ids) == (None, {0})
 
 
-def test_files_are_compared_with_the_list_of_their_sums_before_they_are_read(model):
+def test_small_files_are_compared_with_the_list_of_sums_at_first_and_those_of_the_weights_at_last(model):
+    """Files that nothing reads do not count."""
     write_manifest(model)
-    (model / "README.md").write_text("is not read")
-    assert handle(model).tokenizer is not None
-    (model / "tokenizer.json").write_text("{")
+    (model / "results.json").write_text("is not read")
+    handle(model).check_weight_files()
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + " ")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: its SHA-256 sum begins with"):
         handle(model)
-    (model / "model.safetensors").write_bytes(b"")
-    write_manifest(model)
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"lists model\.safetensors, which is not in the directory"):
-        handle(model)
-    assert handle(model, load_format="dummy", skip_tokenizer_init=True).checkpoint is None
+    found = handle(model, skip_tokenizer_init=True)
+    save_file(tensors(seed=1), model / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: its SHA-256 sum begins with"):
+        found.check_weight_files()
+    handle(model, load_format="dummy", skip_tokenizer_init=True).check_weight_files()
+    path = model / "SHA256SUMS"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  config.json" not in line))
+    with pytest.raises(ModelLoadError, match=r"does not list config\.json, which would be read: add its sum or"):
+        handle(model, skip_tokenizer_init=True)
+
+
+def test_a_list_of_sums_beside_a_gguf_file_may_be_about_other_files(tmp_path, caplog):
+    """The file is compared only if it is listed; else a line says that it is not."""
+    path = convert_to_gguf(tmp_path / "m.gguf", CONFIG, tensors())
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  other.gguf\n")
+    with caplog.at_level("INFO", "jpaged"):
+        handle(path, skip_tokenizer_init=True).check_weight_files()
+    assert "SHA256SUMS: does not list m.gguf, which is not checked" in caplog.text
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  m.gguf\n")
+    with pytest.raises(ModelLoadError, match=r"m\.gguf: its SHA-256 sum begins with"):
+        handle(path, skip_tokenizer_init=True).check_weight_files()

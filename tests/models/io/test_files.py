@@ -1,11 +1,14 @@
-"""A directory's list of SHA-256 sums is compared with every file that is read."""
+"""Files that are read are compared with a directory's list of SHA-256 sums, and files that are not do not count."""
 
 import re
+from pathlib import PurePath
 
 import pytest
 
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.io.files import check_manifest, write_manifest
+
+READ = [PurePath(name) for name in ("config.json", "tokenizer.json", "model.safetensors", "tree/a")]
 
 
 @pytest.fixture
@@ -14,12 +17,8 @@ def directory(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     write_manifest(tmp_path)
-    (tmp_path / "README.md").write_text("is not read")
+    (tmp_path / "results.json").write_text("is not read")
     return tmp_path
-
-
-def is_read(name):
-    return not name.endswith(".md") and name != "SHA256SUMS"
 
 
 def listed(change):
@@ -33,12 +32,19 @@ def listed(change):
 
 
 def test_files_that_match_are_taken_and_so_is_a_directory_without_a_list(directory):
-    check_manifest(directory, is_read)
+    assert check_manifest(directory, READ) == []
     listed(lambda text: re.sub(r"  (\S+)", r" *./\1", text.upper().replace("CONFIG.JSON", "config.json")))(directory)
-    check_manifest(directory, lambda name: name == "config.json")
+    assert check_manifest(directory, READ[:1]) == []
     (directory / "SHA256SUMS").unlink()
     (directory / "config.json").write_text("changed")
-    check_manifest(directory, is_read)
+    assert check_manifest(directory, READ) == []
+
+
+def test_what_is_read_and_not_listed_is_returned(directory):
+    (directory / "tokenizer.json").write_text("x")
+    (directory / "tree" / "a" / "0.1").write_text("x")
+    assert check_manifest(directory, READ) == ["tokenizer.json", "tree/a/0.1"]
+    assert check_manifest(directory, READ[:1]) == []
 
 
 FAULTS = {
@@ -50,18 +56,19 @@ FAULTS = {
         lambda directory: (directory / "model.safetensors").unlink(),
         "SHA256SUMS: lists model.safetensors, which is not in the directory: fetch it",
     ),
-    "not listed": (
-        lambda directory: (directory / "tokenizer.json").write_text("x"), "does not list tokenizer.json, which",
+    "missing in a folder": (
+        lambda directory: (directory / "tree/a/0.0").unlink(),
+        r"SHA256SUMS: lists tree/a/0\.0, which is not in the directory: fetch it",
     ),
     "not a sum": (listed(lambda text: "abc  config.json\n"), "line 1 is 'abc  config.json', wanted a SHA-256 sum"),
     "outside": (listed(lambda text: f"{'0' * 64}  ../config.json\n"), r"line 1 is '0+\.*'?"),
     "not text": (lambda directory: (directory / "SHA256SUMS").write_bytes(b"\xff"), "SHA256SUMS: cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("damage", "message"), FAULTS.values(), ids=FAULTS.keys())
 def test_what_differs_from_the_list_is_refused_in_one_line(directory, damage, message):
     damage(directory)
     with pytest.raises(ModelLoadError, match=message) as caught:
-        check_manifest(directory, is_read)
+        check_manifest(directory, READ)
     assert "\n" not in str(caught.value)

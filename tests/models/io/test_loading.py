@@ -22,6 +22,7 @@ from jpaged.models.io.loading import (
     load_weights,
 )
 from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.io.safetensors_checkpoint import SafetensorsCheckpoint
 from jpaged.pallas_kernels.layer_ops import XLA_OPS, LayerOps
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
@@ -30,6 +31,7 @@ from .processes import HAS_PROC, peak_bytes, run_python
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load(directory: Path, dtype: str = "float32", ops: LayerOps = NATIVE_OPS) -> Weights:
@@ -92,6 +94,10 @@ def test_progress_counts_every_tensor() -> None:
 BAD = {
     "missing": (lambda t: t.pop(Q_PROJ), f"tensor {Q_PROJ} is missing (1 of 21 are)"),
     "left over": (lambda t: t.update({"lm_head.bias": np.zeros(96)}), "tensor lm_head.bias has no place in the model"),
+    "other names": (
+        lambda t: [t.update({f"a.{name}": t.pop(name)}) for name in list(t)],
+        "tensor lm_head.weight is missing (21 of 21 are); the checkpoint holds 'a.lm_head.weight': give the tensors",
+    ),
     "wrong shape": (
         lambda t: t.update({Q_PROJ: t[Q_PROJ][:32].copy()}),
         f"tensor {Q_PROJ} has shape (32, 64), the config asks for (64, 64)",
@@ -115,11 +121,43 @@ def test_known_tensors_that_are_not_weights_are_ignored(tmp_path: Path) -> None:
     assert load(changed(tmp_path, lambda t: t.update(extra))).size_bytes == load(LLAMA).size_bytes
 
 
-def test_a_tied_model_may_store_its_matrix_twice(tmp_path: Path) -> None:
-    directory = changed(tmp_path, lambda t: None)
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_tied_model_may_store_its_matrix_twice(is_equal: bool, tmp_path: Path) -> None:
+    """If the two differ, it has two matrices, whatever its config says."""
+    head = {"lm_head.weight": load_file(LLAMA / "model.safetensors")["model.embed_tokens.weight"].copy()}
+    if not is_equal:
+        head["lm_head.weight"][-1, -1] += 1
+    directory = changed(tmp_path, lambda t: t.update(head))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    assert load(directory).size_bytes == load(LLAMA).size_bytes - 4 * 96 * 64
+    assert load(directory).size_bytes == load(LLAMA).size_bytes - 4 * 96 * 64 * is_equal
+
+
+def test_tied_matrices_are_compared_many_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a vocabulary that is much larger than the width."""
+    counts: list[int] = []
+    read = SafetensorsCheckpoint.read
+
+    def recorded(self: SafetensorsCheckpoint, name: str, rows: slice, columns: slice = slice(None)) -> np.ndarray:
+        counts.append(len(values := read(self, name, rows, columns)))
+        return values
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", recorded)
+    matrices = {name: np.zeros((1 << 18, 8), np.float32) for name in TIED}
+    save_file(matrices, tmp_path / "model.safetensors")
+    sizes = {"vocab_size": 1 << 18, "hidden_size": 8, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((LLAMA / "config.json").read_text()) | sizes))
+    assert open_checkpoint(tmp_path)[0].tie_word_embeddings
+    assert counts == [1 << 17] * 4
+
+
+@pytest.mark.parametrize("shape", [(), (96,), (96, 8, 8)])
+def test_tied_tensors_that_are_no_matrices_are_refused_by_their_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    directory = changed(tmp_path, lambda t: t.update({name: np.zeros(shape, np.float32) for name in TIED}))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(ModelLoadError, match=re.escape(f"{TIED[0]} has shape {shape}, the config asks for (96, 64)")):
+        load(directory)
 
 
 def test_jax_aliases_the_loaders_buffers_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,20 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint
 import pytest
+from safetensors.numpy import load_file
 
 from jpaged.models.config.reading import config_from_hf
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.families.llama import Llama
 from jpaged.models.io.loading import abstract_weights
+from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.io.orbax_checkpoint import OrbaxCheckpoint
 from jpaged.models.io.recipe import make_recipes
 from jpaged.sharding import device_mesh
 
-from .processes import HAS_PROC, peak_bytes
+from .processes import HAS_PROC, peak_bytes, run_python
+
+LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
 
 RNG = np.random.default_rng(0)
 TREE = {
@@ -60,15 +65,41 @@ def test_slices_of_a_nested_tree_come_back_bit_for_bit_under_dotted_names(tmp_pa
                 np.testing.assert_array_equal(checkpoint.read(name, rows, slice(1, 2)), values[rows, 1:2])
 
 
-def test_a_tensor_in_pieces_of_two_devices_is_read_whole(tmp_path):
-    """Orbax stores what lies on each device as one piece; here the pieces are made small instead."""
-    arguments = orbax.checkpoint.SaveArgs(chunk_byte_size=32)
-    values = jnp.arange(60, dtype=jnp.float32).reshape(10, 6)
-    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "tree", {"w": values}, save_args={"w": arguments})
+SAVE_FROM_TWO_DEVICES = """
+import sys
+import jax, jax.numpy as jnp, orbax.checkpoint
+from jax.sharding import NamedSharding, PartitionSpec
+mesh, values = jax.make_mesh((2,), ("x",)), jnp.arange(60, dtype=jnp.float32).reshape(10, 6)
+axes = {"rows": PartitionSpec("x"), "columns": PartitionSpec(None, "x"), "copies": PartitionSpec()}
+tree = {name: jax.device_put(values, NamedSharding(mesh, spec)) for name, spec in axes.items()}
+with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(sys.argv[1], tree)
+"""
+
+
+def test_a_tensor_that_was_saved_from_two_devices_is_read_whole(tmp_path):
+    """Orbax stores what lies on each device as one piece."""
+    flags = "--xla_force_host_platform_device_count=2"
+    run_python(SAVE_FROM_TWO_DEVICES, str(tmp_path / "tree"), flags=flags)
     checkpoint = OrbaxCheckpoint(tmp_path / "tree")
-    assert checkpoint._arrays["w"].chunk != (10, 6)
-    np.testing.assert_array_equal(checkpoint.read("w", slice(1, 9), slice(1, 5)), values[1:9, 1:5])
+    chunks = {name: checkpoint._arrays[name].chunk for name in checkpoint.names()}
+    assert chunks == {"rows": (5, 6), "columns": (10, 3), "copies": (5, 6)}
+    for name in chunks:
+        values = np.arange(60, dtype=np.float32).reshape(10, 6)
+        np.testing.assert_array_equal(checkpoint.read(name, slice(1, 9), slice(1, 5)), values[1:9, 1:5])
+
+
+def test_the_weights_of_a_training_state_are_found_under_its_params(tmp_path):
+    """Its optimizer has trees of the same names below, and its counts are no floats."""
+    tensors = load_file(LLAMA / "model.safetensors")
+    moments = {name: np.zeros_like(values) for name, values in tensors.items()}
+    state = {"step": np.int32(7), "params": tensors, "opt_state": [{"count": np.int32(7), "mu": moments}, None]}
+    _, checkpoint = open_checkpoint(LLAMA, orbax=save(tmp_path / "tree", state))
+    assert set(checkpoint.names()) == set(tensors)
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(checkpoint.read(name, slice(None)), values)
+    two = save(tmp_path / "two", {"params": tensors, "averages": moments})
+    assert "averages.lm_head.weight" in open_checkpoint(LLAMA, orbax=two)[1].names(), "nothing says which is meant"
 
 
 def test_a_tensor_of_another_dtype_is_refused_when_it_is_read(tmp_path):
@@ -129,6 +160,17 @@ def test_a_damaged_folder_is_refused_when_it_is_opened(tmp_path, damage, message
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", [{}, {"store_array_data_equal_to_fill_value": False}], ids=["no key", "false"])
+def test_a_piece_that_is_missing_is_zeros_where_orbax_did_not_store_zeros(tmp_path, key):
+    """As older versions of orbax did, and which its metadata say. Else it is an error: see the next test."""
+    path = save(tmp_path / "tree", {"a": np.ones((3, 2), np.float32)}, use_ocdbt=False)
+    tree = json.loads((path / "_METADATA").read_text())
+    assert tree.pop("store_array_data_equal_to_fill_value") is True
+    (path / "_METADATA").write_text(json.dumps(tree | key))
+    (path / "a" / "0.0").unlink()
+    np.testing.assert_array_equal(OrbaxCheckpoint(path).read("a", slice(0, 2)), np.zeros((2, 2)))
+
+
 PIECES = {"missing": lambda piece: piece.unlink(), "cut": lambda piece: piece.write_bytes(piece.read_bytes()[:-1])}
 
 
@@ -141,7 +183,7 @@ def test_a_piece_that_is_missing_or_cut_is_an_error_and_not_zeros(tmp_path, dama
 
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 512, "intermediate_size": 1536,
     "num_hidden_layers": 8, "num_attention_heads": 8, "max_position_embeddings": 64,
 }  # fmt: skip
 LOAD_AND_SAVE = """
@@ -170,18 +212,18 @@ print("done", flush=True)
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="reads /proc")
-def test_loading_and_saving_take_little_more_memory_than_is_needed(tmp_path, monkeypatch):
-    """Loading takes at most 1.3 × the bytes of the weights, though orbax stores each tensor as one compressed piece.
+def test_loading_and_saving_take_little_more_memory_than_is_needed(tmp_path):
+    """At most 1.3 × the bytes of the weights is promised for loading, though orbax stores each tensor as one compressed
+    piece; 1.12 is usual, and the bound of 1.2 lies between the two.
 
-    Saving takes a copy of the largest tensor, 8 MB here, and what compiling takes, some 25 MB. One arena for all
-    threads: else glibc keeps up to 60 MB of what tensorstore's threads have freed, whatever the size of the model.
+    Embedding and head are a third of the weights each. Saving takes a copy of one of them, 96 MB, some 25 MB for
+    compiling, and up to 60 MB that the allocator keeps of what tensorstore's threads have freed.
     """
     config = config_from_hf(CONFIG, tmp_path / "config.json")
     abstract = abstract_weights(config, "float32", device_mesh(jax.devices()[:1]))
     shapes = make_recipes(abstract.state, Llama.sources(config)).shapes
     save(tmp_path / "tree", {name: RNG.standard_normal(shape, np.float32) for name, shape in shapes.items()})
     (tmp_path / "tree" / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     (weights_bytes, loading), (_, saving) = peak_bytes(LOAD_AND_SAVE, str(tmp_path / "tree"))
-    assert weights_bytes == abstract.size_bytes <= loading <= 1.3 * weights_bytes
-    assert saving <= 0.5 * weights_bytes
+    assert weights_bytes == abstract.size_bytes <= loading <= 1.2 * weights_bytes
+    assert saving <= 220e6

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 import orbax.checkpoint
 import pytest
+import transformers
 from flax import nnx
 from safetensors.numpy import load_file
 
 from jpaged.models.config.reading import config_from_hf
+from jpaged.models.config.rope import RopeConfig
 from jpaged.models.io.dummy import dummy_weights
 from jpaged.models.io.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.models.io.open_checkpoint import open_checkpoint
@@ -21,7 +23,10 @@ from jpaged.pallas_kernels.layer_ops import XLA_OPS
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 
+from ...gguf_file import convert_to_gguf
 from .processes import run_python
+from .test_gguf_checkpoint import LLAMA as GGUF_LLAMA
+from .test_gguf_checkpoint import hf_tensors
 
 LLAMA = Path(__file__).parents[2] / "golden" / "families" / "llama"
 SIZES = {
@@ -31,7 +36,7 @@ SIZES = {
 FAMILIES = {
     "biases and a tied head": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "fused": {"architectures": ["Phi3ForCausalLM"]},
-    "turned": {"architectures": ["GPT2LMHeadModel"]},
+    "transposed": {"architectures": ["GPT2LMHeadModel"]},
     "fused head by head": {"architectures": ["GPTNeoXForCausalLM"]},
 }
 OPS = {"native": NATIVE_OPS, "xla": XLA_OPS}
@@ -95,10 +100,23 @@ def test_tensors_have_the_names_and_shapes_that_they_were_loaded_with(tmp_path, 
     assert config == {**json.loads((LLAMA / "config.json").read_text()), "dtype": "float32"}
 
 
+@pytest.mark.parametrize("is_gguf", [True, False], ids=["gguf", "safetensors"])
+def test_transformers_reads_the_config_that_is_saved(tmp_path, is_gguf):
+    """GGUF files have no config.json; what it would have is what the family reads of theirs."""
+    path = convert_to_gguf(tmp_path / "m.gguf", GGUF_LLAMA, hf_tensors(GGUF_LLAMA)) if is_gguf else LLAMA
+    weights = restored(path, XLA_OPS)
+    save_checkpoint(weights, tmp_path / "saved", format="safetensors")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "saved")
+    assert (type(found).__name__, found.architectures) == ("LlamaConfig", ["LlamaForCausalLM"])
+    assert (found.hidden_size, found.vocab_size) == (weights.config.hidden_size, weights.config.vocab_size)
+    assert found.rope_parameters["rope_theta"] == weights.config.ropes[0].theta
+
+
 TWO_DEVICES = """
 import json, sys
 from pathlib import Path
 import jax, numpy as np
+from flax import nnx
 from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.io.orbax_checkpoint import OrbaxCheckpoint
 from jpaged.models.io.loading import abstract_weights, load_weights
@@ -111,19 +129,42 @@ class Recorded(OrbaxCheckpoint):
         self.read_rows.setdefault(name, []).append((rows.start, rows.stop))
         return super().read(name, rows, columns)
 
+def by_device(values, metadata):
+    # Return a weight of one device as several hold it: the first half of each of its parts, then the second.
+    if "parts" not in metadata:
+        return values
+    sizes = [size for _, size in metadata["parts"]]
+    parts = np.split(values, np.cumsum(sizes)[:-1], axis=-1)
+    count = metadata["num_shards"]
+    return np.concatenate([np.split(part, count, axis=-1)[i] for i in range(count) for part in parts], axis=-1)
+
 source, target = map(Path, sys.argv[1:])
 config, _ = open_checkpoint(source, orbax=source)
 checkpoint = Recorded(source)
-weights = load_weights(abstract_weights(config, "float32", device_mesh(jax.devices())), config, checkpoint)
-save_checkpoint(weights, target, format="safetensors")
-print(json.dumps(checkpoint.read_rows))
+one, two = (
+    load_weights(abstract_weights(config, "float32", device_mesh(jax.devices()[:count])), config, opened)
+    for count, opened in ((1, OrbaxCheckpoint(source)), (2, checkpoint))
+)
+wanted, num_shards = dict(nnx.to_flat_state(one.state)), {}
+for path, leaf in nnx.to_flat_state(two.state):
+    array, values = leaf[...], by_device(np.asarray(wanted[path][...]), leaf.get_metadata())
+    assert np.array_equal(np.asarray(array), values), path
+    assert len(array.devices()) == 2, path
+    for shard in array.addressable_shards:
+        assert np.array_equal(np.asarray(shard.data), values[shard.index]), (path, shard.device)
+    num_shards[".".join(map(str, path))] = len({str(shard.index) for shard in array.addressable_shards})
+save_checkpoint(two, target, format="safetensors")
+print(json.dumps({"read": checkpoint.read_rows, "num_shards": num_shards}))
 """
 
 
-def test_two_devices_restore_their_own_slices_and_save_the_same_tensors(tmp_path):
+def test_two_devices_restore_what_one_does_each_its_own_slices_and_save_the_same_tensors(tmp_path):
+    """Every array is equal as a whole and shard by shard."""
     save_checkpoint(restored(LLAMA, NATIVE_OPS), tmp_path / "one")
     flags = "--xla_force_host_platform_device_count=2"
-    read = json.loads(run_python(TWO_DEVICES, str(tmp_path / "one"), str(tmp_path / "two"), flags=flags).stdout)
+    found = json.loads(run_python(TWO_DEVICES, str(tmp_path / "one"), str(tmp_path / "two"), flags=flags).stdout)
+    read, num_shards = found["read"], found["num_shards"]
+    assert {path for path, count in num_shards.items() if count == 1} == {path for path in num_shards if "norm" in path}
     assert sorted(read["model.layers.0.self_attn.q_proj.weight"]) == [[0, 32], [32, 64]]
     assert sorted(read["model.embed_tokens.weight"]) == [[0, 48], [48, 96]]
     found, wanted = load_file(tmp_path / "two" / "model.safetensors"), load_file(LLAMA / "model.safetensors")
@@ -152,11 +193,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     weights = random_weights(XLA_OPS, **FAMILIES["fused"])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
+    rope = RopeConfig(kind="llama3", freq_factors=(1.0,) * 8)
+    divided = replace(weights, config=replace(weights.config, ropes=(None, rope)))
     for wrong, directory, format, message in (
         (weights, "used", "orbax", "directory: got .*used, which is there already, wanted a new or an empty one"),
         (weights, "used/file", "orbax", "directory: got .*file, which is there already"),
         (weights, "new", "gguf", "format: got 'gguf', allowed: orbax, safetensors"),
         (replace(weights, config=None), "new", "orbax", "without the config.json of their model"),
+        (divided, "new", "orbax", "weights: got a rotary embedding with a divisor for each frequency.* keep the GGUF"),
     ):
         with pytest.raises(ValueError, match=message):
             save_checkpoint(wrong, tmp_path / directory, format=format)
@@ -168,7 +212,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 
 @pytest.mark.parametrize("format", ["orbax", "safetensors"])
 def test_a_manifest_is_one_that_sha256sum_finds_right(tmp_path, format):
-    save_checkpoint(random_weights(XLA_OPS, **FAMILIES["turned"]), tmp_path / "saved", format=format, manifest=True)
+    save_checkpoint(random_weights(XLA_OPS, **FAMILIES["transposed"]), tmp_path / "saved", format=format, manifest=True)
     command = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
     found = subprocess.run(command, cwd=tmp_path / "saved", capture_output=True, text=True, check=True)
     listed = {line.removesuffix(": OK") for line in found.stdout.splitlines()}

@@ -33,6 +33,7 @@ def nested(flat):
 
 FORMS = {
     "flat, numpy": lambda tensors: tensors,
+    "under another name": lambda tensors: {"params": tensors},
     "nested, JAX": lambda tensors: nested({name: jnp.asarray(values) for name, values in tensors.items()}),
 }
 
