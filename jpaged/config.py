@@ -163,7 +163,8 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     hf_overrides: Mapping[str, Any] = field(
         default_factory=dict, hash=False, metadata={"rule": _overrides, "help": OVERRIDES_HELP}
     )
-    """Merged into the nested objects of config.json. A key that changes nothing of the model is refused."""
+    """Merged into the nested objects of config.json, before the model is read. A key that the model's family does not
+    know is refused."""
     params: Mapping[str, Any] | None = field(
         default=None, hash=False, compare=False, repr=False, metadata={"rule": _params, "help": PARAMS_HELP}
     )

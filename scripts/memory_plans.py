@@ -82,6 +82,7 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
     from jpaged.startup.sizing import FreeMemory, size_engine
 
     chip, model = CHIPS[chip_name], config_from_hf(config, Path("config.json"))
+    model = model.without_idle_windows(model.max_context_len)  # As an engine does.
     backend = backend_of(chip_name, chip, attention_shape(model.spec, "bfloat16"))
     # The mesh is of the CPU's device: the plan asks it for nothing, and its memory is not looked at.
     mesh = device_mesh(jax.devices("cpu")[:1])

@@ -288,6 +288,8 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
     device = f"{engine.device.device_kind} ({engine.device.platform})"
     yield f"device: {device} · {step.dtype}, KV {step.kv_cache_dtype}"
     yield f"attention: {engine.attention}"
+    if engine.handle.config.longrope:
+        yield f"rotary embedding: {engine.handle.config.longrope}"
     yield f"memory: {engine.memory}"
     yield f"sampling: {sampling}"
     yield (

@@ -50,6 +50,8 @@ places."""
 WATCHDOG_S = 120.0
 """Seconds after which a comparison on a TPU counts as hanging: it takes a few, with the compilation of all kernels."""
 CHECK_TOKENS, CHECK_ROWS = 64, 8
+CHECK_SOFT_CAP = 2.0
+"""For models that have one: it bounds scores of the size of 1, where a larger one would change nothing."""
 NORM_EPS = 1e-5
 PRODUCT_ROWS, PRODUCT_COLUMNS = (1, 3, 40), 100
 """Rows and columns of the products that are compared: no multiples of any tile."""
@@ -136,7 +138,7 @@ def check_key(
     """Return the backend, shape, chip, driver and versions of a comparison; where one differs, it is made anew."""
     windows = sorted({window or 0 for window in model.windows})
     heads = attention_shape(model, kv_dtype)
-    shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows]
+    shape = [heads.num_heads, heads.num_kv_heads, heads.head_size, model.hidden_size, windows, heads.has_soft_cap]
     versions = [device.client.platform_version, jax.__version__, version("jaxlib"), source_digest()]
     return [repr(backend), *shape, dtype, kv_dtype, block_size, backend.hardware(device), *versions]
 
@@ -157,6 +159,7 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
     steps that only decode is another than that for prompts.
     """
     worst, head_size = 0.0, shape.head_size
+    soft_cap = CHECK_SOFT_CAP if shape.has_soft_cap else None
     for window in dict.fromkeys(shape.windows or (None,)):
         rng = np.random.default_rng(0)
         layout = backend.layout(shape.kv_shape(block_size, num_layers=2))
@@ -184,7 +187,8 @@ def kernel_error(backend: Backend, shape: AttentionShape, dtype: str, block_size
                     decodes_only=is_decode,
                 )
                 with jax.default_device(device):
-                    out, caches[index] = _attend(cache, *inputs, step, scale=head_size**-0.5, window=window)
+                    options = {"scale": head_size**-0.5, "window": window, "soft_cap": soft_cap}
+                    out, caches[index] = _attend(cache, *inputs, step, **options)
                 outs.append(np.asarray(out[: work.sum()], np.float32))
             worst = max(worst, _largest_difference(*outs))
     return worst
@@ -243,11 +247,11 @@ def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[n
     return random_tables(np.sum(works, axis=0).tolist(), block_size, rng), int(num_tokens), works
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
 def _attend(
-    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: AttentionMetadata, *, scale: float, window: Any
+    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: AttentionMetadata, **options: Any
 ) -> tuple[jax.Array, PagedCache]:
-    return cache.attend(1, q, k, v, step, scale=scale, window=window)
+    return cache.attend(1, q, k, v, step, **options)
 
 
 def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:

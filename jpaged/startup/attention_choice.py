@@ -51,8 +51,12 @@ def attention_shape(model: ModelSpec, kv_dtype: str) -> AttentionShape:
     heads = {(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in model.layers}
     if len(heads) > 1:
         shapes = ", ".join(f"{n} query and {k} KV heads of {size}" for n, k, size in sorted(heads))
-        raise ConfigError(f"model: its attention layers have {shapes}; layers of unequal heads are not supported")
-    return AttentionShape(*heads.pop(), model.windows, kv_dtype)
+        raise ConfigError(
+            f"model: its attention layers have {shapes}, wanted: the same heads in all layers, since they share pages; "
+            "give another model"
+        )
+    has_soft_cap = any(layer.soft_cap is not None for layer in model.layers)
+    return AttentionShape(*heads.pop(), model.windows, kv_dtype, has_soft_cap)
 
 
 def choose_attention(

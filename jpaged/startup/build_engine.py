@@ -108,11 +108,17 @@ def build_engine(
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
     use_compilation_cache(config.compilation_cache_dir)
-    handle = handle.for_context(requested_max_len(config, handle.spec))
+    max_model_len = requested_max_len(config, handle.spec)
+    handle = replace(handle, config=handle.config.without_idle_windows(max_model_len))
     check_before_opening(config, handle.spec, _phase(progress, "check"))
     device = _select_device(config.device)
     free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
     engine, sizes, attention = _checked_engine(config, handle, device, free, demands)
+    # Not before, since the pool may have lowered the longest context.
+    handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
+    engine = replace(engine, model=handle.config)
+    if handle.config.longrope:
+        logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
     for note in sizes.notes:
         logger.warning(note)
     memory = f"{sizes.memory}{unreserved_memory_note(device)}"
@@ -120,6 +126,7 @@ def build_engine(
     step = sizes.step
     if handle.checkpoint is not None:
         check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
+        handle.check_weight_files()
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools)

@@ -58,3 +58,16 @@ def test_greedy_tokens_are_those_of_transformers(directory: Path) -> None:
         stats = engine.stats()
     assert found == {str(length): tokens[length:] for length in PROMPT_LENS}
     assert min(stats["preemptions_swap"], stats["preemptions_recompute"]) >= 2
+
+
+@pytest.mark.parametrize(("num_blocks", "kind"), [(17, "long"), (9, "short")])
+def test_longrope_takes_the_factors_for_the_longest_sequence_that_the_pool_holds(num_blocks: int, kind: str) -> None:
+    """The original context has 32 tokens, pages have 4."""
+    directory = next(path for path in FOLDERS if path.name == "phi3_longrope_long")
+    sizes = {**SIZES, "max_model_len": None, "num_blocks": num_blocks, "num_host_blocks": 0}
+    with Engine(str(directory), **sizes) as engine:
+        assert engine.step_sizes.max_model_len == 4 * (num_blocks - 1)
+        assert engine.handle.config.longrope == (
+            f"LongRoPE with its {kind} factors, for contexts {'beyond' if kind == 'long' else 'up to'} 32 tokens"
+        )
+        assert engine.runner.weights.config.ropes[0].is_long == (kind == "long")

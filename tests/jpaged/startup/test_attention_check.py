@@ -112,6 +112,14 @@ class Blind(XlaBackend):
         return super().attend(pages, layout, dataclasses.replace(inputs, options=options))
 
 
+class Uncapped(XlaBackend):
+    """A backend that ignores soft caps."""
+
+    def attend(self, pages, layout, inputs):
+        options = dataclasses.replace(inputs.options, soft_cap=None)
+        return super().attend(pages, layout, dataclasses.replace(inputs, options=options))
+
+
 class ReadsFirstLayer(XlaBackend):
     """A backend that writes the layer it is told to, and reads the first one."""
 
@@ -119,6 +127,12 @@ class ReadsFirstLayer(XlaBackend):
         _, pages = super().attend(pages, layout, inputs)
         first = dataclasses.replace(inputs, k=None, v=None, first_page=jnp.int32(0))
         return super().attend(pages, layout, first)
+
+
+def test_the_check_caps_scores_if_the_model_does():
+    capped = dataclasses.replace(SHAPE, has_soft_cap=True)
+    assert kernel_error(XlaBackend(), capped, "float32", 16, CPU) < 1e-5
+    assert kernel_error(Uncapped(), capped, "float32", 16, CPU) > MAX_ERROR
 
 
 def test_the_check_looks_through_the_windows_of_the_model_and_at_a_layer_that_is_not_the_first():
