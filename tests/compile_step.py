@@ -70,7 +70,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
     hlo = compiled.as_text()
     # Smaller copies are of the step's own tokens or pages. Logits, and rows of 8,192 tokens, may be larger than that.
     min_size = min(_count(shape) for shape in cache_shapes) // programs.state.cache.layout.num_layers
-    vocab = LLAMA_8B["vocab_size"]
+    vocab = programs.weights.config.vocab_size
     logits = {key[1] * vocab, key[1] * -(-vocab // VOCAB_TILE) * VOCAB_TILE}
     arrays = {(kind, dims) for kind, dims in materialized(hlo) if _count_text(dims) not in logits}
     arrays = {(kind, dims) for kind, dims in arrays if dims.split(",")[0] != str(key[1])}
@@ -238,7 +238,11 @@ def main() -> None:
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, SampleMode.RANDOM)
             if is_cut:
-                keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" and not args.config else keys[:2]
+                keys = keys[:2]
+                if args.config:  # What is particular to a family's logits is in the samplers.
+                    keys = (*keys, ("sample", 8, SampleMode.RANDOM))
+                elif target == "h100":
+                    keys = (*keys, ("sample", 8, SampleMode.FULL))
             for key in keys:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)

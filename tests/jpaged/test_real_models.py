@@ -21,7 +21,7 @@ from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 from jpaged.startup.model_source import resolve_model
 
-from ..real_models import QWEN_05B, real_model
+from ..real_models import QWEN_05B, QWEN_15B, real_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -29,6 +29,7 @@ MIN_MARGIN = 1e-3
 MODELS: dict[str, Callable[[], Path]] = {
     "smollm2-perplexity": lambda: resolve_model("smollm2-135m").path,
     "qwen2.5-coder-0.5b": lambda: real_model(QWEN_05B),
+    "qwen2.5-coder-1.5b": lambda: real_model(QWEN_15B),
 }
 SIZES: dict[str, Any] = {
     "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512, "num_blocks": 257, "block_size": 32,
@@ -45,11 +46,13 @@ def check_model(path: Path, golden: dict[str, Any]) -> None:
         scored = engine.generate([golden["passage_ids"]], scoring, use_tqdm=False)[0]
     num_compared = 0
     for output, item in zip(outputs, golden["items"], strict=True):
-        for ours, theirs, margin in zip(output.outputs[0].token_ids, item["output_ids"], item["margins"], strict=False):
-            if ours != theirs:
-                assert margin <= MIN_MARGIN
-                break
-            num_compared += 1
+        ours, theirs = list(output.outputs[0].token_ids), item["output_ids"]
+        num_same = 0
+        while num_same < min(len(ours), len(theirs)) and ours[num_same] == theirs[num_same]:
+            num_same += 1
+        # Up to where torch itself was close to another token.
+        assert ours == theirs or item["margins"][num_same] <= MIN_MARGIN
+        num_compared += num_same
     assert num_compared > 0.9 * sum(len(item["output_ids"]) for item in golden["items"])
     pairs = zip(scored.prompt_logprobs[1:], golden["passage_ids"][1:], strict=True)
     mean = sum(logprobs[token_id].logprob for logprobs, token_id in pairs) / (len(golden["passage_ids"]) - 1)
