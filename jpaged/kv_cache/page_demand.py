@@ -112,5 +112,5 @@ class PageDemand:
         if sequence.request.needs_prompt_scores:
             limit = min(limit, sequence.request.num_scored)
         if self.arithmetic.window_groups:
-            limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence) if child.fork_len)])
+            limit = min([limit, *(child.fork_len - 1 for child in children_of(sequence))])
         return limit

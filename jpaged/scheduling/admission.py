@@ -227,7 +227,7 @@ class Admission:
 
     def _fits_again(self, request: Request, room: StepRoom) -> bool:
         """Return whether a swapped request has room now for its pages and for those that it needs next."""
-        # It may hold more than it needs now: a sample that could share nothing has pages of its own.
+        # It may hold more than it needs now: after the end of a parent its samples may have pages of their own.
         num_next = max(0, self.demand.pages_now(request) - self.blocks.num_held(request.live))
         num_pages = self.blocks.num_to_swap_in(request.live) + num_next
         # Beside others, each of its sequences may need its next pages before another request gives pages back.

@@ -139,6 +139,7 @@ def _check_sequence(scheduler: Scheduler, sequence: SampleSequence, state: Reque
     most_in_flight = (scheduler.step - scheduler.retired_step) * scheduler.config.max_decode_steps
     assert 0 <= num_in_flight <= most_in_flight, "tokens in flight without a step"
     assert sequence.parent is None or sequence.parent in sequence.request.live, "a parent that ended"
+    assert (sequence.parent is None) == (sequence.fork_len == 0), "a sample that shares nothing with its parent"
     if state is not RequestState.RUNNING:
         assert sequence.seq_slot == sequence.decode_limit == 0, "a slot without running"
         assert not sequence.is_last_token_on_device, "a token on the device without a slot"

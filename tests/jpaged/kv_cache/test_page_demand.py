@@ -56,12 +56,12 @@ def test_pages_now_counts_for_windows_what_is_still_to_be_computed():
     assert demand.pages_now(request, num_cached=56) == 15 + 2 + 2
     request.live[0].num_computed = 59
     assert demand.pages_now(request) == 15 + 2 + 1
-    # A fork has its first 59 tokens from its parent, unless it could share nothing.
+    # The other sample has its first 59 tokens from the first one.
     forked = request_of(60, 30, n=2)
     forked.live[0].num_computed = 59
     assert demand.pages_now(forked) == 14 + 2 * 1 + 2 * (2 + 1)
-    forked.live[1].fork_len = 0
-    assert demand.pages_now(forked) == 2 * 15 + 2 * (2 + 9)
+    forked.live[1].num_tokens = 70
+    assert demand.pages_now(forked) == 14 + (1 + 4) + 2 * (2 + 4)
 
 
 @pytest.mark.parametrize(("prompt_len", "num_found"), [(12, 2), (13, 3), (14, 3)])
@@ -156,5 +156,3 @@ def test_with_windows_no_token_that_a_child_has_still_to_see_comes_from_the_cach
     demand, request = PageDemand(blocks_of(windows=windows)), request_of(10, 7, n=2)
     request.live[0].num_tokens = 15
     assert demand.match_limit(request.live[0]) == limit
-    request.live[1].fork_len = 0  # It could share nothing, and has pages of its own.
-    assert demand.match_limit(request.live[0]) == 14

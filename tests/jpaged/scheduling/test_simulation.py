@@ -62,7 +62,6 @@ REGRESSIONS = {
     842: "forks that share all of their tokens took more pages than the pool was said to need",
     5999: "the gate was not asked about a request that was swapped in",
     15164: "a swapped request with a pinned prefix held other pages, and could never be swapped in",
-    15934: "a sample with pages of its own limited its parent to a negative number of cached tokens",
 }
 """Seed → the bug that it has found, and finds again when that is put back."""
 
