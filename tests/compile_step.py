@@ -238,11 +238,10 @@ def main() -> None:
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, SampleMode.RANDOM)
             if is_cut:
-                keys = keys[:2]
                 if args.config:  # What is particular to a family's logits is in the samplers.
-                    keys = (*keys, ("sample", 8, SampleMode.RANDOM))
-                elif target == "h100":
-                    keys = (*keys, ("sample", 8, SampleMode.FULL))
+                    keys = (*keys[:2], ("sample", 8, SampleMode.RANDOM))
+                else:
+                    keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" else keys[:2]
             for key in keys:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)
