@@ -242,7 +242,7 @@ class _Metadata:
         if len(factors) != head_size // 2 or not ((factors > 0) & (factors <= MAX_FACTOR)).all():
             wanted = f"{head_size // 2} above 0 and up to {MAX_FACTOR:g}"
             raise ModelLoadError(f"{self.file.path}: rope_freqs.weight holds {len(factors)} values, wanted {wanted}")
-        largest = round(float(factors.max()), 3)
+        largest = round(max(factors.tolist()), 3)
         published = RopeConfig(theta, "llama3", largest, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
         plain = inverse_frequencies(RopeConfig(theta), head_size)
         if not np.allclose(plain / inverse_frequencies(published, head_size), factors, rtol=1e-4):
