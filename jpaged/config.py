@@ -182,6 +182,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     device: str = _option(
         "auto", f"{', '.join(DEVICES)}; auto never leaves a visible accelerator for the CPU", one_of(*DEVICES)
     )
+    tensor_parallel_size: int | None = _option(
+        None, "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip", _SIZE
+    )
+    """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}", one_of("auto", *BACKEND_NAMES))
     """A backend that is named must pass its check at start; one that auto chooses is replaced by xla if it fails."""
     max_model_len: int | None = _option(

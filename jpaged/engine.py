@@ -68,7 +68,7 @@ class Engine:
         self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes
         self.step_sizes = parts.sizes.step
         self.tokenizer = parts.handle.tokenizer
-        self.device, self.backend = parts.device, parts.backend
+        self.device, self.mesh, self.backend = parts.device, parts.mesh, parts.backend
         self.attention, self.memory = parts.attention, parts.memory
         self.core, self.runner = parts.core, parts.runner
         self.plan = self.runner.plan

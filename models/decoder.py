@@ -40,19 +40,26 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, norm: Any, make: WeightMaker) -> None:
         """`norm` is the class of the norms of queries and keys, if there are any."""
-        hidden, head = config.hidden_size, config.head_size
-        queries, keys = config.num_heads * head, config.num_kv_heads * head
+        hidden, head, shares = config.hidden_size, config.head_size, config.shares(make.num_shards)
+        queries, keys = shares.stored_heads * head, shares.stored_kv_heads * head
+        query_runs, kv_runs = shares.query_runs(head), shares.kv_runs(head)
         parts = ("q_proj", queries), ("k_proj", keys), ("v_proj", keys)
-        self.qkv_proj = FusedLinear(hidden, parts, axes=("embed", "kv_heads"), bias=config.qkv_bias, make=make)
-        self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), bias=config.out_bias, make=make)
+        runs = {"q_proj": query_runs, "k_proj": kv_runs, "v_proj": kv_runs}
+        options: dict[str, Any] = {"bias": config.qkv_bias, "make": make, "runs": runs}
+        self.qkv_proj = FusedLinear(hidden, parts, axes=("embed", "kv_heads"), **options)
+        options = {"bias": config.out_bias, "make": make, "in_runs": query_runs}
+        self.o_proj = Linear(queries, hidden, axes=("heads", "embed"), **options)
         self.head_size, self.norms_all_heads = head, config.qk_norm == "all"
         self.q_norm, self.k_norm = nnx.data(None), nnx.data(None)
         if config.qk_norm is not None:
-            sizes = (queries, keys) if self.norms_all_heads else (head, head)
-            axes = ("heads", "kv_heads") if self.norms_all_heads else (None, None)
-            self.q_norm, self.k_norm = (
-                norm(size, eps=config.norm_eps, make=make, axis=axis) for size, axis in zip(sizes, axes, strict=True)
-            )
+            if self.norms_all_heads:
+                counts = config.num_heads * head, config.num_kv_heads * head * shares.kv_copies
+                of_queries: dict[str, Any] = {"size": queries, "axis": "heads", "runs": query_runs}
+                of_keys: dict[str, Any] = {"size": keys, "axis": "kv_heads", "runs": kv_runs}
+                self.q_norm = norm(**of_queries, num_values=counts[0], eps=config.norm_eps, make=make)
+                self.k_norm = norm(**of_keys, num_values=counts[1], eps=config.norm_eps, make=make)
+            else:
+                self.q_norm, self.k_norm = (norm(head, eps=config.norm_eps, make=make, axis=None) for _ in range(2))
 
     def project(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
         """Return queries, keys and values by head; the first two normed and rotated, where the model does so."""
@@ -75,11 +82,12 @@ class GatedMLP(nnx.Module):
     """down(act(gate(x)) × up(x)). Source: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        parts = (("gate_proj", inner), ("up_proj", inner))
+        hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
+        parts, run = (("gate_proj", inner), ("up_proj", inner)), ((0, 0, config.intermediate_size),)
         options: dict[str, Any] = {"bias": config.mlp_bias, "make": make}
-        self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), **options)
-        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), **options)
+        runs: dict[str | None, Any] = {"gate_proj": run, "up_proj": run}
+        self.gate_up_proj = FusedLinear(hidden, parts, axes=("embed", "mlp"), runs=runs, **options)
+        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), in_runs=run, **options)
         self.activation = config.activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -91,9 +99,10 @@ class MLP(nnx.Module):
     """down(act(up(x)))."""
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), bias=config.mlp_bias, make=make)
-        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), bias=config.mlp_bias, make=make)
+        hidden, inner = config.hidden_size, config.shares(make.num_shards).stored_inner
+        run, options = ((0, 0, config.intermediate_size),), dict[str, Any](bias=config.mlp_bias, make=make)
+        self.up_proj = Linear(hidden, inner, axes=("embed", "mlp"), out_runs=run, **options)
+        self.down_proj = Linear(inner, hidden, axes=("mlp", "embed"), in_runs=run, **options)
         self.activation = config.activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -197,7 +206,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
         is_tied = config.tie_word_embeddings
-        self.embed = Embedding(config.vocab_size, config.hidden_size, is_tied=is_tied, make=make)
+        self.vocab_size, num_rows = config.vocab_size, config.shares(make.num_shards).stored_vocab
+        run = ((0, 0, config.vocab_size),)
+        self.embed = Embedding(num_rows, config.hidden_size, is_tied=is_tied, make=make, runs=run)
         self.layers = nnx.List([self.layer_class(config, make=make) for _ in range(config.num_layers)])
         self.norm = self.layer_class.new_norm(config, make)
         self.ropes, self.windows, self.head_size = config.ropes, config.windows, config.head_size
@@ -208,7 +219,7 @@ class Decoder(nnx.Module):
         self.head = (
             nnx.data(None)
             if is_tied
-            else Linear(config.hidden_size, config.vocab_size, axes=("embed", "vocab"), bias=False, make=make)
+            else Linear(config.hidden_size, num_rows, axes=("embed", "vocab"), bias=False, make=make, out_runs=run)
         )
 
     def __call__(

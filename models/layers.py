@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from .config.shares import Run
 
 Axes = tuple[str | None, ...]
 """Logical axes of a weight's dimensions; None for one that is never spread."""
@@ -42,9 +43,20 @@ class WeightMaker:
 class Linear(nnx.Module):
     """x · W (+ b), W [in, out]; products accumulate in float32."""
 
-    def __init__(self, num_in: int, num_out: int, *, axes: tuple[str, str], bias: bool, make: WeightMaker) -> None:
-        self.weight = make.matrix(num_in, num_out, axes)
-        self.bias = make.vector(num_out, axes[1], fill=0.0) if bias else nnx.data(None)
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        axes: tuple[str, str],
+        bias: bool,
+        make: WeightMaker,
+        in_runs: tuple[Run, ...] | None = None,
+        out_runs: tuple[Run, ...] | None = None,
+    ) -> None:
+        """`in_runs` and `out_runs` are the inputs and outputs that the model has, where others pad; None for all."""
+        self.weight = make.matrix(num_in, num_out, axes, columns=in_runs, rows=((None, out_runs),))
+        self.bias = make.vector(num_out, axes[1], fill=0.0, rows=((None, out_runs),)) if bias else nnx.data(None)
 
     def __call__(self, x: Float[Array, "T I"]) -> Float[Array, "T O"]:
         return self.product(x).astype(x.dtype)
@@ -68,10 +80,18 @@ class FusedLinear(nnx.Module):
     """
 
     def __init__(
-        self, num_in: int, parts: tuple[tuple[str, int], ...], *, axes: tuple[str, str], bias: bool, make: WeightMaker
+        self,
+        num_in: int,
+        parts: tuple[tuple[str, int], ...],
+        *,
+        axes: tuple[str, str],
+        bias: bool,
+        make: WeightMaker,
+        runs: Mapping[str | None, tuple[Run, ...]] | None = None,
     ) -> None:
+        """`runs` are the outputs of each part that the model has, where others pad."""
         num_out = sum(size for _, size in parts)
-        fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards}
+        fused: dict[str, Any] = {"parts": parts, "num_shards": make.num_shards, "rows": tuple((runs or {}).items())}
         self.weight = make.matrix(num_in, num_out, axes, **fused)
         self.bias = make.vector(num_out, axes[1], fill=0.0, **fused) if bias else nnx.data(None)
         self.num_shards = make.num_shards
@@ -94,15 +114,23 @@ class Embedding(nnx.Module):
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, is_tied: bool, make: WeightMaker, axis: str | None = "vocab"
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        is_tied: bool,
+        make: WeightMaker,
+        axis: str | None = "vocab",
+        runs: tuple[Run, ...] | None = None,
     ) -> None:
-        """`axis` is the logical axis of the table's rows."""
+        """`axis` is the logical axis of the table's rows, `runs` are those that the model has, where others pad."""
         axes = (axis, "embed")
         self.is_matrix = is_tied and make.ops.stores_tied_table_as_matrix
         if self.is_matrix:
-            self.weight = make.matrix(hidden_size, vocab_size, axes)
+            self.weight = make.matrix(hidden_size, vocab_size, axes, rows=((None, runs),))
         else:
-            self.weight = nnx.Param(make.new((vocab_size, hidden_size), axes, None), logical_axes=axes)
+            table = make.new((vocab_size, hidden_size), axes, None)
+            self.weight = nnx.Param(table, logical_axes=axes, rows=((None, runs),))
         self.stream_dtype = make.ops.stream_dtype(make.dtype)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -140,13 +168,33 @@ class RMSNorm(nnx.Module):
     fill: ClassVar[float] = 1.0
     """The weight that changes nothing."""
 
-    def __init__(self, size: int, *, eps: float, make: WeightMaker, axis: str | None = "embed") -> None:
-        """`axis` is the logical axis of the weight."""
-        self.weight = make.vector(size, axis, fill=self.fill, ops=make.ops)
-        self.eps = eps
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        make: WeightMaker,
+        axis: str | None = "embed",
+        runs: tuple[Run, ...] | None = None,
+        num_values: int | None = None,
+    ) -> None:
+        """`axis` is the logical axis of the weight, `runs` are the values that the model has, where zeros pad.
+
+        `num_values` is the divisor of the mean of squares, where it is not `size`.
+        """
+        self.weight = make.vector(size, axis, fill=self.fill, ops=make.ops, rows=((None, runs),))
+        # rms over a part of the values is rms over all × √(size ÷ num_values).
+        self.share = 1.0 if num_values is None else num_values / size
+        self.eps = eps * self.share
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        return self.weight.ops.rms_norm(x, self.weight[...], self.eps)
+        return self.normed(x, self.weight[...])
+
+    def normed(self, x: Float[Array, "*T D"], gain: Float[Array, " D"]) -> Float[Array, "*T D"]:
+        """Return the rows of x normalised, times `gain`."""
+        if self.share != 1.0:
+            gain = gain * jnp.asarray(self.share**0.5, gain.dtype)
+        return self.weight.ops.rms_norm(x, gain, self.eps)
 
 
 class RMSNormFloat32(RMSNorm):
@@ -157,7 +205,7 @@ class RMSNormFloat32(RMSNorm):
         return self.weight[...].astype(jnp.float32)
 
     def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        return self.weight.ops.rms_norm(x.astype(jnp.float32), self.gain(), self.eps).astype(x.dtype)
+        return self.normed(x.astype(jnp.float32), self.gain()).astype(x.dtype)
 
 
 class RMSNormPlusOne(RMSNormFloat32):

@@ -3,13 +3,15 @@
 if __name__ != "jpaged.sharding":
     raise ImportError("import jpaged.sharding: a bare `sharding` would be a second copy")
 
-from .devices import select_devices, visible_accelerators
-from .placement import LOGICAL_TO_MESH, TENSOR_AXIS, device_mesh, replicated, sharding_of
+from .devices import devices_of_a_chip, select_devices, visible_accelerators
+from .placement import DATA_AXIS, LOGICAL_TO_MESH, TENSOR_AXIS, device_mesh, replicated, sharding_of
 
 __all__ = [
+    "DATA_AXIS",
     "LOGICAL_TO_MESH",
     "TENSOR_AXIS",
     "device_mesh",
+    "devices_of_a_chip",
     "replicated",
     "select_devices",
     "sharding_of",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import jax
@@ -37,6 +39,14 @@ def select_devices(kind: str) -> list[jax.Device]:
                 f"install {EXTRAS[visible]}, or give --device cpu"
             )
     return devices
+
+
+def devices_of_a_chip(devices: Sequence[jax.Device]) -> int:
+    """Return how many of these devices are parts of one chip, from the first on: the two halves of a TPU 7x, else 1."""
+    place = getattr(devices[0], "coords", None)
+    if place is None:
+        return 1
+    return sum(1 for _ in takewhile(lambda device: device.coords == place, devices))
 
 
 def visible_accelerators() -> list[str]:

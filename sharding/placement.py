@@ -8,13 +8,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-TENSOR_AXIS = "tensor"
-"""The one axis of today's meshes, over which tensors are split."""
+DATA_AXIS, TENSOR_AXIS = "data", "tensor"
+"""The axes of a mesh: over the second one tensors are split. The first has one place, since replicas are engines of
+their own."""
 LOGICAL_TO_MESH: Mapping[str, str | None] = {
     "vocab": TENSOR_AXIS,
     "heads": TENSOR_AXIS,
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
+    "expert": TENSOR_AXIS,
     "embed": None,
 }
 """Logical axis → the mesh axis that it is split over; None for an axis of which every device has the whole."""
@@ -22,12 +24,17 @@ LOGICAL_TO_MESH: Mapping[str, str | None] = {
 
 def device_mesh(devices: Sequence[jax.Device]) -> Mesh:
     """Return a mesh of all `devices` along the tensor axis."""
-    return Mesh(np.array(devices), (TENSOR_AXIS,))
+    return Mesh(np.array(devices)[None], (DATA_AXIS, TENSOR_AXIS))
 
 
 def sharding_of(mesh: Mesh, logical_axes: Sequence[str | None]) -> NamedSharding:
-    """Return the sharding of an array with these logical axes, None for an unnamed one; KeyError for unknown names."""
+    """Return the sharding of an array with these logical axes, None for an unnamed one.
+
+    KeyError for unknown names, ValueError for two axes that would be split over one axis of the mesh.
+    """
     spec = [None if axis is None else LOGICAL_TO_MESH[axis] for axis in logical_axes]
+    if len(split := [axis for axis in spec if axis is not None]) > len(set(split)):
+        raise ValueError(f"logical axes: got {tuple(logical_axes)}, wanted at most one that is split over {split[0]!r}")
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 

@@ -33,6 +33,7 @@ def gate_of(target: str, num_devices: int):
     if target == "h100":
         return GpuGate("h100", num_devices)
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
     return None
 
 

@@ -41,6 +41,9 @@ STARTED = re.compile(r"= \(\w+\[([\d,]*)\](\S*) .* copy-start\(")
 """An asynchronous copy; the layout names S(1) where its destination is not the chip's main memory."""
 GPU_KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
 """A call of a kernel of ours on a GPU."""
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+)
 FUSED = re.compile(r"%(?:wrapped_|bitcast_)?(copy|convert|transpose)[\w.-]* = (?:\w+)\[([\d,]*)\]\S* fusion\(")
 
 
@@ -58,6 +61,14 @@ def materialized(hlo):
             found += [("copy-start", dims) for dims, layout in STARTED.findall(block) if "S(" not in layout]
             # A fusion that consists of such an instruction alone carries its name.
             found += FUSED.findall(block)
+    return found
+
+
+def collectives(hlo):
+    """Return the elements of the results of each collective, by its kind."""
+    found = {}
+    for shapes, kind in COLLECTIVE.findall(hlo):
+        found.setdefault(kind, []).append(max(map(_count_text, re.findall(r"\[([\d,]*)\]", shapes))))
     return found
 
 
@@ -88,6 +99,7 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "unknown_loops": sum(" while(" in line and "known_trip_count" not in line for line in hlo.splitlines()),
         "branches": hlo.count(" conditional("),
         "in_vmem": kernel_arrays_in_vmem(hlo),
+        "collectives": collectives(hlo),
     }
 
 
@@ -102,6 +114,7 @@ def report_sampler(programs, key, rules):
     return {
         "aliased": memory.alias_size_in_bytes,
         "temporary": memory.temp_size_in_bytes,
+        "collectives": collectives(compiled.as_text()),
         "rules": sum(4 * _count(leaf.shape) for leaf in jax.tree.leaves(rules)),
         "large": sorted(
             f"{kind} {dims}"
@@ -216,8 +229,8 @@ def main() -> None:
     elif target == "h100" and (args.backend == "xla" or jax.__version_info__ < (0, 11)):
         backend = XlaBackend(platform="gpu")
     else:
-        heads = model.num_heads // num_devices, model.num_kv_heads // num_devices
-        backend = gate.backend(*heads, model.head_size, model.spec.windows)
+        heads = model.spec_on_chip(num_devices).layers[0]
+        backend = gate.backend(heads.num_heads, heads.num_kv_heads, heads.head_size, model.spec.windows)
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
     found["kept"] = estimated_program_bytes(model.spec, 4 if target == "cpu" else 2, num_tokens, num_seqs)
@@ -240,8 +253,10 @@ def main() -> None:
             if is_cut:
                 if args.config:  # What is particular to a family's logits is in the samplers.
                     keys = (*keys[:2], ("sample", 8, SampleMode.RANDOM))
+                elif target == "h100" or num_devices > 1:
+                    keys = (*keys, ("sample", 8, SampleMode.FULL))
                 else:
-                    keys = (*keys, ("sample", 8, SampleMode.FULL)) if target == "h100" else keys[:2]
+                    keys = keys[:2]
             for key in keys:
                 step = report(programs, key, cache_shapes, cache_bytes, num_pages)
                 found["steps"].setdefault(" ".join(map(str, key)), []).append(step)

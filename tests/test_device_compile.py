@@ -200,3 +200,26 @@ def test_a_sampler_keeps_its_rules_where_they_are(steps):
     assert found["rules"] <= found["aliased"] < 1.05 * found["rules"] + 2**20
     assert found["large"] == []
     assert found["temporary"] <= steps["kept"], "the plan of memory keeps less for a program"
+
+
+def check_collectives(steps, num_layers):
+    """Two all-reduces a layer and one for the embedding; a gather of the logits in what draws; and no others."""
+    for name, reports in steps["steps"].items():
+        for found in reports:
+            kinds = {kind: len(sizes) for kind, sizes in found["collectives"].items()}
+            gathers = {} if name.startswith("forward") else {"all-gather": 1}
+            reduces = {} if name.startswith("sample") else {"all-reduce": 2 * num_layers + 1}
+            assert kinds == reduces | gathers, name
+
+
+def test_a_step_over_several_devices_reduces_twice_a_layer_and_gathers_logits(steps):
+    if steps["num_devices"] == 1:
+        assert all(not found["collectives"] for reports in steps["steps"].values() for found in reports)
+    else:
+        check_collectives(steps, 32)
+        assert steps["sampler"]["collectives"].keys() == {"all-gather"}
+
+
+def test_heads_that_do_not_divide_the_devices_need_no_other_collectives():
+    """9 query heads and 3 KV heads on 8 virtual devices of a CPU."""
+    check_collectives(output_of("compile_step.py", "cpu", 8, "float32", "2"), 2)

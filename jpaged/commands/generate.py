@@ -287,6 +287,8 @@ def _summary(engine: Engine, sampling: str, elapsed_s: float, first_token_s: flo
     yield ""
     device = f"{engine.device.device_kind} ({engine.device.platform})"
     yield f"device: {device} · {step.dtype}, KV {step.kv_cache_dtype}"
+    if engine.mesh.size > 1:
+        yield f"mesh: {engine.handle.config.shares(engine.mesh.size)}"
     yield f"attention: {engine.attention}"
     if engine.handle.config.longrope:
         yield f"rotary embedding: {engine.handle.config.longrope}"

@@ -74,17 +74,25 @@ class BlockRows(NamedTuple):
         if most <= num_blocks:
             numbers = jnp.broadcast_to(jnp.arange(most)[None], (num_rows, most))
             return TopBlocks(self.values, numbers, jnp.full(num_rows, -jnp.inf))
-        # The barrier keeps XLA:CPU from merging this with the slices below, after which it would sort all maxima.
-        largest, numbers = lax.optimization_barrier(lax.top_k(maxima, num_blocks + 1))
+        largest, numbers = _top_k(maxima, num_blocks + 1)
         numbers = jnp.sort(numbers[:, :num_blocks], axis=-1)
         return TopBlocks(self.taken(numbers).reshape(num_rows, -1), numbers, largest[:, num_blocks])
 
     def top_k(self, k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:
         """Return the k largest numbers of each row and their indices, largest first, of equals the lower index."""
         top = self.top_blocks(k)
-        # With a barrier for the same reason as above: a caller may take a part of the result.
-        values, places = lax.optimization_barrier(lax.top_k(top.values, k))
+        values, places = _top_k(top.values, k)
         return values, top.indices_of(places)
+
+
+def _top_k(values: Float[Array, "r n"], k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:
+    """Return the k largest values of each row and their indices, in a form that XLA:CPU leaves as it is.
+
+    Without a barrier it would merge this with slices of the result, and sort all values. One barrier for both results
+    would end the process where a program is for several devices.
+    """
+    largest, indices = lax.top_k(values, k)
+    return lax.optimization_barrier(largest), lax.optimization_barrier(indices)
 
 
 def in_blocks(values_RV: Float[Array, "R V"]) -> Float[Array, "R b B"]:

@@ -21,6 +21,7 @@ from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
+from ..sharding import TENSOR_AXIS
 from ..step.compile_plan import Key
 from ..step.programs import ProgramOptions, Programs
 from ..step.step_inputs import StepInputBuilder
@@ -52,26 +53,31 @@ class AbstractEngine:
         return group_layers(self.model.spec.layers)
 
     @property
+    def num_chips(self) -> int:
+        """Return the number of devices that tensors are spread over."""
+        return self.mesh.shape[TENSOR_AXIS]
+
+    @property
     def platform(self) -> str:
         """Return the kind of the mesh's devices: "cpu", "gpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
 
     def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
         """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
-        shape = attention_shape(self.model.spec, kv_dtype)
+        shape = attention_shape(self.model.spec_on_chip(self.num_chips), kv_dtype)
         return block_size_of(self.backend, shape, asked, max_num_seqs, max_model_len)
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Return the bytes of one page, in all layers of the largest page-table group together."""
-        return self._layout(1, block_size, kv_dtype).page_bytes
+        """Return the bytes of one page on a chip, in all layers of the largest page-table group together."""
+        return self._layout(1, block_size, kv_dtype).page_bytes // self.num_chips
 
     def weights(self, dtype: str) -> Weights:
         """Return the shapes of the weights with their placement."""
         return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops)
 
     def weights_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights."""
-        return self.weights(dtype).size_bytes
+        """Return the bytes of the weights on a chip."""
+        return self.weights(dtype).chip_bytes
 
     def builder(self, sizes: StepSizes) -> StepInputBuilder:
         """Return what builds the step inputs of an engine of these sizes."""
@@ -91,7 +97,9 @@ class AbstractEngine:
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         return Programs(
             self.weights(sizes.dtype),
-            PagedCache((), layout, layers, self.backend, mesh=self.mesh if self.mesh.size > 1 else None),
+            PagedCache(
+                (), layout, layers, self.backend, mesh=self.mesh if self.num_chips > 1 else None, mesh_axis=TENSOR_AXIS
+            ),
             self.mesh,
             builder,
             hidden_size=self.model.hidden_size,
@@ -99,10 +107,11 @@ class AbstractEngine:
         )
 
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
-        """Return the layout of a cache of this many pages; ConfigError for what the backend cannot take."""
-        shape, num_layers = attention_shape(self.model.spec, dtype), self.groups.num_layers
+        """Return the layout of a cache of this many pages, of all chips; ConfigError for what the backend refuses."""
+        shape = attention_shape(self.model.spec_on_chip(self.num_chips), dtype)
+        kv_shape = shape.kv_shape(block_size, num_layers=self.groups.num_layers, num_pages=num_pages)
         try:
-            return self.backend.layout(shape.kv_shape(block_size, num_layers=num_layers, num_pages=num_pages))
+            return self.backend.layout(replace(kv_shape, num_kv_heads=kv_shape.num_kv_heads * self.num_chips))
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

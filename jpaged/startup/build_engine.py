@@ -16,8 +16,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from ..checks import one_line, shown
+from ..checks import one_line, refusal, shown
 from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import ConfigError
@@ -33,7 +34,7 @@ from ..scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
-from ..sharding import device_mesh, select_devices
+from ..sharding import device_mesh, devices_of_a_chip, select_devices
 from ..step.compile_plan import CompilePlan
 from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
@@ -82,6 +83,8 @@ class EngineComponents:
     handle: ModelHandle
     sizes: EngineSizes
     device: jax.Device
+    """The first device of the mesh."""
+    mesh: Mesh
     backend: Backend
     attention: str
     """The attention backend, the machine's features that it uses, and why it was chosen."""
@@ -110,13 +113,19 @@ def build_engine(
     use_compilation_cache(config.compilation_cache_dir)
     max_model_len = requested_max_len(config, handle.spec)
     handle = replace(handle, config=handle.config.without_idle_windows(max_model_len))
-    check_before_opening(config, handle.spec, _phase(progress, "check"))
-    device = _select_device(config.device)
-    free = FreeMemory(device.platform, _free_bytes(device), free_host_bytes())
-    engine, sizes, attention = _checked_engine(config, handle, device, free, demands)
+    on_chip = handle.config.spec_on_chip(config.tensor_parallel_size or 1)
+    check_before_opening(config, on_chip, _phase(progress, "check"))
+    devices = _select_devices(config)
+    device = devices[0]
+    # Virtual devices of a CPU share its memory.
+    num_sharing = len(devices) if device.platform == "cpu" else 1
+    free = FreeMemory(device.platform, min(map(_free_bytes, devices)) // num_sharing, free_host_bytes())
+    engine, sizes, attention = _checked_engine(config, handle, devices, free, demands)
     # Not before, since the pool may have lowered the longest context.
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
+    if len(devices) > 1:
+        logger.info("mesh: %s", handle.config.shares(len(devices)))
     if handle.config.longrope:
         logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
     for note in sizes.notes:
@@ -164,6 +173,7 @@ def build_engine(
         handle=replace(handle, checkpoint=None),
         sizes=sizes,
         device=device,
+        mesh=engine.mesh,
         backend=engine.backend,
         attention=attention,
         memory=memory,
@@ -174,23 +184,29 @@ def build_engine(
     )
 
 
-def _select_device(kind: str) -> jax.Device:
-    """Return the device to run on; ConfigError if there is none of this kind."""
+def _select_devices(config: EngineConfig) -> list[jax.Device]:
+    """Return the devices to run on; ConfigError if there are too few of the kind."""
     try:
-        return select_devices(kind)[0]
+        devices = select_devices(config.device)
     except RuntimeError as error:
         raise ConfigError(one_line(error)) from error
+    wanted = config.tensor_parallel_size or devices_of_a_chip(devices)
+    if wanted > len(devices):
+        allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
+        raise refusal("tensor_parallel_size", wanted, allowed, error=ConfigError)
+    return devices[:wanted]
 
 
 def _checked_engine(
-    config: EngineConfig, handle: ModelHandle, device: jax.Device, free: FreeMemory, demands: Sequence[Demand]
+    config: EngineConfig, handle: ModelHandle, devices: list[jax.Device], free: FreeMemory, demands: Sequence[Demand]
 ) -> tuple[AbstractEngine, EngineSizes, str]:
     """Choose the attention backend, compute the numbers of pages, sequences and tokens, and check the backend.
 
     The third result is the backend and why it was chosen. The check compares it with `xla` on the device. Where one
     that `auto` has chosen fails, `xla` serves and one warning says why; one asked for by name is a ConfigError.
     """
-    model, processors = handle.spec, config.logits_processors
+    device, model = devices[0], handle.config.spec_on_chip(len(devices))
+    processors = config.logits_processors
     check_processors(processors, model.vocab_size)
     _, kv_dtype = chosen_dtypes(config, model, device.platform)
     shape = attention_shape(model, kv_dtype)
@@ -200,10 +216,10 @@ def _checked_engine(
     decode_steps = num_decode_steps(config, device.platform)
 
     def sized(backend: Backend) -> tuple[AbstractEngine, EngineSizes]:
-        engine = AbstractEngine(handle.config, device_mesh([device]), backend, rules_spec, settings, decode_steps)
+        engine = AbstractEngine(handle.config, device_mesh(devices), backend, rules_spec, settings, decode_steps)
         return engine, size_engine(config, model, engine, free, demands)
 
-    choice = choose_attention(config.attention_backend, shape, [device], deterministic=config.deterministic)
+    choice = choose_attention(config.attention_backend, shape, devices, deterministic=config.deterministic)
     log = logger.warning if choice.is_replacement or choice.is_unverified else logger.info
     log("attention: %s", choice)
     engine, sizes = sized(choice.backend)
@@ -218,7 +234,7 @@ def _checked_engine(
         raise cannot_serve(engine.backend.name, failure)
     attention = f"{FALLBACK.name}, not {engine.backend.name}: {failure}"
     logger.warning("attention: %s", attention)
-    return *sized(backend_by_name(FALLBACK.name, shape, [device], deterministic=config.deterministic)), attention
+    return *sized(backend_by_name(FALLBACK.name, shape, devices, deterministic=config.deterministic)), attention
 
 
 def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:

@@ -108,10 +108,17 @@ class MemoryCosts(Protocol):
         ...
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
-        """Return the bytes of one page, in all layers of the largest page-table group together."""
+        """Return the bytes of one page on a chip, in all layers of the largest page-table group together."""
         ...
 
-    def weights_bytes(self, dtype: str) -> int: ...
+    def weights_bytes(self, dtype: str) -> int:
+        """Return the bytes of the weights on a chip."""
+        ...
+
+    @property
+    def num_chips(self) -> int:
+        """Return the number of devices that the model is spread over."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class FreeMemory:
     platform: str
     """Kind of the device: "cpu", "gpu" or "tpu"."""
     device_bytes: int
+    """On each device, the least of them."""
     host_bytes: int
     """On a CPU the same memory as `device_bytes`."""
 
@@ -190,7 +198,8 @@ def size_engine(
         raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
     _check_samples(demands, num_pages, arithmetic, step.max_model_len)
     room = max(0, free.host_bytes - (memory.weights_bytes + memory.pool_bytes if free.is_cpu else 0))
-    num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=room, page_bytes=page_bytes, step=step)
+    host_page_bytes = page_bytes * costs.num_chips
+    num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=room, page_bytes=host_page_bytes, step=step)
     return EngineSizes(step, num_pages + 1, num_host_blocks, arithmetic, memory, tuple(notes))
 
 

@@ -124,7 +124,7 @@ def sample_rows(
     `columns` are the SAMPLE_FIELDS of the rows; they say which hidden state each row is drawn from, or scored.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
-    logits_RV = _whole_logits(nnx.merge(graph, weights).logits(hidden_TD[columns[TOKEN]]), mesh)
+    logits_RV = _whole_logits(nnx.merge(graph, weights), hidden_TD[columns[TOKEN]], mesh)
     last_tokens, rules = state
     sampled = sample_logits(logits_RV, rows, mode, settings, rules)
     if rules is not None:
@@ -132,21 +132,22 @@ def sample_rows(
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
 
 
-def _whole_logits(logits_RX: Float[Array, "R X"], mesh: Mesh | None) -> Float[Array, "R V"]:
+def _whole_logits(model: Any, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
     """Return the logits of the whole vocabulary on every chip of a mesh, where each has computed those of a part.
 
     Every chip then draws the same tokens. The gather stands outside of loops and branches of the sampler: a TPU's
     compiler hangs on communication inside of a branch. It is explicit, because XLA by itself would gather the head's
     weights instead.
     """
+    logits_RX = model.logits(hidden_RD)
     if mesh is None:
         return logits_RX
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     on_chips = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    logits_RV: Float[Array, "R V"] = on_chips(logits_RX)
-    # Row by row: XLA would leave them as they were gathered, column by column, and a GPU's sampler sums along rows.
-    return with_layout_constraint(logits_RV, Layout((0, 1)))
+    # Without what pads the vocabulary. Row by row: XLA would leave them as they were gathered, column by column, and a
+    # GPU's sampler sums along rows.
+    return with_layout_constraint(on_chips(logits_RX)[:, : model.vocab_size], Layout((0, 1)))
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def decode(
             context_lens=step.context_lens + carry.num_ahead,
         )
         hidden_RD, cache = model(carry.token_ids, carry.cache, now)
-        logits_RV = _whole_logits(model.logits(hidden_RD[row_of_sample]), sampling.mesh)
+        logits_RV = _whole_logits(model, hidden_RD[row_of_sample], sampling.mesh)
         rows = replace(params, output_index=params.output_index + carry.num_done)
         drawn = sample_logits(logits_RV, rows, sampling.mode, sampling.settings, carry.rules)
         is_live, rules = carry.is_live, carry.rules
@@ -225,7 +226,9 @@ def decode(
         )
 
     drawn = jax.eval_shape(
-        lambda hidden_RD: sample_logits(model.logits(hidden_RD), params, sampling.mode, sampling.settings, rules),
+        lambda hidden_RD: sample_logits(
+            _whole_logits(model, hidden_RD, sampling.mesh), params, sampling.mode, sampling.settings, rules
+        ),
         jax.ShapeDtypeStruct((layout.num_rows, state.hidden.shape[1]), state.hidden.dtype),
     )
     start = _DecodeCarry(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from .rope import RopeConfig
+from .shares import Shares
 from .spec import AttentionLayer, ModelSpec
 
 
@@ -55,6 +56,10 @@ class DecoderConfig:
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The content of config.json that this was read from, for `save_checkpoint`."""
 
+    def shares(self, num_shards: int) -> Shares:
+        """Return the stored sizes on so many devices."""
+        return Shares(num_shards, self.num_heads, self.num_kv_heads, self.intermediate_size, self.vocab_size)
+
     @property
     def num_layers(self) -> int:
         return len(self.windows)
@@ -64,6 +69,16 @@ class DecoderConfig:
         """Return the factor of the attention scores of each layer."""
         scale = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
+
+    def spec_on_chip(self, num_shards: int) -> ModelSpec:
+        """Return what an engine reads of the model, with the heads of each layer that one of so many devices has."""
+        shares = self.shares(num_shards)
+        num_kv_heads = shares.stored_kv_heads // num_shards
+        layers = (
+            replace(layer, num_heads=num_kv_heads * shares.group_size, num_kv_heads=num_kv_heads)
+            for layer in self.spec.layers
+        )
+        return replace(self.spec, layers=tuple(layers))
 
     def for_context(self, max_model_len: int) -> Self:
         """Return the config with the rotary embeddings for sequences of at most so many tokens."""

@@ -77,8 +77,14 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all weights on all devices together."""
+        """Return the bytes of all weights, each counted once however many devices have a copy."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+
+    @property
+    def chip_bytes(self) -> int:
+        """Return the bytes of the weights on one device."""
+        leaves = jax.tree.leaves(self.state)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 @lru_cache(maxsize=4)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from ..config.shares import Run
 from ..errors import ModelLoadError
 from .checkpoint import Checkpoint
 
@@ -69,22 +70,26 @@ def make_recipes(
         metadata = leaf.get_metadata()
         num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
         parts, num_shards = metadata.get("parts", ((None, num_rows),)), metadata.get("num_shards", 1)
+        column_runs = metadata.get("columns") or [(0, 0, width) for width in rest]
+        true_rest = [max(true + count for _, true, count in column_runs)] if rest else []
         first_row, found = 0, []
         for part, size in parts:
+            runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, size),)
             module = path[:-1] if part is None else (*path[:-2], part)
             source, name = _source(sources, module)
             tensor = stored_name(f"{name}.{path[-1]}")
-            blocks = source.blocks or ((0, size),)
+            blocks = source.blocks or ((0, max(true + count for _, true, count in runs)),)
             is_transposed = source.is_transposed and bool(rest)
             length = max(stop for _, stop in blocks)
             known = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
-            shape = (max(known, length), *rest)
+            shape = (max(known, length), *true_rest)
             shapes[tensor] = shape[::-1] if is_transposed else shape
             shard_rows = size // num_shards
-            for (start, stop), row in _cut(blocks, shard_rows, first_row, num_rows // num_shards):
-                columns = tuple((0, width) for width in rest)
-                target = (row, row + stop - start)
-                found.append(Piece(tensor, ((start, stop), *columns), (target, *columns), is_transposed))
+            for rows, target in _cut(blocks, runs, shard_rows, first_row, num_rows // num_shards):
+                for stored, true, count in column_runs if rest else [(0, 0, 0)]:
+                    columns = ((true, true + count),) if rest else ()
+                    target_columns = ((stored, stored + count),) if rest else ()
+                    found.append(Piece(tensor, (rows, *columns), (target, *target_columns), is_transposed))
             first_row += shard_rows
         pieces[path] = tuple(found)
     return Recipes(pieces, shapes)
@@ -97,19 +102,34 @@ def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, str]:
     return source, source.name.format(i=layer)
 
 
-def _cut(blocks: tuple[Bounds, ...], shard_rows: int, first: int, stride: int) -> Iterator[tuple[Bounds, int]]:
-    """Yield (bounds in the tensor, row in the weight) for the rows of a part, which the weight holds in shards.
+def _cut(
+    blocks: tuple[Bounds, ...], runs: tuple[Run, ...], shard_rows: int, first: int, stride: int
+) -> Iterator[tuple[Bounds, Bounds]]:
+    """Yield (rows of the tensor, rows of the weight) for the rows of a part, which the weight holds in shards.
 
     A weight for several devices holds each device's shard of every part, of `shard_rows` rows: shard i begins at row
-    first + i × stride of the weight. `blocks` are the part's rows in the tensor.
+    first + i × stride of the weight. `blocks` are the part's rows in the tensor, in order, and `runs` say which of them
+    are where in the part as it is stored.
     """
+    for stored, true, count in runs:
+        for start, stop, offset in _within(blocks, true, count):
+            row = stored + offset
+            while start < stop:
+                index, ahead = divmod(row, shard_rows)
+                size = min(stop - start, shard_rows - ahead)
+                target = first + index * stride + ahead
+                yield (start, start + size), (target, target + size)
+                start, row = start + size, row + size
+
+
+def _within(blocks: tuple[Bounds, ...], first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, offset) for the rows from `first` on of a part whose rows are these blocks of a tensor."""
     done = 0
     for start, stop in blocks:
-        while start < stop:
-            index, offset = divmod(done, shard_rows)
-            count = min(stop - start, shard_rows - offset)
-            yield (start, start + count), first + index * stride + offset
-            start, done = start + count, done + count
+        low, high = max(first, done), min(first + count, done + stop - start)
+        if low < high:
+            yield start + low - done, start + high - done, low - first
+        done += stop - start
 
 
 def read_rows(

@@ -38,8 +38,10 @@ class PagedCache:
     scales: KVScales | None = None
     """Scales of pages that hold one byte a number; None for all other pages."""
     mesh: Mesh | None = field(default=None, metadata={"static": True})
-    """Mesh over whose one axis the KV heads are spread, each chip with the query heads of its own; None for one chip.
+    """Mesh over which the KV heads are spread, each chip with the query heads of its own; None for one chip.
     `backend` is then made for what lies on one of them, `layout` for all."""
+    mesh_axis: str = field(default="tensor", metadata={"static": True})
+    """The axis of the mesh that they are spread over."""
 
     def attend(
         self,
@@ -102,12 +104,13 @@ class PagedCache:
         """Attend on every chip to the heads that lie there: chips exchange nothing."""
         mesh, layout = self.mesh, self.layout
         assert mesh is not None
-        (axis,) = mesh.axis_names
-        if layout.num_kv_heads % mesh.size:
+        axis = self.mesh_axis
+        num_chips = mesh.shape[axis]
+        if layout.num_kv_heads % num_chips:
             raise ValueError(
-                f"attend: got {layout.num_kv_heads} KV heads for {mesh.size} chips, wanted a multiple: each has some"
+                f"attend: got {layout.num_kv_heads} KV heads for {num_chips} chips, wanted a multiple: each has some"
             )
-        local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // mesh.size)
+        local_layout = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // num_chips)
         whole, by_head = PartitionSpec(), PartitionSpec(None, axis)
         by_axes = tuple(
             PartitionSpec(*(axis if name == "kv_heads" else None for name in axes)) for axes in layout.logical_axes

@@ -4,10 +4,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jpaged.sharding import TENSOR_AXIS, device_mesh, replicated, sharding_of
+from jpaged.sharding import DATA_AXIS, TENSOR_AXIS, device_mesh, replicated, sharding_of
 
 
-@pytest.mark.parametrize("axis", ["vocab", "heads", "kv_heads", "mlp"])
+@pytest.mark.parametrize("axis", ["vocab", "heads", "kv_heads", "mlp", "expert"])
 def test_wide_axes_are_split_over_the_tensor_axis(axis: str) -> None:
     mesh = device_mesh(jax.devices())
     assert sharding_of(mesh, ("embed", axis)).spec == PartitionSpec(None, TENSOR_AXIS)
@@ -21,12 +21,17 @@ def test_the_hidden_axis_and_unnamed_ones_stay_whole() -> None:
 
 
 def test_an_undeclared_axis_is_an_error() -> None:
-    with pytest.raises(KeyError, match="expert"):
-        sharding_of(device_mesh(jax.devices()), ("expert", "embed"))
+    with pytest.raises(KeyError, match="sequence"):
+        sharding_of(device_mesh(jax.devices()), ("sequence", "embed"))
+
+
+def test_two_axes_of_an_array_on_one_axis_of_the_mesh_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"got \('expert', 'mlp'\), wanted at most one that is split over 'tensor'"):
+        sharding_of(device_mesh(jax.devices()), ("expert", "mlp"))
 
 
 def test_the_mesh_holds_exactly_the_given_devices() -> None:
     devices = jax.devices()[:1]
     mesh = device_mesh(devices)
-    assert mesh.axis_names == (TENSOR_AXIS,)
+    assert dict(mesh.shape) == {DATA_AXIS: 1, TENSOR_AXIS: 1}
     assert list(mesh.devices.flat) == devices

@@ -29,9 +29,10 @@ def sized(
     weights=WEIGHTS,
     model=None,
     block_size_of=None,
+    num_chips=1,
     **options,
 ):
-    """Return the sizes of an engine with these options; `context` is the model's, `weights` are float32 bytes."""
+    """Return the sizes of an engine; `context` is the model's, `weights` are a chip's bytes of float32."""
     config = EngineConfig(**options)
     return size_engine(
         config,
@@ -40,6 +41,7 @@ def sized(
             block_size=block_size_of or (lambda asked, dtype, num_seqs, max_len: asked or 64),
             page_bytes=lambda block_size, dtype: PAGE * block_size // 64 // (1 if dtype == "float32" else 2),
             weights_bytes=lambda dtype: weights // (1 if dtype == "float32" else 2),
+            num_chips=num_chips,
         ),
         FreeMemory(platform, free_bytes, free_bytes if host_free_bytes is None else host_free_bytes),
         demands,
@@ -261,6 +263,12 @@ BIG_GPU = {"platform": "gpu", "free_bytes": 80 * GIB, "model": {"torch_dtype": "
 )
 def test_the_size_of_the_host_pool(case, host_pages):
     assert sized(**case).num_host_blocks == host_pages
+
+
+def test_a_host_page_has_the_shares_of_all_chips():
+    options = {"platform": "tpu", "host_free_bytes": 400 * PAGE, "swap_space": 300 * PAGE / GIB, "dtype": "float32"}
+    assert sized(**options).num_host_blocks == 300
+    assert sized(num_chips=4, **options).num_host_blocks == 75
 
 
 def test_a_host_pool_shares_the_memory_of_a_cpu_with_weights_and_pages():

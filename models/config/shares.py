@@ -1,0 +1,115 @@
+"""How a decoder's heads, MLP and vocabulary are shared out over the devices of a mesh, padded where they do not divide.
+
+Kernels then see ordinary heads, the same number on every device. What pads is zero: it adds nothing to any sum, is left
+out of results, and is not saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+Run = tuple[int, int, int]
+"""(first stored row, first row of the model, number of rows). Stored rows that no run covers are zero."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The stored sizes of a decoder whose tensors are spread over `num_shards` devices.
+
+    The KV heads are as many as the least number, from the model's on, that divides the devices or is divided by them.
+    If there are more devices, each KV head lies on several, which share its query heads; the query heads of a group are
+    then padded to a multiple of those. 9 query heads and 3 KV heads become 12 and 4 on 2 or 4 devices; on 8 they become
+    16 and 4, each of which lies on two.
+    """
+
+    num_shards: int
+    num_heads: int
+    """Query heads of the model, a multiple of its KV heads."""
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+
+    @cached_property
+    def _distinct_kv_heads(self) -> int:
+        """Return the KV heads with the padding, each once."""
+        number = self.num_kv_heads
+        while self.num_shards % number and number % self.num_shards:
+            number += 1
+        return number
+
+    @property
+    def kv_copies(self) -> int:
+        """Return on how many devices each KV head lies."""
+        return max(1, self.num_shards // self._distinct_kv_heads)
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """Return the KV heads of all devices together, copies included."""
+        return self._distinct_kv_heads * self.kv_copies
+
+    @property
+    def group_size(self) -> int:
+        """Return the query heads of each stored KV head."""
+        return -(-self._true_group // self.kv_copies)
+
+    @property
+    def _true_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def stored_heads(self) -> int:
+        """Return the query heads of all devices together."""
+        return self.stored_kv_heads * self.group_size
+
+    @property
+    def stored_inner(self) -> int:
+        """Return the width of the MLP on all devices together."""
+        return _round_up(self.intermediate_size, self.num_shards)
+
+    @property
+    def stored_vocab(self) -> int:
+        """Return the rows of the embedding and of the head on all devices together."""
+        return _round_up(self.vocab_size, self.num_shards)
+
+    def __str__(self) -> str:
+        """Say over how many devices the model is spread, and what is stored beyond what it has."""
+        stored = {
+            "query heads": (self.num_heads, self.stored_heads),
+            "KV heads": (self.num_kv_heads, self.stored_kv_heads),
+            "MLP columns": (self.intermediate_size, self.stored_inner),
+            "vocabulary rows": (self.vocab_size, self.stored_vocab),
+        }
+        padded = [f"{many} {name} for {few}" for name, (few, many) in stored.items() if many != few]
+        return f"{self.num_shards} devices" + (f", which store {', '.join(padded)}" if padded else "")
+
+    def query_runs(self, head_size: int) -> tuple[Run, ...]:
+        """Return where the rows of the model's query heads are stored; a head has `head_size` rows."""
+        runs = []
+        for kv_head in range(self.stored_kv_heads):
+            true_kv_head, copy = divmod(kv_head, self.kv_copies)
+            if true_kv_head < self.num_kv_heads:
+                first = copy * self.group_size
+                count = max(0, min(self.group_size, self._true_group - first))
+                runs.append((kv_head * self.group_size, true_kv_head * self._true_group + first, count))
+        return _scaled(runs, head_size)
+
+    def kv_runs(self, head_size: int) -> tuple[Run, ...]:
+        """Return where the rows of the model's KV heads are stored, some of them on several devices."""
+        heads = ((kv_head, kv_head // self.kv_copies) for kv_head in range(self.stored_kv_heads))
+        return _scaled([(kv_head, true, 1) for kv_head, true in heads if true < self.num_kv_heads], head_size)
+
+
+def _scaled(runs: list[Run], size: int) -> tuple[Run, ...]:
+    """Return runs of heads as runs of rows; what follows in both places is one run."""
+    merged: list[Run] = []
+    for stored, true, count in runs:
+        if merged and (stored - merged[-1][0], true - merged[-1][1]) == (merged[-1][2],) * 2:
+            merged[-1] = (*merged[-1][:2], merged[-1][2] + count)
+        elif count:
+            merged.append((stored, true, count))
+    return tuple((stored * size, true * size, count * size) for stored, true, count in merged)
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,78 @@
+"""Runs one engine after another over virtual devices of a CPU, and prints as JSON what each has drawn.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_engine.py DIRECTORY TENSOR_PARALLEL_SIZE…
+
+The requests are the same for each: greedy and drawn samples, logprobs, penalties, a fork and beams, with prompts in
+chunks beside each other, sequences that lose their pages by swap and by recompute, and a prompt that comes again.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import jax
+from safetensors.numpy import load_file
+
+from jpaged import BeamSearchParams, Engine, SamplingParams
+from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 8, "max_num_batched_tokens": 48, "long_prefill_token_threshold": 16, "block_size": 4,
+    "max_model_len": 64, "num_blocks": 513, "num_host_blocks": 513, "warmup": "off", "skip_tokenizer_init": True,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, output_kind="final_only")
+DRAWN = replace(GREEDY, temperature=0.8, seed=7, n=3, max_tokens=10, logprobs=2, prompt_logprobs=1)
+RULED = replace(GREEDY, max_tokens=10, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3)
+
+
+def draw(engine: Engine, tokens: list[int]) -> dict[str, Any]:
+    """Return the tokens of every request by its id, and the logprobs of the drawn ones."""
+    requests = {
+        "48": ([*tokens[:48]], replace(GREEDY, max_tokens=16)),
+        "52": ([*tokens[:52]], replace(GREEDY, max_tokens=12)),
+        "again": ([*tokens[:48]], replace(GREEDY, max_tokens=16)),
+        "drawn": ([*tokens[:30]], DRAWN),
+        "ruled": ([*tokens[:21]], RULED),
+    }
+    for name, (prompt, params) in requests.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    found, modes = {}, cycle((PreemptionMode.SWAP, PreemptionMode.RECOMPUTE))
+    for step in count(1):
+        for output in engine.step():
+            found[output.request_id] = [list(sample.token_ids) for sample in output.outputs]
+            if output.request_id == "drawn":
+                found["logprobs"] = [
+                    [at[token].logprob for token, at in zip(sample.token_ids, sample.logprobs, strict=True)]
+                    for sample in output.outputs
+                ]
+        if not engine.has_unfinished_requests():
+            break
+        if step % 3 == 0 and engine.scheduler.running:
+            engine.scheduler.preemption = PreemptionPolicy(next(modes))
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+    beams = engine.beam_search([tokens[:20]], BeamSearchParams(beam_width=3, max_tokens=6))
+    found["beams"] = [list(sample.token_ids) for sample in beams[0].outputs]
+    # Undisturbed, so that several tokens are decoded in one dispatch.
+    params = replace(GREEDY, max_tokens=16)
+    found["alone"] = [list(output.outputs[0].token_ids) for output in engine.generate([tokens[:48]], params)]
+    return found
+
+
+def main() -> None:
+    directory, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
+    tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
+    for num_devices in sizes:
+        with Engine(str(directory), tensor_parallel_size=num_devices, **SIZES) as engine:
+            found = draw(engine, tokens)
+            stats = engine.stats()
+            arrays = jax.tree.leaves((engine.runner.weights.state, engine.runner.state.cache.pages))
+            used = {len(array.sharding.device_set) for array in arrays}
+        counts = {name: stats[name] for name in ("preemptions_swap", "preemptions_recompute", "recompiles")}
+        print(json.dumps({"devices": sorted(used), "hits": stats["prefix_cache_hits"], **counts, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""One engine over several devices draws what it draws on one: virtual devices of a CPU, in processes of their own.
+
+Of the golden models some have heads that do not divide the devices: 2 KV heads on 8, or 1; OLMo norms all heads
+together, and Gemma's windows and heads of keys repeat. The reference is the same engine on one device.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jpaged import ConfigError, Engine
+from jpaged.models.config.reading import config_from_hf
+from jpaged.models.families.table import model_class
+from jpaged.models.io.loading import abstract_weights
+from jpaged.models.io.recipe import make_recipes
+from jpaged.sharding import device_mesh
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "families"
+FAST = ("three_kv_heads", "eight_kv_heads", "gemma3")
+SLOW = (
+    "llama", "llama_tied", "llama_bias", "llama_gelu_heads", "mistral_window", "qwen2", "qwen2_layer_types_tied",
+    "olmo2", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial", "smollm3", "granite", "qwen3_head_dim",
+)  # fmt: skip
+HEADS = {"three_kv_heads": (9, 3), "eight_kv_heads": (8, 8)}
+
+
+def process(*arguments: str) -> str:
+    """Run Python with 8 virtual devices, and return what it prints."""
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def run(directory: Path, *sizes: int) -> list[dict[str, Any]]:
+    """Return what engines over so many devices drew."""
+    script = Path(__file__).with_name("mesh_engine.py")
+    return [json.loads(line) for line in process(str(script), str(directory), *map(str, sizes)).splitlines()]
+
+
+def random_model(directory: Path, num_heads: int, num_kv_heads: int) -> Path:
+    """Make a model with so many heads, and biases, whose MLP and vocabulary do not divide 2 or 8 devices."""
+    source = json.loads((GOLDEN / "llama_bias" / "config.json").read_text())
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": 8}
+    content = {**source, **sizes, "intermediate_size": 81, "vocab_size": 97, "dtype": "float32"}
+    config = config_from_hf(content, Path("config.json"))
+    state = abstract_weights(config, "float32", device_mesh(jax.devices()[:1])).state
+    rng, tensors = np.random.default_rng(0), {}
+    for name, shape in make_recipes(state, model_class(config.architecture).sources(config)).shapes.items():
+        drawn = rng.normal(0, 1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.3, shape)
+        tensors[name] = (1 + drawn if "norm" in name else drawn).astype(np.float32)
+    tensors["model.embed_tokens.weight"] *= 5
+    (directory / "config.json").write_text(json.dumps(content))
+    save_file(tensors, directory / "model.safetensors")
+    save_file({"tokens": rng.integers(1, 97, 64)}, directory / "golden.safetensors")
+    return directory
+
+
+SAVES = """
+import sys
+from pathlib import Path
+
+import jax
+
+from jpaged.models.io.loading import abstract_weights, load_weights
+from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.io.saving import save_checkpoint
+from jpaged.sharding import device_mesh
+
+config, checkpoint = open_checkpoint(Path(sys.argv[1]))
+read, num_values = checkpoint.read, 0
+
+def counted(*args):
+    global num_values
+    values = read(*args)
+    num_values += values.size
+    return values
+
+checkpoint.read = counted
+mesh = device_mesh(jax.devices()[: int(sys.argv[3])])
+weights = load_weights(abstract_weights(config, "float32", mesh), config, checkpoint)
+print(num_values)
+save_checkpoint(weights, sys.argv[2], format="safetensors")
+"""
+
+
+@pytest.mark.parametrize(("heads", "num_devices"), [((9, 3), 8), ((9, 3), 2), ((8, 8), 8)])
+def test_a_model_is_read_once_over_several_devices_and_saved_without_what_pads(
+    heads: tuple[int, int], num_devices: int, tmp_path: Path
+) -> None:
+    directory, saved = random_model(tmp_path, *heads), tmp_path / "saved"
+    result = process("-c", SAVES, str(directory), str(saved), str(num_devices))
+    tensors, found = load_file(directory / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    # What several devices have is read for each: the KV heads of 3 on 8 devices, norms, biases of the stream.
+    held_by_all = sum(
+        (num_devices - 1) * tensor.size for name, tensor in tensors.items() if tensor.ndim == 1 and tensor.size == 64
+    )
+    twice = sum(tensor.size for name, tensor in tensors.items() if "k_proj" in name or "v_proj" in name)
+    assert int(result) <= 1.05 * sum(tensor.size for tensor in tensors.values()) + held_by_all + twice * (heads[1] == 3)
+
+
+def test_more_devices_than_there_are_is_refused_before_weights_are_read() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^tensor_parallel_size: got 1024, allowed: 1 to \d+, as many as this process"
+    ):
+        Engine(str(GOLDEN / "llama"), tensor_parallel_size=1024, skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_engines_over_several_devices_draw_the_same_tokens(name: str, tmp_path: Path) -> None:
+    directory = random_model(tmp_path, *HEADS[name]) if name in HEADS else GOLDEN / name
+    sizes = (1, 2, 8) if name in FAST else (1, 2, 4, 8)
+    whole, *spread = run(directory, *sizes)
+    for num_devices, found in zip(sizes[1:], spread, strict=True):
+        assert found.pop("devices") == [num_devices], "weights and pages lie on all devices"
+        assert found.pop("recompiles") == 0
+        np.testing.assert_allclose(found.pop("logprobs"), whole["logprobs"], rtol=0, atol=1e-4)
+        assert min(found["preemptions_swap"], found["preemptions_recompute"], found["hits"]) > 0
+        assert found == {key: whole[key] for key in found}
+    if name not in HEADS:
+        tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
+        assert (whole["48"], whole["52"]) == ([tokens[48:]], [tokens[52:]])

@@ -1,0 +1,55 @@
+"""How heads are shared out over devices: padded, or on several devices, and every one of the model's exactly where."""
+
+import pytest
+
+from jpaged.models.config.shares import Shares
+
+STORED = {
+    # (query heads, KV heads), devices → (stored query heads, stored KV heads, devices of each KV head)
+    ((9, 3), 1): (9, 3, 1),
+    ((9, 3), 2): (12, 4, 1),
+    ((9, 3), 4): (12, 4, 1),
+    ((9, 3), 8): (16, 8, 2),
+    ((32, 8), 8): (32, 8, 1),
+    ((32, 8), 16): (32, 16, 2),
+    ((8, 1), 4): (8, 4, 4),
+    ((71, 71), 2): (72, 72, 1),
+    ((6, 2), 8): (8, 8, 4),
+}
+
+
+@pytest.mark.parametrize(("case", "wanted"), STORED.items())
+def test_heads_are_padded_until_they_divide_or_are_divided(case, wanted):
+    (num_heads, num_kv_heads), num_shards = case
+    shares = Shares(num_shards, num_heads, num_kv_heads, 100, 97)
+    assert (shares.stored_heads, shares.stored_kv_heads, shares.kv_copies) == wanted
+    assert shares.stored_heads % num_shards == shares.stored_kv_heads % num_shards == 0
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (32, 8), (8, 1), (14, 2), (71, 71), (40, 10)])
+def test_each_query_head_is_stored_once_beside_its_kv_head(num_heads, num_kv_heads, num_shards):
+    shares = Shares(num_shards, num_heads, num_kv_heads, 100, 97)
+    group = num_heads // num_kv_heads
+    query_of = {s + i: t + i for s, t, count in shares.query_runs(1) for i in range(count)}
+    kv_of = {s + i: t + i for s, t, count in shares.kv_runs(1) for i in range(count)}
+    assert sorted(query_of.values()) == list(range(num_heads))
+    assert sorted(set(kv_of.values())) == list(range(num_kv_heads))
+    for stored, head in query_of.items():
+        assert kv_of[stored // shares.group_size] == head // group
+    assert max(query_of) < shares.stored_heads
+    assert max(kv_of) < shares.stored_kv_heads
+
+
+def test_one_device_stores_what_the_model_has_in_one_run():
+    shares = Shares(1, 32, 8, 100, 97)
+    assert shares.query_runs(64) == ((0, 0, 2048),)
+    assert shares.kv_runs(64) == ((0, 0, 512),)
+    assert (shares.stored_inner, shares.stored_vocab) == (100, 97)
+
+
+def test_what_is_padded_is_said():
+    assert str(Shares(8, 32, 8, 4096, 128)) == "8 devices"
+    assert str(Shares(4, 9, 3, 100, 97)) == (
+        "4 devices, which store 12 query heads for 9, 4 KV heads for 3, 100 vocabulary rows for 97"
+    )
