@@ -223,3 +223,24 @@ def test_a_step_over_several_devices_reduces_twice_a_layer_and_gathers_logits(st
 def test_heads_that_do_not_divide_the_devices_need_no_other_collectives():
     """9 query heads and 3 KV heads on 8 virtual devices of a CPU."""
     check_collectives(output_of("compile_step.py", "cpu", 8, "float32", "2"), 2)
+
+
+PRINTS_CHIP = """
+import sys
+sys.path.insert(0, "scripts")
+from compile_tpu import CHIPS, prepare
+prepare()
+from jax.experimental import topologies
+from jpaged.sharding import devices_of_a_chip
+print(devices_of_a_chip(topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[sys.argv[1]]).devices))
+"""
+
+
+@pytest.mark.parametrize(("chip", "num_devices"), [("v6e", 1), ("v7x", 2)])
+def test_the_halves_of_a_tpu_7x_serve_one_engine_by_default(chip, num_devices):
+    if missing := list(missing_wheels(TARGETS[chip][1])):
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PRINTS_CHIP, chip]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    assert int(result.stdout) == num_devices
