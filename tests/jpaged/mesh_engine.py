@@ -20,7 +20,7 @@ from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
 SIZES: dict[str, Any] = {
-    "max_num_seqs": 8, "max_num_batched_tokens": 48, "long_prefill_token_threshold": 16, "block_size": 4,
+    "max_num_seqs": 4, "max_num_batched_tokens": 16, "long_prefill_token_threshold": 12, "block_size": 4,
     "max_model_len": 64, "num_blocks": 513, "num_host_blocks": 513, "warmup": "off", "skip_tokenizer_init": True,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, output_kind="final_only")

@@ -48,6 +48,7 @@ RANGES = {
     "logprobs_mode": (["raw_logprobs", "processed_logprobs"], ["raw_logits", "", None]),
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,
+    "tensor_parallel_size": SIZE,
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, "5"]),
     "num_blocks": ([None, 2, LARGEST], [1, 0, -5, LARGEST + 1]),
     "num_host_blocks": ([None, 0, 2, LARGEST], [1, -1, LARGEST + 1, 2.0]),
