@@ -28,7 +28,8 @@ GOLDEN = ROOT / "tests" / "golden" / "families"
 FAST = ("three_kv_heads", "gemma3")
 SLOW = (
     "eight_kv_heads", "llama", "llama_tied", "llama_bias", "llama_gelu_heads", "mistral_window", "qwen2",
-    "qwen2_layer_types_tied", "olmo2", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial", "smollm3", "granite", "qwen3_head_dim",
+    "qwen2_layer_types_tied", "olmo2", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial", "smollm3", "granite",
+    "qwen3_head_dim",
 )  # fmt: skip
 HEADS = {"three_kv_heads": (9, 3), "eight_kv_heads": (8, 8)}
 
