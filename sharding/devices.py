@@ -43,10 +43,9 @@ def select_devices(kind: str) -> list[jax.Device]:
 
 def devices_of_a_chip(devices: Sequence[jax.Device]) -> int:
     """Return how many of these devices are parts of one chip, from the first on: the two halves of a TPU 7x, else 1."""
-    place = getattr(devices[0], "coords", None)
-    if place is None:
+    if devices[0].platform != "tpu":
         return 1
-    return sum(1 for _ in takewhile(lambda device: device.coords == place, devices))
+    return sum(1 for _ in takewhile(lambda device: device.coords == devices[0].coords, devices))
 
 
 def visible_accelerators() -> list[str]:

@@ -17,7 +17,7 @@ from .hf import FULL, ROPE_OBJECTS
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
 MAX_FACTOR = 1e6
-"""Of a context's length, or of a frequency."""
+"""Largest factor that is read, whether it stretches a context or divides a frequency."""
 ORIGINAL = "original_max_position_embeddings"
 
 
