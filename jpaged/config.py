@@ -38,8 +38,9 @@ LIMITS = ("waiting_requests", "waiting_tokens")
 LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
 MAX_JSON_DEPTH = 16
 OVERRIDES_HELP = "values instead of those in config.json, on the command line a JSON object; objects are merged"
+MESH_HELP = "a jax.sharding.Mesh in Python, along whose axis tensor the model is spread"
 PARAMS_HELP = "weights, in Python: a tree of arrays under Hugging Face names, for the config of the model's directory"
-PYTHON_ONLY = ("logits_processors", "params")
+PYTHON_ONLY = ("logits_processors", "mesh", "params")
 """Options without a flag."""
 ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 
@@ -128,6 +129,22 @@ def _params(value: Any) -> Any:
     return value
 
 
+def _mesh(value: Any) -> Any:
+    """Take a mesh that is spread along its tensor axis alone."""
+    if value is None:
+        return None
+    from jax.sharding import Mesh  # Not before: the command line reads its options without JAX.
+
+    from .sharding import DATA_AXIS, TENSOR_AXIS
+
+    allowed = f"a jax.sharding.Mesh with the axes {DATA_AXIS} and {TENSOR_AXIS}, all but {TENSOR_AXIS} of size 1"
+    if not isinstance(value, Mesh):
+        raise Unfit(allowed)
+    if not {DATA_AXIS, TENSOR_AXIS} <= set(value.shape) or value.size != value.shape[TENSOR_AXIS]:
+        raise Unfit(allowed, got=f"axes {dict(value.shape)}")
+    return value
+
+
 _COUNT = integer(0, INT64[1])
 _SIZE = integer(1, INT64[1])
 
@@ -186,6 +203,9 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         None, "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip", _SIZE
     )
     """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
+    mesh: Any = field(default=None, metadata={"rule": _mesh, "help": MESH_HELP})
+    """A `jax.sharding.Mesh` with the axes data and tensor, whose devices serve in their order; all lie in this process.
+    Only the tensor axis may have more than one."""
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}", one_of("auto", *BACKEND_NAMES))
     """A backend that is named must pass its check at start; one that auto chooses is replaced by xla if it fails."""
     max_model_len: int | None = _option(
@@ -213,7 +233,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         None, "pages in the pool, the null page among them; default: from memory", integer(2, INT64[1])
     )
     kv_cache_memory_bytes: int | None = _option(
-        None, "memory of the page pool in bytes; default: from free memory", _SIZE
+        None, "memory of the page pool on each device in bytes; default: from free memory", _SIZE
     )
     device_memory_utilization: float = _option(
         0.92, "share of a device's free memory to use, in (0, 1]", number(0.0, 1.0, open_min=True)
@@ -298,6 +318,11 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         self._check_fields()
         self._check_pairs()
 
+    @property
+    def num_devices(self) -> int | None:
+        """Return the devices that are asked for, None if they are chosen at start: those of one chip."""
+        return self.tensor_parallel_size if self.mesh is None else self.mesh.size
+
     def _check_pairs(self) -> None:
         """Refuse options that contradict each other, or one of which would be ignored."""
         one, leave = "give one of the two", "leave one of them out"
@@ -323,6 +348,10 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
             names = ", ".join(["auto", *(name for name in BACKEND_NAMES if name not in not_deterministic)])
             why = not_deterministic[self.attention_backend]
             self._refuse("attention_backend", f"{names} while deterministic is true: {why}", leave)
+        if self.mesh is not None and self.tensor_parallel_size not in (None, self.mesh.size):
+            self._refuse("tensor_parallel_size", f"none beside mesh, or its {self.mesh.size} devices", leave)
+        if self.mesh is not None and self.device not in ("auto", platform := self.mesh.devices.flat[0].platform):
+            self._refuse("device", f"auto beside mesh, or {platform} as its devices are", leave)
         if self.tokenizer is not None and self.skip_tokenizer_init:
             self._refuse("tokenizer", "none while skip_tokenizer_init is true", leave)
         if self.params is not None and self.load_format != "auto":

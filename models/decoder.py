@@ -259,6 +259,6 @@ def scaled(x: Float[Array, "T D"], factor: float) -> Float[Array, "T D"]:
     if factor == 1.0:
         return x
     # XLA:CPU rounds a product and the sum behind it once where it fuses them, and twice elsewhere, which depends on the
-    # number of tokens. The clip, which changes no finite value, keeps them apart.
-    largest = jnp.finfo(jnp.float32).max
-    return jnp.clip(x.astype(jnp.float32) * factor, -largest, largest).astype(x.dtype)
+    # number of tokens. The clip, which changes nothing, keeps them apart.
+    product, largest = x.astype(jnp.float32) * factor, jnp.finfo(jnp.float32).max
+    return jnp.where(jnp.isfinite(product), jnp.clip(product, -largest, largest), product).astype(x.dtype)

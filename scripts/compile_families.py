@@ -67,6 +67,8 @@ def main() -> int:
     parser.add_argument("--chips", nargs="+", choices=CHIPS, default=CHIPS)
     parser.add_argument("--output", type=Path, help="write what was found here, as JSON")
     args = parser.parse_args()
+    compilers = {"v6e": "libtpu", "h100": "jax-cuda12-plugin"}
+    versions = {name: version(name) for name in ("jax", "jaxlib", *(compilers[chip] for chip in args.chips))}
     rows, num_faults = [], 0
     for name in args.names:
         for chip in args.chips:
@@ -79,7 +81,6 @@ def main() -> int:
             print(f"{name} on {chip}: {'; '.join(faults) or 'compiles'}", flush=True)
     if args.output:
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        versions = {name: version(name) for name in ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")}
         head = json.dumps({"date": str(date.today()), "versions": versions})[:-1]
         args.output.write_text(f'{head}, "models": [\n{lines}\n]}}\n')
     return int(num_faults > 0)

@@ -40,7 +40,8 @@ COLUMNS = (
     "max_model_len", "max_num_seqs", "num_seqs_of_8k",
 )  # fmt: skip
 """What a plan says: `token_bytes` are the pages of a sequence of 8,192 tokens ÷ its tokens, and `num_seqs_of_8k` such
-sequences fit into the pool at once. A chunk of a prompt may be a whole step, so pages of windows count with one."""
+sequences fit into the pool at once. Layers with a window hold its pages and those of a step, which a chunk of a prompt
+may fill."""
 
 
 def read_configs() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -20,13 +20,13 @@ EXTRAS = {"gpu": "jpaged[cuda13] or jpaged[cuda12]", "tpu": "jpaged[tpu]"}
 
 
 def select_devices(kind: str) -> list[jax.Device]:
-    """Return JAX's devices of this kind: "cpu", "gpu", "tpu" or "auto", the accelerator if JAX has one, else the CPU.
+    """Return this process's devices of a kind: "cpu", "gpu", "tpu" or "auto", the accelerator if JAX has one, else CPU.
 
     Raises RuntimeError, which says what to install, if there is no device of the kind, or if "auto" would choose the
     CPU although the machine has an accelerator that this JAX cannot use.
     """
     try:
-        devices = list(jax.devices() if kind == "auto" else jax.devices(kind))
+        devices = jax.local_devices(backend=None if kind == "auto" else kind)
     except (RuntimeError, AssertionError) as error:  # JAX asserts that a platform named in JAX_PLATFORMS exists.
         raise RuntimeError(
             f"device: got {kind}, which JAX {jax.__version__} does not have here ({error or type(error).__name__}); "

@@ -3,10 +3,10 @@
     python compile_step.py cpu|v5e|v6e|v7x|h100 NUM_DEVICES float32|bfloat16 [NUM_LAYERS [xla]] [--config FILE]
 
 The output is one JSON object; sizes are in bytes per chip. Tests run this script as a process of its own, because JAX
-reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six
-layers of a model with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; then there is one
-number of pages, smaller steps with prompts, and of a TPU only the forward programs. `xla`: attention in plain XLA.
-`--config` names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds.
+reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
+with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; steps with prompts are then smaller, for chips
+there is one number of pages, and for a TPU alone only the forward programs. `xla`: attention in plain XLA. `--config`
+names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds.
 """
 
 import argparse
@@ -237,7 +237,8 @@ def main() -> None:
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
     is_cut = args.num_layers is not None
-    for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if is_cut else None]):
+    has_one = is_cut and gate is not None
+    for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if has_one else None]):
         programs = engine.programs(engine.builder(sizes), num_blocks=num_pages)
         cache = programs.state.cache
         cache_shapes = [array.sharding.shard_shape(array.shape) for array in cache.pages]

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jpaged.models.families.table import BY_ARCHITECTURE
 from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -220,9 +221,20 @@ def test_a_step_over_several_devices_reduces_twice_a_layer_and_gathers_logits(st
         assert steps["sampler"]["collectives"].keys() == {"all-gather"}
 
 
-def test_heads_that_do_not_divide_the_devices_need_no_other_collectives():
-    """9 query heads and 3 KV heads on 8 virtual devices of a CPU."""
-    check_collectives(output_of("compile_step.py", "cpu", 8, "float32", "2"), 2)
+def test_heads_that_do_not_divide_the_devices_need_no_other_collectives_and_no_copy_of_pages():
+    """9 query heads and 3 KV heads on 8 virtual devices of a CPU, one stored KV head on each."""
+    steps = output_of("compile_step.py", "cpu", 8, "float32", "2")
+    check_collectives(steps, 2)
+    for name, (few, many) in steps["steps"].items():
+        assert few["large"] == many["large"] == [], name
+        assert many["pages"] == 2 * few["pages"]
+        assert many["temporary"] <= few["temporary"], name
+
+
+def test_every_family_has_a_model_that_is_compiled(script):
+    families = script("compile_families")
+    contents = [json.loads((families.CONFIGS / f"{name}.json").read_text())["config"] for name in families.MODELS]
+    assert {content["architectures"][0] for content in contents} == set(BY_ARCHITECTURE)
 
 
 PRINTS_CHIP = """

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ..errors import ConfigError
 from ..models.config.decoder import DecoderConfig
 from ..models.io.loading import Weights, abstract_weights
-from ..pallas_kernels.ragged_paged_attention.interface import Backend, KVLayout, LayerPlace
+from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
@@ -64,8 +64,7 @@ class AbstractEngine:
 
     def block_size(self, asked: int | None, kv_dtype: str, max_num_seqs: int, max_model_len: int) -> int:
         """Return the tokens per page, `asked` if given; ConfigError if the page tables have no room on the device."""
-        shape = attention_shape(self.model.spec_on_chip(self.num_chips), kv_dtype)
-        return block_size_of(self.backend, shape, asked, max_num_seqs, max_model_len)
+        return block_size_of(self.backend, self._shape_on_chip(kv_dtype), asked, max_num_seqs, max_model_len)
 
     def page_bytes(self, block_size: int, kv_dtype: str) -> int:
         """Return the bytes of one page on a chip, in all layers of the largest page-table group together."""
@@ -106,14 +105,19 @@ class AbstractEngine:
             options=ProgramOptions(settings, self.num_decode_steps, num_host_blocks),
         )
 
+    def _shape_on_chip(self, kv_dtype: str) -> AttentionShape:
+        """Return what a chip's attention computes: its own heads."""
+        return attention_shape(self.model.spec_on_chip(self.num_chips), kv_dtype)
+
     def _layout(self, num_pages: int, block_size: int, dtype: str) -> KVLayout:
         """Return the layout of a cache of this many pages, of all chips; ConfigError for what the backend refuses."""
-        shape = attention_shape(self.model.spec_on_chip(self.num_chips), dtype)
-        kv_shape = shape.kv_shape(block_size, num_layers=self.groups.num_layers, num_pages=num_pages)
+        shape = self._shape_on_chip(dtype)
         try:
-            return self.backend.layout(replace(kv_shape, num_kv_heads=kv_shape.num_kv_heads * self.num_chips))
+            kv_shape = shape.kv_shape(block_size, num_layers=self.groups.num_layers, num_pages=num_pages)
+            layout = self.backend.layout(kv_shape)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        return replace(layout, num_kv_heads=layout.num_kv_heads * self.num_chips)
 
 
 class StepMemoryCheck:

@@ -249,9 +249,17 @@ def check_steps(block_size: int, long: int, rng: np.random.Generator) -> tuple[n
 
 @functools.partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
 def _attend(
-    cache: PagedCache, q: jax.Array, k: jax.Array, v: jax.Array, step: AttentionMetadata, **options: Any
+    cache: PagedCache,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    step: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> tuple[jax.Array, PagedCache]:
-    return cache.attend(1, q, k, v, step, **options)
+    return cache.attend(1, q, k, v, step, scale=scale, window=window, soft_cap=soft_cap)
 
 
 def _unwritten_cache(backend: Backend, shape: KVShape) -> PagedCache:

@@ -113,7 +113,7 @@ def build_engine(
     use_compilation_cache(config.compilation_cache_dir)
     max_model_len = requested_max_len(config, handle.spec)
     handle = replace(handle, config=handle.config.without_idle_windows(max_model_len))
-    on_chip = handle.config.spec_on_chip(config.tensor_parallel_size or 1)
+    on_chip = handle.config.spec_on_chip(config.num_devices or 1)
     check_before_opening(config, on_chip, _phase(progress, "check"))
     devices = _select_devices(config)
     device = devices[0]
@@ -130,12 +130,13 @@ def build_engine(
         logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
     for note in sizes.notes:
         logger.warning(note)
-    memory = f"{sizes.memory}{unreserved_memory_note(device)}"
+    on_each = " on each device" if len(devices) > 1 else ""
+    memory = f"{sizes.memory}{on_each}{unreserved_memory_note(device)}"
     logger.info("memory: %s", memory)
     step = sizes.step
     if handle.checkpoint is not None:
         check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
-        handle.check_weight_files()
+    handle.check_weight_files()
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools)
@@ -185,16 +186,29 @@ def build_engine(
 
 
 def _select_devices(config: EngineConfig) -> list[jax.Device]:
-    """Return the devices to run on; ConfigError if there are too few of the kind."""
+    """Return the devices to run on; ConfigError if this process has too few of the kind, or not those of the mesh."""
+    in_mesh = [] if config.mesh is None else list(config.mesh.devices.flat)
     try:
-        devices = select_devices(config.device)
+        devices = select_devices(in_mesh[0].platform if in_mesh else config.device)
     except RuntimeError as error:
         raise ConfigError(one_line(error)) from error
-    wanted = config.tensor_parallel_size or devices_of_a_chip(devices)
+    if strange := [device for device in in_mesh if device not in devices]:
+        raise refusal("mesh", f"{strange[0]} among its devices", "devices of this process", error=ConfigError)
+    wanted = config.num_devices or devices_of_a_chip(devices)
     if wanted > len(devices):
         allowed = f"1 to {len(devices)}, as many as this process has of {devices[0].device_kind}"
         raise refusal("tensor_parallel_size", wanted, allowed, error=ConfigError)
-    return devices[:wanted]
+    if wanted > 1 and devices[0].platform == "cpu" and (num_threads := _num_xla_threads()) < 2 * wanted:
+        allowed = f"at most half of XLA's {num_threads} threads on a CPU, since devices that wait for a sum keep theirs"
+        way_out = f"set NPROC={2 * wanted} in the environment before JAX starts"
+        raise refusal("mesh" if in_mesh else "tensor_parallel_size", wanted, allowed, way_out, error=ConfigError)
+    return in_mesh or devices[:wanted]
+
+
+def _num_xla_threads() -> int:
+    """Return the threads of XLA on a CPU: as many as the environment's NPROC says, else as there are cores."""
+    asked = os.environ.get("NPROC", "")
+    return int(asked) if asked.isdecimal() else num_host_cores()
 
 
 def _checked_engine(

@@ -172,12 +172,13 @@ def _directory_source(model: str, path: Path, load_format: str, with_weights: bo
     as above root/step/default of orbax's CheckpointManager.
     """
     trees = _trees(path)
+    has_safetensors = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    trees = trees if load_format == "orbax" or not has_safetensors else []
     homes = [path, trees[0], *list(trees[0].parents)[:2]] if trees else [path]
     home = next((home for home in homes if (home / CONFIG_FILE).is_file()), None)
     if home is None:
         raise ModelLoadError(f"model {model!r}: {_missing_config(path, trees)}")
-    has_safetensors = any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-    if not with_weights or not trees or (has_safetensors and load_format != "orbax"):
+    if not with_weights or not trees:
         return ModelSource(model, "safetensors", home)
     if len(trees) > 1:
         names = ", ".join(tree.relative_to(path).as_posix() for tree in trees[:10])

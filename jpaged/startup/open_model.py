@@ -40,7 +40,7 @@ class ModelHandle:
     sampling_defaults: dict[str, Any]
     """SamplingParams fields that the model's generation config, or its model card, sets."""
     eos_token_ids: frozenset[int]
-    """All token ids that end a reply: those of the model config, the generation config and the tokenizer."""
+    """Token ids of the model that end a reply: those of its config, the generation config and the tokenizer."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -50,7 +50,7 @@ class ModelHandle:
     def check_weight_files(self) -> None:
         """Compare the files of the weights with the list of sums in the directory of the model; ModelLoadError.
 
-        Every byte of them is read, so that all else that can be wrong is checked before.
+        Every byte of them is read, so that all else that can be wrong is checked before. There may be no weights.
         """
         if self.checkpoint is not None:
             _check_sums(self.source, [file.relative_to(self.source.directory) for file in self.checkpoint.files()])
@@ -118,8 +118,8 @@ def _check_sums(source: ModelSource, files: list[PurePath]) -> None:
 def _check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, path: object) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the embedding; ModelLoadError. `path` is what errors name.
 
-    Added tokens beyond the embedding are no fault: Gemma 3 has one for images in models of text alone. Prompts that
-    hold one are refused.
+    So are tokens beyond it that begin or end sequences. Others are no fault: Gemma 3 has one for images in models of
+    text alone. Prompts that hold one are refused.
     """
     num_rows = model.vocab_size
     if tokenizer.base_vocab_size > num_rows:
@@ -127,6 +127,12 @@ def _check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, path: object) 
             f"{path}: the tokenizer has {tokenizer.base_vocab_size} ids, the model's embedding {num_rows} rows; "
             "tokenizer and weights belong to different models"
         )
+    for name, token_id in ("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id):
+        if token_id is not None and token_id >= num_rows:
+            raise ModelLoadError(
+                f"{path}: the tokenizer's {name} has the id {token_id}, the model's embedding {num_rows} rows; "
+                "tokenizer and weights belong to different models"
+            )
     if tokenizer.vocab_size > num_rows:
         logger.info(
             "tokenizer: the model has no rows for its added tokens from id %s to %s; prompts with one are refused",

@@ -65,7 +65,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of the device's memory (on a CPU, of the host's), and what they are used for."""
+    """Bytes of one device's memory (on a CPU, of its share of the host's), and what they are used for."""
 
     free_bytes: int
     """Free memory before anything was allocated."""
@@ -130,7 +130,7 @@ class FreeMemory:
     device_bytes: int
     """On each device, the least of them."""
     host_bytes: int
-    """On a CPU the same memory as `device_bytes`."""
+    """On a CPU the memory that all its devices share."""
 
     @property
     def is_cpu(self) -> bool:
@@ -197,7 +197,8 @@ def size_engine(
         way_out = "raise it, lower max_model_len, or leave chunked prefill on"
         raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
     _check_samples(demands, num_pages, arithmetic, step.max_model_len)
-    room = max(0, free.host_bytes - (memory.weights_bytes + memory.pool_bytes if free.is_cpu else 0))
+    on_host = costs.num_chips * (memory.weights_bytes + memory.pool_bytes) if free.is_cpu else 0
+    room = max(0, free.host_bytes - on_host)
     host_page_bytes = page_bytes * costs.num_chips
     num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=room, page_bytes=host_page_bytes, step=step)
     return EngineSizes(step, num_pages + 1, num_host_blocks, arithmetic, memory, tuple(notes))

@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 """Files of which a directory with a tokenizer has at least one."""
 MORE_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
-    "spiece.model", "additional_chat_templates",
+    "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tiktoken.model", "additional_chat_templates",
 )  # fmt: skip
 """Files, and a folder of files, that are read beside them where they are there."""
 # Decoders for which the text of a token depends only on whether any token comes before it.

@@ -18,9 +18,9 @@ from ..families.table import BY_GGUF
 from ..io.fields import Fields
 from ..rope import inverse_frequencies
 from .decoder import DecoderConfig
-from .hf import FULL, MAX_LAYERS, SLIDING
+from .hf import FULL, MAX_LAYERS, ROPE_OBJECTS, SLIDING
 from .reading import config_from_hf
-from .rope import DEFAULT_THETA, MAX_FACTOR, RopeConfig
+from .rope import DEFAULT_THETA, RopeConfig, checked_factors
 
 if TYPE_CHECKING:
     from ..io.gguf import GGUFFile
@@ -49,11 +49,11 @@ def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None)
     architecture = fields.choice("general.architecture", BY_GGUF)
     reader = _Metadata(file, fields, architecture)
     config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
-    if reader.freq_factors is None:
-        return config
-    # An override of the scaling counts before the file's own.
+    asked = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
+    if reader.freq_factors is None or any(one is None or {"rope_type", "type"} & one.keys() for one in asked):
+        return config  # An override of the scaling counts before the file's own.
     own: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
-    ropes = (replace(rope, **own) if rope is not None and rope.kind == "default" else rope for rope in config.ropes)
+    ropes = (None if rope is None else replace(rope, **own) for rope in config.ropes)
     return replace(config, ropes=tuple(ropes))
 
 
@@ -239,14 +239,12 @@ class _Metadata:
         All published models have three of its four parameters in common. Other divisors are kept as they are.
         """
         factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().astype(np.float64)
-        if len(factors) != head_size // 2 or not ((factors > 0) & (factors <= MAX_FACTOR)).all():
-            wanted = f"{head_size // 2} above 0 and up to {MAX_FACTOR:g}"
-            raise ModelLoadError(f"{self.file.path}: rope_freqs.weight holds {len(factors)} values, wanted {wanted}")
-        largest = round(max(factors.tolist()), 3)
+        checked = checked_factors(factors.tolist(), head_size, f"{self.file.path}: rope_freqs.weight")
+        largest = round(max(checked), 3)
         published = RopeConfig(theta, "llama3", largest, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
         plain = inverse_frequencies(RopeConfig(theta), head_size)
         if not np.allclose(plain / inverse_frequencies(published, head_size), factors, rtol=1e-4):
-            self.freq_factors = tuple(factors.tolist())
+            self.freq_factors = checked
             return {"rope_type": "default"}
         return {
             "rope_type": "llama3",

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ModelLoadError
+from ..io.checkpoint import DTYPES
 from ..io.fields import Fields
 
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 10_000
 SLIDING, FULL = "sliding_attention", "full_attention"
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .hf import FULL, ROPE_OBJECTS, SLIDING
+from .rope import ORIGINAL
 
 INSIDE = {
     "rope_theta": ("rope_theta", FULL),
@@ -26,22 +27,27 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     What describes the rotary embedding counts wherever the file has it, in the form of transformers 4 or 5.
     """
     in_force = next((key for key in ROPE_OBJECTS if data.get(key)), "")
+    moved = dict(overrides)
+    for scaling in (overrides.get(key) for key in ROPE_OBJECTS):
+        if isinstance(scaling, Mapping) and ORIGINAL in scaling:
+            moved.setdefault(ORIGINAL, scaling[ORIGINAL])  # One that the file has beside the object would count first.
     if not isinstance(data.get(in_force), Mapping):
-        return _merged(data, overrides)
-    parameters, moved = dict(data[in_force]), dict(overrides)
+        return _merged(data, moved)
+    parameters = dict(data[in_force])
     by_type = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     for outer, (inner, layer_type) in INSIDE.items():
         if outer in overrides:  # A value inside of the object would count before it.
             if layer_type in by_type:
                 parameters[layer_type] = {k: v for k, v in parameters[layer_type].items() if k != inner}
-            parameters.pop(inner, None)
+            if layer_type == FULL:
+                parameters.pop(inner, None)
     for key in ROPE_OBJECTS:
         if key in overrides and key != in_force and not by_type:
             scaling = moved.pop(key)
             if scaling is None:  # No scaling.
                 parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
             else:
-                moved[in_force] = scaling
+                moved[in_force] = _merged(moved.get(in_force) or {}, scaling)
     scaling = moved.get(in_force)
     if isinstance(scaling, Mapping) and "type" in scaling:  # The older name of what the file may have as rope_type.
         parameters.pop("rope_type", None)

@@ -20,7 +20,7 @@ class Float8Scheme:
     block: tuple[int, int] | None = None
     """Rows and columns of a block that shares a scale, where there are scales per block."""
     has_row_scales: bool = False
-    """Whether a matrix may have a scale per row."""
+    """Whether a matrix may have a scale per row; beside scales per block, it may also have one for all of it."""
 
 
 def read_quantization(fields: Fields) -> Float8Scheme | None:

@@ -64,7 +64,7 @@ def config_from_hf(
 
 
 def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
-    """Return the default model type of the language model in a model with images; None for any other model."""
+    """Return the model type of the language model in a model with images; None for any other model."""
     match data.get("architectures"):
         case [str(name)]:
             return LANGUAGE_MODELS.get(name)
@@ -77,18 +77,20 @@ def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], di
         raise fields.wrong(TEXT_CONFIG, "the config of the language model")
     found = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
     names = {key: f"{TEXT_CONFIG}.{key}" for key in found}
+    if fields.has("dtype") or fields.has("torch_dtype"):
+        found = {key: value for key, value in found.items() if key not in ("dtype", "torch_dtype")}
     for key in SHARED_KEYS:
         if fields.has(key):
             found[key], names[key] = fields.data[key], key
-    family = BY_MODEL_TYPE[Fields(found, fields.path, names).choice("model_type", BY_MODEL_TYPE)]
+    family = BY_MODEL_TYPE[Fields(found, fields.path, names).choice("model_type", (model_type,))]
     return found | {"architectures": [family.architecture]}, names
 
 
 def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a file over its class's defaults.
 
-    Without default token ids that a smaller vocabulary does not have, even where the file repeats them: nothing draws
-    them.
+    A default token id that a smaller vocabulary does not have is left out, even where the file repeats it: no step can
+    draw it.
     """
     merged = {**defaults, **data}
     vocab_size = merged.get("vocab_size")

@@ -6,7 +6,8 @@ transformers 4 writes `rope_theta` and `rope_scaling`, version 5 `rope_parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,11 +84,18 @@ def rope_fields(
     values = {
         "rope_theta": fields.number(theta_key, theta, above=1),
         "partial_rotary_factor": fields.number(share_key, share, above=0, max=1),
-        **{name: value for name, value in found.data.items() if value is not None},
     }
+    merged = _over(values, found)
     if fields.has(ORIGINAL):
-        values[ORIGINAL] = fields.integer(ORIGINAL)
-    return found.with_data(values)
+        merged = merged.with_data({**merged.data, ORIGINAL: fields.integer(ORIGINAL)})
+    outside = {"rope_theta": theta_key, "partial_rotary_factor": share_key}
+    names = {inner: fields.name_of(outer) for inner, outer in outside.items() if found.data.get(inner) is None}
+    return replace(merged, names={**found.names, **names})
+
+
+def _over(defaults: Mapping[str, Any], found: Fields) -> Fields:
+    """Return the fields of an object over defaults, which count where it has null too."""
+    return found.with_data({**defaults, **{key: value for key, value in found.data.items() if value is not None}})
 
 
 def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool = False) -> RopeConfig:
@@ -103,7 +111,7 @@ def read_rope(fields: Fields, rope: Fields, *, head_size: int, is_partial: bool 
     if size < 2 or size % 2:
         raise ModelLoadError(f"{fields.path}: {size} lanes of a head are rotated, wanted an even number above 0")
     found = _read_scaling(rope, kind, fields.integer("max_position_embeddings"), size)
-    theta = rope.number("rope_theta", DEFAULT_THETA, above=1)
+    theta = rope.number("rope_theta", above=1)
     return replace(found, theta=theta, rotary_size=None if size == head_size else size)
 
 
@@ -128,7 +136,7 @@ def read_ropes_by_type(
         old = scaling if layer_type == FULL else Fields({}, fields.path, fields.names)
         theta = default if key is None else fields.number(key, default, above=1)
         rope = by_type.mapping(layer_type) if by_type.has(layer_type) else old
-        rope = rope.with_data({"rope_theta": theta, **rope.data})
+        rope = _over({"rope_theta": theta}, rope)
         ropes[layer_type] = read_rope(fields, rope, head_size=head_size)
         if not ropes[layer_type].truncate:
             reason = "transformers ignores it in an object per layer type; leave it out"
@@ -199,8 +207,14 @@ def _read_longrope(rope: Fields, original: int, max_position: int, size: int) ->
 
 def _factors(rope: Fields, key: str, size: int) -> tuple[float, ...]:
     """Return a divisor for each of the inverse frequencies of `size` lanes."""
-    factors = rope.items(key, (int, float))
-    if len(factors) != size // 2 or not all(0 < value <= MAX_FACTOR for value in factors):
-        wanted = f"{size // 2} above 0 and up to {MAX_FACTOR:g}"
-        raise ModelLoadError(f"{rope.path}: {rope.name_of(key)} holds {len(factors)} values, wanted {wanted}")
-    return tuple(map(float, factors))
+    return checked_factors(rope.items(key, (int, float)), size, f"{rope.path}: {rope.name_of(key)}")
+
+
+def checked_factors(values: Sequence[float], size: int, name: str) -> tuple[float, ...]:
+    """Return divisors of the inverse frequencies of `size` lanes as floats; `name` is what errors name."""
+    if len(values) != size // 2:
+        raise ModelLoadError(f"{name} holds {len(values)} values, wanted {size // 2}")
+    for value in values:
+        if isinstance(value, bool) or not 0 < value <= MAX_FACTOR:
+            raise ModelLoadError(f"{name} holds {reprlib.repr(value)}, wanted numbers above 0 and up to {MAX_FACTOR:g}")
+    return tuple(map(float, values))

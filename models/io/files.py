@@ -50,7 +50,8 @@ def check_manifest(directory: Path, read: Collection[PurePath]) -> list[str]:
         return []
     present = {file.relative_to(directory).as_posix() for name in read for file in _files(directory / name)}
     listed = _read(path)
-    wanted = {name for name in listed if any(PurePosixPath(name).is_relative_to(one) for one in read)}
+    roots = {PurePosixPath(one.as_posix()) for one in read}
+    wanted = {name for name in listed if not roots.isdisjoint((PurePosixPath(name), *PurePosixPath(name).parents))}
     if missing := sorted(wanted - present):
         raise ModelLoadError(f"{path}: lists {missing[0]}, which is not in the directory: fetch it")
     for name, digest in _sums(directory, sorted(wanted)):

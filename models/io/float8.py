@@ -47,7 +47,10 @@ def shared_block(
         raise fault(f"has the shape {matrix} and 8-bit floats, wanted a matrix")
     blocks: dict[tuple[int, ...], tuple[int, ...]] = {(): matrix, (1,): matrix}
     if scheme.block is not None:
-        blocks = {tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block}
+        by_block: dict[tuple[int, ...], tuple[int, ...]] = {
+            tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block
+        }
+        blocks = blocks | by_block if scheme.has_row_scales else by_block
     if scheme.has_row_scales:
         blocks[(matrix[0], 1)] = (1, matrix[1])
     if scale not in blocks:

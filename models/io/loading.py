@@ -77,7 +77,7 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes of all weights, each counted once however many devices have a copy."""
+        """Return the bytes of all weights as they are stored: what pads and copies of KV heads, but no replicas."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
     @property

@@ -77,7 +77,12 @@ def _model_tree(checkpoint: Checkpoint, model: type[Decoder]) -> Checkpoint:
     names, embedding = checkpoint.names(), f"{model.tensor_names['embed']}.weight"
     if model.naming(names)(embedding) in names:
         return checkpoint
-    prefixes = [name.removesuffix(embedding) for name in names if name.endswith(f".{embedding}")]
+    ends = [base + embedding.removeprefix(model.base) for base in (*model.other_bases, model.base)]
+    prefixes = [
+        name.removesuffix(end)
+        for name in names
+        if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None
+    ]
     level = min((prefix.count(".") for prefix in prefixes), default=0)
     match [prefix for prefix in prefixes if prefix.count(".") == level]:
         case [prefix]:

@@ -6,7 +6,7 @@ matrix; a vector has rows only. What no piece covers is zero. Reading a recipe b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -71,14 +71,16 @@ def make_recipes(
         num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
         parts, num_shards = metadata.get("parts", ((None, num_rows),)), metadata.get("num_shards", 1)
         column_runs = metadata.get("columns") or [(0, 0, width) for width in rest]
-        true_rest = [max(true + count for _, true, count in column_runs)] if rest else []
+        true_rest = [_true_size(column_runs)] if rest else []
+        # Where columns are, in the tensor and in the weight; a vector has none.
+        columns = [(((t, t + n),), ((s, s + n),)) for s, t, n in column_runs] if rest else [((), ())]
         first_row, found = 0, []
         for part, size in parts:
             runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, size),)
             module = path[:-1] if part is None else (*path[:-2], part)
             source, name = _source(sources, module)
             tensor = stored_name(f"{name}.{path[-1]}")
-            blocks = source.blocks or ((0, max(true + count for _, true, count in runs)),)
+            blocks = source.blocks or ((0, _true_size(runs)),)
             is_transposed = source.is_transposed and bool(rest)
             length = max(stop for _, stop in blocks)
             known = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
@@ -86,10 +88,7 @@ def make_recipes(
             shapes[tensor] = shape[::-1] if is_transposed else shape
             shard_rows = size // num_shards
             for rows, target in _cut(blocks, runs, shard_rows, first_row, num_rows // num_shards):
-                for stored, true, count in column_runs if rest else [(0, 0, 0)]:
-                    columns = ((true, true + count),) if rest else ()
-                    target_columns = ((stored, stored + count),) if rest else ()
-                    found.append(Piece(tensor, (rows, *columns), (target, *target_columns), is_transposed))
+                found += [Piece(tensor, (rows, *of), (target, *to), is_transposed) for of, to in columns]
             first_row += shard_rows
         pieces[path] = tuple(found)
     return Recipes(pieces, shapes)
@@ -100,6 +99,11 @@ def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, str]:
     layer = next((part for part in module if isinstance(part, int)), None)
     source = sources[".".join("{i}" if isinstance(part, int) else part for part in module)]
     return source, source.name.format(i=layer)
+
+
+def _true_size(runs: Iterable[Run]) -> int:
+    """Return how many rows or columns the model has, of which these runs say where they are stored."""
+    return max(true + count for _, true, count in runs)
 
 
 def _cut(

@@ -19,40 +19,44 @@ MAX_DEPTH = 64
 class TreeCheckpoint:
     """The arrays of a tree. Keys of nested mappings, and indices of lists, are joined by dots.
 
-    The tree is read while weights load and never changed; loading copies its values. The constructor raises
-    ModelLoadError, which names the key, for a leaf that is no array of floats and for two leaves of one name.
+    The tree is read while weights load and never changed; loading copies its values. ModelLoadError, which names the
+    key, for two leaves of one name, and for a leaf that is asked for and is no array of floats: a training state may
+    hold others.
     """
 
     def __init__(self, tree: Mapping[str, Any], path: Path = Path("params")):
         """`path` stands for the tree in errors."""
         self.path = path
-        self._arrays: dict[str, np.ndarray | jax.Array] = {}
+        self._leaves: dict[str, Any] = {}
         for name, leaf in _leaves(tree, path):
-            if name in self._arrays:
+            if name in self._leaves:
                 raise ModelLoadError(f"{path}: two leaves have the name {name!r}; leave one of them out")
-            self._arrays[name] = _checked(name, leaf, path)
+            self._leaves[name] = leaf
 
     def names(self) -> Collection[str]:
         """Return the names of all leaves."""
-        return self._arrays.keys()
+        return self._leaves.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's shape."""
-        return tuple(self._arrays[name].shape)
+        return tuple(self._array(name).shape)
 
     def dtype(self, name: str) -> str:
         """Return float32, bfloat16 or float16."""
-        return self._arrays[name].dtype.name
+        return self._array(name).dtype.name
 
     def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
         """Return `rows` of the first axis, and `columns` of the second of a matrix; of an array on a device, only these
         are fetched."""
-        array = self._arrays[name]
+        array = self._array(name)
         axes = block_of(array.shape, rows, columns)
         if isinstance(array, jax.Array) and not _is_on_host(array):
             starts = tuple(np.int32(axis.start) for axis in axes)
             return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
         return np.asarray(array)[axes]  # A view.
+
+    def _array(self, name: str) -> np.ndarray | jax.Array:
+        return _checked(name, self._leaves[name], self.path)
 
     def files(self) -> list[Path]:
         """Return none: the arrays are in memory."""

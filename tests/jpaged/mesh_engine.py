@@ -65,13 +65,20 @@ def main() -> None:
     directory, sizes = Path(sys.argv[1]), map(int, sys.argv[2:])
     tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
     for num_devices in sizes:
-        with Engine(str(directory), tensor_parallel_size=num_devices, **SIZES) as engine:
+        options: dict[str, Any] = {"tensor_parallel_size": num_devices}
+        if num_devices == 2:  # A mesh of the caller's own devices.
+            options = {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
+        with Engine(str(directory), **options, **SIZES) as engine:
             found = draw(engine, tokens)
             stats = engine.stats()
-            arrays = jax.tree.leaves((engine.runner.weights.state, engine.runner.state.cache.pages))
-            used = {len(array.sharding.device_set) for array in arrays}
+            held, first = [], engine.mesh.devices.flat[0].id
+            for tree in (engine.runner.weights.state, engine.runner.state.cache.pages):
+                shards = (array.addressable_shards[0] for array in jax.tree.leaves(tree))
+                held.append(sum(shard.data.nbytes for shard in shards))
+            planned = [engine.sizes.memory.weights_bytes, engine.sizes.memory.pool_bytes]
         counts = {name: stats[name] for name in ("preemptions_swap", "preemptions_recompute", "recompiles")}
-        print(json.dumps({"devices": sorted(used), "hits": stats["prefix_cache_hits"], **counts, **found}))
+        sizes_found = {"first": first, "held": held, "planned": planned, "hits": stats["prefix_cache_hits"]}
+        print(json.dumps({**sizes_found, **counts, **found}))
 
 
 if __name__ == "__main__":

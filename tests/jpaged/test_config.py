@@ -4,8 +4,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from jpaged import not_available
 from jpaged.checks import INT64, shown
@@ -30,6 +32,7 @@ def shortest_first(request):
     return len(request.prompt_token_ids)
 
 
+MESH = Mesh(np.array(jax.devices("cpu")[:1])[None], ("data", "tensor"))
 SCALE = LogitsProcessor("scale", ("factor",), lambda logits, factor: logits * factor)
 BOOLEAN = [True, False], [0, 1, None, "true"]
 SIZE = [None, 1, LARGEST], [0, -1, LARGEST + 1, 5.0]
@@ -49,6 +52,7 @@ RANGES = {
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,
     "tensor_parallel_size": SIZE,
+    "mesh": ([None, MESH], [5, "tensor", ("data", "tensor")]),
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, "5"]),
     "num_blocks": ([None, 2, LARGEST], [1, 0, -5, LARGEST + 1]),
     "num_host_blocks": ([None, 0, 2, LARGEST], [1, -1, LARGEST + 1, 2.0]),
@@ -87,7 +91,7 @@ REFUSED = [(name, value) for name, (_, refused) in RANGES.items() for value in r
 
 def test_values_at_their_limits_are_kept_as_plain_python_values():
     assert set(RANGES) == set(OPTIONS)
-    plain = (int, float, bool, str, type(None), dict, tuple, type(shortest_first))
+    plain = (int, float, bool, str, type(None), dict, tuple, type(shortest_first), Mesh)
     for name, (taken, _) in RANGES.items():
         for value in taken:
             kept = getattr(EngineConfig(**{name: value}), name)
@@ -105,12 +109,24 @@ def test_a_value_beyond_its_limit_is_refused_by_name_value_and_range(name, value
     assert "\n" not in message
 
 
+def test_a_mesh_without_the_axes_is_refused():
+    with pytest.raises(ConfigError, match=r"^mesh: got axes \{'model': 1\}, allowed: a jax.sharding.Mesh with"):
+        EngineConfig(mesh=Mesh(np.array(jax.devices("cpu")[:1]), ("model",)))
+
+
 def test_an_unknown_backend_is_refused_with_the_names_of_all():
     with pytest.raises(ConfigError, match=f"allowed: auto, {', '.join(BACKEND_NAMES)}$"):
         EngineConfig(attention_backend="flash")
 
 
 PAIRS = {
+    "two numbers of devices": (
+        {"mesh": MESH, "tensor_parallel_size": 2},
+        "tensor_parallel_size: got 2, allowed: none beside mesh, or its 1 devices; leave one of them out",
+    ),
+    "two kinds of devices": (
+        {"mesh": MESH, "device": "tpu"}, "device: got 'tpu', allowed: auto beside mesh, or cpu as its devices are",
+    ),
     "fewer tokens than sequences": (
         {"max_num_batched_tokens": 7, "max_num_seqs": 8},
         "max_num_batched_tokens: got 7, allowed: at least max_num_seqs, 8",

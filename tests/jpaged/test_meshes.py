@@ -20,6 +20,7 @@ from jpaged import ConfigError, Engine
 from jpaged.models.config.reading import config_from_hf
 from jpaged.models.families.table import model_class
 from jpaged.models.io.loading import abstract_weights
+from jpaged.models.io.open_checkpoint import read_config
 from jpaged.models.io.recipe import make_recipes
 from jpaged.sharding import device_mesh
 
@@ -34,12 +35,14 @@ SLOW = (
 HEADS = {"three_kv_heads": (9, 3), "eight_kv_heads": (8, 8)}
 
 
-def process(*arguments: str) -> str:
-    """Run Python with 8 virtual devices, and return what it prints."""
+def process(*arguments: str, num_threads: int = 16, given: str = "") -> str:
+    """Run Python with 8 virtual devices, so many threads of XLA and an input, and return what it prints."""
     flags = "--xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(num_threads)}
     command = [sys.executable, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    result = subprocess.run(
+        command, input=given, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
 
@@ -121,13 +124,45 @@ def test_more_devices_than_there_are_is_refused_before_weights_are_read() -> Non
         Engine(str(GOLDEN / "llama"), tensor_parallel_size=1024, skip_tokenizer_init=True)
 
 
+REFUSED = """
+import sys
+
+from jpaged import ConfigError, Engine
+
+for options in ({"tensor_parallel_size": 8}, {"tensor_parallel_size": 2, "attention_backend": "native"}):
+    try:
+        Engine(sys.argv[1], skip_tokenizer_init=True, **options)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_what_a_mesh_cannot_have_is_refused_by_name() -> None:
+    """XLA:CPU would wait for ever with too few threads, and a kernel serves one device."""
+    threads, kernel = process("-c", REFUSED, str(GOLDEN / "llama"), num_threads=9).splitlines()
+    assert threads == (
+        "tensor_parallel_size: got 8, allowed: at most half of XLA's 9 threads on a CPU, since devices that wait for a "
+        "sum keep theirs; set NPROC=16 in the environment before JAX starts"
+    )
+    assert kernel == (
+        "attention_backend: got native, which cannot serve here: it runs on one CPU device, and there are 2; use "
+        "--attention-backend xla"
+    )
+
+
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_engines_over_several_devices_draw_the_same_tokens(name: str, tmp_path: Path) -> None:
     directory = random_model(tmp_path, *HEADS[name]) if name in HEADS else GOLDEN / name
     sizes = (1, 2, 8) if name in FAST else (1, 2, 4, 8)
     whole, *spread = run(directory, *sizes)
+    num_kv_heads = read_config(directory).num_kv_heads
     for num_devices, found in zip(sizes[1:], spread, strict=True):
-        assert found.pop("devices") == [num_devices], "weights and pages lie on all devices"
+        assert found.pop("first") == (6 if num_devices == 2 else 0), "the devices of the caller's mesh, or the first"
+        assert found.pop("planned") == found["held"], "bytes of weights and of pages on a device"
+        (weights, pages), (all_weights, all_pages) = found.pop("held"), whole["held"]
+        assert weights < all_weights
+        num_heads = read_config(directory).shares(num_devices).stored_kv_heads
+        assert pages * num_devices * num_kv_heads == all_pages * num_heads
         assert found.pop("recompiles") == 0
         np.testing.assert_allclose(found.pop("logprobs"), whole["logprobs"], rtol=0, atol=1e-4)
         assert min(found["preemptions_swap"], found["preemptions_recompute"], found["hits"]) > 0
@@ -135,3 +170,33 @@ def test_engines_over_several_devices_draw_the_same_tokens(name: str, tmp_path: 
     if name not in HEADS:
         tokens = load_file(directory / "golden.safetensors")["tokens"].tolist()
         assert (whole["48"], whole["52"]) == ([tokens[48:]], [tokens[52:]])
+
+
+REAL = """
+import json
+import sys
+
+from jpaged import Engine, SamplingParams
+
+golden = json.loads(sys.stdin.read())
+prompts = [item["prompt_ids"] for item in golden["items"]]
+params = SamplingParams(temperature=0, max_tokens=golden["max_new_tokens"], detokenize=False)
+sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "num_blocks": 513, "block_size": 16}
+for num_devices in map(int, sys.argv[1:]):
+    with Engine(tensor_parallel_size=num_devices, warmup="off", **sizes) as engine:
+        for _ in range(2):  # Cold, in chunks of prompts, then with their prefixes cached.
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+        stats = engine.stats()
+        assert stats["recompiles"] == 0
+        assert stats["prefix_cache_hits"] > 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_smollm2_over_several_devices_draws_the_tokens_of_transformers() -> None:
+    """9 query heads and 3 KV heads. At no position of the golden file is another token nearly as likely."""
+    golden = json.loads((ROOT / "tests" / "golden" / "smollm2.json").read_text())
+    found = process("-c", REAL, "2", "4", "8", given=json.dumps(golden)).splitlines()
+    assert [json.loads(line) for line in found] == [[item["output_ids"] for item in golden["items"]]] * 6

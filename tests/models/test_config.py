@@ -282,6 +282,8 @@ def test_a_model_with_images_is_its_language_model():
     config = config_from_hf(WITH_IMAGES, PATH)
     assert config == config_from_hf(GEMMA3_TEXT | {"dtype": "bfloat16", "eos_token_id": [1, 106]}, PATH)
     assert config_from_hf(config.source, PATH) == config, "what is saved with the weights"
+    under_new_key = WITH_IMAGES | {"text_config": WITH_IMAGES["text_config"] | {"dtype": "float32"}}
+    assert config_from_hf(under_new_key, PATH).dtype == "bfloat16", "under whatever key either has its own"
     for overrides in ({"text_config": {"sliding_window": 5}}, {"sliding_window": 5}):
         assert 5 in config_from_hf(WITH_IMAGES, PATH, overrides=overrides).windows
 
@@ -348,7 +350,7 @@ INVALID = {
             "architectures": ["Phi3ForCausalLM"],
             "rope_scaling": {"type": "su", "short_factor": [10**400] * 8, "long_factor": [1.0] * 8},
         },
-        "short_factor holds 8 values, wanted 8 above 0 and up to 1e.06",
+        r"short_factor holds 10+\.\.\.0+, wanted numbers above 0 and up to 1e\+06",
     ),
     "an odd number of rotated lanes": (
         {
@@ -368,7 +370,15 @@ INVALID = {
     "llama3 without its parameters": (scaled(rope_type="llama3", factor=8.0), "low_freq_factor is missing"),
     "llama3 with crossed bounds": (scaled(rope_type="llama3", **(LLAMA3 | {"high_freq_factor": 1.0})), "high_freq"),
     "yarn with crossed bounds": (scaled(rope_type="yarn", beta_fast=1.0, beta_slow=2.0, **YARN), "beta_fast"),
-    "partial rotary": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "partial rotary": (LLAMA | {"partial_rotary_factor": 0.5}, r"json: partial_rotary_factor is 0\.5"),
+    "longrope with a factor that is no number": (
+        {
+            **LLAMA,
+            "architectures": ["Phi3ForCausalLM"],
+            "rope_scaling": {"type": "su", "short_factor": [True] * 8, "long_factor": [1.0] * 8},
+        },
+        "short_factor holds True",
+    ),
     "theta 0": (LLAMA | {"rope_theta": 0}, "rope_theta is 0"),
     "unknown dtype": (
         LLAMA | {"torch_dtype": "int8"},
@@ -395,7 +405,7 @@ INVALID = {
     "images without text": ({**WITH_IMAGES, "text_config": None}, "text_config is missing, wanted the config of"),
     "images and another text": (
         {**WITH_IMAGES, "text_config": {"model_type": "bloom"}},
-        "text_config.model_type is 'bloom', wanted one of llama, mistral",
+        "text_config.model_type is 'bloom', wanted one of gemma3_text",
     ),
     "images and a bad size": (
         {**WITH_IMAGES, "text_config": GEMMA3 | {"hidden_size": 0}},
@@ -443,6 +453,19 @@ OVERRIDES = {
         | {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 2e4}}},
         {"rope_theta": 1e6},
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}},
+    ),
+    "both keys, where the file has one": (
+        LLAMA | LINEAR, {"rope_scaling": {"factor": 3.0}, "rope_parameters": {"rope_theta": 1e6}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e6}},
+    ),
+    "the original context, which the file has beside the object": (
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", **YARN}, "original_max_position_embeddings": 64},
+        {"rope_scaling": {"original_max_position_embeddings": 128}},
+        {"original_max_position_embeddings": 128},
+    ),
+    "theta of layers with a window, which is beside the object": (
+        GEMMA3_TEXT | {"rope_scaling": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e4}},
+        {"rope_local_base_freq": 3e4}, {"rope_local_base_freq": 3e4},
     ),
     "null": (LLAMA | LINEAR, {"rope_scaling": None}, {"rope_scaling": None}),
     "another family": (LLAMA, {"architectures": ["Qwen2ForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}),
@@ -701,6 +724,9 @@ def test_other_frequency_factors_of_a_gguf_file_are_kept(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     found = gguf_config(tmp_path, tensors={"rope_freqs.weight": factors}).ropes[0]
     assert (found.kind, found.theta, found.freq_factors) == ("llama3", 5e5, tuple(factors.tolist()))
+    for scaling in (None, {"rope_type": "default"}):
+        off = config_from_gguf(read_gguf(tmp_path / "m.gguf"), {"rope_scaling": scaling})
+        assert off.ropes[0] == RopeConfig(5e5)
 
 
 def test_the_yarn_attention_factor_of_a_gguf_file_multiplies(tmp_path):

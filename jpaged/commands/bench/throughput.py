@@ -119,6 +119,10 @@ def _baselines(config: EngineConfig, handle: ModelHandle, args: Namespace, stack
         return RecordedEngine(stack.enter_context(Engine.from_engine_args(replace(config, **options), handle)))
 
     ours = new_engine()
+    if "dense" in args.versus and ours.engine.mesh.size > 1:
+        raise refusal(
+            "--versus", "dense over several devices", "others, or --tensor-parallel-size 1", error=ConfigError
+        )
     makers: dict[str, Callable[[], Baseline]] = {
         "replay": lambda: ReplayBaseline(ours),
         "bare": lambda: BareBaseline(ours),

@@ -198,6 +198,8 @@ def test_another_driver_source_or_window_is_compared_anew(tmp_path):
     assert key(driver="12.9") != key()
     assert key(dtype="float32") != key()
     assert key(model_with(windows=(None, 512))) != key()
+    capped = tuple(dataclasses.replace(layer, soft_cap=30.0) for layer in MODEL.layers)
+    assert key(dataclasses.replace(MODEL, layers=capped)) != key()
     native = NativeBackend()
     assert check_key(native, MODEL, "bfloat16", "bfloat16", 64, CPU)[-5].startswith(processor()), "not only cpu"
     (tmp_path / "gpu.py").write_text("a kernel")

@@ -110,6 +110,11 @@ def test_a_named_format_chooses_among_what_is_there_and_refuses_anything_else(tm
     assert {name: resolve_model(str(path), load_format=name).kind for name in kinds} == kinds
     assert resolve_model(str(gguf), load_format="gguf").kind == "gguf"
     assert resolve_model(str(path), load_format="dummy", with_weights=False).orbax is None
+    inner = path / "export"
+    orbax_folder(inner / "tree")
+    (inner / "model.safetensors").touch()
+    with pytest.raises(ModelLoadError, match="has no config"):
+        resolve_model(str(inner))  # The weights above it are another model's.
     for model, name, found in ((path, "gguf", "safetensors"), (gguf, "orbax", "gguf"), (gguf, "hf", "gguf")):
         with pytest.raises(ConfigError, match=f"load_format: got '{name}', allowed: auto or {found}, since"):
             resolve_model(str(model), load_format=name)

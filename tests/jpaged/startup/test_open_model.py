@@ -69,6 +69,10 @@ def test_an_added_token_beyond_the_embedding_is_said_at_start_and_refused_in_pro
     assert found.eos_token_ids == {0}, "no step gives the other"
     encoder = found.prompt_encoder(EngineConfig(model=model), LogitRulesSpec(size), 128)
     assert encoder.encode("a picture").token_ids
+    special = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**special, "eos_token": "<image>"}))
+    with pytest.raises(ModelLoadError, match=f"the tokenizer's eos_token has the id {size}, the model's embedding"):
+        handle(model)
     for prompt in ("a <image>", [5, size]):
         with pytest.raises(InvalidRequestError, match=f"prompt: got token id {size}, out of vocabulary, allowed: 0 to"):
             encoder.encode(prompt)

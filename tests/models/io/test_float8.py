@@ -49,6 +49,12 @@ SCHEMES = {
     "compressed, one per block": (
         compressed("block", block_structure=[*BLOCK]) | {"transform_config": {}}, "weight_scale", block_scales,
     ),
+    "compressed, one per matrix beside groups with blocks": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {
+            **compressed("tensor")["config_groups"],
+            "group_1": compressed("block", block_structure=[*BLOCK])["config_groups"]["group_0"],
+        }}, "weight_scale", lambda shape: (1,),
+    ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
         "weight_scale", lambda shape: (),

@@ -34,6 +34,11 @@ def nested(flat):
 FORMS = {
     "flat, numpy": lambda tensors: tensors,
     "under another name": lambda tensors: {"params": tensors},
+    "a training state": lambda tensors: {
+        "step": np.int32(7),
+        "params": tensors,
+        "opt_state": [{"count": jnp.int32(7)}, None],
+    },
     "nested, JAX": lambda tensors: nested({name: jnp.asarray(values) for name, values in tensors.items()}),
 }
 
@@ -74,6 +79,11 @@ def deep(levels):
     return tree
 
 
+def shape_of_first(tree):
+    checkpoint = TreeCheckpoint(tree)
+    return checkpoint.shape(next(iter(checkpoint.names())))
+
+
 WRONG = {
     "no array": ({"a": {"w": 5.0}}, "params: a.w is a float, wanted an array of numpy or JAX"),
     "none": ({"a": None}, "params: a is a NoneType, wanted an array"),
@@ -86,7 +96,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("tree", "message"), WRONG.values(), ids=WRONG.keys())
-def test_a_leaf_that_is_no_array_of_floats_is_refused_by_its_name(tree, message):
+def test_a_leaf_that_is_asked_for_and_no_array_of_floats_is_refused_by_its_name(tree, message):
     with pytest.raises(ModelLoadError, match=message) as caught:
-        TreeCheckpoint(tree)
+        shape_of_first(tree)
     assert "\n" not in str(caught.value)
