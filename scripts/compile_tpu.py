@@ -17,6 +17,8 @@ from jpaged.commands.bench.bundles import TOPOLOGIES, prepare
 
 CHIPS = {**TOPOLOGIES, "v4": "v4:2x2x1", "v5p": "v5p:2x2x1"}
 """Chip → the topology that the compiler is asked for."""
+SLICES = {(chip, size): f"{chip}:{grid}" for chip in ("v5e", "v6e") for size, grid in ((8, "2x4"), (16, "4x4"))}
+"""Chip and number of devices → a topology with more than those of CHIPS have."""
 
 MOST_TEMP_BYTES = 4 << 20
 """The most temporary memory of a cell beside its own arrays: too little for a hidden copy of 8,192 tokens' arrays."""
@@ -50,7 +52,10 @@ class TpuGate:
 
         from jpaged.sharding import device_mesh
 
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+        name = SLICES.get((chip, num_devices), CHIPS[chip])
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        if num_devices > len(topology.devices):
+            raise SystemExit(f"compile_tpu: {chip} × {num_devices}: {name} has {len(topology.devices)} devices")
         self.chip, self.mesh = chip, device_mesh(topology.devices[:num_devices])
 
     def backend(self, num_heads: int, num_kv_heads: int, head_size: int, windows: tuple[int | None, ...]) -> Any:

@@ -93,7 +93,9 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "own": own_bytes(compiled),
         "cache": cache_bytes,
         "hidden": _bytes(programs.state.hidden),
+        "layers": programs.state.cache.layout.num_layers,
         "pages": num_pages,
+        "page_tokens": programs.state.cache.layout.page_size,
         "large": large,
         "kernels": len(KERNEL.findall(hlo)) + len(GPU_KERNEL.findall(hlo)),
         "unknown_loops": sum(" while(" in line and "known_trip_count" not in line for line in hlo.splitlines()),
@@ -252,7 +254,9 @@ def main() -> None:
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
             keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, SampleMode.RANDOM)
             if is_cut:
-                if args.config:  # What is particular to a family's logits is in the samplers.
+                if args.config and num_devices > 1:
+                    keys = keys[2:]  # A step and the drawing of its tokens.
+                elif args.config:  # What is particular to a family's logits is in the samplers.
                     keys = (*keys[:2], ("sample", 8, SampleMode.RANDOM))
                 elif target == "h100" or num_devices > 1:
                     keys = (*keys, ("sample", 8, SampleMode.FULL))

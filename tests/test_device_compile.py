@@ -231,6 +231,14 @@ def test_heads_that_do_not_divide_the_devices_need_no_other_collectives_and_no_c
         assert many["temporary"] <= few["temporary"], name
 
 
+@pytest.mark.parametrize("cell", [("llama-70b", "v5e", 16), ("gemma-27b", "h100", 8)], ids=lambda cell: cell[0])
+def test_bytes_and_collectives_over_a_mesh_are_those_of_the_formulas(script, cell):
+    """Each KV head of the first is on two chips; scripts/mesh_costs.py compiles all cells."""
+    if missing := list(missing_wheels(TARGETS[cell[1]][1])):
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
+    assert script("mesh_costs").measure(*cell)["faults"] == []
+
+
 def test_every_family_has_a_model_that_is_compiled(script):
     families = script("compile_families")
     contents = [json.loads((families.CONFIGS / f"{name}.json").read_text())["config"] for name in families.MODELS]

@@ -117,6 +117,41 @@ def test_a_model_is_read_once_over_several_devices_and_saved_without_what_pads(
     assert int(result) <= 1.05 * sum(tensor.size for tensor in tensors.values()) + held_by_all + twice * (heads[1] == 3)
 
 
+MOVES = """
+import sys
+from pathlib import Path
+
+import jax
+
+from jpaged.models.io.loading import abstract_weights, load_weights
+from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.io.saving import save_checkpoint
+from jpaged.sharding import device_mesh
+from jpaged.startup.model_source import resolve_model
+
+path = Path(sys.argv[1])
+for num_devices in (8, 2, 4, 1):
+    source = resolve_model(str(path))
+    config, checkpoint = open_checkpoint(source.path, orbax=source.orbax)
+    mesh = device_mesh(jax.devices()[:num_devices])
+    path = path.parent / f"on_{num_devices}"
+    weights = load_weights(abstract_weights(config, "float32", mesh), config, checkpoint)
+    save_checkpoint(weights, path, format="orbax" if num_devices > 1 else "safetensors")
+"""
+
+
+def test_orbax_is_saved_from_any_mesh_and_restored_on_any_other(tmp_path: Path) -> None:
+    """9 query heads and 3 KV heads are padded in another way on each; what comes back is the model's own."""
+    (tmp_path / "model").mkdir()
+    directory = random_model(tmp_path / "model", 9, 3)
+    process("-c", MOVES, str(directory))
+    tensors = load_file(directory / "model.safetensors")
+    found = load_file(tmp_path / "on_1" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
 def test_more_devices_than_there_are_is_refused_before_weights_are_read() -> None:
     with pytest.raises(
         ConfigError, match=r"^tensor_parallel_size: got 1024, allowed: 1 to \d+, as many as this process"
