@@ -6,12 +6,14 @@ The output is one JSON object; sizes are in bytes per chip. Tests run this scrip
 reads its environment when it starts. The model has the shape of one with 8e9 parameters, on a CPU six layers of a model
 with 1e8; the engine's sizes are the defaults. NUM_LAYERS cuts the model; steps with prompts are then smaller, for chips
 there is one number of pages, and for a TPU alone only the forward programs. `xla`: attention in plain XLA. `--config`
-names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds.
+names a file of tests/public_configs, whose model is compiled instead, cut to NUM_LAYERS layers of its kinds;
+`page_bytes` are then those of a page on a chip for all layers.
 """
 
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from compile_for_device import gate_of, mesh_of
@@ -65,10 +67,11 @@ def materialized(hlo):
 
 
 def collectives(hlo):
-    """Return the elements of the results of each collective, by its kind."""
+    """Return the number of elements and the dtype of the result of each collective, by its kind."""
     found = {}
     for shapes, kind in COLLECTIVE.findall(hlo):
-        found.setdefault(kind, []).append(max(map(_count_text, re.findall(r"\[([\d,]*)\]", shapes))))
+        results = ((_count_text(dims), dtype) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes))
+        found.setdefault(kind, []).append(max(results))
     return found
 
 
@@ -234,11 +237,15 @@ def main() -> None:
         heads = model.spec_on_chip(num_devices).layers[0]
         backend = gate.backend(heads.num_heads, heads.num_kv_heads, heads.head_size, model.spec.windows)
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
+    found |= {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
     found["kept"] = estimated_program_bytes(model.spec, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
     is_cut = args.num_layers is not None
+    if args.config:
+        whole = config_from_hf(json.loads(args.config.read_text())["config"], args.config)
+        found["page_bytes"] = replace(engine, model=whole).page_bytes(sizes.block_size, dtype)
     has_one = is_cut and gate is not None
     for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if has_one else None]):
         programs = engine.programs(engine.builder(sizes), num_blocks=num_pages)

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("optimized")
 
 ROOT = Path(__file__).parents[1]
 NUM_PAGES = 1024
+NUM_ROWS = 256
+"""Rows of the sampler that compile_step.py compiles for chips."""
 TARGETS = {  # Target → the name that JAX gives its devices, and the wheels that hold its compiler.
     "cpu": ("cpu", ()),
     "v5e": ("TPU v5 lite", ("libtpu",)),
@@ -107,7 +109,7 @@ STEPS = [
     # Each takes minutes: 32 layers for chips.
     *(
         pytest.param((*chip, "bfloat16"), marks=pytest.mark.slow)
-        for chip in (("v5e", 4), ("v6e", 1), ("v6e", 4), ("v7x", 1), ("h100", 1), ("h100", 4))
+        for chip in (("v5e", 4), ("v6e", 1), ("v6e", 4), ("v7x", 1), ("v7x", 2), ("h100", 1), ("h100", 4))
     ),
 ]
 
@@ -206,11 +208,17 @@ def test_a_sampler_keeps_its_rules_where_they_are(steps):
 def check_collectives(steps, num_layers):
     """Two all-reduces a layer and one for the embedding; a gather of the logits in what draws; and no others."""
     for name, reports in steps["steps"].items():
+        kind, size = name.split()[:2]
+        streams, logits = int(size) * steps["hidden_size"], int(size) * steps["vocab_size"]
+        gathers = {} if kind.startswith("forward") else {"all-gather": [logits]}
+        reduces = {} if kind == "sample" else {"all-reduce": [streams] * (2 * num_layers + 1)}
         for found in reports:
-            kinds = {kind: len(sizes) for kind, sizes in found["collectives"].items()}
-            gathers = {} if name.startswith("forward") else {"all-gather": 1}
-            reduces = {} if name.startswith("sample") else {"all-reduce": 2 * num_layers + 1}
-            assert kinds == reduces | gathers, name
+            assert sizes_of(found["collectives"]) == reduces | gathers, name
+
+
+def sizes_of(collectives):
+    """Return the numbers that each collective returns, by its kind."""
+    return {kind: [size for size, _ in results] for kind, results in collectives.items()}
 
 
 def test_a_step_over_several_devices_reduces_twice_a_layer_and_gathers_logits(steps):
@@ -218,7 +226,7 @@ def test_a_step_over_several_devices_reduces_twice_a_layer_and_gathers_logits(st
         assert all(not found["collectives"] for reports in steps["steps"].values() for found in reports)
     else:
         check_collectives(steps, 32)
-        assert steps["sampler"]["collectives"].keys() == {"all-gather"}
+        assert sizes_of(steps["sampler"]["collectives"]) == {"all-gather": [NUM_ROWS * steps["vocab_size"]]}
 
 
 def test_heads_that_do_not_divide_the_devices_need_no_other_collectives_and_no_copy_of_pages():
@@ -245,14 +253,18 @@ def test_every_family_has_a_model_that_is_compiled(script):
     assert {content["architectures"][0] for content in contents} == set(BY_ARCHITECTURE)
 
 
-PRINTS_CHIP = """
+PRINTS_DEVICES = """
 import sys
 sys.path.insert(0, "scripts")
 from compile_tpu import CHIPS, prepare
 prepare()
+import jax
 from jax.experimental import topologies
-from jpaged.sharding import devices_of_a_chip
-print(devices_of_a_chip(topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[sys.argv[1]]).devices))
+from jpaged import EngineConfig
+from jpaged.startup.build_engine import _select_devices
+topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[sys.argv[1]])
+jax.local_devices = lambda backend: topology.devices
+print(len(_select_devices(EngineConfig())), len(_select_devices(EngineConfig(tensor_parallel_size=1))))
 """
 
 
@@ -261,6 +273,6 @@ def test_the_halves_of_a_tpu_7x_serve_one_engine_by_default(chip, num_devices):
     if missing := list(missing_wheels(TARGETS[chip][1])):
         pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PRINTS_CHIP, chip]
+    command = [sys.executable, "-c", PRINTS_DEVICES, chip]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
-    assert int(result.stdout) == num_devices
+    assert result.stdout.split() == [str(num_devices), "1"]
