@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -121,9 +122,10 @@ def compiled(config: dict[str, Any], chip: str, num_chips: int, num_layers: int)
         # The plan's bytes of a page of all layers, as the compiler rounds those of the cut model's cache.
         "token_bytes": found["page_bytes"] / step["page_tokens"] * (step["aliased"] - step["hidden"]) / step["cache"],
         "all_reduces": len(kinds.get("all-reduce", ())),
-        "reduced": sorted({tuple(one) for one in kinds.get("all-reduce", ())}),
+        "reduced": [size for size, _ in kinds.get("all-reduce", ())],
         "all_gathers": len(kinds.get("all-gather", ())),
-        "gathered": sorted({tuple(one) for one in kinds.get("all-gather", ())}),
+        "gathered": [size for size, _ in kinds.get("all-gather", ())],
+        "dtypes": {kind: dict(Counter(dtype for _, dtype in results)) for kind, results in sorted(kinds.items())},
         "strange": strange + step["large"],
         "temporary": step["temporary"],
     }
@@ -140,18 +142,18 @@ def measure(name: str, chip: str, num_chips: int) -> dict[str, Any]:
 
     found: dict[str, float] = {figure: at(model.layers, figure) for figure in ("weights_bytes", "all_reduces")}
     found |= {figure: max(two[figure], four[figure]) for figure in ("token_bytes", "all_gathers")}
-    dtypes = {}
     for figure in ("reduced", "gathered"):
         sizes = {*two[figure], *four[figure]}
         if len(sizes) != 1:
             faults.append(f"{figure}: {sorted(sizes)}, wanted one size")
-        found[figure], dtypes[figure] = max(sizes, default=(0, ""))
+        found[figure] = max(sizes, default=0)
     faults += [
         f"{figure}: {found[figure]:g} compiled, {formula[figure]:g} by formula"
         for figure in FIGURES
         if abs(found[figure] / formula[figure] - 1) > (TOLERANCE if figure.endswith("bytes") else 0)
     ]
-    cell = {"model": name, "chip": chip, "chips": num_chips, "backend": two["backend"], "dtypes": dtypes}
+    cell = {"model": name, "chip": chip, "chips": num_chips, "backend": two["backend"]}
+    cell["dtypes_of_four_layers"] = four["dtypes"]
     cell |= {"formula": formula, "compiled": {figure: found[figure] for figure in FIGURES}}
     if name == WHOLE:
         whole = compiled(model.config, chip, num_chips, model.layers)
