@@ -45,7 +45,7 @@ gates_cuda13() { # The cells of the GPUs on the stack of machines with CUDA 13: 
 }
 mutants() { python scripts/named_mutants.py; }
 seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
-steps() { python -m pytest tests/test_device_compile.py -m slow; }
+steps() { python -m pytest tests/test_device_compile.py -m slow && python scripts/mesh_costs.py; }
 slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
 readme() { python -m pytest tests/test_readme.py -m slow; }
 
