@@ -173,11 +173,13 @@ def markdown(cells: list[dict[str, Any]]) -> str:
     for cell in cells:
         found, formula = cell["compiled"], cell["formula"]
 
-        def shown(figure: str, scale: float = 1, found: Any = found, formula: Any = formula) -> str:
-            return f"{found[figure] / scale:,.4g} ({found[figure] / formula[figure]:.3f})"
+        def shown(figure: str, number: str, found: Any = found, formula: Any = formula) -> str:
+            return f"{number} ({found[figure] / formula[figure]:.3f})"
 
-        columns = [shown("weights_bytes", 1e9), shown("token_bytes"), f"{found['all_reduces']:g}"]
-        row = [cell["model"], f"{cell['chips']} × {cell['chip']}", *columns, f"{found['all_gathers']:g}"]
+        weights = shown("weights_bytes", f"{found['weights_bytes'] / 1e9:.2f}")
+        token = shown("token_bytes", f"{found['token_bytes']:,.0f}")
+        counts = f"{found['all_reduces']:g}", f"{found['all_gathers']:g}"
+        row = [cell["model"], f"{cell['chips']} × {cell['chip']}", weights, token, *counts]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
