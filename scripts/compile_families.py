@@ -33,10 +33,13 @@ CHIPS = ("v6e", "h100")
 NUM_LAYERS = 2
 
 
-def compile_model(name: str, chip: str) -> dict[str, Any]:
-    """Return what tests/compile_step.py prints about a model on a chip, or its last line of stderr as `error`."""
-    script, config = ROOT / "tests" / "compile_step.py", CONFIGS / f"{name}.json"
-    command = [sys.executable, str(script), chip, "1", "bfloat16", str(NUM_LAYERS), "--config", str(config)]
+def compile_model(config: Path, chip: str, num_chips: int = 1, num_layers: int = NUM_LAYERS) -> dict[str, Any]:
+    """Return what tests/compile_step.py prints about a model of so many layers, or its last line of stderr as `error`.
+
+    `config` is a file like those of CONFIGS.
+    """
+    script, sizes = ROOT / "tests" / "compile_step.py", (str(num_chips), "bfloat16", str(num_layers))
+    command = [sys.executable, str(script), chip, *sizes, "--config", str(config)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     if result.returncode:
@@ -58,6 +61,12 @@ def faults_of(found: dict[str, Any]) -> list[str]:
     return faults
 
 
+def write_report(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write `head` and the list `rows` as JSON, a line for each row."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path.write_text(f'{json.dumps({"date": str(date.today()), **head})[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -72,7 +81,7 @@ def main() -> int:
     rows, num_faults = [], 0
     for name in args.names:
         for chip in args.chips:
-            found = compile_model(name, chip)
+            found = compile_model(CONFIGS / f"{name}.json", chip)
             faults = faults_of(found)
             num_faults += bool(faults)
             steps = {key: step for key, (step,) in found.get("steps", {}).items()}
@@ -80,9 +89,7 @@ def main() -> int:
             rows.append({**row, **steps})
             print(f"{name} on {chip}: {'; '.join(faults) or 'compiles'}", flush=True)
     if args.output:
-        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-        head = json.dumps({"date": str(date.today()), "versions": versions})[:-1]
-        args.output.write_text(f'{head}, "models": [\n{lines}\n]}}\n')
+        write_report(args.output, {"versions": versions}, rows)
     return int(num_faults > 0)
 
 

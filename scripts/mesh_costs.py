@@ -1,6 +1,6 @@
 """Compare engines over meshes, compiled for chips that are not here, with formulas: bytes on a chip, and collectives.
 
-    python scripts/mesh_costs.py --output docs/measurements/mesh_costs.json    # every cell; exit 1 beyond 5 %
+    python scripts/mesh_costs.py --output docs/measurements/mesh_costs.json    # all, 7 minutes; exit 1 beyond 5 %
     python scripts/mesh_costs.py llama-70b:v5e:16                              # one of them
     python scripts/mesh_costs.py --markdown < docs/measurements/mesh_costs.json    # the table of docs/meshes.md
 
@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = ROOT / "tests" / "public_configs"
+from compile_families import CONFIGS, compile_model, write_report
+
 GEMMA_27B = {
     "architectures": ["Gemma3ForCausalLM"], "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
     "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262144,
@@ -34,7 +31,7 @@ GEMMA_27B = {
 """Sizes of google/gemma-3-27b-it's text model, from github.com/AI-Hypercomputer/maxtext, hf_model_configs.py."""
 NUM_ROWS = 256
 BYTES = 2
-"""Of a number in bfloat16."""
+"""Bytes of a number in bfloat16."""
 TOLERANCE = 0.05
 FIGURES = ("weights_bytes", "token_bytes", "all_reduces", "reduced", "all_gathers", "gathered")
 """Bytes of the weights on a chip; bytes of a token's keys and values there, in the layers that share a page; and of a
@@ -106,13 +103,9 @@ def compiled(config: dict[str, Any], chip: str, num_chips: int, num_layers: int)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"config": config}, file)
         file.flush()
-        script = str(ROOT / "tests" / "compile_step.py")
-        command = [sys.executable, script, chip, str(num_chips), "bfloat16", str(num_layers), "--config", file.name]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    if result.returncode:
-        raise SystemExit(f"mesh_costs: {chip} × {num_chips}: {result.stderr.strip()[-2000:]}")
-    found = json.loads(result.stdout.splitlines()[-1])
+        found = compile_model(Path(file.name), chip, num_chips, num_layers)
+    if "error" in found:
+        raise SystemExit(f"mesh_costs: {chip} × {num_chips}, {num_layers} layers: {found['error']}")
     (step,) = next(reports for name, reports in found["steps"].items() if name.startswith("decode "))
     kinds = step["collectives"]
     strange = [f"an {kind}" for kind in sorted(kinds.keys() - {"all-reduce", "all-gather"})]
@@ -171,13 +164,10 @@ def markdown(cells: list[dict[str, Any]]) -> str:
     heads = ["model", "chips", "weights, GB a chip", "KV, bytes a token a chip", "all-reduces", "all-gathers"]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for cell in cells:
-        found, formula = cell["compiled"], cell["formula"]
-
-        def shown(figure: str, number: str, found: Any = found, formula: Any = formula) -> str:
-            return f"{number} ({found[figure] / formula[figure]:.3f})"
-
-        weights = shown("weights_bytes", f"{found['weights_bytes'] / 1e9:.2f}")
-        token = shown("token_bytes", f"{found['token_bytes']:,.0f}")
+        found = cell["compiled"]
+        ratio = {figure: found[figure] / cell["formula"][figure] for figure in FIGURES}
+        weights = f"{found['weights_bytes'] / 1e9:.2f} ({ratio['weights_bytes']:.3f})"
+        token = f"{found['token_bytes']:,.0f} ({ratio['token_bytes']:.3f})"
         counts = f"{found['all_reduces']:g}", f"{found['all_gathers']:g}"
         row = [cell["model"], f"{cell['chips']} × {cell['chip']}", weights, token, *counts]
         lines.append(f"| {' | '.join(row)} |")
@@ -192,7 +182,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="write the report here, as JSON")
     args = parser.parse_args()
     if args.markdown:
-        print(markdown(json.load(sys.stdin)["cells"]))
+        print(markdown(json.load(sys.stdin)["rows"]))
         return 0
     if unknown := [cell for cell in args.cells if cell not in names]:
         parser.error(f"got {unknown[0]}, allowed: {', '.join(names)}")
@@ -206,10 +196,8 @@ def main() -> int:
             continue
         report.append(measure(*cell))
         print(f"{name}: {'; '.join(report[-1]['faults']) or 'as the formulas say'}", flush=True)
-        if args.output:  # After each, since all take half an hour.
-            head = json.dumps({"date": str(date.today()), "versions": versions, "rows": NUM_ROWS})[:-1]
-            lines = ",\n".join(f"  {json.dumps(one)}" for one in report)
-            args.output.write_text(f'{head}, "cells": [\n{lines}\n]}}\n')
+        if args.output:
+            write_report(args.output, {"versions": versions}, report)
     return int(any(one["faults"] for one in report))
 
 

@@ -96,7 +96,6 @@ def report(programs, key, cache_shapes, cache_bytes, num_pages):
         "own": own_bytes(compiled),
         "cache": cache_bytes,
         "hidden": _bytes(programs.state.hidden),
-        "layers": programs.state.cache.layout.num_layers,
         "pages": num_pages,
         "page_tokens": programs.state.cache.layout.page_size,
         "large": large,

@@ -175,7 +175,7 @@ def test_two_layers_of_a_public_model_compile_for_a_chip(script, name, chip):
     if missing := list(missing_wheels(TARGETS[chip][1])):
         pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[aot]'")
     families = script("compile_families")
-    found = families.compile_model(name, chip)
+    found = families.compile_model(families.CONFIGS / f"{name}.json", chip)
     assert families.faults_of(found) == []
     assert found["backend"].startswith("pallas") or (chip == "h100" and jax.__version_info__ < (0, 11))
 

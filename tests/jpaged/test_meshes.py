@@ -81,76 +81,59 @@ from jpaged.models.io.loading import abstract_weights, load_weights
 from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.io.saving import save_checkpoint
 from jpaged.sharding import device_mesh
+from jpaged.startup.model_source import resolve_model
 
-config, checkpoint = open_checkpoint(Path(sys.argv[1]))
-read, num_values = checkpoint.read, 0
+path = Path(sys.argv[1])
+for argument in sys.argv[2:]:
+    num_devices, format = argument.split(":")
+    source = resolve_model(str(path))
+    config, checkpoint = open_checkpoint(source.path, orbax=source.orbax)
+    read, sizes = checkpoint.read, []
 
-def counted(*args):
-    global num_values
-    values = read(*args)
-    num_values += values.size
-    return values
+    def counted(*args):
+        values = read(*args)
+        sizes.append(values.size)
+        return values
 
-checkpoint.read = counted
-mesh = device_mesh(jax.devices()[: int(sys.argv[3])])
-weights = load_weights(abstract_weights(config, "float32", mesh), config, checkpoint)
-print(num_values)
-save_checkpoint(weights, sys.argv[2], format="safetensors")
+    checkpoint.read = counted
+    mesh = device_mesh(jax.devices()[: int(num_devices)])
+    weights = load_weights(abstract_weights(config, "float32", mesh), config, checkpoint)
+    print(sum(sizes))
+    path = path / "saved"
+    save_checkpoint(weights, path, format=format)
 """
+"""Loads a model over so many devices and saves it in a format, and what was saved again; prints the values read."""
+
+
+def assert_saved(directory: Path, saved: Path) -> dict[str, np.ndarray]:
+    """Assert that a saved model has the tensors of the first one, and return these."""
+    tensors, found = (load_file(path / "model.safetensors") for path in (directory, saved))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    return tensors
 
 
 @pytest.mark.parametrize(("heads", "num_devices"), [((9, 3), 8), ((9, 3), 2), ((8, 8), 8)])
 def test_a_model_is_read_once_over_several_devices_and_saved_without_what_pads(
     heads: tuple[int, int], num_devices: int, tmp_path: Path
 ) -> None:
-    directory, saved = random_model(tmp_path, *heads), tmp_path / "saved"
-    result = process("-c", SAVES, str(directory), str(saved), str(num_devices))
-    tensors, found = load_file(directory / "model.safetensors"), load_file(saved / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
-    # What several devices have is read for each: the KV heads of 3 on 8 devices, norms, biases of the stream.
-    held_by_all = sum(
-        (num_devices - 1) * tensor.size for name, tensor in tensors.items() if tensor.ndim == 1 and tensor.size == 64
-    )
-    twice = sum(tensor.size for name, tensor in tensors.items() if "k_proj" in name or "v_proj" in name)
-    twice *= num_devices > 2 * heads[1]
-    assert int(result) <= 1.05 * sum(tensor.size for tensor in tensors.values()) + held_by_all + twice
-
-
-MOVES = """
-import sys
-from pathlib import Path
-
-import jax
-
-from jpaged.models.io.loading import abstract_weights, load_weights
-from jpaged.models.io.open_checkpoint import open_checkpoint
-from jpaged.models.io.saving import save_checkpoint
-from jpaged.sharding import device_mesh
-from jpaged.startup.model_source import resolve_model
-
-path = Path(sys.argv[1])
-for num_devices in (8, 2, 4, 1):
-    source = resolve_model(str(path))
-    config, checkpoint = open_checkpoint(source.path, orbax=source.orbax)
-    mesh = device_mesh(jax.devices()[:num_devices])
-    path = path.parent / f"on_{num_devices}"
-    weights = load_weights(abstract_weights(config, "float32", mesh), config, checkpoint)
-    save_checkpoint(weights, path, format="orbax" if num_devices > 1 else "safetensors")
-"""
+    directory = random_model(tmp_path, *heads)
+    result = process("-c", SAVES, str(directory), f"{num_devices}:safetensors")
+    tensors = assert_saved(directory, directory / "saved")
+    # What several devices have is read for each: norms, biases of the stream, and the KV heads of 3 on 8 devices.
+    num_values = sum(tensor.size for tensor in tensors.values())
+    on_all = sum(tensor.size for tensor in tensors.values() if tensor.ndim == 1 and tensor.size == 64)
+    of_kv_heads = sum(tensor.size for name, tensor in tensors.items() if "k_proj" in name or "v_proj" in name)
+    num_copies = read_config(directory).shares(num_devices).kv_copies
+    assert int(result) <= 1.05 * num_values + (num_devices - 1) * on_all + (num_copies - 1) * of_kv_heads
 
 
 def test_orbax_is_saved_from_any_mesh_and_restored_on_any_other(tmp_path: Path) -> None:
     """9 query heads and 3 KV heads are padded in another way on each; what comes back is the model's own."""
-    (tmp_path / "model").mkdir()
-    directory = random_model(tmp_path / "model", 9, 3)
-    process("-c", MOVES, str(directory))
-    tensors = load_file(directory / "model.safetensors")
-    found = load_file(tmp_path / "on_1" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+    directory = random_model(tmp_path, 9, 3)
+    process("-c", SAVES, str(directory), "8:orbax", "2:orbax", "4:orbax", "1:safetensors")
+    assert_saved(directory, directory.joinpath(*["saved"] * 4))
 
 
 def test_more_devices_than_there_are_is_refused_before_weights_are_read() -> None:
