@@ -27,6 +27,8 @@ MAX_STEP_TOKENS = 1 << 20
 MAX_STEP_SEQS = 1 << 16
 MAX_SWAP_SPACE = 10**6
 """Largest swap_space in GiB, far beyond the memory of one host."""
+MAX_DEVICES = 1 << 16
+"""Largest tensor_parallel_size, far beyond the devices of one process."""
 MAX_DECODE_STEPS = 16
 """Tokens that one dispatch decodes at most."""
 WARMUPS = ("lazy", "full", "off")
@@ -142,6 +144,8 @@ def _mesh(value: Any) -> Any:
         raise Unfit(allowed)
     if not {DATA_AXIS, TENSOR_AXIS} <= set(value.shape) or value.size != value.shape[TENSOR_AXIS]:
         raise Unfit(allowed, got=f"axes {dict(value.shape)}")
+    if not value.size or len(set(value.devices.flat)) < value.size:
+        raise Unfit("devices, each of them once", got="one device twice" if value.size else "no device")
     return value
 
 
@@ -200,7 +204,9 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         "auto", f"{', '.join(DEVICES)}; auto never leaves a visible accelerator for the CPU", one_of(*DEVICES)
     )
     tensor_parallel_size: int | None = _option(
-        None, "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip", _SIZE
+        None,
+        "devices that the model is spread over; default: 1, on a TPU 7x the 2 of a chip",
+        integer(1, MAX_DEVICES),
     )
     """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
     mesh: Any = field(default=None, metadata={"rule": _mesh, "help": MESH_HELP})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -24,12 +25,17 @@ is where each type has one."""
 def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return `data`, the content of config.json, with values replaced; an object in both is merged in the same way.
 
-    What describes the rotary embedding counts wherever the file has it, in the form of transformers 4 or 5.
+    What describes the rotary embedding counts wherever the file has it, in the form of transformers 4 or 5. Raises
+    ModelLoadError for such a value that is no object.
     """
     in_force = next((key for key in ROPE_OBJECTS if data.get(key)), "")
     moved = dict(overrides)
-    for scaling in (overrides.get(key) for key in ROPE_OBJECTS):
-        if isinstance(scaling, Mapping) and ORIGINAL in scaling:
+    for key in ROPE_OBJECTS:
+        if (scaling := overrides.get(key)) is None:
+            continue
+        if not isinstance(scaling, Mapping):
+            raise ModelLoadError(f"hf_overrides: {key} is {reprlib.repr(scaling)}, wanted an object {{…}} or null")
+        if ORIGINAL in scaling:
             moved.setdefault(ORIGINAL, scaling[ORIGINAL])  # One that the file has beside the object would count first.
     if not isinstance(data.get(in_force), Mapping):
         return _merged(data, moved)
@@ -47,9 +53,8 @@ def override(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
             if scaling is None:  # No scaling.
                 parameters = {k: v for k, v in parameters.items() if k in ("rope_theta", "partial_rotary_factor")}
             else:
-                moved[in_force] = _merged(moved.get(in_force) or {}, scaling)
-    scaling = moved.get(in_force)
-    if isinstance(scaling, Mapping) and "type" in scaling:  # The older name of what the file may have as rope_type.
+                moved = _merged(moved, {in_force: scaling})
+    if "type" in (moved.get(in_force) or {}):  # The older name of what the file may have as rope_type.
         parameters.pop("rope_type", None)
     return _merged({**data, in_force: parameters}, moved)
 

@@ -15,6 +15,7 @@ from jpaged.config import (
     LIMITS,
     MAX_BLOCK_SIZE,
     MAX_DECODE_STEPS,
+    MAX_DEVICES,
     MAX_STEP_SEQS,
     MAX_STEP_TOKENS,
     MAX_SWAP_SPACE,
@@ -51,7 +52,7 @@ RANGES = {
     "logprobs_mode": (["raw_logprobs", "processed_logprobs"], ["raw_logits", "", None]),
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,
-    "tensor_parallel_size": SIZE,
+    "tensor_parallel_size": ([None, 1, MAX_DEVICES], [0, -1, 2**31 - 1, 5.0]),
     "mesh": ([None, MESH], [5, "tensor", ("data", "tensor")]),
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, "5"]),
     "num_blocks": ([None, 2, LARGEST], [1, 0, -5, LARGEST + 1]),
@@ -107,6 +108,13 @@ def test_a_value_beyond_its_limit_is_refused_by_name_value_and_range(name, value
     assert message.startswith(f"{name}: got {shown(value)}, allowed: ")
     assert len(message) < 300
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(("num_devices", "got"), [(0, "no device"), (2, "one device twice")])
+def test_a_mesh_that_has_no_device_or_one_twice_is_refused(num_devices, got):
+    devices = np.array(jax.devices("cpu")[:1] * num_devices, object).reshape(1, num_devices)
+    with pytest.raises(ConfigError, match=f"^mesh: got {got}, allowed: devices, each of them once"):
+        EngineConfig(mesh=Mesh(devices, ("data", "tensor")))
 
 
 def test_a_mesh_without_the_axes_is_refused():

@@ -508,6 +508,13 @@ def test_a_wrong_override_is_refused_with_the_nearest_key(overrides, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("others", [{}, {"rope_scaling": {"factor": 3.0}, "rope_parameters": {"factor": 3.0}}])
+def test_an_override_of_the_rotary_embedding_that_is_no_object_is_refused_by_its_key(key, others):
+    with pytest.raises(ModelLoadError, match=f"hf_overrides: {key} is 5, wanted an object"):
+        config_from_hf(LLAMA | LINEAR, PATH, overrides=others | {key: 5})
+
+
 def test_keys_of_the_family_without_an_effect_may_be_overridden():
     """They are listed as such, or have one value that is supported."""
     gpt2 = LLAMA | {"architectures": ["GPT2LMHeadModel"], "bos_token_id": 0, "eos_token_id": 0}
