@@ -80,6 +80,13 @@ def _decode_steps(value: Any) -> int | str:
     return int(value)
 
 
+def _only_one(value: Any) -> int:
+    """Take 1 alone, for ways to spread an engine that this version does not have."""
+    if not checks.is_integer(value) or value != 1:
+        raise Unfit("1: more is not available in this version", "leave it out")
+    return 1
+
+
 def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
     """Take a list of processors as a tuple; no two may share an argument's name."""
     if not isinstance(value, list | tuple) or not all(isinstance(one, LogitsProcessor) for one in value):
@@ -212,6 +219,12 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     mesh: Any = field(default=None, metadata={"rule": _mesh, "help": MESH_HELP})
     """A `jax.sharding.Mesh` with the axes data and tensor, whose devices serve in their order; all lie in this process.
     Only the tensor axis may have more than one."""
+    data_parallel_size: int = _option(
+        1, "copies of the model; 1, since more are not available in this version", _only_one
+    )
+    pipeline_parallel_size: int = _option(
+        1, "stages of layers on devices of their own; 1, since more are not available in this version", _only_one
+    )
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}", one_of("auto", *BACKEND_NAMES))
     """A backend that is named must pass its check at start; one that auto chooses is replaced by xla if it fails."""
     max_model_len: int | None = _option(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ENGINE_OPTIONS = (
     "quantization", "enforce_eager",
-    "data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel",
+    "enable_expert_parallel",
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "speculative_config", "limit_mm_per_prompt",
     "served_model_name", "disable_log_stats", "stat_loggers", "otlp_traces_endpoint",
 )  # fmt: skip

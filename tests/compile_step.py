@@ -238,7 +238,8 @@ def main() -> None:
     found = {"kind": mesh.devices.flat[0].device_kind, "backend": backend.name, "num_devices": num_devices, "steps": {}}
     found |= {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     sizes = StepSizes(dtype, dtype, 64 if target in ("cpu", "h100") else 128, 4096, num_seqs, num_tokens)
-    found["kept"] = estimated_program_bytes(model.spec, 4 if target == "cpu" else 2, num_tokens, num_seqs)
+    on_chip = model.spec_on_chip(num_devices)
+    found["kept"] = estimated_program_bytes(on_chip, 4 if target == "cpu" else 2, num_tokens, num_seqs)
     rules_spec = LogitRulesSpec(model.vocab_size)
     engine = AbstractEngine(model, mesh, backend, rules_spec, SampleSettings(max_logprobs=20), num_decode_steps=16)
     is_cut = args.num_layers is not None

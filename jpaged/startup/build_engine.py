@@ -125,7 +125,8 @@ def build_engine(
     handle = replace(handle, config=handle.config.for_context(sizes.step.max_model_len))
     engine = replace(engine, model=handle.config)
     if len(devices) > 1:
-        logger.info("mesh: %s", handle.config.shares(len(devices)))
+        by_default = "" if config.num_devices else ", the halves of one chip"
+        logger.info("mesh: %s%s", handle.config.shares(len(devices)), by_default)
     if handle.config.longrope:
         logger.info("rotary embedding: %s; max_model_len is %s", handle.config.longrope, sizes.step.max_model_len)
     for note in sizes.notes:

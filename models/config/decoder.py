@@ -71,14 +71,17 @@ class DecoderConfig:
         return tuple(scale / (layer + 1 if self.divides_scale_by_layer else 1) for layer in range(self.num_layers))
 
     def spec_on_chip(self, num_shards: int) -> ModelSpec:
-        """Return what an engine reads of the model, with the heads of each layer that one of so many devices has."""
+        """Return what an engine reads of the model, with heads and activations of one of so many devices."""
         shares = self.shares(num_shards)
         num_kv_heads = shares.stored_kv_heads // num_shards
-        layers = (
-            replace(layer, num_heads=num_kv_heads * shares.group_size, num_kv_heads=num_kv_heads)
-            for layer in self.spec.layers
-        )
-        return replace(self.spec, layers=tuple(layers))
+        num_heads = num_kv_heads * shares.group_size
+        layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
+        width = self._activation_width(shares.stored_inner // num_shards, num_heads)
+        return replace(self.spec, layers=tuple(layers), activation_width=width)
+
+    def _activation_width(self, intermediate_size: int, num_heads: int) -> int:
+        """Return the values per token of a forward program on a device with so many MLP columns and query heads."""
+        return 4 * self.hidden_size + 3 * intermediate_size + 2 * num_heads * self.head_size
 
     def for_context(self, max_model_len: int) -> Self:
         """Return the config with the rotary embeddings for sequences of at most so many tokens."""
@@ -107,7 +110,7 @@ class DecoderConfig:
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             max_context_len=self.max_context_len,
-            activation_width=4 * self.hidden_size + 3 * self.intermediate_size + 2 * self.num_heads * self.head_size,
+            activation_width=self._activation_width(self.intermediate_size, self.num_heads),
             layers=tuple(AttentionLayer(*heads, window, self.attention_soft_cap) for window in self.windows),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,

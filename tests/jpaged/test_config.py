@@ -53,6 +53,8 @@ RANGES = {
     "logits_processors": ([(), (SCALE,)], [None, SCALE, (5,), "scale", (SCALE, SCALE)]),
     "max_model_len": SIZE,
     "tensor_parallel_size": ([None, 1, MAX_DEVICES], [0, -1, 2**31 - 1, 5.0]),
+    "data_parallel_size": ([1, np.int64(1)], [0, 2, None, True, "1"]),
+    "pipeline_parallel_size": ([1], [0, 2, None, True]),
     "mesh": ([None, MESH], [5, "tensor", ("data", "tensor")]),
     "block_size": ([None, 1, 2, 16, 512, MAX_BLOCK_SIZE], [0, -16, 3, 48, MAX_BLOCK_SIZE + 1, 2048, "5"]),
     "num_blocks": ([None, 2, LARGEST], [1, 0, -5, LARGEST + 1]),
