@@ -77,7 +77,9 @@ class DecoderConfig:
         num_heads = num_kv_heads * shares.group_size
         layers = (replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads) for layer in self.spec.layers)
         width = self._activation_width(shares.stored_inner // num_shards, num_heads)
-        return replace(self.spec, layers=tuple(layers), activation_width=width)
+        # A GPU's compiler sums over chips in float32.
+        sums = 2 * self.hidden_size if num_shards > 1 else 0
+        return replace(self.spec, layers=tuple(layers), activation_width=width + sums)
 
     def _activation_width(self, intermediate_size: int, num_heads: int) -> int:
         """Return the values per token of a forward program on a device with so many MLP columns and query heads."""

@@ -1,8 +1,13 @@
 """How heads are shared out over devices: padded, or on several devices, and every one of the model's exactly where."""
 
+from pathlib import Path
+
 import pytest
 
 from jpaged.models.config.shares import Shares
+from jpaged.models.io.open_checkpoint import read_config
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 
 STORED = {
     # (query heads, KV heads), devices → (stored query heads, stored KV heads, devices of each KV head)
@@ -52,4 +57,14 @@ def test_what_is_padded_is_said():
     assert str(Shares(8, 32, 8, 4096, 128)) == "8 devices"
     assert str(Shares(4, 9, 3, 100, 97)) == (
         "4 devices, which store 12 query heads for 9, 4 KV heads for 3, 100 vocabulary rows for 97"
+    )
+
+
+def test_a_chips_step_is_estimated_by_its_own_columns_and_heads():
+    """The stream is whole on each of 8 chips; what is computed of MLP and heads shrinks with their number."""
+    config = read_config(GOLDEN / "llama")
+    alone, on_chip = config.spec_on_chip(1), config.spec_on_chip(8)
+    assert alone.activation_width == config.spec.activation_width
+    assert on_chip.activation_width - 6 * config.hidden_size == (
+        3 * config.shares(8).stored_inner // 8 + 2 * on_chip.layers[0].num_heads * config.head_size
     )
