@@ -320,7 +320,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         one_of(*WARMUPS),
     )
     compilation_cache_dir: str | None = _option(
-        None, "where executables are kept; default: the user's cache folder", text("a directory")
+        None, "where executables are kept, or off; default: the user's cache folder", text("a directory, or off")
     )
     generation_config: str = _option(
         "auto", "auto: sampling defaults from the model; none: plain defaults", one_of("auto", "none")

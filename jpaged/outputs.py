@@ -26,6 +26,15 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Text of this token alone; None if the engine has no tokenizer."""
 
 
+class WeightVersion(msgspec.Struct, frozen=True, gc=False):
+    """Output tokens of a sample that were drawn by one version of the weights: those from `start` up to `end`."""
+
+    version: int
+    """As `Engine.update_params` was told, or counted; 0 for the weights that the engine started with."""
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sample of a request: all of it so far, or with RequestOutputKind.DELTA what is new since the last output.
@@ -45,6 +54,8 @@ class CompletionOutput:
     """"stop", "length", "abort" or "error"; None while the sample goes on."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the sample; None for EOS and for every other end."""
+    weight_versions: tuple[WeightVersion, ...] = ()
+    """Which version of the weights drew which of the sample's tokens so far, in order; empty before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,7 @@ class RequestMetrics:
     time_in_queue: float | None
     """Seconds from arrival to the first step that computed tokens of the request."""
     num_preemptions: int
-    """Times that the request lost its pages to another request."""
+    """Times that the request lost its pages, to another request or because they were computed anew."""
     num_swaps: int
     """Preemptions at which the pages were moved to the host instead of being dropped."""
     num_cached_tokens: int

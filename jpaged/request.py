@@ -84,6 +84,10 @@ class SampleSequence:
     """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
     garbage collector busy."""
 
+    # Written by research/weight_updates.
+    weight_versions: list[tuple[int, int]]
+    """(output index, version) for each version of the weights that its tokens were drawn by: the first token of it."""
+
     # Written by scheduling/progress.
     num_tokens: int
     """Tokens that exist: those that steps in flight draw count, and the host does not know them yet."""
@@ -168,6 +172,8 @@ class Request:
     priority: int = 0
     """Lower is sooner, under the policy `priority`."""
     cache_key: CacheKey = NO_EXTRAS
+    weights_version: int = 0
+    """The version of the weights, as their owner counts, when the request came."""
     seed: int = field(init=False)
     """64 bits, from which every draw of this request comes."""
     is_plain: bool = field(init=False)
@@ -260,7 +266,10 @@ class Request:
         """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it."""
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
-        sample = SampleSequence(self, index, max_len, token_ids[:], len(token_ids), pages=pages, num_passed=num_passed)
+        versions = [(0, self.weights_version)]
+        sample = SampleSequence(
+            self, index, max_len, token_ids[:], versions, len(token_ids), pages=pages, num_passed=num_passed
+        )
         self.sequences.append(sample)
         self.live.append(sample)
         return sample

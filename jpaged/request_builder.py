@@ -29,6 +29,10 @@ class RequestBuilder:
         """`num_groups` counts the page-table groups that a sequence has pages in."""
         self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes.step
         self.num_groups = num_groups
+        self.weights_version = 0
+        """The version of the weights as outputs name it."""
+        self.num_weight_updates = 0
+        """Counts updates of the weights, so that pages of different weights are never taken for each other."""
         self.encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.sizes.max_model_len)
 
     def default_params(self) -> SamplingParams:
@@ -79,7 +83,8 @@ class RequestBuilder:
             num_groups=self.num_groups,
             prompt=encoded.text,
             priority=encoded.priority,
-            cache_key=CacheKey(cache_salt=encoded.cache_salt),
+            cache_key=self.cache_key(encoded.cache_salt),
+            weights_version=self.weights_version,
             bad_words=self.encoder.bad_words(params),
             beams=beams,
         )
@@ -97,7 +102,11 @@ class RequestBuilder:
         num_tokens, page_len = len(encoded.token_ids), self.sizes.block_size
         if num_tokens < page_len:
             raise refusal("prompt", f"{num_tokens} tokens to pin", f"at least {page_len}, a full page")
-        return encoded.token_ids, CacheKey(cache_salt=encoded.cache_salt)
+        return encoded.token_ids, self.cache_key(encoded.cache_salt)
+
+    def cache_key(self, cache_salt: str | None) -> CacheKey:
+        """Return what the pages of a prompt depend on beside its tokens."""
+        return CacheKey(cache_salt=cache_salt, weights_version=self.num_weight_updates)
 
 
 def check_new_id(request_id: Any, used: Mapping[str, Request]) -> None:

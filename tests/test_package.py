@@ -33,6 +33,8 @@ LAYERS = (
     ("",),
     ("llm",),
     ("engine",),
+    ("step_engine",),
+    ("research",),
     ("offline", "request_builder"),
     ("startup",),
     ("engine_core",),

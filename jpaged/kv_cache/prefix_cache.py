@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from ..request import CacheKey, RequestState, SampleSequence
@@ -47,6 +47,8 @@ class PrefixCache:
         self.is_enabled = is_enabled
         self.pinned_prefixes: Counter[bytes] = Counter()
         """Hash of a pinned prefix's last page → how often that prefix was pinned."""
+        self._pinned_tokens: dict[bytes, tuple[array[int], CacheKey]] = {}
+        """The same hash → the tokens of the prefix and its key."""
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def count_query(self, num_tokens: int, num_hit: int) -> None:
@@ -208,6 +210,17 @@ class PrefixCache:
         self.host.forget_all()
         self.store.counts["reset"] += 1
 
+    def renew(self, weights_version: int) -> None:
+        """Forget every published page as `reset` does, and let pins be for pages of this version of the weights."""
+        pins = [(*self._pinned_tokens[last], count) for last, count in self.pinned_prefixes.items()]
+        for token_ids, key, count in pins:
+            for _ in range(count):
+                self.unpin(token_ids, key)
+        self.reset()
+        for token_ids, key, count in pins:
+            for _ in range(count):
+                self.pin(token_ids, replace(key, weights_version=weights_version))
+
     # Pins
 
     def pin(self, token_ids: Sequence[int], cache_key: CacheKey) -> int:
@@ -220,6 +233,7 @@ class PrefixCache:
         if not hashes:
             return 0
         self.pinned_prefixes[hashes[-1]] += 1
+        self._pinned_tokens[hashes[-1]] = array("i", token_ids), cache_key
         self.store.num_pin_changes += 1
         keys = self._pin_keys(hashes)
         self.store.pins.update(chain.from_iterable(keys))
@@ -235,6 +249,8 @@ class PrefixCache:
         if not hashes or not self.pinned_prefixes[hashes[-1]]:
             return False
         self.pinned_prefixes -= Counter([hashes[-1]])
+        if not self.pinned_prefixes[hashes[-1]]:
+            del self._pinned_tokens[hashes[-1]]
         self.store.num_pin_changes += 1
         for page_key in chain.from_iterable(reversed(self._pin_keys(hashes))):
             pins[page_key] -= 1

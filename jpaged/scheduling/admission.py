@@ -61,6 +61,8 @@ class Admission:
         self.policy = Policy(config.policy)
         self.waiting = RequestQueue(config.limits)
         self.swapped = RequestQueue()
+        self._held: dict[Request, None] = {}
+        """Waiting requests that are not in the queue while newcomers are held."""
         self.counts: Counter[str] = Counter()
         """`bypass`: admissions past an earlier request. `await_prefix`: times that a request awaited a prefix."""
         self._arrivals = itertools.count()
@@ -91,12 +93,28 @@ class Admission:
 
     def remove(self, request: Request) -> None:
         """Take a waiting or swapped request out of its queue."""
+        if request in self._held:
+            del self._held[request]
+            return
         (self.swapped if request.state is RequestState.SWAPPED else self.waiting).remove(request)
 
     def clear(self) -> None:
         """Empty both queues."""
         self.waiting.clear()
         self.swapped.clear()
+        self._held.clear()
+
+    def hold_newcomers(self) -> None:
+        """Take all requests that have never run out of the queue, until `release_newcomers`."""
+        self._held = {request: None for request in self.waiting if request.first_scheduled_time is None}
+        for request in self._held:
+            self.waiting.remove(request)
+
+    def release_newcomers(self) -> None:
+        """Queue the requests that `hold_newcomers` has taken out, in their old places."""
+        for request in self._held:
+            self.waiting.push(request)
+        self._held = {}
 
     # The steps
 

@@ -275,7 +275,7 @@ class Lifecycle:
 
     def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
         child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups)
-        child.state = parent.state
+        child.state, child.weight_versions = parent.state, parent.weight_versions[:]
         # They share all but the last token, which the child computes itself to draw its next one. What the parent has
         # not computed yet, it computes for both.
         num_shared = child.num_tokens - 1

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..errors import ConfigError
+from ..checks import one_line, shown
+from ..errors import ConfigError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.io.loading import Weights, abstract_weights
+from ..models.own_model import OwnModel
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules_spec import LogitRulesSpec
@@ -23,7 +27,8 @@ from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
 from ..step.compile_plan import Key
-from ..step.programs import ProgramOptions, Programs
+from ..step.programs import ProgramOptions, Programs, cache_arrays
+from ..step.step import trial
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
 from .attention_choice import attention_shape, block_size_of
@@ -39,7 +44,7 @@ STEP_PROGRAMS = ("forward", "forward_decodes", "sample", "decode")
 class AbstractEngine:
     """A model on a mesh with an attention backend. Implements `sizing.MemoryCosts`."""
 
-    model: DecoderConfig
+    model: DecoderConfig | OwnModel
     mesh: Mesh
     backend: Backend
     rules_spec: LogitRulesSpec
@@ -72,6 +77,8 @@ class AbstractEngine:
 
     def weights(self, dtype: str) -> Weights:
         """Return the shapes of the weights with their placement."""
+        if isinstance(self.model, OwnModel):
+            return self.model.weights(self.mesh)
         return abstract_weights(self.model, dtype, self.mesh, self.backend.layer_ops)
 
     def weights_bytes(self, dtype: str) -> int:
@@ -94,16 +101,40 @@ class AbstractEngine:
         # A GPU's host would have to read the condition of each branch and loop.
         settings = replace(self.settings, is_static=self.platform == "gpu")
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
+        mesh = self.mesh if self.num_chips > 1 else None
+        cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
+        weights = self.weights(sizes.dtype)
+        if isinstance(self.model, OwnModel):
+            weights = replace(weights, stream_dtype=self._stream_dtype(weights, cache, builder))
         return Programs(
-            self.weights(sizes.dtype),
-            PagedCache(
-                (), layout, layers, self.backend, mesh=self.mesh if self.num_chips > 1 else None, mesh_axis=TENSOR_AXIS
-            ),
+            weights,
+            cache,
             self.mesh,
             builder,
             hidden_size=self.model.hidden_size,
             options=ProgramOptions(settings, self.num_decode_steps, num_host_blocks),
         )
+
+    def _stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> Any:
+        """Return the dtype of the hidden states of a caller's own model, which is traced for it.
+
+        Raises ModelLoadError if it cannot be traced, or what it returns has other shapes than its spec says.
+        """
+        spec, layout = self.model.spec, min(builder.layouts.values(), key=lambda one: one.num_tokens)
+        cache = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
+        tables = jax.ShapeDtypeStruct(builder.tables.shape, jnp.int32)
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        try:
+            with jax.set_mesh(self.mesh):
+                found = jax.eval_shape(partial(trial, weights.graph, layout), weights.state, cache, tables, packed)
+        except Exception as error:  # A caller's code may raise anything.
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            raise ModelLoadError(f"model: a step of it cannot be traced: {reason}") from error
+        wanted = (layout.num_tokens, spec.hidden_size), (1, spec.vocab_size)
+        for name, shaped, shape in zip(("hidden states", "logits"), found, wanted, strict=True):
+            if getattr(shaped, "shape", None) != shape:
+                raise ModelLoadError(f"model: its {name} are {shown(shaped)}, its spec wants the shape {shape}")
+        return found[0].dtype
 
     def _shape_on_chip(self, kv_dtype: str) -> AttentionShape:
         """Return what a chip's attention computes: its own heads."""

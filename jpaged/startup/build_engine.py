@@ -24,7 +24,9 @@ from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.io.dummy import dummy_weights
-from ..models.io.loading import check_tensors, load_weights
+from ..models.io.loading import Weights, check_tensors, load_weights
+from ..models.live.live_weights import LiveWeights
+from ..models.own_model import OwnModel
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor
@@ -46,7 +48,7 @@ from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot
 from .check_process import check_before_opening, check_in_subprocess, check_request
 from .device_memory import unreserved_memory_note
 from .host_memory import free_host_bytes, num_host_cores
-from .open_model import ModelHandle
+from .open_model import ModelHandle, checkpoint_again
 from .sizing import (
     Demand,
     EngineSizes,
@@ -67,6 +69,8 @@ CPU_COMPILERS, MAX_COMPILERS = 2, 16
 """Programs that are compiled at the same time on a CPU, and at most elsewhere."""
 COMPILER_BYTES = 1 << 30
 """Bytes of the host's memory that compiling a program may take."""
+NO_CACHE = "off"
+"""The directory that stands for no compilation cache."""
 PREFILL_TOKENS = 256
 """Tokens of the step that measures what recomputing costs."""
 
@@ -95,6 +99,10 @@ class EngineComponents:
     rules_spec: LogitRulesSpec
     load_s: float
     """Seconds that reading the weights, or making them, took."""
+    live: LiveWeights
+    """What a trainer's arrays become."""
+    reload_weights: Callable[[], Weights] | None
+    """Reads the weights again; None if they came from no file."""
 
 
 def build_engine(
@@ -110,7 +118,10 @@ def build_engine(
     `demands` and `modes` are the requests that will come and their sampling modes, if all are known: what they need
     first is compiled while the weights are read, and no larger pool is taken than they need.
     """
-    use_compilation_cache(config.compilation_cache_dir)
+    is_own = isinstance(handle.config, OwnModel)
+    # A model of the caller's own comes with the caller's process, whose JAX is left as it is.
+    if config.compilation_cache_dir is not None or not is_own:
+        use_compilation_cache(config.compilation_cache_dir)
     max_model_len = requested_max_len(config, handle.spec)
     handle = replace(handle, config=handle.config.without_idle_windows(max_model_len))
     on_chip = handle.config.spec_on_chip(config.num_devices or 1)
@@ -141,8 +152,10 @@ def build_engine(
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
     programs = engine.programs(builder, **pools)
+    live = LiveWeights(programs.weights, engine.mesh)
     plan = CompilePlan(
         programs.lower,
+        occasional=live.programs(),
         num_compilers=_num_compilers(device.platform),
         on_compiled=StepMemoryCheck(sizes.memory.program_bytes),
     )
@@ -153,7 +166,9 @@ def build_engine(
     try:
         with _short_switch_interval():
             report = _phase(progress, "load")
-            if handle.checkpoint is None:
+            if handle.arrays is not None:
+                weights = live.weights(live.check(handle.arrays), plan.get)
+            elif handle.checkpoint is None:
                 weights = dummy_weights(programs.weights, progress=report)
             else:
                 weights = load_weights(programs.weights, handle.config, handle.checkpoint, progress=report)
@@ -172,7 +187,7 @@ def build_engine(
     return EngineComponents(
         # An engine keeps neither the caller's arrays nor files open that it has read.
         config=config if config.params is None else replace(config, params=None),
-        handle=replace(handle, checkpoint=None),
+        handle=replace(handle, checkpoint=None, arrays=None),
         sizes=sizes,
         device=device,
         mesh=engine.mesh,
@@ -183,7 +198,23 @@ def build_engine(
         runner=runner,
         rules_spec=engine.rules_spec,
         load_s=load_s,
+        live=live,
+        reload_weights=_reload_weights(config, handle, programs.weights),
     )
+
+
+def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights) -> Callable[[], Weights] | None:
+    """Return what reads an engine's weights again; None if they came from a tree or a module."""
+    if config.params is not None or handle.arrays is not None:
+        return None
+    # Neither the checkpoint nor its files stay open.
+    model, handle = handle.config, replace(handle, checkpoint=None)
+
+    def reload() -> Weights:
+        checkpoint = checkpoint_again(config, handle)
+        return dummy_weights(abstract) if checkpoint is None else load_weights(abstract, model, checkpoint)
+
+    return reload
 
 
 def _select_devices(config: EngineConfig) -> list[jax.Device]:
@@ -271,7 +302,12 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning."""
+    """Keep executables across processes, readable by their owner only. A cache that cannot be written is a warning.
+
+    `off` keeps none, and leaves JAX's configuration alone.
+    """
+    if directory == NO_CACHE:
+        return
     if directory is None and jax.config.values.get("jax_compilation_cache_dir"):
         return  # The user has set one in JAX.
     try:

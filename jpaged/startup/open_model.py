@@ -6,18 +6,23 @@ Every fault of a model that can be found before its weights are read is found he
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
+from flax import nnx
+
+from ..checks import refusal, shown
 from ..config import EngineConfig
-from ..errors import InvalidRequestError, ModelLoadError
+from ..errors import ConfigError, InvalidRequestError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
 from ..models.io.checkpoint import Checkpoint
 from ..models.io.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
 from ..models.io.gguf_checkpoint import GGUFCheckpoint
 from ..models.io.open_checkpoint import open_checkpoint, read_config
+from ..models.own_model import OwnModel, open_own_model
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams
 from ..text.prompts import PromptEncoder
@@ -26,15 +31,21 @@ from .model_source import ModelSource, read_generation_defaults, resolve_model, 
 
 logger = logging.getLogger("jpaged")
 
+FILE_OPTIONS = ("revision", "load_format", "hf_overrides", "dtype", "generation_config")
+"""Options that say how a model's files are read, and in which dtype."""
+
 
 @dataclass(frozen=True)
 class ModelHandle:
     """A model whose config, tensor headers and tokenizer have been read and belong together."""
 
-    source: ModelSource
-    config: DecoderConfig
+    source: ModelSource | None
+    """Where its files are; None for a caller's own module."""
+    config: DecoderConfig | OwnModel
     checkpoint: Checkpoint | None
     """None with random weights (`load_format` dummy), and in an engine, whose weights are loaded."""
+    arrays: Mapping[str, Any] | None
+    """The weights of a caller's own module, as a tree; None for all other models, and in an engine."""
     tokenizer: Tokenizer | None
     """None with `skip_tokenizer_init`, and where neither weights nor a tokenizer are read from the directory."""
     sampling_defaults: dict[str, Any]
@@ -52,7 +63,7 @@ class ModelHandle:
 
         Every byte of them is read, so that all else that can be wrong is checked before. There may be no weights.
         """
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and self.source is not None:
             _check_sums(self.source, [file.relative_to(self.source.directory) for file in self.checkpoint.files()])
 
     def prompt_encoder(
@@ -77,7 +88,7 @@ def open_model(config: EngineConfig) -> ModelHandle:
         )
     tokenizer = _open_tokenizer(config, source, checkpoint)
     if tokenizer is not None:
-        _check_vocabulary(tokenizer, model_config, config.tokenizer or source.path)
+        _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)
     defaults = read_generation_defaults(source, only_eos=config.generation_config == "none")
     ids = {*model_config.eos_token_ids, *defaults.pop("eos_token_id", ())}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -89,7 +100,33 @@ def open_model(config: EngineConfig) -> ModelHandle:
         raise ModelLoadError(f"{source.path}: {fault}; give --generation-config none") from error
     # No step gives an id that the model has no row for.
     end_ids = frozenset(token_id for token_id in ids if token_id < model_config.vocab_size)
-    return ModelHandle(source, model_config, checkpoint, tokenizer, defaults, end_ids)
+    return ModelHandle(source, model_config, checkpoint, None, tokenizer, defaults, end_ids)
+
+
+def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
+    """Return a caller's own module as a model. Raises ModelLoadError, and ConfigError for options about files.
+
+    Its weights are `config.params`, or else its own arrays; its tokenizer is the one that `config` names, if any.
+    """
+    for option in fields(config):
+        if option.name in FILE_OPTIONS and (got := getattr(config, option.name)) != option.default:
+            allowed = "nothing beside a model of your own, which has no files"
+            raise refusal(option.name, shown(got), allowed, "leave it out", error=ConfigError)
+    model, arrays = open_own_model(module)
+    tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
+    ids = {*model.spec.eos_token_ids, *([] if tokenizer is None else [tokenizer.eos_token_id])} - {None}
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, model.vocab_size, config.tokenizer)
+    end_ids = frozenset(token_id for token_id in ids if token_id < model.vocab_size)
+    return ModelHandle(None, model, None, arrays if config.params is None else config.params, tokenizer, {}, end_ids)
+
+
+def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | None:
+    """Return the checkpoint of an engine's model, opened anew; None if its weights came from no file."""
+    if handle.source is None or config.params is not None or config.load_format == "dummy":
+        return None
+    source = handle.source
+    return open_checkpoint(source.path, orbax=source.orbax, overrides=config.hf_overrides)[1]
 
 
 def _small_files(config: EngineConfig, source: ModelSource) -> list[PurePath]:
@@ -115,13 +152,12 @@ def _check_sums(source: ModelSource, files: list[PurePath]) -> None:
     logger.info("%s: does not list %s, which is not checked", path, ", ".join(unlisted))
 
 
-def _check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, path: object) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, num_rows: int, path: object) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the embedding; ModelLoadError. `path` is what errors name.
 
     So are tokens beyond it that begin or end sequences. Others are no fault: Gemma 3 has one for images in models of
     text alone. Prompts that hold one are refused.
     """
-    num_rows = model.vocab_size
     if tokenizer.base_vocab_size > num_rows:
         raise ModelLoadError(
             f"{path}: the tokenizer has {tokenizer.base_vocab_size} ids, the model's embedding {num_rows} rows; "
@@ -141,8 +177,13 @@ def _check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, path: object) 
         )
 
 
-def _open_tokenizer(config: EngineConfig, source: ModelSource, checkpoint: Checkpoint | None) -> Tokenizer | None:
-    """Return the tokenizer that serves; None if there is to be none, or no weights and no tokenizer are read."""
+def _open_tokenizer(
+    config: EngineConfig, source: ModelSource | None, checkpoint: Checkpoint | None
+) -> Tokenizer | None:
+    """Return the tokenizer that serves; None if there is to be none, or no weights and no tokenizer are read.
+
+    `source` may be None if the config names a tokenizer.
+    """
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
@@ -151,6 +192,7 @@ def _open_tokenizer(config: EngineConfig, source: ModelSource, checkpoint: Check
             wanted = f"one of {', '.join(TOKENIZER_FILES)}: give a tokenizer's directory"
             raise ModelLoadError(f"tokenizer {config.tokenizer!r}: the directory has no tokenizer, wanted {wanted}")
         return load_tokenizer(path)
+    assert source is not None
     is_optional = config.load_format == "dummy" or config.params is not None
     if is_optional and not has_tokenizer(source.path):
         return None

@@ -36,15 +36,19 @@ class CompilePlan:
         self,
         programs: Mapping[Key, Lower],
         *,
+        occasional: Mapping[Key, Lower] | None = None,
         num_compilers: int = 2,
         on_compiled: Callable[[Key, jax.stages.Compiled], None] | None = None,
     ):
         """`programs`: key → the function that lowers the program. `num_compilers` are compiled at the same time.
 
+        `occasional` are more of them, which no step runs: each is compiled at its first use.
+
         `on_compiled` is given each executable, on the thread that has compiled it.
         """
         self.programs = dict(programs)
         """Key → the function that lowers the program."""
+        self._occasional = dict(occasional or {})
         self._on_compiled = on_compiled
         self.waited_s = 0.0
         """Seconds that calls of `get` have waited for compilations, or for the persistent compilation cache."""
@@ -73,9 +77,9 @@ class CompilePlan:
 
     @property
     def num_compiled(self) -> int:
-        """Return the number of executables that are ready."""
+        """Return the number of executables for steps that are ready."""
         with self._lock:
-            done = [future for future in self._futures.values() if future.done()]
+            done = [future for key, future in self._futures.items() if future.done() and key in self.programs]
             return sum(future.exception() is None for future in done)
 
     @property
@@ -91,7 +95,7 @@ class CompilePlan:
         """
         with self._lock:
             missing = [key for key in dict.fromkeys(keys) if key not in self._futures]
-            if unknown := [key for key in missing if key not in self.programs]:
+            if unknown := [key for key in missing if key not in self.programs and key not in self._occasional]:
                 raise KeyError(f"{unknown[0]} is outside the compile plan of {len(self.programs)} executables")
             if progress is not None and missing:
                 progress(0, len(missing))
@@ -178,7 +182,7 @@ class CompilePlan:
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         try:
-            compiled = self.programs[key]().compile()
+            compiled = (self.programs.get(key) or self._occasional[key])().compile()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
             return compiled

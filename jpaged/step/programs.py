@@ -121,7 +121,7 @@ class Programs:
         self._device_kind = mesh.devices.flat[0].device_kind
         self._whole = replicated(mesh)
         self.state = DeviceState(
-            cache=replace(cache, pages=_cache_arrays(cache.layout, mesh)),
+            cache=replace(cache, pages=cache_arrays(cache.layout, mesh)),
             page_tables=self._shape(builder.tables.shape, jnp.int32),
             last_tokens=self._shape((num_slots,), jnp.int32),
             hidden=self._shape((buckets.num_tokens[-1], hidden_size), weights.stream_dtype),
@@ -206,7 +206,7 @@ class Programs:
 
 def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict[Key, Lower]:
     """Return the programs that move pages of a cache of this layout; without host pages, only the copy."""
-    pages = _cache_arrays(layout, mesh)
+    pages = cache_arrays(layout, mesh)
     page_list = jax.ShapeDtypeStruct((MAX_MOVES,), jnp.int32, sharding=replicated(mesh))
     placement = tuple(array.sharding for array in pages)
     page = tuple(array.update(shape=(layout.num_layers, *array.shape[1:])) for array in pages)
@@ -222,7 +222,7 @@ def move_programs(layout: KVLayout, mesh: Mesh, *, num_host_blocks: int) -> dict
     return programs
 
 
-def _cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
+def cache_arrays(layout: KVLayout, mesh: Mesh) -> tuple[Any, ...]:
     """Return the abstract shapes of the cache's arrays, placed by the layout's logical axes."""
     return tuple(
         jax.ShapeDtypeStruct(shape, layout.stored_dtype, sharding=sharding_of(mesh, axes))

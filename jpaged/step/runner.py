@@ -43,6 +43,7 @@ from .programs import (
 )
 from .step import DeviceState
 from .step_inputs import BuiltStep
+from .weight_store import WeightStore
 
 MAX_STAGED = 4
 """Most swap batches under way at once; bounds the device memory that pages take on their way."""
@@ -81,9 +82,7 @@ class Runner:
     """One model on one mesh, with one paged cache and the host pages that swapped sequences wait in."""
 
     def __init__(self, *, weights: Weights, plan: CompilePlan, buckets: Buckets, mesh: Mesh):
-        self.weights = weights
-        self._leaves = tuple(jax.tree.leaves(weights.state))
-        self._logits_leaves = tuple(weights.split_logits()[0])
+        self.store = WeightStore(weights)
         self.state: DeviceState
         self.rules: LogitRulesState
         self.state, self.rules = plan.get(ALLOCATE_KEY)()
@@ -102,6 +101,11 @@ class Runner:
         self._host_pages: dict[int, Page] = {}
         self._staged: deque[Any] = deque()
         """Arrays of the swap batches that may still be under way, oldest first."""
+
+    @property
+    def weights(self) -> Weights:
+        """Return the model's weights."""
+        return self.store.weights
 
     def dispatch(self, step: BuiltStep) -> StepOutputs:
         """Start a step: its page moves in order, its page-table changes and logit rules, then its rows.
@@ -145,21 +149,21 @@ class Runner:
 
     def reset(self) -> None:
         """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
-        self._drop_state()
+        self.drop_state()
         self.state, self.rules = self.plan.get(ALLOCATE_KEY)()
 
     def close(self) -> None:
         """Free the pages on the device and the host, the rest of the device state, and the weights."""
         self.plan.close()
-        self._drop_state()
-        _delete(self.weights.state)
+        self.drop_state()
+        self.store.drop()
 
     def _forward(self, step: BuiltStep) -> Any:
         """Start the forward program of a step and return the columns of its samplers."""
         assert step.layout is not None
         assert step.packed is not None
         run = self.plan.get(layout_key(step.layout))
-        self.state, columns = run(self._leaves, self.state, self._put(step.packed))
+        self.state, columns = run(self.store.leaves, self.state, self._put(step.packed))
         return columns
 
     def _decode(self, step: BuiltStep) -> SampledRows:
@@ -169,7 +173,7 @@ class Runner:
         mode = self.buckets.decode_mode_for(step.mode)
         run = self.plan.get(("decode", step.layout.num_tokens, mode))
         state = self.state, self.rules if mode is SampleMode.FULL else None
-        (self.state, rules), sampled = run(self._leaves, state, self._put(step.packed))
+        (self.state, rules), sampled = run(self.store.leaves, state, self._put(step.packed))
         self.rules = rules or self.rules
         return sampled
 
@@ -186,7 +190,7 @@ class Runner:
         mode = self.buckets.mode_for(mode)
         run_sample = self.plan.get(sample_key(self.buckets, num_rows, mode))
         state = self.state.last_tokens, self.rules if mode is SampleMode.FULL else None
-        (last_tokens, rules), sampled = run_sample(self._logits_leaves, state, self.state.hidden, columns)
+        (last_tokens, rules), sampled = run_sample(self.store.logits_leaves, state, self.state.hidden, columns)
         self.state = replace(self.state, last_tokens=last_tokens)
         self.rules = rules or self.rules
         return sampled
@@ -257,8 +261,8 @@ class Runner:
     def _replace_pages(self, pages: tuple[jax.Array, ...]) -> None:
         self.state = replace(self.state, cache=replace(self.state.cache, pages=pages))
 
-    def _drop_state(self) -> None:
-        """Free everything but the weights."""
+    def drop_state(self) -> None:
+        """Free everything but the weights; `reset` makes it anew. Further calls do nothing."""
         self._staged.clear()
         self._host_pages.clear()
         _delete((self.state, self.rules))

@@ -88,6 +88,15 @@ def forward(
     return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
 
 
+def trial(
+    graph: Any, layout: StepLayout, weights: Any, cache: PagedCache, tables: Any, packed: Any
+) -> tuple[Float[Array, "T D"], Float[Array, "1 V"]]:
+    """Return the hidden states of a step, and the logits of its first token: to trace a model without running it."""
+    view, model = layout.view(packed), nnx.merge(graph, weights)
+    hidden_TD, _ = model(view["token_ids"], cache, _metadata(view, tables, decodes_only=layout.decodes_only))
+    return hidden_TD, model.logits(hidden_TD[:1])
+
+
 def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
     """Return what attention reads of a step; each row gets the page table of its state slot."""
     counts = _counts(view)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ..outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersion
 from ..request import Request, RequestState, SampleSequence
 from ..sampling.sampling_params import RequestOutputKind
 from ..scheduling.beam_search import Beam, BeamSearch
@@ -193,6 +193,8 @@ class OutputProcessor:
             token_ids=tuple(token_ids),
             cumulative_logprob=beam.score,
             finish_reason=finish_reason,
+            # Beams of a search all have the same length at a time.
+            weight_versions=weight_versions(request.sequences[0], len(token_ids)),
         )
 
     def _prompt_logprobs(self, request: Request, *, is_delta: bool) -> tuple[dict[int, Logprob] | None, ...] | None:
@@ -269,4 +271,14 @@ def _completion(sequence: SampleSequence, *, is_delta: bool) -> CompletionOutput
         logprobs=logprobs,
         finish_reason=sequence.state.finish_reason,
         stop_reason=sequence.stop_reason,
+        weight_versions=weight_versions(sequence, sequence.num_output_tokens),
+    )
+
+
+def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVersion, ...]:
+    """Return which version of the weights drew which of the first `num_tokens` output tokens of a sample."""
+    starts = [start for start, _ in sequence.weight_versions[1:]]
+    spans = zip(sequence.weight_versions, [*starts, num_tokens], strict=True)
+    return tuple(
+        WeightVersion(version, start, min(end, num_tokens)) for (start, version), end in spans if start < num_tokens
     )

@@ -106,14 +106,19 @@ class DecoderConfig:
     @property
     def spec(self) -> ModelSpec:
         """Return what an engine reads of the model."""
-        heads = self.num_heads, self.num_kv_heads, self.head_size
+        heads: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "soft_cap": self.attention_soft_cap,
+        }
         return ModelSpec(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             dtype=self.dtype,
             max_context_len=self.max_context_len,
             activation_width=self._activation_width(self.intermediate_size, self.num_heads),
-            layers=tuple(AttentionLayer(*heads, window, self.attention_soft_cap) for window in self.windows),
+            layers=tuple(AttentionLayer(**heads, window=window) for window in self.windows),
             bos_token_id=self.bos_token_id,
             eos_token_ids=self.eos_token_ids,
         )

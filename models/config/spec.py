@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionLayer:
     """The heads of one attention layer, and the tokens whose keys and values it reads."""
 
@@ -21,7 +21,7 @@ class AttentionLayer:
     """Index of the earlier layer whose keys and values it reads; None for a layer that writes its own."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The properties of a model that an engine sizes, places and checks things by."""
 
@@ -32,9 +32,10 @@ class ModelSpec:
     """The checkpoint's: float32, bfloat16 or float16."""
     max_context_len: int
     """Longest context, in positions, that the model's position embedding is made for."""
-    activation_width: int
-    """Values per token that a forward program holds at once, at most; an upper estimate."""
     layers: tuple[AttentionLayer, ...]
+    """The attention layers, by the number that `cache.attend` is called with."""
+    activation_width: int = 0
+    """Values per token that a forward program holds at once, at most; an upper estimate. 0: 16 × hidden_size."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -54,6 +54,9 @@ class Recipes:
     pieces: Mapping[Path, tuple[Piece, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     """Tensor → its shape in the checkpoint."""
+    stacked: Mapping[str, tuple[str, int | None]]
+    """Tensor → its name without a layer's number, and that number: trees may hold the layers of a kind in one array
+    [L, …]. The name itself, and None, for a tensor that belongs to no layer."""
 
 
 def make_recipes(
@@ -66,6 +69,7 @@ def make_recipes(
     """
     pieces: dict[Path, tuple[Piece, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    stacked: dict[str, tuple[str, int | None]] = {}
     for path, leaf in nnx.to_flat_state(state):
         metadata = leaf.get_metadata()
         num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
@@ -78,8 +82,9 @@ def make_recipes(
         for part, size in parts:
             runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, size),)
             module = path[:-1] if part is None else (*path[:-2], part)
-            source, name = _source(sources, module)
-            tensor = stored_name(f"{name}.{path[-1]}")
+            source, layer = _source(sources, module)
+            tensor = stored_name(f"{source.name.format(i=layer)}.{path[-1]}")
+            stacked[tensor] = stored_name(f"{source.name.replace('{i}.', '')}.{path[-1]}"), layer
             blocks = source.blocks or ((0, _true_size(runs)),)
             is_transposed = source.is_transposed and bool(rest)
             length = max(stop for _, stop in blocks)
@@ -91,14 +96,13 @@ def make_recipes(
                 found += [Piece(tensor, (rows, *of), (target, *to), is_transposed) for of, to in columns]
             first_row += shard_rows
         pieces[path] = tuple(found)
-    return Recipes(pieces, shapes)
+    return Recipes(pieces, shapes, stacked)
 
 
-def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, str]:
-    """Return the source of a module, and the name of the checkpoint's module, with the layer's number."""
+def _source(sources: Mapping[str, Source], module: Path) -> tuple[Source, int | None]:
+    """Return the source of a module, and its layer's number, if it is in one."""
     layer = next((part for part in module if isinstance(part, int)), None)
-    source = sources[".".join("{i}" if isinstance(part, int) else part for part in module)]
-    return source, source.name.format(i=layer)
+    return sources[".".join("{i}" if isinstance(part, int) else part for part in module)], layer
 
 
 def _true_size(runs: Iterable[Run]) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from ..errors import ModelLoadError
 from .checkpoint import DTYPES, WHOLE, block_of
@@ -28,7 +29,7 @@ class TreeCheckpoint:
         """`path` stands for the tree in errors."""
         self.path = path
         self._leaves: dict[str, Any] = {}
-        for name, leaf in _leaves(tree, path):
+        for name, leaf in flat_leaves(tree, path):
             if name in self._leaves:
                 raise ModelLoadError(f"{path}: two leaves have the name {name!r}; leave one of them out")
             self._leaves[name] = leaf
@@ -63,17 +64,20 @@ class TreeCheckpoint:
         return []
 
 
-def _leaves(tree: Any, path: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value of each leaf."""
+def flat_leaves(tree: Any, path: Path = Path("params"), prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of each leaf of a nested tree; a variable of nnx is its array. `path` is for errors.
+
+    Raises ModelLoadError for a tree that is too deep.
+    """
     if depth > MAX_DEPTH:
         raise ModelLoadError(f"{path}: {prefix[:60]}… is nested deeper than {MAX_DEPTH} levels: give a tree of arrays")
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping | list | tuple):
-            yield from _leaves(value, path, f"{name}.", depth + 1)
+            yield from flat_leaves(value, path, f"{name}.", depth + 1)
         else:
-            yield name, value
+            yield name, value[...] if isinstance(value, nnx.Variable) else value
 
 
 def _checked(name: str, leaf: Any, path: Path) -> np.ndarray | jax.Array:

@@ -39,9 +39,9 @@ SICK = {
 def poisoned_engine(tiny, **options) -> Engine:
     engine = new_engine(tiny, **options)
     table = (CONFIG["vocab_size"], CONFIG["hidden_size"])
-    leaves = engine.runner._leaves
+    leaves = engine.runner.store.leaves
     assert [leaf.shape for leaf in leaves].count(table) == 1
-    engine.runner._leaves = tuple(leaf.at[POISON].set(jnp.nan) if leaf.shape == table else leaf for leaf in leaves)
+    engine.runner.store.leaves = tuple(leaf.at[POISON].set(jnp.nan) if leaf.shape == table else leaf for leaf in leaves)
     return engine
 
 

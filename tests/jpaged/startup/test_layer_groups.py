@@ -14,7 +14,8 @@ from jpaged.startup.layer_groups import MAX_GROUPS, group_layers
 def layers_of(windows, pages_of=None):
     """Return layers with these windows; `pages_of` maps a layer to the layer whose keys and values it reads."""
     owners = pages_of or {}
-    return [AttentionLayer(4, 2, 16, window, pages_of=owners.get(i)) for i, window in enumerate(windows)]
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16}
+    return [AttentionLayer(**heads, window=window, pages_of=owners.get(i)) for i, window in enumerate(windows)]
 
 
 CASES = {

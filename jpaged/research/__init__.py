@@ -1,0 +1,1 @@
+"""What an engine offers to a trainer in the same process: live weights, sleep, logprobs, arrays."""

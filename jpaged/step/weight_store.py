@@ -1,0 +1,104 @@
+"""The weights of a running engine: whole on its devices, or away while it sleeps, and replaced one by one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..models.io.loading import Weights
+from ..models.io.recipe import Path
+from ..models.live.live_weights import CheckedWeights, LiveWeights
+
+MAX_PENDING = 4
+"""Weights that are being made at the same time, beside which their tensors may take memory for a while."""
+
+
+class WeightStore:
+    """The arrays of a model's weights, as programs take them.
+
+    An array may be a caller's own: such are never deleted here, only given up.
+    """
+
+    def __init__(self, weights: Weights):
+        self._empty, self._tree = replace(weights, state=None), jax.tree.structure(weights.state)
+        self._paths = [path for path, _ in nnx.to_flat_state(weights.state)]
+        self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
+        self._borrowed: set[Path] = set()
+        """Weights that are a caller's arrays."""
+        self.leaves: tuple[jax.Array, ...] = ()
+        """All weights in order; empty while there are none."""
+        self.logits_leaves: tuple[jax.Array, ...] = ()
+        """Those that samplers take."""
+        self.put(weights)
+
+    @property
+    def weights(self) -> Weights:
+        """Return the weights as a model, if there are any."""
+        assert self.leaves, "the weights were dropped"
+        return replace(self._empty, state=jax.tree.unflatten(self._tree, self.leaves))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether the weights were dropped."""
+        return not self.leaves
+
+    def put(self, weights: Weights) -> None:
+        """Take weights of the same shapes, where there are none."""
+        self._take(jax.tree.leaves(weights.state))
+
+    def update(
+        self, live: LiveWeights, checked: CheckedWeights, program: Callable[[Hashable], Any], *, copy: bool
+    ) -> None:
+        """Replace all weights by those of a checked tree, one by one, and wait until they are there.
+
+        `program` gives the programs of `live` by key. No step may be in flight. Beside the tree and the weights, memory
+        holds MAX_PENDING weights at most. If this fails, all weights are gone.
+        """
+        old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
+        self.leaves = self.logits_leaves = ()
+        self._borrowed = set()
+
+        def drop(path: Path) -> None:
+            leaf = old.pop(path, None)
+            if leaf is not None and path not in borrowed:
+                leaf.delete()
+
+        made: dict[Path, jax.Array] = {}
+        pending: deque[jax.Array] = deque()
+        for new in live.make(checked, program, drop=drop, copy=copy):
+            made[new.path] = new.array
+            if new.is_borrowed:
+                self._borrowed.add(new.path)
+            pending.append(new.array)
+            if len(pending) == MAX_PENDING:
+                jax.block_until_ready(pending.popleft())
+        jax.block_until_ready(list(pending))
+        self._take([made[path] for path in self._paths])
+
+    def move(self, memory_kind: str | None) -> None:
+        """Move all weights to another memory of their devices; None: back to where programs take them from."""
+        moved = []
+        for path, leaf, placement in zip(self._paths, self.leaves, self._placement, strict=True):
+            target = placement if memory_kind is None else placement.with_memory_kind(memory_kind)
+            moved.append(jax.block_until_ready(jax.device_put(leaf, target, may_alias=False)))
+            if path not in self._borrowed:
+                leaf.delete()
+        self._borrowed = set()
+        self._take(moved)
+
+    def drop(self) -> None:
+        """Free the memory of the weights. Further calls do nothing."""
+        for path, leaf in zip(self._paths, self.leaves, strict=bool(self.leaves)):
+            if path not in self._borrowed and not leaf.is_deleted():
+                leaf.delete()
+        self._borrowed = set()
+        self.leaves = self.logits_leaves = ()
+
+    def _take(self, leaves: Iterable[jax.Array]) -> None:
+        self.leaves = tuple(leaves)
+        self.logits_leaves = tuple(self.weights.split_logits()[0])

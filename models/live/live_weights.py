@@ -1,0 +1,271 @@
+"""Turns checked trees into the weights of a running engine, on its devices, one weight after the other.
+
+Recipes say which blocks of tensors make a weight (`io/recipe`). Here each kind of recipe is a program: it takes the
+tensors of one weight and returns the weight as products want it, fused, in panels, and in shards. The layers of a model
+share programs, so there are few, and all are known before the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from ...pallas_kernels.layer_ops import LayerOps
+from ...sharding import replicated
+from ..errors import ModelLoadError
+from ..families.table import model_class
+from ..io.checkpoint import DTYPES
+from ..io.loading import Weights
+from ..io.recipe import Path, Piece, make_recipes
+from .tree import CheckedTree, TreeLayout, WantedTree, check_tree, named_arrays
+
+Key = Hashable
+
+
+@dataclass(frozen=True)
+class WeightRecipe:
+    """How tensors become one weight: their shapes, the pieces they are cut into, and how the weight is stored.
+
+    Weights of one recipe share a program.
+    """
+
+    tensors: tuple[tuple[int, ...], ...]
+    """Shapes of the tensors."""
+    pieces: tuple[Piece, ...]
+    """The name of a piece's tensor is its index among `tensors`."""
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+    matrix: tuple[int, int] | None = None
+    """(inputs, outputs) of a matrix W, whose pieces are counted in Wᵀ; None for a table or a vector."""
+    ops: LayerOps | None = None
+    """How a matrix is stored."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Return whether the weight is one tensor as it is."""
+        whole = tuple((0, size) for size in self.shape)
+        pieces = [(piece.source, piece.target, piece.is_transposed) for piece in self.pieces]
+        return self.matrix is None and pieces == [(whole, whole, False)]
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where the tensors of a weight are in a tree."""
+
+    recipe: WeightRecipe
+    names: tuple[str, ...]
+    layer: int | None = None
+    """The layer to take from arrays [L, …] of these names; None for tensors that lie apart."""
+
+
+Origins = dict[Path, _Origin]
+CheckedWeights = tuple[CheckedTree, Origins]
+"""A tree without faults, and where each weight is in it."""
+
+
+@dataclass(frozen=True)
+class NewWeight:
+    """A weight that was made of a tree."""
+
+    path: Path
+    array: jax.Array
+    is_borrowed: bool
+    """Whether it is an array of the tree itself: its owner must not donate or delete it."""
+
+
+class LiveWeights:
+    """The weights of one engine, as what trees of arrays become."""
+
+    def __init__(self, abstract: Weights, mesh: Mesh):
+        """`abstract` has the shapes, dtypes and shardings of the weights. Without a config, only trees of the weights'
+        own paths are taken."""
+        self.abstract, self._whole = abstract, replicated(mesh)
+        self._leaves = dict(nnx.to_flat_state(abstract.state))
+        self._origins = {TreeLayout.OWN: {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}}
+        self._origins |= self._checkpoint_origins(())
+        recipes = dict.fromkeys(one.recipe for origins in self._origins.values() for one in origins.values())
+        self._numbers = {recipe: number for number, recipe in enumerate(recipes)}
+
+    def check(self, tree: Any) -> CheckedWeights:
+        """Return a tree whose arrays can become the weights, and where each weight is in it.
+
+        Raises ModelLoadError, which lists every fault.
+        """
+        arrays = named_arrays(tree)
+        layouts = {**self._origins, **self._checkpoint_origins(arrays)}
+        unread = self._unread(arrays)
+        wanted = [self._wanted(layout, origins, unread) for layout, origins in layouts.items()]
+        best = max(wanted, key=lambda one: sum(name in arrays for name in one.shapes))
+        checked, origins = check_tree(arrays, best), layouts[best.layout]
+        for origin in origins.values():
+            if len({checked.arrays[name].dtype for name in origin.names}) > 1:
+                found = ", ".join(f"{name} is {checked.arrays[name].dtype.name}" for name in origin.names)
+                raise ModelLoadError(
+                    f"params: {found}, wanted one dtype for the parts of one weight; cast some of them"
+                )
+        return checked, origins
+
+    def make(
+        self,
+        checked: CheckedWeights,
+        program: Callable[[Key], Callable[..., jax.Array]],
+        *,
+        drop: Callable[[Path], None],
+        copy: bool,
+    ) -> Iterator[NewWeight]:
+        """Yield every weight. `program` gives those of `programs` by key, `drop` is called before a weight is made.
+
+        Nothing waits for the devices. Weights that are made of one array [L, …] follow each other. With `copy` false,
+        arrays of the tree that fit are taken as they are.
+        """
+        tree, origins = checked
+        names: tuple[str, ...] = ()
+        placed: list[Any] = []
+        for path, origin in sorted(origins.items(), key=lambda item: (item[1].names, item[1].layer or 0)):
+            leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
+            drop(path)
+            sources = [tree.arrays[name] for name in origin.names]
+            if not copy and recipe.is_copy and layer is None and _fits(sources[0], leaf):
+                yield NewWeight(path, sources[0], is_borrowed=True)
+                continue
+            if layer is not None and all(isinstance(source, np.ndarray) for source in sources):
+                sources, layer = [source[layer] for source in sources], None  # Only the layer goes to the devices.
+            if layer is None or origin.names != names:
+                where = leaf.sharding if tree.layout is TreeLayout.OWN else self._whole
+                names, placed = origin.names, [jax.device_put(source, where) for source in sources]
+            run = program(self._key(recipe, sources[0].dtype.name, is_stacked=layer is not None))
+            yield NewWeight(path, run(placed, *([] if layer is None else [np.int32(layer)])), is_borrowed=False)
+
+    def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
+        """Return all weights, made of copies of a checked tree."""
+        made = {new.path: new.array for new in self.make(checked, program, drop=lambda path: None, copy=True)}
+        state = {path: leaf.replace(made[path]) for path, leaf in self._leaves.items()}
+        return replace(self.abstract, state=nnx.from_flat_state(state))
+
+    def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
+        """Return the programs that make weights, by key, as functions that lower them: one for each kind of weight and
+        dtype of its tensors."""
+        found: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+        for layout, origins in self._origins.items():
+            num_layers = self._num_layers if layout is TreeLayout.STACKED else 0
+            for origin in origins.values():
+                for dtype in DTYPES:
+                    key = self._key(origin.recipe, dtype, is_stacked=origin.layer is not None)
+                    depth = num_layers if origin.layer is not None else None
+                    found[key] = partial(self._lower, origin.recipe, dtype, depth, is_own=layout is TreeLayout.OWN)
+        return found
+
+    def _key(self, recipe: WeightRecipe, dtype: str, *, is_stacked: bool) -> Key:
+        return "update", self._numbers[recipe], dtype, is_stacked
+
+    @property
+    def _num_layers(self) -> int:
+        """Return the number of layers, whose numbers stand in the paths of their weights."""
+        return 1 + max((part for path in self._leaves for part in path if isinstance(part, int)), default=-1)
+
+    def _lower(self, recipe: WeightRecipe, dtype: str, depth: int | None, *, is_own: bool) -> jax.stages.Lowered:
+        where = recipe.sharding if is_own else self._whole
+        stacks = () if depth is None else (depth,)
+        shapes = [jax.ShapeDtypeStruct((*stacks, *shape), dtype, sharding=where) for shape in recipe.tensors]
+        layer = [] if depth is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
+        run = jax.jit(partial(_make_weight, recipe), out_shardings=recipe.sharding)
+        return run.lower(shapes, *layer)
+
+    def _unread(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of the names that checkpoints may have and that are no weights, or are tied to another."""
+        config = self.abstract.config
+        if config is None:
+            return frozenset()
+        model = model_class(config.architecture)
+        head = f"{model.tensor_names['head']}.weight" if config.tie_word_embeddings else None
+        return frozenset(name for name in names if name == head or model.ignored_tensors.search(name))
+
+    def _wanted(self, layout: TreeLayout, origins: Origins, unread: frozenset[str]) -> WantedTree:
+        """Return the arrays of a tree of this layout."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for origin in origins.values():
+            depth = () if origin.layer is None else (self._num_layers,)
+            shapes |= {name: (*depth, *shape) for name, shape in zip(origin.names, origin.recipe.tensors, strict=True)}
+        return WantedTree(layout, shapes, unread)
+
+    def _checkpoint_origins(self, held: Any) -> dict[TreeLayout, Origins]:
+        """Return where each weight is in trees with the names of checkpoints, those that `held` has among them."""
+        config = self.abstract.config
+        if config is None:
+            return {}
+        model = model_class(config.architecture)
+        recipes = make_recipes(self.abstract.state, model.sources(config), model.naming(held))
+        tensors, stacked = {}, {}
+        for path, pieces in recipes.pieces.items():
+            names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
+            numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
+            shapes = tuple(recipes.shapes[name] for name in names)
+            recipe = _recipe(self._leaves[path], shapes, numbered)
+            layer = recipes.stacked[names[0]][1]
+            tensors[path] = _Origin(recipe, names)
+            stacked[path] = _Origin(recipe, tuple(recipes.stacked[name][0] for name in names), layer)
+        return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
+
+
+def _recipe(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:
+    metadata = leaf.get_metadata()
+    stored = {"matrix": metadata["matrix"], "ops": metadata["ops"]} if "matrix" in metadata else {}
+    return WeightRecipe(shapes, pieces, tuple(leaf.shape), np.dtype(leaf.dtype), leaf.sharding, **stored)
+
+
+def _own_origin(path: Path, leaf: Any) -> _Origin:
+    """Return where a weight is in a tree of the engine's own paths."""
+    whole = tuple((0, size) for size in leaf.shape)
+    shape = tuple(leaf.shape)
+    recipe = WeightRecipe((shape,), (Piece("0", whole, whole),), shape, np.dtype(leaf.dtype), leaf.sharding)
+    return _Origin(recipe, (".".join(map(str, path)),))
+
+
+def _fits(array: Any, leaf: Any) -> bool:
+    """Return whether an array can be a weight as it is."""
+    is_same = isinstance(array, jax.Array) and array.dtype == leaf.dtype and array.shape == leaf.shape
+    return is_same and array.sharding.is_equivalent_to(leaf.sharding, array.ndim)
+
+
+def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Array | None = None) -> jax.Array:
+    """Return the weight that these tensors make, or those of one layer of arrays [L, …]."""
+    if layer is not None:
+        tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
+    size = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
+    blocks = []
+    for piece in recipe.pieces:
+        block = tensors[int(piece.tensor)]
+        block = (block.T if piece.is_transposed else block)[tuple(slice(*bounds) for bounds in piece.source)]
+        blocks.append((piece.target, block.astype(recipe.dtype)))
+    weight = _assembled(size, blocks, recipe.dtype)
+    if recipe.ops is not None:
+        weight = recipe.ops.store(weight.T)
+    return jnp.copy(weight)  # JAX would return an argument that nothing was done to, and its owner may donate it.
+
+
+def _assembled(size: tuple[int, ...], blocks: list[tuple[Any, jax.Array]], dtype: Any) -> jax.Array:
+    """Return an array with these blocks at their places, and zeros elsewhere."""
+    columns = [(0, width) for width in size[1:]]
+    if all(list(target[1:]) == columns for target, _ in blocks):
+        parts, row = [], 0
+        for target, block in sorted(blocks, key=lambda item: item[0][0]):
+            start, stop = target[0]
+            parts += [jnp.zeros((start - row, *size[1:]), dtype)] if start > row else []
+            parts.append(block)
+            row = stop
+        parts += [jnp.zeros((size[0] - row, *size[1:]), dtype)] if row < size[0] else []
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    whole = jnp.zeros(size, dtype)
+    for target, block in blocks:
+        whole = whole.at[tuple(slice(*bounds) for bounds in target)].set(block)
+    return whole

@@ -1,0 +1,113 @@
+"""A caller's own model: an nnx module that attends through the paged cache, with the record that an engine sizes it by.
+
+The module has what `Decoder` has of it: `__call__(token_ids, cache, step)` gives hidden states and the cache, `logits`
+the scores of chosen rows of them, and `spec` is a `ModelSpec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..sharding import LOGICAL_TO_MESH, sharding_of
+from .config.shares import Shares
+from .config.spec import ModelSpec
+from .errors import ModelLoadError
+from .io.loading import Weights
+
+METHODS = ("__call__", "logits")
+AXES_KEYS = ("logical_axes", "out_sharding", "sharding_names")
+"""Metadata of a variable that may name its logical axes, as flax does in one version or another."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModel:
+    """The structure and the abstract state of a caller's module, with what engines call of `DecoderConfig`."""
+
+    name: str
+    spec: ModelSpec
+    graph: Any
+    state: Any
+    longrope: None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    def shares(self, num_shards: int) -> Shares:
+        """Return how the heads are shared out over so many devices: nothing is padded."""
+        layer = self.spec.layers[0]
+        return Shares(num_shards, layer.num_heads, layer.num_kv_heads, num_shards, self.vocab_size)
+
+    def spec_on_chip(self, num_shards: int) -> ModelSpec:
+        """Return the spec with the heads of one of so many devices. Raises ModelLoadError where they do not divide."""
+        counts = {"KV heads": [layer.num_kv_heads for layer in self.spec.layers], "logits": [self.vocab_size]}
+        for what, numbers in counts.items():
+            if odd := [number for number in numbers if number % num_shards]:
+                fault = f"{odd[0]} {what} cannot be spread over {num_shards} devices"
+                raise ModelLoadError(f"model: {fault}: the weights of an own model are not padded; take a divisor")
+        layers = (
+            replace(layer, num_heads=layer.num_heads // num_shards, num_kv_heads=layer.num_kv_heads // num_shards)
+            for layer in self.spec.layers
+        )
+        return replace(self.spec, layers=tuple(layers))
+
+    def for_context(self, max_model_len: int) -> Self:
+        """Return the model itself, whatever the longest sequence."""
+        return self
+
+    def without_idle_windows(self, max_model_len: int) -> Self:
+        """Return the model itself: its code names its windows."""
+        return self
+
+    def weights(self, mesh: Mesh) -> Weights:
+        """Return the shapes of the weights with their placement: by the logical axes that a variable names, else whole
+        on every device."""
+
+        def placed(leaf: Any) -> Any:
+            metadata = leaf.get_metadata()
+            axes = next((metadata[key] for key in AXES_KEYS if isinstance(metadata.get(key), tuple)), ())
+            names = [axis if axis in LOGICAL_TO_MESH else None for axis in axes] if mesh.size > 1 else []
+            return leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, names)))
+
+        state = nnx.from_flat_state({path: placed(leaf) for path, leaf in nnx.to_flat_state(self.state)})
+        everything = tuple(dict.fromkeys(path[0] for path, _ in nnx.to_flat_state(self.state)))
+        return Weights(self.graph, state, None, everything)
+
+
+def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
+    """Return a module as a model, and its arrays by their paths; none of those that are abstract.
+
+    Raises ModelLoadError for a module without a spec or a method, and for a state that is not of arrays of floats.
+    """
+    name, spec = type(module).__name__, getattr(module, "spec", None)
+    if not isinstance(spec, ModelSpec):
+        raise ModelLoadError(f"model: {name}.spec is a {type(spec).__name__}, wanted a jpaged.ModelSpec")
+    if missing := [method for method in METHODS if not callable(getattr(module, method, None))]:
+        raise ModelLoadError(
+            f"model: {name} has no {missing[0]}, wanted {' and '.join(METHODS)}, as models.decoder has"
+        )
+    if not spec.activation_width:
+        spec = replace(spec, activation_width=16 * spec.hidden_size)
+    graph, state = nnx.split(module)
+    arrays: dict[str, Any] = {}
+    abstract: dict[Any, Any] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        value, key = leaf.get_value(), ".".join(map(str, path))
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            fault = f"holds {value.dtype}, wanted floats"
+            raise ModelLoadError(f"model: {name}.{key} {fault}: build it without random streams and counters")
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            arrays[key] = value
+        abstract[path] = leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
+    return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
