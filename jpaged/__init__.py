@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
     from .llm import LLM
-    from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from .models.config.spec import AttentionLayer, ModelSpec
+    from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersion
     from .sampling.logits_processor import LogitsProcessor
     from .sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -25,7 +26,8 @@ _HOMES = {
     "engine": ("Engine",),
     "errors": ("ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"),
     "llm": ("LLM",),
-    "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "models.config.spec": ("AttentionLayer", "ModelSpec"),
+    "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "WeightVersion"),
     "sampling.logits_processor": ("LogitsProcessor",),
     "sampling.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
 }
@@ -33,9 +35,9 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "LLM", "BeamSearchParams", "CompletionOutput", "ConfigError", "Engine", "EngineConfig", "InvalidRequestError",
-    "JpagedError", "LogitsProcessor", "Logprob", "ModelLoadError", "QueueFullError", "RequestMetrics", "RequestOutput",
-    "RequestOutputKind", "SamplingParams",
+    "LLM", "AttentionLayer", "BeamSearchParams", "CompletionOutput", "ConfigError", "Engine", "EngineConfig",
+    "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob", "ModelLoadError", "ModelSpec", "QueueFullError",
+    "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams", "WeightVersion",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

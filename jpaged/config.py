@@ -34,7 +34,7 @@ MAX_DECODE_STEPS = 16
 WARMUPS = ("lazy", "full", "off")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+LOGPROBS_MODES = ("raw_logprobs", "tempered_logprobs", "processed_logprobs")
 LIMITS = ("waiting_requests", "waiting_tokens")
 """Keys of `limits`."""
 LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
@@ -239,7 +239,8 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     for. −1 allows all of the vocabulary."""
     logprobs_mode: str = _option(
         "raw_logprobs",
-        f"{', '.join(LOGPROBS_MODES)}: of the model, or of what is drawn from, after rules, temperature and truncation",
+        f"{', '.join(LOGPROBS_MODES)}: of the model, at the request's temperature, or of what is drawn from, after "
+        "rules, temperature and truncation",
         one_of(*LOGPROBS_MODES),
     )
     logits_processors: tuple[LogitsProcessor, ...] = _option(

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, overload
 
-from .checks import refusal, shown
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .checks import check, number, refusal, shown
 from .errors import ConfigError, InvalidRequestError
 from .offline import as_conversations, as_prompts, one_for_each, progress_bar
 from .outputs import RequestOutput, error_output
 from .request import Request
 from .request_builder import Params
+from .research.arrays import (
+    GenerationArrays,
+    LogprobComparison,
+    compare,
+    for_arrays,
+    generation_arrays,
+    scores_of_prompts,
+)
 from .research.sleeping import WEIGHTS
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .step_engine import StepEngine
@@ -25,6 +37,7 @@ class Engine(StepEngine):
     the device's memory back.
     """
 
+    @overload
     def generate(
         self,
         prompts: Any,
@@ -33,7 +46,31 @@ class Engine(StepEngine):
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
         on_error: str = "raise",
-    ) -> list[RequestOutput]:
+        return_arrays: Literal[False] = False,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
+        return_arrays: Literal[True],
+    ) -> GenerationArrays: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        on_error: str = "raise",
+        return_arrays: bool = False,
+    ) -> list[RequestOutput] | GenerationArrays:
         """Complete one prompt or a list of prompts; return one output per prompt, in the order of the prompts.
 
         A prompt is a text, a list or an array of token ids, or a mapping with one of `prompt`, `prompt_token_ids` and
@@ -41,31 +78,58 @@ class Engine(StepEngine):
         or a list with one for each; None is `default_sampling_params`. `priority`, likewise one or a list, goes before
         that of a mapping; a lower value is served sooner. `use_tqdm` shows a progress bar on a terminal.
 
+        With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn
+        and without text; parameters that ask for more logprobs, for stop strings or for beams are refused.
+
         With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed.
         With `on_error="return"` it gets an output whose `error` is set and whose finish reason is "error", and the
         others are computed. Raise ConfigError while requests of `add_request` are unfinished. If steps fail again and
         again whatever is computed, their exception is raised. Requests of a call that raises, or is interrupted, are
         aborted.
         """
-        self._check_ready("generate")
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        prompts = as_prompts(prompts)
+        each = one_for_each(sampling_params, len(prompts), "sampling_params", Params, "SamplingParams")
+        options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
+        if not return_arrays:
+            outputs, _ = self._run("generate", prompts, each, **options)
+            return list(outputs.values())
+        if on_error != "raise":
+            raise refusal("on_error", shown(on_error), "raise beside return_arrays", error=ConfigError)
+        each = [for_arrays(params) for params in each]
+        return generation_arrays(self._run("generate", prompts, each, **options, wants_arrays=True)[1])
+
+    def _run(
+        self,
+        call: str,
+        prompts: list[Any],
+        each_params: list[Any],
+        *,
+        use_tqdm: bool = False,
+        priority: Any = None,
+        on_error: str = "raise",
+        **options: Any,
+    ) -> tuple[dict[str, RequestOutput], list[Request]]:
+        """Compute one request for each prompt; return their outputs by id, and the requests that were good.
+
+        `call` is what errors name; `options` are those of `RequestBuilder.build`. The rest is as in `generate`.
+        """
+        self._check_ready(call)
         if on_error not in ("raise", "return"):
             raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
         if self.requests:
             got = f"an engine with {len(self.requests)} unfinished requests of add_request"
-            raise refusal("generate", got, "none", "step() them to their end or abort them first", error=ConfigError)
-        prompts = as_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.default_sampling_params()
-        each_params = one_for_each(sampling_params, len(prompts), "sampling_params", Params, "SamplingParams")
+            raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
-        outputs: dict[str, RequestOutput | None] = {}
+        outputs: dict[str, Any] = {}
         requests: list[Request] = []
         num_before = self._num_requests
         for index, (prompt, params, own_priority) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
-            request_id = f"generate-{self._num_requests}"
+            request_id = f"{call}-{num_before + index}"
             outputs[request_id] = None  # So that outputs keep the order of the prompts.
             try:
-                requests.append(self._new_request(request_id, prompt, params, priority=own_priority))
+                requests.append(self._new_request(request_id, prompt, params, priority=own_priority, **options))
             except InvalidRequestError as error:
                 if on_error == "raise":
                     self._num_requests = num_before  # Later requests draw as if this call had never been.
@@ -76,7 +140,7 @@ class Engine(StepEngine):
             for output in self.run_until_done(requests):
                 outputs[output.request_id] = output
                 bar.update()
-        return [output for output in outputs.values() if output is not None]
+        return {request_id: output for request_id, output in outputs.items() if output is not None}, requests
 
     def chat(
         self,
@@ -126,6 +190,46 @@ class Engine(StepEngine):
     def weights_version(self) -> int:
         """Return the version of the weights: 0 at start, then what `update_params` was told, or counted."""
         return self._updates.version
+
+    def logprobs(self, token_ids: Any, *, temperature: float = 1.0) -> Float[Array, "*B N1"]:
+        """Return the logprob of each token but the first, given those before it: float32, [N − 1] for N token ids.
+
+        For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest, padded by zeros.
+        They come from the programs that serve, and mean what logprobs of drawn tokens mean: the log-softmax of the
+        logits ÷ `temperature`, in (0, 2], without truncation. Raise InvalidRequestError for a sequence that leaves no
+        room for one more token.
+        """
+        prompts = as_prompts(token_ids)
+        check("temperature", temperature, number(0.0, 2.0, open_min=True))
+        params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
+        # Requests without a seed draw as if this call had never been.
+        options = {"number": 0, "wants_arrays": True, "tempers_scores": True}
+        _, requests = self._run("logprobs", prompts, [params] * len(prompts), **options)
+        for request in requests:
+            if request.error is not None:
+                raise RuntimeError(f"logprobs: {request.error}")
+        scores = scores_of_prompts(requests)
+        is_one = not isinstance(token_ids[0], Sequence | np.ndarray | jax.Array) or np.ndim(token_ids[0]) == 0
+        return scores[0] if is_one else scores
+
+    def compare_logprobs(
+        self,
+        trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]],
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> LogprobComparison:
+        """Draw a continuation of each prompt and compare the logprobs of its tokens with a trainer's.
+
+        `trainer_fn` takes ids [B, N], int32, prompts and outputs, padded at their ends by zeros, and returns the
+        logprob of each token but the first, [B, N − 1]. They have to mean what the engine's `logprobs_mode` says: with
+        raw_logprobs the model's own, whatever the temperature.
+        """
+        prompts = as_prompts(prompts)
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
+        return compare(
+            self._run("compare", prompts, [for_arrays(one) for one in each], wants_arrays=True)[1], trainer_fn
+        )
 
     def update_params(
         self, params: Mapping[str, Any], *, version: int | None = None, in_flight: str = "wait", copy: bool = True

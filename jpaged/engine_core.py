@@ -247,9 +247,12 @@ class EngineCore:
                     has_rules = sequence.request.params.has_rules
                     self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
         row = 0
+        logprobs = [] if sampled.scores is None else sampled.scores.logprobs.tolist()
         try:
             for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
                 known = one.token_ids
+                if one.token_logprobs is not None and not one.state.is_finished:
+                    one.token_logprobs.append(logprobs[row])
                 if len(known) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
                     known.append(token_id)
                 elif one.state.is_finished:

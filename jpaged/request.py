@@ -15,7 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 from .outputs import Logprob
-from .sampling.sampling_params import SamplingParams
+from .sampling.sampling_params import SampleMode, SamplingParams, sample_mode
 
 SEED_MODULUS = 1 << 64
 
@@ -141,6 +141,8 @@ class SampleSequence:
     """The stop string or stop id that ended it; None for an EOS token."""
     output: object | None = None
     """Text and logprobs so far; opaque to everything but its writer."""
+    token_logprobs: array[float] | None = None
+    """The logprob of each output token, for a request that wants arrays; engine_core adds to them."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -176,8 +178,12 @@ class Request:
     """The version of the weights, as their owner counts, when the request came."""
     seed: int = field(init=False)
     """64 bits, from which every draw of this request comes."""
-    is_plain: bool = field(init=False)
-    """It asks for no logit rule and no logprobs."""
+    mode: SampleMode = field(init=False)
+    """How much a sampler computes for it."""
+    wants_arrays: bool = False
+    """Its logprobs are kept as numbers, those of the tokens drawn and of the prompt's, and not as `Logprob`s."""
+    tempers_scores: bool = False
+    """Its prompt's logprobs are those at its temperature, whatever the engine's mode of logprobs."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be generated."""
     beams: SampleSearch | None = None
@@ -237,13 +243,15 @@ class Request:
     # Written by text/output_processor.
     prompt_logprobs: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
     """Logprobs of the prompt's tokens, as far as they are scored; a tuple before the first and once all are shown."""
+    prompt_scores: array[float] | None = None
+    """The logprob of each token of the prompt but the first, for a request that wants arrays."""
     has_emitted_prompt_logprobs: bool = False
     """A stream of deltas has shown them."""
 
     def __post_init__(self, engine_seed: int, num_groups: int, sample_indices: Iterable[int] | None) -> None:
         params, self.prompt_token_ids = self.params, array("i", self.prompt_token_ids)  # A copy of its own.
         self.seed = derived_seed(engine_seed, self.number) if params.seed is None else params.seed % SEED_MODULUS
-        self.is_plain = params.logprobs is None and not params.has_rules
+        self.mode = sample_mode(params)
         self.needs_prompt_scores = params.prompt_logprobs is not None
         for index in range(params.n) if sample_indices is None else sample_indices:
             sequence = self.new_sequence(index, self.prompt_token_ids, num_groups)

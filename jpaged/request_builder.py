@@ -40,12 +40,21 @@ class RequestBuilder:
         return SamplingParams(**{"max_tokens": None, **self.handle.sampling_defaults})
 
     def build(
-        self, request_id: str, prompt: Any, params: Any, *, number: Any, priority: Any = None, arrival_time: Any = None
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *,
+        number: Any,
+        priority: Any = None,
+        arrival_time: Any = None,
+        wants_arrays: bool = False,
+        tempers_scores: bool = False,
     ) -> Request:
         """Return a request from arguments that are not checked yet; raise InvalidRequestError if one is wrong.
 
         The arguments are those of `Engine.add_request`. `params` of None are `default_params`. `priority` goes before
-        that of the prompt's mapping.
+        that of the prompt's mapping. `wants_arrays` and `tempers_scores` are fields of `Request`.
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
@@ -57,10 +66,19 @@ class RequestBuilder:
         encoded = self.encoder.encode(prompt)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
-        return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time)
+        options: dict[str, Any] = {"wants_arrays": wants_arrays, "tempers_scores": tempers_scores}
+        return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time, **options)
 
     def build_encoded(
-        self, request_id: str, encoded: EncodedPrompt, params: Params, *, number: int, arrival_time: float | None = None
+        self,
+        request_id: str,
+        encoded: EncodedPrompt,
+        params: Params,
+        *,
+        number: int,
+        arrival_time: float | None = None,
+        wants_arrays: bool = False,
+        tempers_scores: bool = False,
     ) -> Request:
         """Return a request for a prompt that was encoded and checked, with its parameters, for this engine's model.
 
@@ -87,6 +105,8 @@ class RequestBuilder:
             weights_version=self.weights_version,
             bad_words=self.encoder.bad_words(params),
             beams=beams,
+            wants_arrays=wants_arrays,
+            tempers_scores=tempers_scores or self.config.logprobs_mode == "tempered_logprobs",
         )
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:

@@ -10,7 +10,7 @@ Letters: R rows, V vocabulary; r is a group of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import TypeVar
 
@@ -64,8 +64,8 @@ class SamplingRows:
     ruled_slot: Int[Array, " R"]
     """The row's state slot if its request has logit rules, else 0."""
     forced_token: Int[Array, " R"]
-    """In mode FULL: 1 + the id of a given token, which is scored instead of drawing one; or SCORED or UNSCORED, which
-    say whether the drawn token is scored."""
+    """In modes SCORED and FULL: 1 + the id of a given token, which is scored instead of drawing one; or the columns'
+    SCORED or UNSCORED, which say whether the drawn token is scored."""
     top_k: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -116,6 +116,9 @@ class TokenScores:
 
         Runs on the host, once the scores have been copied there.
         """
+        if self.all_logprobs is None and self.top_token_ids is None:
+            assert count == 0, "no other tokens were scored"
+            return np.empty(0, np.int32), np.empty(0, np.float32)
         if self.all_logprobs is None:
             assert self.top_token_ids is not None
             assert self.top_logprobs is not None
@@ -140,7 +143,7 @@ class SampledRows:
     is_finite: Bool[Array, " R"]
     """False where the logits held a NaN or +inf, or nothing but −inf; the row's token is then meaningless."""
     scores: TokenScores | None = None
-    """Logprobs and ranks in mode FULL, zeros for rows that ask for none; None in the other modes."""
+    """Logprobs and ranks in modes SCORED and FULL, zeros for rows that ask for none; None in the other modes."""
 
     def at(self, index: int, rows: list[int]) -> SampledRows:
         """Return these rows of one iteration of a decode program, whose arrays are numpy arrays [K, R, …]."""
@@ -154,9 +157,9 @@ class SampleSettings:
     processors: tuple[LogitsProcessor, ...] = ()
     max_logprobs: int = 0
     """Most likely tokens per row that get logprobs; −1: all of the vocabulary."""
-    has_processed_logprobs: bool = False
-    """Logprobs are those of the distribution that is drawn from, after rules, temperature and truncation; else those of
-    the model's logits."""
+    logprobs_mode: str = "raw_logprobs"
+    """Of `config.LOGPROBS_MODES`. raw_logprobs are those of the model's logits, tempered_logprobs those of the logits
+    divided by the temperature, processed_logprobs those of what is drawn from, after rules and truncation too."""
     is_static: bool = False
     """Whether a sampler has no branch, and no loop whose length depends on data: all rows are computed as if each
     needed everything. For a device whose conditions the host has to read, a GPU."""
@@ -173,16 +176,19 @@ def sample(
     settings: SampleSettings = PLAIN,
     rules: LogitRulesState | None = None,
 ) -> SampledRows:
-    """Sample a token for every row from its logits, after its rules if there are any; in mode FULL, score tokens too.
+    """Sample a token for every row from its logits, after its rules if there are any, and score it if the mode does.
 
     Rules, draws and scores are computed only for groups of rows that hold one that needs them, unless the settings are
     static.
     """
+    if mode is SampleMode.SCORED:
+        settings = replace(settings, max_logprobs=0)
     sampler = _Sampler(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules)
     plain = _first_maximum(sampler.logits, sampler.vocab_size), _is_finite(sampler.logits)
     if mode is SampleMode.GREEDY:
         return SampledRows(*plain)
-    is_forced = (rows.forced_token > 0) & (mode is SampleMode.FULL)
+    has_rows_to_score = mode in (SampleMode.SCORED, SampleMode.FULL)
+    is_forced = (rows.forced_token > 0) & has_rows_to_score
     is_drawn = ~(rows.is_greedy | is_forced)
 
     def draw(group: Group, drawn: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -265,13 +271,16 @@ class _Sampler:
 
     def scores(self, group: Group, token_ids: Int[Array, " r"]) -> TokenScores:
         """Score a token of each row of a group."""
-        max_logprobs = self.settings.max_logprobs
-        if not self.settings.has_processed_logprobs:
-            return token_scores(self.logits._replace(group=group), token_ids, max_logprobs, self.vocab_size)
-        return self.with_rules(
-            group,
-            lambda logits: token_scores(self._processed(logits, group), token_ids, max_logprobs, self.vocab_size),
-        )
+        params, sizes = self.rows.at(group), (self.settings.max_logprobs, self.vocab_size)
+        if self.settings.logprobs_mode == "processed_logprobs":
+            ones = jnp.ones_like(params.temperature)
+            return self.with_rules(
+                group, lambda logits: token_scores(self._processed(logits, group), token_ids, ones, *sizes)
+            )
+        # The row of a given token has a temperature only if that token's logprob is to be tempered.
+        is_tempered = (params.forced_token > 0) | (self.settings.logprobs_mode == "tempered_logprobs")
+        temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
+        return token_scores(self.logits._replace(group=group), token_ids, temperature, *sizes)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]
@@ -334,35 +343,50 @@ def _for_groups(
     return lax.fori_loop(0, num_groups, next_group, state)
 
 
-def token_scores(rows: BlockRows, token_ids: Int[Array, " r"], max_logprobs: int, vocab_size: int) -> TokenScores:
-    """Score one token per row by log-softmax, with the `max_logprobs` most likely ones; −1: with all.
+def token_scores(
+    rows: BlockRows,
+    token_ids: Int[Array, " r"],
+    temperature: Float[Array, " r"],
+    max_logprobs: int,
+    vocab_size: int,
+) -> TokenScores:
+    """Score one token per row by log-softmax of logits ÷ temperature, with the `max_logprobs` most likely ones; −1:
+    with all.
 
     The row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
     """
     token_logit = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
-    row_max = rows.row_max[:, None]
-    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], token_logit, row_max)
+    row_max, scale = rows.row_max[:, None], 1.0 / temperature[:, None]
+    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], token_logit, row_max, scale)
 
     def logprobs(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
-        return logits - row_max - log_total
+        return (logits - row_max) * scale - log_total
 
     own_logprobs = logprobs(token_logit)[:, 0]
     if max_logprobs < 0:
         return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(rows.values[:, :vocab_size]))
+    if max_logprobs == 0:
+        return TokenScores(own_logprobs, ranks)
     top, top_ids = rows.top_k(min(max_logprobs, vocab_size))
     return TokenScores(own_logprobs, ranks, top_ids, logprobs(top))
 
 
 def _ranks_and_log_totals(
-    blocks: Float[Array, "R b B"], token_logit: Float[Array, "R 1"], row_max: Float[Array, "R 1"]
+    blocks: Float[Array, "R b B"],
+    token_logit: Float[Array, "R 1"],
+    row_max: Float[Array, "R 1"],
+    scale: Float[Array, "R 1"],
 ) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
     """Return the rank of each row's own token, 1 for the largest, and the logarithm of the sum of exponentials.
 
-    The exponentials are those of the logits minus `row_max`. Both results come from one reduction of blocks and one
-    over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running sum over a
-    vocabulary would be off by 1e-6.
+    The exponentials are those of the logits minus `row_max`, times `scale`. Both results come from one reduction of
+    blocks and one over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running
+    sum over a vocabulary would be off by 1e-6.
     """
-    operands = (blocks > token_logit[:, :, None]).astype(jnp.int32), jnp.exp(blocks - row_max[:, :, None])
+    operands = (
+        (blocks > token_logit[:, :, None]).astype(jnp.int32),
+        jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]),
+    )
     counts, totals = lax.reduce(
         operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
     )

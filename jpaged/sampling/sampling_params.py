@@ -260,8 +260,10 @@ class SampleMode(enum.Enum):
 
     GREEDY = "greedy"
     RANDOM = "random"
+    SCORED = "scored"
+    """Random draws, with the logprobs of the tokens drawn and of no others."""
     FULL = "full"
-    """Random draws under rules, with logprobs."""
+    """Random draws under rules, with all logprobs."""
 
 
 MODES = tuple(SampleMode)
@@ -270,8 +272,10 @@ MODES = tuple(SampleMode)
 
 def sample_mode(params: SamplingParams | BeamSearchParams) -> SampleMode:
     """Return the first mode that computes what these parameters ask for."""
-    if isinstance(params, BeamSearchParams) or params.logprobs is not None or params.has_rules:
+    if isinstance(params, BeamSearchParams) or params.logprobs or params.has_rules:
         return SampleMode.FULL
+    if params.logprobs == 0:
+        return SampleMode.SCORED
     return SampleMode.GREEDY if params.is_greedy else SampleMode.RANDOM
 
 

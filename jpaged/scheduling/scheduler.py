@@ -300,9 +300,9 @@ class Scheduler(Lifecycle):
             return False
         # Those that do not decode have drawn their last token, which the host is about to read.
         is_all = all(s.num_computed < s.decode_limit or s.num_computed == s.max_len - 1 for s in sequences)
-        has_several = self.config.decodes_rules_several
+        modes = self.config.several_modes
         # The host chooses the next tokens of beams.
-        return is_all and all((has_several or s.request.is_plain) and s.request.beams is None for s in decodes)
+        return is_all and all(s.request.mode in modes and s.request.beams is None for s in decodes)
 
     def _decode_lens(self, decodes: list[SampleSequence]) -> list[int]:
         """Return how many tokens each of these decodes in the step; empty: one each.

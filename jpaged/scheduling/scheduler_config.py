@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..sampling.sampling_params import SampleMode
 from .buckets import MIN_FILLED
 from .preemption import PreemptionPolicy
 from .request_queue import POLICIES, PolicyKey, QueueLimits
@@ -37,8 +38,8 @@ class SchedulerConfig:
     """Whether a preempted request is swapped out or recomputed."""
     tokens_ahead: int = 1
     """Tokens that a decoding sequence has pages for, at least, before the scheduler checks it again."""
-    decodes_rules_several: bool = True
-    """Whether a step may decode several tokens of requests with logit rules or logprobs."""
+    several_modes: frozenset[SampleMode] = frozenset(SampleMode)
+    """Sampling modes of requests of which a step may decode several tokens."""
     max_decode_steps: int = 1
     """Tokens that sequences decode one after another in one step where nothing else is to be done."""
     token_buckets: tuple[int, ...] = ()

@@ -257,7 +257,7 @@ def _checked_engine(
     _, kv_dtype = chosen_dtypes(config, model, device.platform)
     shape = attention_shape(model, kv_dtype)
     rules_spec = LogitRulesSpec(model.vocab_size, processors, frozenset(handle.eos_token_ids))
-    settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode == "processed_logprobs")
+    settings = SampleSettings(processors, config.max_logprobs, config.logprobs_mode)
 
     decode_steps = num_decode_steps(config, device.platform)
 
@@ -383,7 +383,7 @@ def _scheduler(
         preemption=preemption,
         limits=QueueLimits(**config.limits),
         max_decode_steps=decode_steps,
-        decodes_rules_several=SampleMode.FULL in buckets.decode_modes,
+        several_modes=frozenset(mode for mode in SampleMode if buckets.decode_mode_for(mode) is not None),
         token_buckets=buckets.num_tokens,
         # With unlimited logprobs each scored token brings a row of the whole vocabulary: one sampler call per step.
         max_scored=buckets.max_samples if config.max_logprobs < 0 else None,

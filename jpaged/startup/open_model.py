@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -108,10 +108,11 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
 
     Its weights are `config.params`, or else its own arrays; its tokenizer is the one that `config` names, if any.
     """
-    for option in fields(config):
-        if option.name in FILE_OPTIONS and (got := getattr(config, option.name)) != option.default:
+    defaults = EngineConfig()
+    for name in FILE_OPTIONS:
+        if (got := getattr(config, name)) != getattr(defaults, name):
             allowed = "nothing beside a model of your own, which has no files"
-            raise refusal(option.name, shown(got), allowed, "leave it out", error=ConfigError)
+            raise refusal(name, shown(got), allowed, "leave it out", error=ConfigError)
     model, arrays = open_own_model(module)
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
     ids = {*model.spec.eos_token_ids, *([] if tokenizer is None else [tokenizer.eos_token_id])} - {None}

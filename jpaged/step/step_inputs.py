@@ -27,8 +27,11 @@ from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
 from ..sampling.sampling_params import MODES, SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
-from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TOKEN, StepLayout
+from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TEMPERATURE, TOKEN, TOP_P, StepLayout
 from .step_sizes import StepSizes
+
+KEEP_ALL = int(np.float32(1.0).view(np.int32))
+"""The top-p of a row that leaves out no token, as its column has it."""
 
 
 @dataclass(frozen=True)
@@ -370,23 +373,28 @@ class StepInputBuilder:
         """Return which prompt tokens are scored, and the sampler rows that score them.
 
         A row that scores a token reads the hidden state before it and is forced to that token; it writes state slot 0,
-        which belongs to no sequence.
+        which belongs to no sequence. It has a temperature if its request's logprobs are to be tempered.
         """
         scored: list[tuple[Request, range]] = []
         tokens: list[int] = []
         forced: list[int] = []
+        temperatures: list[float] = []
         for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
             if not (positions := chunk.scored):
                 continue
             first = at + positions.start - chunk.start
             tokens.extend(range(first, first + len(positions)))
             forced.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
-            scored.append((chunk.sequence.request, positions))
+            request = chunk.sequence.request
+            temperatures.extend([request.params.temperature if request.tempers_scores else 0.0] * len(positions))
+            scored.append((request, positions))
         pieces = []
         for start in range(0, len(tokens), size := self.buckets.max_samples):
             piece, num_rows = np.zeros((len(SAMPLE_FIELDS), size), np.int32), min(size, len(tokens) - start)
             piece[TOKEN, :num_rows] = tokens[start : start + size]
             piece[FORCED_TOKEN, :num_rows] = np.add(forced[start : start + size], 1)
+            piece[TEMPERATURE, :num_rows] = np.array(temperatures[start : start + size], np.float32).view(np.int32)
+            piece[TOP_P, :num_rows] = KEEP_ALL
             pieces.append(piece)
         return scored, pieces
 

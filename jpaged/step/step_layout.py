@@ -31,7 +31,9 @@ from typing import Any
 
 from ..sampling.sample_columns import SAMPLE_FIELDS
 
-TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN = map(SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token"))
+TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, TEMPERATURE, TOP_P = map(
+    SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "temperature", "top_p")
+)
 CHANGE_FIELDS = ("group", "slot", "index", "page")
 """A page-table change: entry `index` of the table of state slot `slot` in page-table group `group` becomes `page`."""
 COUNT_FIELDS = ("num_tokens", "num_rows", "num_decode_rows", "num_samples")

@@ -5,6 +5,7 @@ It knows tokens, text and stop rules; it knows nothing of pages or devices.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -73,29 +74,35 @@ class OutputProcessor:
                 min_tokens=params.min_tokens,
             )
         sequence.output = SequenceOutput(detokenizer)
-        sequence.needs_every_token = detokenizer is not None or params.logprobs is not None
+        has_entries = params.logprobs is not None and not sequence.request.wants_arrays
+        sequence.needs_every_token = detokenizer is not None or has_entries
+        if sequence.request.wants_arrays and params.logprobs is not None:
+            sequence.token_logprobs = array("f")
         sequence.stop_ids = NO_IDS if params.ignore_eos else self.eos_token_ids
         if params.stop_token_ids:
             sequence.stop_ids = sequence.stop_ids.union(params.stop_token_ids)
 
     def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
         """Set up the output of a fork, which has the tokens of its parent."""
-        self._replay(child, _output_of(parent))
+        self._replay(child, parent)
 
     def restart(self, sequence: SampleSequence) -> None:
         """Rebuild the output of a sequence that has lost its last tokens; later deltas repeat nothing."""
         sequence.stop_reason = None
         old = _output_of(sequence)
-        output = self._replay(sequence, old)
+        output = self._replay(sequence, sequence)
         if output.detokenizer is not None:
             output.text = output.detokenizer.delta()[old.num_emitted_chars :]
         output.num_emitted_chars, output.num_emitted_tokens = old.num_emitted_chars, old.num_emitted_tokens
 
-    def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
-        """Build the output of a sequence from its tokens, and from the logprobs that `old` has of them, or of more."""
+    def _replay(self, sequence: SampleSequence, source: SampleSequence) -> SequenceOutput:
+        """Build the output of a sequence from its tokens, and from the logprobs of them that `source` has."""
+        old, numbers = _output_of(source), source.token_logprobs
         self.start(sequence)
         output = _output_of(sequence)
         token_ids = sequence.token_ids[sequence.request.prompt_len :]
+        if numbers is not None:
+            sequence.token_logprobs = numbers[: len(token_ids)]
         if output.detokenizer is not None:
             output.detokenizer.append(token_ids)
         output.logprobs = old.logprobs[: len(token_ids)]
@@ -110,7 +117,7 @@ class OutputProcessor:
         its text.
         """
         params, token_id, output = sequence.request.params, sequence.token_ids[-1], _output_of(sequence)
-        if params.logprobs is not None:
+        if params.logprobs is not None and not sequence.request.wants_arrays:
             assert sampled.scores is not None
             output.logprobs.append(self._entries(token_id, sampled.scores, row, params.logprobs))
             output.cumulative_logprob += float(sampled.scores.logprobs[row])
@@ -127,6 +134,13 @@ class OutputProcessor:
         """Add the logprobs of prompt tokens: `rows` of `scores` belong to the tokens one behind `positions`."""
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
+        if request.wants_arrays:
+            if request.prompt_scores is None:
+                request.prompt_scores = array("f", bytes(4 * (request.prompt_len - 1)))
+            request.prompt_scores[positions.start : positions.stop] = array(
+                "f", scores.scores.logprobs[rows.start : rows.stop]
+            )
+            return
         if isinstance(request.prompt_logprobs, tuple):
             if request.prompt_logprobs:
                 return  # They were computed again after a preemption, and an output has had them.
@@ -201,7 +215,7 @@ class OutputProcessor:
         """Return the prompt's logprobs once all are there; of a stream of deltas one output alone has them."""
         if is_delta and request.has_emitted_prompt_logprobs:
             return None
-        if not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
+        if request.wants_arrays or not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
             return None
         request.has_emitted_prompt_logprobs = True
         request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # A tuple says that nothing is to come.
@@ -247,7 +261,8 @@ def _is_fully_emitted(sequence: SampleSequence) -> bool:
 def _completion(sequence: SampleSequence, *, is_delta: bool) -> CompletionOutput:
     """Return the output of one sequence: all of it so far, or what is new and now counts as emitted."""
     output, request = _output_of(sequence), sequence.request
-    finished, has_logprobs = sequence.state.is_finished, request.params.logprobs is not None
+    finished = sequence.state.is_finished
+    has_logprobs = request.params.logprobs is not None and not request.wants_arrays
     if output.detokenizer is not None and (piece := output.detokenizer.delta(finished=finished)):
         output.text += piece
     start = output.num_emitted_tokens if is_delta else len(output.token_ids)

@@ -1,0 +1,115 @@
+"""Results as arrays: what requests have drawn or scored, padded, without an object for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..checks import refusal, shown
+from ..request import Request, SampleSequence
+from ..sampling.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationArrays:
+    """The samples of all prompts, in the order of the prompts: B samples, padded to T tokens by zeros."""
+
+    tokens: Int[Array, "B T"]
+    """int32; with the EOS or stop token that ended a sample."""
+    logprobs: Float[Array, "B T"]
+    """float32; of each token, as the engine's `logprobs_mode` says."""
+    mask: Bool[Array, "B T"]
+    """Whether there is a token."""
+    versions: Int[Array, "B T"]
+    """int32; the version of the weights that drew each token."""
+    prompt_indices: Int[Array, " B"]
+    """int32; the prompt that each sample belongs to."""
+    errors: tuple[str | None, ...]
+    """For each sample why it failed; None for one that did not."""
+
+
+def for_arrays(params: Any) -> SamplingParams:
+    """Return parameters whose results arrays can hold: with the logprobs of drawn tokens and without text."""
+    if not isinstance(params, SamplingParams):
+        raise refusal("sampling_params", type(params).__name__, "SamplingParams beside return_arrays")
+    for name, allowed in (("logprobs", (None, 0)), ("prompt_logprobs", (None,)), ("stop", ((), None))):
+        if (got := getattr(params, name)) not in allowed:
+            raise refusal(name, shown(got), f"{allowed[-1]} beside return_arrays", "leave it out")
+    return replace(params, logprobs=0, detokenize=False)
+
+
+def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
+    """Return the samples of requests that have ended; T is the most tokens that any of them could have."""
+    samples = [(index, one) for index, request in enumerate(requests) for one in request.sequences]
+    shape = len(samples), max((request.max_tokens for request in requests), default=0)
+    tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    logprobs, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    for row, (_, sample) in enumerate(samples):
+        count = sample.num_output_tokens
+        tokens[row, :count] = _output_tokens(sample)
+        logprobs[row, :count] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:count]
+        mask[row, :count] = True
+        for start, version in sample.weight_versions:
+            versions[row, start:count] = version
+    indices = np.array([index for index, _ in samples], np.int32)
+    arrays = (jnp.asarray(one) for one in (tokens, logprobs, mask, versions, indices))
+    return GenerationArrays(*arrays, tuple(sample.request.error for _, sample in samples))
+
+
+def scores_of_prompts(requests: Iterable[Request]) -> Float[Array, "B N1"]:
+    """Return the logprob of each token but the first of the requests' prompts, float32, padded by zeros."""
+    rows = [np.frombuffer(request.prompt_scores or b"", np.float32) for request in requests]
+    scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
+    for row, values in zip(scores, rows, strict=True):
+        row[: len(values)] = values
+    return jnp.asarray(scores)
+
+
+@dataclass(frozen=True)
+class LogprobComparison:
+    """How far the logprobs of an engine and of a trainer lie apart, over the tokens that the engine drew."""
+
+    num_tokens: int
+    mean: float
+    """Of the absolute differences, as are `p95` and `max`."""
+    p95: float
+    max: float
+    share_outside: float
+    """Share of the tokens whose ratio of probabilities is outside [0.9, 1.1]."""
+
+
+def compare(
+    requests: Sequence[Request], trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]]
+) -> LogprobComparison:
+    """Compare the logprobs of the requests' samples with a trainer's; see `Engine.compare_logprobs`."""
+    samples = [sample for request in requests for sample in request.sequences]
+    ids = np.zeros((len(samples), max(len(sample.token_ids) for sample in samples)), np.int32)
+    for row, sample in zip(ids, samples, strict=True):
+        row[: len(sample.token_ids)] = sample.token_ids
+    theirs = np.asarray(trainer_fn(jnp.asarray(ids)), np.float32)
+    if theirs.shape != (wanted := (ids.shape[0], ids.shape[1] - 1)):
+        raise ValueError(f"trainer_fn: returned the shape {theirs.shape} for ids {ids.shape}, wanted {wanted}")
+    differences = np.concatenate([_differences(sample, row) for sample, row in zip(samples, theirs, strict=True)])
+    distances = np.abs(differences)
+    return LogprobComparison(
+        num_tokens=len(differences),
+        mean=float(distances.mean()),
+        p95=float(np.quantile(distances, 0.95)),
+        max=float(distances.max()),
+        share_outside=float(np.mean((np.exp(differences) < 0.9) | (np.exp(differences) > 1.1))),
+    )
+
+
+def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:
+    """Return ours − theirs for each output token; entry i of `theirs` is the logprob of token i + 1."""
+    ours, first = np.frombuffer(sample.token_logprobs or b"", np.float32), sample.request.prompt_len - 1
+    return ours - theirs[first : first + len(ours)]
+
+
+def _output_tokens(sample: SampleSequence) -> np.ndarray:
+    return np.frombuffer(sample.token_ids, np.int32)[sample.request.prompt_len :]

@@ -1,0 +1,68 @@
+"""The same models without pages: whole sequences side by side, as a trainer computes them, and differentiable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """Causal attention among the tokens of a step, [B × N] of B sequences. See `PagedCache.attend`.
+
+    Padding behind a sequence changes nothing before it.
+    """
+
+    num_sequences: int
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> tuple[Float[Array, "T N H"], DenseAttention]:
+        """Attend from each token to those up to it, at most `window` of them. Scores and weights are float32."""
+        q_BNKGH = q.reshape(self.num_sequences, -1, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+        k_BNKH, v_BNKH = (x.reshape(self.num_sequences, -1, *x.shape[1:]) for x in (k, v))
+        scores = jnp.einsum("bqkgh,bskh->bkgqs", q_BNKGH, k_BNKH, preferred_element_type=jnp.float32) * scale
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        positions = jnp.arange(k_BNKH.shape[1])
+        distance = positions[:, None] - positions[None]
+        is_seen = (distance >= 0) & (distance < (len(positions) if window is None else window))
+        weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("bkgqs,bskh->bqkgh", weights, v_BNKH.astype(jnp.float32))
+        return out.reshape(q.shape).astype(q.dtype), self
+
+
+def dense_logits(model: Any, ids_BN: Int[Array, "B N"]) -> Float[Array, "B N V"]:
+    """Return the logits behind each token of B sequences that start at position 0, padded at their ends.
+
+    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Padding may be
+    any token id.
+    """
+    num_sequences, length = ids_BN.shape
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_sequences)
+    none = jnp.zeros(0, jnp.int32)
+    step = AttentionMetadata(positions, none, none, none, none, none, none, none)
+    hidden_TD, _ = model(ids_BN.reshape(-1), DenseAttention(num_sequences), step)
+    return model.logits(hidden_TD).reshape(num_sequences, length, -1)
+
+
+def dense_logprobs(model: Any, ids_BN: Int[Array, "B N"], temperature: float = 1.0) -> Float[Array, "B N1"]:
+    """Return the logprob of each token but the first of B sequences, [B, N − 1], as `Engine.logprobs` defines it."""
+    logits = dense_logits(model, ids_BN)[:, :-1].astype(jnp.float32) / temperature
+    drawn = jnp.take_along_axis(logits, ids_BN[:, 1:, None], axis=2)[..., 0]
+    return drawn - jax.nn.logsumexp(logits, axis=2)
