@@ -24,7 +24,7 @@ from .research.arrays import (
     generation_arrays,
     scores_of_prompts,
 )
-from .research.sleeping import WEIGHTS
+from .research.sleeping import KV_CACHE, WEIGHTS
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .step_engine import StepEngine
 
@@ -203,7 +203,7 @@ class Engine(StepEngine):
         check("temperature", temperature, number(0.0, 2.0, open_min=True))
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
         # Requests without a seed draw as if this call had never been.
-        options = {"number": 0, "wants_arrays": True, "tempers_scores": True}
+        options: dict[str, Any] = {"number": 0, "wants_arrays": True, "tempers_scores": True}
         _, requests = self._run("logprobs", prompts, [params] * len(prompts), **options)
         for request in requests:
             if request.error is not None:
@@ -253,12 +253,13 @@ class Engine(StepEngine):
         """
         self._check_open()
         self._check_outside("update_params")
-        checked, number = self._updates.check(params, version, in_flight)
-        if not self._sleep.away:
-            self._settle(in_flight)
-        recompute = bool(self._sleep.away) or in_flight == "recompute"
-        self._sleep.away.add(WEIGHTS)
-        self._updates.apply(checked, number, copy=copy, recompute=recompute)
+        with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
+            checked, number = self._updates.check(params, version, in_flight)
+            if not self._sleep.away:
+                self._settle(in_flight)
+            recompute = KV_CACHE in self._sleep.away or in_flight == "recompute"
+            self._sleep.away.add(WEIGHTS)
+            self._updates.apply(checked, number, copy=copy, recompute=recompute)
         self._sleep.note_weights()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -56,9 +56,14 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
         mask[row, :count] = True
         for start, version in sample.weight_versions:
             versions[row, start:count] = version
-    indices = np.array([index for index, _ in samples], np.int32)
-    arrays = (jnp.asarray(one) for one in (tokens, logprobs, mask, versions, indices))
-    return GenerationArrays(*arrays, tuple(sample.request.error for _, sample in samples))
+    return GenerationArrays(
+        tokens=jnp.asarray(tokens),
+        logprobs=jnp.asarray(logprobs),
+        mask=jnp.asarray(mask),
+        versions=jnp.asarray(versions),
+        prompt_indices=jnp.array([index for index, _ in samples], jnp.int32),
+        errors=tuple(sample.request.error for _, sample in samples),
+    )
 
 
 def scores_of_prompts(requests: Iterable[Request]) -> Float[Array, "B N1"]:

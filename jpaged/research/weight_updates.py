@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from ..checks import INT64, check, integer, one_of, or_none
 from ..errors import ConfigError
 from ..models.live.live_weights import CheckedWeights
@@ -43,9 +41,7 @@ class WeightUpdates:
 
         If this fails, the engine is without weights until the next update.
         """
-        # A trainer may guard its own code against transfers.
-        with jax.transfer_guard("allow"):
-            self.runner.store.update(self.live, checked, self.runner.plan.get, copy=copy)
+        self.runner.store.update(self.live, checked, self.runner.plan.get, copy=copy)
         builder = self.builder
         builder.weights_version = version
         builder.num_weight_updates += 1

@@ -147,7 +147,7 @@ def build_engine(
     logger.info("memory: %s", memory)
     step = sizes.step
     if handle.checkpoint is not None:
-        check_tensors(engine.weights(step.dtype), handle.config, handle.checkpoint)
+        check_tensors(engine.weights(step.dtype), handle.decoder, handle.checkpoint)
     handle.check_weight_files()
     builder = engine.builder(step)
     pools = {"num_blocks": sizes.num_blocks, "num_host_blocks": sizes.num_host_blocks}
@@ -171,7 +171,7 @@ def build_engine(
             elif handle.checkpoint is None:
                 weights = dummy_weights(programs.weights, progress=report)
             else:
-                weights = load_weights(programs.weights, handle.config, handle.checkpoint, progress=report)
+                weights = load_weights(programs.weights, handle.decoder, handle.checkpoint, progress=report)
         load_s = time.monotonic() - start
         runner = Runner(weights=weights, plan=plan, buckets=builder.buckets, mesh=engine.mesh)
         if config.warmup == "full":
@@ -207,12 +207,11 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
     """Return what reads an engine's weights again; None if they came from a tree or a module."""
     if config.params is not None or handle.arrays is not None:
         return None
-    # Neither the checkpoint nor its files stay open.
-    model, handle = handle.config, replace(handle, checkpoint=None)
+    handle = replace(handle, checkpoint=None)  # Neither the checkpoint nor its files stay open.
 
     def reload() -> Weights:
         checkpoint = checkpoint_again(config, handle)
-        return dummy_weights(abstract) if checkpoint is None else load_weights(abstract, model, checkpoint)
+        return dummy_weights(abstract) if checkpoint is None else load_weights(abstract, handle.decoder, checkpoint)
 
     return reload
 

@@ -58,6 +58,12 @@ class ModelHandle:
         """Return what the engine reads of the model."""
         return self.config.spec
 
+    @property
+    def decoder(self) -> DecoderConfig:
+        """Return the config of a model that was read from files."""
+        assert isinstance(self.config, DecoderConfig), "a module of the caller's own"
+        return self.config
+
     def check_weight_files(self) -> None:
         """Compare the files of the weights with the list of sums in the directory of the model; ModelLoadError.
 
@@ -115,9 +121,10 @@ def open_module(config: EngineConfig, module: nnx.Module) -> ModelHandle:
             raise refusal(name, shown(got), allowed, "leave it out", error=ConfigError)
     model, arrays = open_own_model(module)
     tokenizer = None if config.tokenizer is None else _open_tokenizer(config, None, None)
-    ids = {*model.spec.eos_token_ids, *([] if tokenizer is None else [tokenizer.eos_token_id])} - {None}
+    ids = set(model.spec.eos_token_ids)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model.vocab_size, config.tokenizer)
+        ids |= set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     end_ids = frozenset(token_id for token_id in ids if token_id < model.vocab_size)
     return ModelHandle(None, model, None, arrays if config.params is None else config.params, tokenizer, {}, end_ids)
 

@@ -135,15 +135,16 @@ class LiveWeights:
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
             drop(path)
             sources = [tree.arrays[name] for name in origin.names]
-            if not copy and recipe.is_copy and layer is None and _fits(sources[0], leaf):
-                yield NewWeight(path, sources[0], is_borrowed=True)
+            first = sources[0]
+            if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
+                yield NewWeight(path, first, is_borrowed=True)
                 continue
             if layer is not None and all(isinstance(source, np.ndarray) for source in sources):
                 sources, layer = [source[layer] for source in sources], None  # Only the layer goes to the devices.
             if layer is None or origin.names != names:
                 where = leaf.sharding if tree.layout is TreeLayout.OWN else self._whole
                 names, placed = origin.names, [jax.device_put(source, where) for source in sources]
-            run = program(self._key(recipe, sources[0].dtype.name, is_stacked=layer is not None))
+            run = program(self._key(recipe, first.dtype.name, is_stacked=layer is not None))
             yield NewWeight(path, run(placed, *([] if layer is None else [np.int32(layer)])), is_borrowed=False)
 
     def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
@@ -231,9 +232,9 @@ def _own_origin(path: Path, leaf: Any) -> _Origin:
     return _Origin(recipe, (".".join(map(str, path)),))
 
 
-def _fits(array: Any, leaf: Any) -> bool:
+def _fits(array: jax.Array, leaf: Any) -> bool:
     """Return whether an array can be a weight as it is."""
-    is_same = isinstance(array, jax.Array) and array.dtype == leaf.dtype and array.shape == leaf.shape
+    is_same = array.dtype == leaf.dtype and array.shape == leaf.shape
     return is_same and array.sharding.is_equivalent_to(leaf.sharding, array.ndim)
 
 

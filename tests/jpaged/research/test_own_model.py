@@ -1,0 +1,163 @@
+"""A caller's own nnx module behind the engine: the module of the example, compared with its dense forward."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
+from jpaged.models.dense import dense_logits, dense_logprobs
+
+ROOT = Path(__file__).parents[3]
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 8,
+    "num_blocks": 65,
+    "warmup": "off",
+}
+PROMPTS = [[index + 1] * (10 + 3 * index) for index in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        yield importlib.import_module("own_model")
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.fixture
+def model(example):
+    return example.Tiny(nnx.Rngs(0))
+
+
+@nnx.jit
+def likeliest(model, ids, last):
+    return jnp.argmax(dense_logits(model, ids)[:, last], axis=-1)
+
+
+def dense_tokens(model, prompt, count=12):
+    """Return the likeliest continuation by the dense forward, of one padded length."""
+    ids = np.zeros((1, 40), np.int32)
+    ids[0, : len(prompt)] = prompt
+    for last in range(len(prompt) - 1, len(prompt) + count - 1):
+        ids[0, last + 1] = likeliest(model, jnp.asarray(ids), last)[0]
+    return tuple(ids[0, len(prompt) : len(prompt) + count].tolist())
+
+
+@pytest.fixture(scope="module")
+def wanted(example):
+    model = example.Tiny(nnx.Rngs(0))
+    return [dense_tokens(model, prompt) for prompt in PROMPTS]
+
+
+def drawn(engine):
+    return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def test_it_draws_what_its_dense_forward_says(model, wanted):
+    """In chunks, beside each other, and after preemptions; with its own arrays, or with others in their place."""
+    _, state = nnx.split(model)
+    abstract = nnx.eval_shape(lambda: type(model)(nnx.Rngs(0)))
+    for module, params in ((model, None), (abstract, state), (abstract, nnx.to_pure_dict(state))):
+        with Engine(module, params=params, **{**SIZES, "num_blocks": 9}) as engine:
+            assert drawn(engine) == wanted
+            assert engine.stats()["recompiles"] == 0
+    assert engine.stats()["preemptions"] > 0
+
+
+def test_a_trainers_step_goes_into_the_engine_and_both_agree(model, wanted):
+    graph, state = nnx.split(model)
+    with Engine(model, **SIZES) as engine:
+        assert drawn(engine) == wanted
+        changed = jax.tree.map(lambda x: x * 1.25, state)
+        engine.update_params(changed)
+        trained = nnx.merge(graph, changed)
+        assert drawn(engine) == [dense_tokens(trained, prompt) for prompt in PROMPTS]
+        sampled = replace(GREEDY, temperature=1.0, seed=3, n=2)
+        for temperature in (1.0, 0.7):
+            ids = np.array(PROMPTS[0] * 2)
+            theirs = dense_logprobs(trained, jnp.array([ids]), temperature)[0]
+            assert np.abs(engine.logprobs(ids, temperature=temperature) - theirs).max() < 1e-4
+        assert engine.compare_logprobs(lambda ids: dense_logprobs(trained, ids), PROMPTS, sampled).max < 1e-4
+        partial = {name: leaf for name, leaf in nnx.to_pure_dict(changed).items() if name != "tokens"}
+        with pytest.raises(
+            ModelLoadError, match=r"^params, a tree of own: missing: tokens\.embedding; without a place"
+        ):
+            engine.update_params({**partial, "x": jnp.ones(1)})
+
+
+def broken(model, **changes):
+    """Return the module with other attributes."""
+    for name, value in changes.items():
+        setattr(model, name, value)
+    return model
+
+
+def test_a_module_that_cannot_be_served_is_refused(model, example):
+    spec = model.spec
+    cases = {
+        "is a NoneType, wanted a jpaged.ModelSpec": {"spec": None},
+        "a step of it cannot be traced: ValueError: attend: got queries": {
+            "spec": replace(spec, layers=tuple(replace(layer, head_size=32) for layer in spec.layers))
+        },
+        r"its hidden states are .*shape=\(1, 64\), dtype=float32\), its spec wants the shape \(1, 128\)": {
+            "spec": replace(spec, hidden_size=128)
+        },
+        r"its logits are .*shape=\(1, 97\), dtype=float32\), its spec wants the shape \(1, 101\)": {
+            "spec": replace(spec, vocab_size=101)
+        },
+        "holds int32, wanted floats": {"counter": nnx.Variable(jnp.zeros((), jnp.int32))},
+    }
+    for words, changes in cases.items():
+        with pytest.raises(ModelLoadError, match=words):
+            Engine(broken(example.Tiny(nnx.Rngs(0)), **changes), **SIZES)
+    with pytest.raises(ModelLoadError, match=r"missing: .*tokens\.embedding"):
+        Engine(nnx.eval_shape(lambda: example.Tiny(nnx.Rngs(0))), **SIZES)
+    options = {"load_format": "dummy", "revision": "main", "dtype": "bfloat16", "hf_overrides": {"x": 1}}
+    for name, value in options.items():
+        with pytest.raises(ConfigError, match=rf"^{name}: got .*, allowed: nothing beside a model of your own"):
+            Engine(model, **{name: value}, **SIZES)
+
+
+IN_A_PROCESS = """
+import json, os, jax, sys
+from flax import nnx
+sys.path.insert(0, "examples")
+names = sorted(name for name in jax.config.values)
+before = {name: str(jax.config.values[name]) for name in names}
+from own_model import Tiny
+from jpaged import Engine, SamplingParams
+options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_logprobs": 0, "warmup": "off"}
+for engine in (
+    Engine(Tiny(nnx.Rngs(0)), **options),
+    Engine("tests/golden/families/llama", load_format="dummy", compilation_cache_dir="off", **options),
+):
+    engine.generate([1, 2], SamplingParams(max_tokens=2, detokenize=False))
+after = {name: str(jax.config.values[name]) for name in names}
+print(json.dumps([name for name in names if before[name] != after[name]]))
+"""
+
+
+def test_jaxs_configuration_is_left_alone(tmp_path):
+    """By an engine for a model of the caller's own, and by any other with the compilation cache off."""
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-c", IN_A_PROCESS]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert json.loads(result.stdout) == []
+    assert not list(tmp_path.rglob("xla"))

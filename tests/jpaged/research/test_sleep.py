@@ -1,0 +1,85 @@
+"""Sleep gives memory away and takes it back; held requests end with the tokens that they would have had."""
+
+import jax
+import pytest
+
+from jpaged import ConfigError, Engine, SamplingParams
+
+from ..tiny_model import SIZES
+from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def of_engine(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of an engine's weights, and of all else that it keeps on the device."""
+    weights = sum(leaf.nbytes for leaf in engine.runner.store.leaves)
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.runner.state, engine.runner.rules)))
+    return weights, state
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_an_engine_sleeps_and_goes_on(tiny, drawn, level, mode, caplog):
+    with Engine(tiny, **SIZES) as engine:
+        idle, (weights, state) = live_bytes(), of_engine(engine)
+        begin(engine)
+        engine.sleep(level, mode)
+        assert engine.is_sleeping()
+        assert idle - live_bytes() >= 0.99 * (state + (weights if level == 2 else 0))
+        assert ("a CPU has no other memory" in caplog.text) == (level == 1)
+        for call in (engine.step, lambda: engine.generate(PROMPTS), lambda: engine.logprobs([1, 2])):
+            with pytest.raises(ConfigError, match=r": got an engine that sleeps, .*; wake_up\(\) first"):
+                call()
+        with pytest.raises(ConfigError, match=r"^sleep: got an engine that sleeps"):
+            engine.sleep()
+        engine.wake_up()
+        assert not engine.is_sleeping()
+        assert abs(live_bytes() - idle) <= 0.01 * idle
+        found = step(engine)
+        if mode == "abort":
+            assert {output.outputs[0].finish_reason for output in found.values()} == {"abort"}
+        else:
+            assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old"]
+        assert engine.stats()["recompiles"] == 0
+
+
+def test_dropped_weights_are_refilled_by_an_update_and_the_pages_come_back_by_themselves(tiny, drawn):
+    with Engine(tiny, params=OLD, **SIZES) as engine:
+        begin(engine)
+        engine.sleep(2, mode="keep")
+        with pytest.raises(ConfigError, match=r"^wake_up: got an engine that was given its weights, .* update_params"):
+            engine.wake_up()
+        engine.update_params(OLD)
+        assert engine.is_sleeping()
+        engine.wake_up(["kv_cache"])
+        found = step(engine)
+        assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+        engine.update_params(NEW)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+def test_what_is_no_level_mode_or_tag_is_refused(tiny):
+    with Engine(tiny, **SIZES) as engine:
+        for options in ({"level": 3}, {"level": True}, {"mode": "recompute"}):
+            with pytest.raises(ConfigError, match=f"^{next(iter(options))}: got "):
+                engine.sleep(**options)
+        engine.sleep(2)
+        for tags in ("weights", ["kv"], 5):
+            with pytest.raises(ConfigError, match=r"^tags: got .*, allowed: None, or a list of weights, kv_cache"):
+                engine.wake_up(tags)
+        engine.wake_up(["weights"])
+        engine.wake_up()
+        assert len(engine.generate([1, 2], SamplingParams(max_tokens=2))) == 1
+
+
+def test_a_sleeping_engine_can_be_shut_down(tiny):
+    engine = Engine(tiny, **SIZES)
+    engine.sleep(2)
+    engine.shutdown()
+    engine.shutdown()

@@ -1,0 +1,196 @@
+"""New weights in a running engine: what each request draws, by which weights, and what later requests may find.
+
+The reference is a fresh engine that started with the new weights.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged import BeamSearchParams, ConfigError, Engine, ModelLoadError
+
+from ..tiny_model import CONFIG, SIZES, reference_logits
+from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
+
+
+@pytest.fixture
+def engine(tiny):
+    with Engine(tiny, **SIZES, num_decode_steps=4) as engine:
+        yield engine
+
+
+def spans(sample):
+    return [(one.version, one.start, one.end) for one in sample.weight_versions]
+
+
+def forced_logprobs(weights_seed, prompt, output):
+    """Return the logprob of each output token by the model with these weights, in float64."""
+    ids = [*prompt, *output]
+    logits = reference_logits(ids, weights_seed)[len(prompt) - 1 : -1]
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits[np.arange(len(output)), output] - np.log(np.exp(logits).sum(axis=1))
+
+
+def test_requests_after_an_update_draw_as_in_a_fresh_engine_and_find_no_older_prefixes(engine, drawn):
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old"]
+    for version, tree in ((1, NEW), (2, OLD), (7, NEW)):
+        engine.update_params(tree, version=version)
+        hits = engine.stats()["prefix_cache_hits"]
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert tokens(outputs) == drawn["old" if tree is OLD else "new"]
+        assert engine.stats()["prefix_cache_hits"] == hits, "pages of other weights"
+        assert [spans(output.outputs[0]) for output in outputs] == [[(version, 0, 24)]] * len(PROMPTS)
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+    assert engine.stats()["prefix_cache_hits"] > hits, "pages of the present weights are found"
+    assert engine.weights_version == 7
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "keep", "recompute", "abort"])
+def test_what_becomes_of_requests_in_flight(engine, drawn, in_flight):
+    """wait: all by the old weights. abort: an end. keep and recompute: later tokens by the new weights, and logprobs of
+    recomputed requests are those of a model that knew nothing but the new weights and the tokens."""
+    begin(engine)
+    engine.update_params(NEW, in_flight=in_flight)
+    found = step(engine)
+    assert found.keys() == set(IDS)
+    for index, request_id in enumerate(IDS):
+        sample = found[request_id].outputs[0]
+        num_old = sample.weight_versions[0].end
+        assert num_old > 0
+        assert sample.token_ids[:num_old] == drawn["old"][index][:num_old]
+        assert sample.finish_reason == ("abort" if in_flight == "abort" else "length")
+        if in_flight == "wait":
+            assert spans(sample) == [(0, 0, 24)]
+        elif in_flight == "abort":
+            assert spans(sample) == [(0, 0, num_old)]
+            assert len(sample.token_ids) == num_old < 24
+        else:
+            assert spans(sample) == [(0, 0, num_old), (1, num_old, 24)]
+        if in_flight == "recompute":
+            wanted = forced_logprobs(1, PROMPTS[index], sample.token_ids)[num_old:]
+            got = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+            assert np.abs(np.array(got[num_old:]) - wanted).max() < 1e-4
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+    assert engine.stats()["recompiles"] == 0
+
+
+def test_kept_requests_go_on_as_if_nothing_had_been_if_the_weights_are_the_same(engine, drawn):
+    found = begin(engine)
+    for _ in range(3):
+        engine.update_params(OLD, in_flight="keep")
+        found |= step(engine, 1)
+    found |= step(engine)
+    assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+    versions = [span.version for span in found[IDS[0]].outputs[0].weight_versions]
+    assert versions == sorted(set(versions))
+    assert len(versions) > 1
+
+
+def test_while_running_requests_are_waited_for_those_that_wait_are_not_begun(tiny, drawn):
+    with Engine(tiny, **{**SIZES, "max_num_seqs": 2}) as engine:
+        begin(engine, 2)
+        begun = [request.request_id for request in engine.scheduler.running]
+        assert len(begun) == 2
+        engine.update_params(NEW, in_flight="wait")
+        found = step(engine)
+    for index, request_id in enumerate(IDS):
+        is_old = request_id in begun
+        assert found[request_id].outputs[0].token_ids == drawn["old" if is_old else "new"][index]
+        assert spans(found[request_id].outputs[0]) == [(0 if is_old else 1, 0, 24)]
+
+
+def test_samples_forks_and_beams_keep_their_versions(engine):
+    """A fork has its parent's tokens, and so their versions; beams all have those of their search."""
+    params = replace(PARAMS, n=2)
+    engine.add_request("samples", PROMPTS[0], params)
+    engine.add_request("beams", PROMPTS[1], BeamSearchParams(beam_width=2, max_tokens=12, ignore_eos=True))
+    step(engine, 4)
+    engine.update_params(NEW, in_flight="recompute")
+    step(engine, 1)
+    (forked,) = engine.fork("samples")
+    found = step(engine)
+    samples = found["samples"].outputs
+    assert [sample.index for sample in samples] == [0, 1, forked]
+    for sample in samples:
+        assert [span.version for span in sample.weight_versions] == [0, 1]
+        assert sample.weight_versions[-1].end == len(sample.token_ids) == 24
+    for beam in found["beams"].outputs:
+        assert beam.weight_versions[-1].end == len(beam.token_ids)
+
+
+def test_pins_hold_for_pages_of_the_new_weights(engine):
+    prompt = PROMPTS[0]
+    engine.pin_prefix(prompt)
+    engine.generate([prompt], PARAMS)
+    engine.update_params(NEW)
+    assert engine.blocks.num_pinned == 2
+    engine.generate([prompt], PARAMS)
+    hits = engine.stats()["prefix_cache_hits"]
+    engine.generate([prompt], PARAMS)
+    assert engine.stats()["prefix_cache_hits"] == hits + 16
+    engine.unpin_prefix(prompt)
+    assert engine.blocks.num_pinned == 0
+
+
+def test_a_tree_with_a_fault_changes_nothing(engine, drawn):
+    begin(engine)
+    bad = {**NEW, "model.norm.weight": np.full(CONFIG["hidden_size"], np.nan, np.float32)}
+    with pytest.raises(ModelLoadError, match=r"holding a NaN or an infinity: model\.norm\.weight; nothing was changed"):
+        engine.update_params(bad, in_flight="abort")
+    for name, value in (("in_flight", "drain"), ("version", "seven"), ("version", 1.5)):
+        with pytest.raises(ConfigError, match=f"^{name}: got "):
+            engine.update_params(NEW, **{name: value})
+    found = step(engine)
+    assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+    assert engine.weights_version == 0
+
+
+def test_a_call_from_inside_of_a_step_is_refused(tiny, drawn):
+    """A scheduling policy is called when a request comes; a clock, as here, within steps."""
+    with Engine(tiny, **SIZES) as engine:
+        refused = []
+
+        def clock():
+            for call in (lambda: engine.update_params(NEW), engine.sleep, engine.wake_up, engine.step):
+                try:
+                    call()
+                except ConfigError as error:
+                    refused.append(str(error))
+            return 0.0
+
+        for request_id, prompt in zip(IDS, PROMPTS, strict=True):
+            engine.add_request(request_id, prompt, PARAMS)
+        engine.scheduler.clock, kept = clock, engine.scheduler.clock
+        step(engine, 1)
+        engine.scheduler.clock = kept
+        found = step(engine)
+        assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+    names = ["update_params", "sleep", "wake_up", "step"]
+    assert refused[:4] == [f"{name}: got a call from inside of a step, allowed: calls between steps" for name in names]
+
+
+def test_a_trainer_may_guard_against_transfers_and_donate_its_arrays(engine, drawn):
+    tree = jax.tree.map(jax.numpy.asarray, NEW)
+    with jax.transfer_guard("disallow_explicit"):
+        engine.update_params(tree)
+    for leaf in tree.values():
+        leaf.delete()
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+def test_if_the_devices_fail_the_engine_sleeps_until_the_next_update(engine, drawn, monkeypatch):
+    begin(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.store, "_take", lambda leaves: 1 / 0)  # As if memory ran out at the last weight.
+        with pytest.raises(ZeroDivisionError):
+            engine.update_params(NEW, in_flight="recompute")
+    assert engine.is_sleeping()
+    with pytest.raises(ConfigError, match=r"^step: got an engine that sleeps, without weights"):
+        engine.step()
+    engine.update_params(OLD)
+    found = step(engine)
+    assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]

@@ -1,0 +1,155 @@
+"""Trees of arrays become the very weights that loading a checkpoint gives, in every layout that an engine stores."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jpaged.models.errors import ModelLoadError
+from jpaged.models.io.loading import abstract_weights, load_weights
+from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.live.live_weights import LiveWeights
+from jpaged.pallas_kernels.layer_ops import XLA_OPS
+from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
+from jpaged.sharding import device_mesh
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "families"
+MODELS = (
+    "llama_bias",
+    "llama_tied",
+    "gpt2",
+    "gpt_neox",
+    "phi3_partial",
+    "olmo2",
+    "gemma3_with_images",
+    "qwen3_head_dim",
+)
+"""Models whose recipes differ: fused, split, interleaved, transposed and tied tensors, and other names."""
+MESH = device_mesh(jax.devices("cpu")[:1])
+
+
+def live_and_loaded(name: str, ops=XLA_OPS, dtype="float32"):
+    config, checkpoint = open_checkpoint(GOLDEN / name)
+    abstract = abstract_weights(config, dtype, MESH, ops)
+    return LiveWeights(abstract, MESH), load_weights(abstract, config, checkpoint)
+
+
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    tree = load_file(GOLDEN / name / "model.safetensors")
+    return {key: leaf for key, leaf in tree.items() if "vision" not in key and "projector" not in key}
+
+
+def stacked(tree: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors of all layers in one array each, under their names without a number."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name in sorted(tree, key=lambda one: [int(part) if part.isdigit() else 0 for part in one.split(".")]):
+        parts = [part for part in name.split(".") if not part.isdigit()]
+        found.setdefault(".".join(parts), []).append(tree[name])
+    has_layers = {name: len(leaves) > 1 for name, leaves in found.items()}
+    return {name: np.stack(leaves) if has_layers[name] else leaves[0] for name, leaves in found.items()}
+
+
+def compiled(live: LiveWeights):
+    """Return what gives the programs of `live`: each is compiled once."""
+    programs, made = live.programs(), {}
+
+    def program(key):
+        if key not in made:
+            made[key] = programs[key]().compile()
+        return made[key]
+
+    return program
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("ops", "dtype"), [(XLA_OPS, "float32"), (NATIVE_OPS, "float32"), (NATIVE_OPS, "bfloat16")])
+def test_a_tree_in_any_layout_becomes_what_is_loaded_from_the_checkpoint(name, ops, dtype):
+    live, loaded = live_and_loaded(name, ops, dtype)
+    tensors, program = tensors_of(name), compiled(live)
+    own = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(loaded.state)}
+    on_device = jax.tree.map(jnp.asarray, stacked(tensors))
+    for tree in (tensors, stacked(tensors), on_device, own, loaded.state):
+        made = live.weights(live.check(tree), program)
+        for path, leaf in nnx.to_flat_state(made.state):
+            wanted = own[".".join(map(str, path))]
+            assert leaf.dtype == wanted.dtype
+            assert np.array_equal(np.asarray(leaf[...]), np.asarray(wanted)), path
+
+
+def test_a_tree_of_other_dtypes_is_cast():
+    live, loaded = live_and_loaded("llama", NATIVE_OPS)
+    tensors = {name: leaf.astype(jnp.bfloat16) for name, leaf in tensors_of("llama").items()}
+    made = live.weights(live.check(tensors), compiled(live))
+    for (path, leaf), (_, exact) in zip(nnx.to_flat_state(made.state), nnx.to_flat_state(loaded.state), strict=True):
+        assert np.array_equal(np.asarray(leaf[...]), np.asarray(exact[...]).astype(jnp.bfloat16).astype("float32")), (
+            path
+        )
+
+
+def test_weights_are_copies_unless_the_caller_says_so():
+    live, _ = live_and_loaded("llama")
+    tree = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in tensors_of("llama").items()}
+    checked, program = live.check(tree), compiled(live)
+    for copy in (True, False):
+        made = {new.path: new for new in live.make(checked, program, drop=lambda path: None, copy=copy)}
+        norm = made[("norm", "weight")]
+        assert norm.is_borrowed is not copy
+        assert (norm.array is tree["model.norm.weight"]) is not copy
+        assert not made[("layers", 0, "mlp", "down_proj", "weight")].is_borrowed, "stored otherwise"
+    made = live.weights(checked, program)
+    for leaf in tree.values():
+        leaf.delete()  # As a trainer that donates its arrays does.
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(made.state))
+
+
+def test_everything_that_is_wrong_with_a_tree_is_said_at_once():
+    live, _ = live_and_loaded("llama")
+    tree = dict(jax.tree.map(jnp.asarray, tensors_of("llama")))
+    gone = jnp.ones(tree["model.norm.weight"].shape)
+    gone.delete()
+    layer = "model.layers.1."
+    del tree[f"{layer}input_layernorm.weight"]
+    tree |= {
+        "model.norm.weight": gone,
+        "model.extra": jnp.ones(3),
+        f"{layer}mlp.up_proj.weight": tree[f"{layer}mlp.up_proj.weight"].T[:3],
+        f"{layer}mlp.down_proj.weight": tree[f"{layer}mlp.down_proj.weight"].astype(jnp.int32),
+        f"{layer}self_attn.o_proj.weight": "text",
+        f"{layer}self_attn.q_proj.weight": tree[f"{layer}self_attn.q_proj.weight"].at[0, 0].set(jnp.nan),
+        "lm_head.weight": np.full(tree["lm_head.weight"].shape, -np.inf, np.float32),
+    }
+    with pytest.raises(ModelLoadError) as caught:
+        live.check(tree)
+    message = str(caught.value)
+    for words in (
+        "missing: model.layers.1.input_layernorm.weight",
+        "without a place in the model: model.extra",
+        "model.norm.weight was deleted or donated",
+        "model.layers.1.mlp.up_proj.weight has shape (3, ",
+        "model.layers.1.mlp.down_proj.weight is int32, wanted float32, bfloat16, float16",
+        "model.layers.1.self_attn.o_proj.weight is a str, wanted an array of numpy or JAX",
+        "holding a NaN or an infinity: lm_head.weight, model.layers.1.self_attn.q_proj.weight",
+        "nothing was changed",
+    ):
+        assert words in message
+
+
+@pytest.mark.parametrize("tree", [5, None, [np.ones(3)], "params"])
+def test_what_is_no_tree_is_refused(tree):
+    live, _ = live_and_loaded("llama")
+    with pytest.raises(ModelLoadError, match=r"^params: got .*, wanted a flat or nested mapping of names to arrays"):
+        live.check(tree)
+
+
+def test_parts_of_one_weight_need_one_dtype():
+    live, _ = live_and_loaded("llama")
+    tree = tensors_of("llama")
+    tree["model.layers.0.self_attn.k_proj.weight"] = tree["model.layers.0.self_attn.k_proj.weight"].astype(np.float16)
+    with pytest.raises(
+        ModelLoadError, match=r"k_proj.weight is float16, .* wanted one dtype for the parts of one weight"
+    ):
+        live.check(tree)
