@@ -279,6 +279,8 @@ class EngineCore:
             num_to_come += sum(count for one, count in zip(step.samples, counts, strict=True) if one is sequence)
         if sequence in sequence.request.live and sequence.request.beams is None:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
+            if sequence.token_logprobs is not None:
+                del sequence.token_logprobs[sequence.num_output_tokens :]
             self.outputs.restart(sequence)
 
     def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:

@@ -83,6 +83,8 @@ class SampleSequence:
     token_ids: array[int]
     """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
     garbage collector busy."""
+    token_logprobs: array[float] | None
+    """The logprob of each output token, for a request that wants arrays."""
 
     # Written by research/weight_updates.
     weight_versions: list[tuple[int, int]]
@@ -141,8 +143,6 @@ class SampleSequence:
     """The stop string or stop id that ended it; None for an EOS token."""
     output: object | None = None
     """Text and logprobs so far; opaque to everything but its writer."""
-    token_logprobs: array[float] | None = None
-    """The logprob of each output token, for a request that wants arrays; engine_core adds to them."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -173,9 +173,6 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     """Lower is sooner, under the policy `priority`."""
-    cache_key: CacheKey = NO_EXTRAS
-    weights_version: int = 0
-    """The version of the weights, as their owner counts, when the request came."""
     seed: int = field(init=False)
     """64 bits, from which every draw of this request comes."""
     mode: SampleMode = field(init=False)
@@ -193,6 +190,11 @@ class Request:
     sequences: list[SampleSequence] = field(default_factory=list)
     """All samples, ended ones too, in order of creation."""
     _prompt_tuple: tuple[int, ...] = ()
+
+    # Written by research/weight_updates.
+    cache_key: CacheKey = NO_EXTRAS
+    weights_version: int = 0
+    """The version of the weights that draw its next token, as their owner counts."""
 
     # Written by scheduling/lifecycle.
     state: RequestState = RequestState.WAITING
@@ -237,7 +239,7 @@ class Request:
     # Written by engine_core.
     first_token_time: float | None = None
 
-    # Written by engine.
+    # Written by step_engine.
     last_token_time: float | None = None
 
     # Written by text/output_processor.
@@ -270,13 +272,22 @@ class Request:
             self._prompt_tuple = tuple(self.prompt_token_ids)
         return self._prompt_tuple
 
-    def new_sequence(self, index: int, token_ids: array[int], num_groups: int) -> SampleSequence:
-        """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it."""
+    def new_sequence(
+        self, index: int, token_ids: array[int], num_groups: int, *, parent: SampleSequence | None = None
+    ) -> SampleSequence:
+        """Add a live sample with a copy of these tokens, which shares nothing with others yet, and return it.
+
+        The tokens may be those that another sample, `parent`, has drawn.
+        """
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
         versions = [(0, self.weights_version)]
+        logprobs = array("f") if self.wants_arrays and self.params.logprobs is not None else None
+        if parent is not None:
+            versions = parent.weight_versions[:]
+            logprobs = None if parent.token_logprobs is None else parent.token_logprobs[:]
         sample = SampleSequence(
-            self, index, max_len, token_ids[:], versions, len(token_ids), pages=pages, num_passed=num_passed
+            self, index, max_len, token_ids[:], logprobs, versions, len(token_ids), pages=pages, num_passed=num_passed
         )
         self.sequences.append(sample)
         self.live.append(sample)

@@ -14,12 +14,13 @@ DEVICE_SAMPLES = (8, 64, 256)
 """Sample buckets of a device below the largest one, in mode FULL and on a GPU; other modes have the smallest and the
 largest. They are few, to save executables: a device that only decodes samples in its decode programs, and rows that are
 padding cost a sampler little beside reading the head's weights."""
-GPU_MODES = (SampleMode.GREEDY, SampleMode.RANDOM, SampleMode.SCORED, SampleMode.FULL)
-"""Sampling modes of a GPU's samplers. Elsewhere there is none for greedy rows alone, or for logprobs of drawn tokens
-alone: modes RANDOM and FULL leave out at run time what no row needs, which a GPU's sampler cannot."""
-GPU_DECODE_MODES = (SampleMode.GREEDY, SampleMode.RANDOM, SampleMode.SCORED)
+GPU_MODES = (SampleMode.GREEDY, SampleMode.SCORED, SampleMode.FULL)
+"""Sampling modes of a GPU's samplers. Elsewhere there is none for greedy rows alone: mode RANDOM leaves out at run time
+what no row needs, which a GPU's sampler cannot. So it scores each token that is drawn, which is one more pass over
+logits."""
+GPU_DECODE_MODES = (SampleMode.GREEDY, SampleMode.SCORED)
 """Sampling modes of a GPU's decode programs. The host would have to read the condition of a branch there, so that
-programs of the mode RANDOM draw each row, greedy ones too."""
+programs of the mode SCORED draw each row, greedy ones too."""
 MIN_FILLED = 64
 """Tokens of the smallest bucket that steps are cut down to; a smaller step costs little more than reading weights."""
 

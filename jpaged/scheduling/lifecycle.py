@@ -274,8 +274,8 @@ class Lifecycle:
         return [self._fork(parent, index) for index in indices]
 
     def _fork(self, parent: SampleSequence, index: int) -> SampleSequence:
-        child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups)
-        child.state, child.weight_versions = parent.state, parent.weight_versions[:]
+        child = parent.request.new_sequence(index, parent.token_ids, self.arithmetic.num_groups, parent=parent)
+        child.state = parent.state
         # They share all but the last token, which the child computes itself to draw its next one. What the parent has
         # not computed yet, it computes for both.
         num_shared = child.num_tokens - 1

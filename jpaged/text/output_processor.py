@@ -76,33 +76,28 @@ class OutputProcessor:
         sequence.output = SequenceOutput(detokenizer)
         has_entries = params.logprobs is not None and not sequence.request.wants_arrays
         sequence.needs_every_token = detokenizer is not None or has_entries
-        if sequence.request.wants_arrays and params.logprobs is not None:
-            sequence.token_logprobs = array("f")
         sequence.stop_ids = NO_IDS if params.ignore_eos else self.eos_token_ids
         if params.stop_token_ids:
             sequence.stop_ids = sequence.stop_ids.union(params.stop_token_ids)
 
     def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
         """Set up the output of a fork, which has the tokens of its parent."""
-        self._replay(child, parent)
+        self._replay(child, _output_of(parent))
 
     def restart(self, sequence: SampleSequence) -> None:
         """Rebuild the output of a sequence that has lost its last tokens; later deltas repeat nothing."""
         sequence.stop_reason = None
         old = _output_of(sequence)
-        output = self._replay(sequence, sequence)
+        output = self._replay(sequence, old)
         if output.detokenizer is not None:
             output.text = output.detokenizer.delta()[old.num_emitted_chars :]
         output.num_emitted_chars, output.num_emitted_tokens = old.num_emitted_chars, old.num_emitted_tokens
 
-    def _replay(self, sequence: SampleSequence, source: SampleSequence) -> SequenceOutput:
-        """Build the output of a sequence from its tokens, and from the logprobs of them that `source` has."""
-        old, numbers = _output_of(source), source.token_logprobs
+    def _replay(self, sequence: SampleSequence, old: SequenceOutput) -> SequenceOutput:
+        """Build the output of a sequence from its tokens, and from the logprobs that `old` has of them, or of more."""
         self.start(sequence)
         output = _output_of(sequence)
         token_ids = sequence.token_ids[sequence.request.prompt_len :]
-        if numbers is not None:
-            sequence.token_logprobs = numbers[: len(token_ids)]
         if output.detokenizer is not None:
             output.detokenizer.append(token_ids)
         output.logprobs = old.logprobs[: len(token_ids)]

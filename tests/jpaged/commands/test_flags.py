@@ -94,7 +94,6 @@ BAD = {
     "--temprature 1": "--temprature: unknown flag; did you mean --temperature?",
     "--max": "--max: unknown flag; did you mean --max-",
     "--zzz": "--zzz: unknown flag; leave it out, or see jpaged generate --help",
-    "--data-parallel-size 4": "--data-parallel-size: not available in this version (got '4'); leave it out",
     "--no-enable-lora": "--no-enable-lora: not available in this version; leave it out",
     "--lora=x": "--lora: not available in this version (got 'x'); leave it out",
 }

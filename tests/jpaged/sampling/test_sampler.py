@@ -472,8 +472,10 @@ def test_the_mode_changes_no_token():
 
 @pytest.mark.parametrize(("max_logprobs", "num_top"), [(0, 0), (1, 1), (11, 11), (20, 11)])
 def test_no_more_top_logprobs_than_the_vocabulary_has(max_logprobs, num_top):
-    result = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.FULL, max_logprobs)
-    assert result.scores.top_token_ids.shape == result.scores.top_logprobs.shape == (2, num_top)
+    scores = draw(make_logits(2, 11), [NO_RULE] * 2, SampleMode.FULL, max_logprobs).scores
+    assert [part.shape for part in scores.top(1, max_logprobs)] == [(num_top,)] * 2
+    if num_top:
+        assert scores.top_token_ids.shape == scores.top_logprobs.shape == (2, num_top)
 
 
 def test_only_rows_that_ask_for_logprobs_get_some():
@@ -495,10 +497,28 @@ def test_only_rows_that_ask_for_logprobs_get_some():
             assert some.token_ids[row] == (7 if is_forced else whole.token_ids[row])
             if row in wanted:
                 assert np.array_equal(some.scores.top_token_ids[row], whole.scores.top_token_ids[row])
-                np.testing.assert_allclose(some.scores.top_logprobs[row], whole.scores.top_logprobs[row], atol=1e-6)
-                exact = logits[row].astype(np.float64) - logits[row].max()
-                exact -= np.log(np.exp(exact).sum())
+                # A given token is scored at its row's temperature, one that is drawn by the model's own logits.
+                exact = exact_logprobs(logits[row], rules[row]["temperature"] if is_forced else 1.0)
                 assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
+                np.testing.assert_allclose(some.scores.top_logprobs[row], -np.sort(-exact)[:4], atol=1e-5, rtol=0)
+
+
+def exact_logprobs(logits, temperature):
+    """Return the log-softmax of a row at this temperature, 1 for a greedy row, in float64."""
+    exact = (logits.astype(np.float64) - logits.max()) / (temperature or 1.0)
+    return exact - np.log(np.exp(exact).sum())
+
+
+def test_tempered_logprobs_are_those_before_truncation_in_every_mode_that_scores():
+    logits = make_logits(len(RULES), 1000, seed=17)
+    rules = [full_rules(rule, 1000) for rule in RULES.values()]
+    for mode in (SampleMode.SCORED, SampleMode.FULL):
+        settings = SampleSettings(max_logprobs=4, logprobs_mode="tempered_logprobs")
+        result = jax.tree.map(np.asarray, run(jnp.asarray(logits), make_rows(rules), mode, settings))
+        for row, rule in enumerate(rules):
+            exact = exact_logprobs(logits[row], rule["temperature"])
+            assert abs(result.scores.logprobs[row] - exact[result.token_ids[row]]) < 1e-5
+        assert (result.scores.top_token_ids is None) == (mode is SampleMode.SCORED)
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5])
@@ -525,13 +545,13 @@ def test_equal_logits_are_ranked_in_the_order_of_their_tokens():
         assert np.array_equal(result.scores.top_token_ids, order)
 
 
-@pytest.mark.parametrize("has_processed_logprobs", [False, True])
-def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_length(has_processed_logprobs):
+@pytest.mark.parametrize("logprobs_mode", ["raw_logprobs", "processed_logprobs"])
+def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_length(logprobs_mode):
     """A GPU's host would have to read each condition."""
     rules = [full_rules(rule, 1000) for rule in RULES.values()] + [GREEDY_ROW]
     logits, rows = jnp.asarray(make_logits(len(rules), 1000, seed=14)), make_rows(rules, output_index=3)
-    for mode in (SampleMode.RANDOM, SampleMode.FULL):
-        settings = SampleSettings(max_logprobs=4, has_processed_logprobs=has_processed_logprobs)
+    for mode in (SampleMode.SCORED, SampleMode.FULL):
+        settings = SampleSettings(max_logprobs=4, logprobs_mode=logprobs_mode)
         one, other = (run(logits, rows, mode, replace(settings, is_static=is_static)) for is_static in (False, True))
         for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -545,7 +565,7 @@ def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_l
 def test_greedy_rows_are_not_truncated():
     """Else padding rows, which are all zeros, top-p 0 included, would have every step search thresholds for them."""
     logits = make_logits(len(RULES), 1000, seed=15)
-    settings = SampleSettings(max_logprobs=20, has_processed_logprobs=True)
+    settings = SampleSettings(max_logprobs=20, logprobs_mode="processed_logprobs")
     rules = [{**full_rules(rule, 1000), "temperature": 0.0} for rule in RULES.values()]
     scores = run(jnp.asarray(logits), make_rows(rules), SampleMode.FULL, settings).scores
     plain = run(jnp.asarray(logits), make_rows([GREEDY_ROW] * len(rules)), SampleMode.FULL, settings).scores

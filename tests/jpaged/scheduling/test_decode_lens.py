@@ -2,7 +2,7 @@
 
 import pytest
 
-from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 
 from ..symbolic import Host
 
@@ -50,7 +50,8 @@ def test_pages_for_tokens_ahead_preempt_no_sequence():
 @pytest.mark.parametrize("has_program", [True, False])
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 2}], ids=str)
 def test_requests_with_logprobs_decode_several_tokens_where_there_is_a_program_for_it(asked, has_program):
-    host = new_host(decodes_rules_several=has_program)
+    several = {SampleMode.GREEDY, SampleMode.RANDOM, *([SampleMode.FULL] if has_program else [])}
+    host = new_host(several_modes=frozenset(several))
     params = SamplingParams(temperature=0.0, detokenize=False, **asked)
     host.add(range(20, 30), max_tokens=49, params=params)
     host.dispatch()

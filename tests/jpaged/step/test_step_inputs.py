@@ -229,7 +229,18 @@ def test_a_scored_prompt_token_is_a_forced_row_that_reads_the_hidden_state_befor
     assert columns.pop("token").tolist() == tokens + [0] * (2 * size - 12)
     given = [*one.token_ids[1:7], *other.token_ids[3:9]]
     assert columns.pop("forced_token").tolist() == [1 + token for token in given] + [0] * (2 * size - 12)
+    assert columns.pop("top_p").view(np.float32).tolist() == [1.0] * 12 + [0.0] * (2 * size - 12)
     assert not any(column.any() for column in columns.values())
+
+
+def test_prompt_tokens_are_scored_at_a_temperature_if_the_request_says_so():
+    [sequence] = running(6, slots=[1], params=replace(SCORED_PROMPT, temperature=0.7))
+    for tempers, wanted in ((False, 0.0), (True, 0.7)):
+        sequence.request.tempers_scores = tempers
+        chunks, changes = [chunk_of(sequence, 0, 6, [sequence])], table_of(sequence, (3, 4))
+        built, _ = build(builder_of(), chunks=chunks, placed=[sequence], changes=changes)
+        temperatures = built.score_columns[0][SAMPLE_FIELDS.index("temperature"), :5].view(np.float32)
+        assert np.allclose(temperatures, wanted)
 
 
 @pytest.mark.parametrize(("windows", "num_shared"), [((None,), 3), ((None, 8), 3), ((8,), 0)])
@@ -314,7 +325,7 @@ def test_a_step_without_rows_has_only_moves_and_table_changes():
     assert built.table_updates[0][:, :3].T.tolist() == [[0, 2, 0, 8], [0, 2, 1, 9], [0, 0, 0, 0]]
     built, view = build(builder, chunks=[chunk_of(sequence, 5, 1, [sequence])], moves=moves[:1])
     assert view["slot_mapping"][0, 0] == 9 * 4 + 1
-    assert built.mode is SampleMode.FULL
+    assert built.mode is SampleMode.SCORED
     assert built.moves == moves[:1]
     assert not builder.build(work_of(moves=moves)).table_updates
 
@@ -342,6 +353,7 @@ def test_a_null_prefill_fills_its_bucket_with_rows_as_long_as_page_tables_allow(
 MODES = {
     SampleMode.GREEDY: (GREEDY, 0, 0),
     SampleMode.RANDOM: (RANDOM, 0, 0),
+    SampleMode.SCORED: (replace(SCORED, logprobs=0), 0, -1),
     SampleMode.FULL: (replace(SCORED, presence_penalty=1.0), 5, -1),
 }
 
