@@ -63,14 +63,13 @@ class WeightStore:
         self.leaves = self.logits_leaves = ()
         self._borrowed = set()
 
-        def drop(path: Path) -> None:
+        def take(path: Path) -> jax.Array | None:
             leaf = old.pop(path, None)
-            if leaf is not None and path not in borrowed:
-                leaf.delete()
+            return None if path in borrowed else leaf
 
         made: dict[Path, jax.Array] = {}
         pending: deque[jax.Array] = deque()
-        for new in live.make(checked, program, drop=drop, copy=copy):
+        for new in live.make(checked, program, take=take, copy=copy):
             made[new.path] = new.array
             if new.is_borrowed:
                 self._borrowed.add(new.path)

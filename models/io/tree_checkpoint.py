@@ -51,7 +51,7 @@ class TreeCheckpoint:
         are fetched."""
         array = self._array(name)
         axes = block_of(array.shape, rows, columns)
-        if isinstance(array, jax.Array) and not _is_on_host(array):
+        if isinstance(array, jax.Array) and not is_on_host(array):
             starts = tuple(np.int32(axis.start) for axis in axes)
             return np.asarray(_block(array, starts, tuple(axis.stop - axis.start for axis in axes)))
         return np.asarray(array)[axes]  # A view.
@@ -97,6 +97,6 @@ def _block(array: jax.Array, starts: tuple[Any, ...], sizes: tuple[int, ...]) ->
     return jax.lax.dynamic_slice(array, starts, sizes)
 
 
-def _is_on_host(array: jax.Array) -> bool:
+def is_on_host(array: jax.Array) -> bool:
     """Return whether numpy can view the array where it is."""
     return len(devices := array.devices()) == 1 and next(iter(devices)).platform == "cpu"

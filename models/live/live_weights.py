@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -120,10 +121,11 @@ class LiveWeights:
         checked: CheckedWeights,
         program: Callable[[Key], Callable[..., jax.Array]],
         *,
-        drop: Callable[[Path], None],
+        take: Callable[[Path], jax.Array | None],
         copy: bool,
     ) -> Iterator[NewWeight]:
-        """Yield every weight. `program` gives those of `programs` by key, `drop` is called before a weight is made.
+        """Yield every weight. `program` gives those of `programs` by key; `take` gives up the old array of a weight, in
+        whose memory the new one is made, or None.
 
         Nothing waits for the devices. Weights that are made of one array [L, …] follow each other. With `copy` false,
         arrays of the tree that fit are taken as they are.
@@ -133,10 +135,12 @@ class LiveWeights:
         placed: list[Any] = []
         for path, origin in sorted(origins.items(), key=lambda item: (item[1].names, item[1].layer or 0)):
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
-            drop(path)
+            old = take(path)
             sources = [tree.arrays[name] for name in origin.names]
             first = sources[0]
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
+                if old is not None:
+                    old.delete()
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
             if layer is not None and all(isinstance(source, np.ndarray) for source in sources):
@@ -144,43 +148,55 @@ class LiveWeights:
             if layer is None or origin.names != names:
                 where = leaf.sharding if tree.layout is TreeLayout.OWN else self._whole
                 names, placed = origin.names, [jax.device_put(source, where) for source in sources]
-            run = program(self._key(recipe, first.dtype.name, is_stacked=layer is not None))
-            yield NewWeight(path, run(placed, *([] if layer is None else [np.int32(layer)])), is_borrowed=False)
+            key = self._key(recipe, first.dtype.name, is_stacked=layer is not None, is_in_place=old is not None)
+            given = [placed, *([] if layer is None else [np.int32(layer)])]
+            yield NewWeight(path, program(key)(*([] if old is None else [old]), *given), is_borrowed=False)
 
     def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
         """Return all weights, made of copies of a checked tree."""
-        made = {new.path: new.array for new in self.make(checked, program, drop=lambda path: None, copy=True)}
+        made = {new.path: new.array for new in self.make(checked, program, take=lambda path: None, copy=True)}
         state = {path: leaf.replace(made[path]) for path, leaf in self._leaves.items()}
         return replace(self.abstract, state=nnx.from_flat_state(state))
 
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
         """Return the programs that make weights, by key, as functions that lower them: one for each kind of weight and
-        dtype of its tensors."""
+        dtype of its tensors, in the memory of an old weight or in new memory."""
         found: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
             num_layers = self._num_layers if layout is TreeLayout.STACKED else 0
-            for origin in origins.values():
-                for dtype in DTYPES:
-                    key = self._key(origin.recipe, dtype, is_stacked=origin.layer is not None)
-                    depth = num_layers if origin.layer is not None else None
-                    found[key] = partial(self._lower, origin.recipe, dtype, depth, is_own=layout is TreeLayout.OWN)
+            for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
+                recipe, is_stacked = origin.recipe, origin.layer is not None
+                key = self._key(recipe, dtype, is_stacked=is_stacked, is_in_place=is_in_place)
+                where = recipe.sharding if layout is TreeLayout.OWN else self._whole
+                depth = num_layers if is_stacked else None
+                found[key] = partial(self._lower, recipe, dtype, where, depth, is_in_place=is_in_place)
         return found
 
-    def _key(self, recipe: WeightRecipe, dtype: str, *, is_stacked: bool) -> Key:
-        return "update", self._numbers[recipe], dtype, is_stacked
+    def _key(self, recipe: WeightRecipe, dtype: str, *, is_stacked: bool, is_in_place: bool) -> Key:
+        return "update", self._numbers[recipe], dtype, is_stacked, is_in_place
 
     @property
     def _num_layers(self) -> int:
         """Return the number of layers, whose numbers stand in the paths of their weights."""
         return 1 + max((part for path in self._leaves for part in path if isinstance(part, int)), default=-1)
 
-    def _lower(self, recipe: WeightRecipe, dtype: str, depth: int | None, *, is_own: bool) -> jax.stages.Lowered:
-        where = recipe.sharding if is_own else self._whole
+    def _lower(
+        self, recipe: WeightRecipe, dtype: str, where: jax.sharding.Sharding, depth: int | None, *, is_in_place: bool
+    ) -> jax.stages.Lowered:
         stacks = () if depth is None else (depth,)
         shapes = [jax.ShapeDtypeStruct((*stacks, *shape), dtype, sharding=where) for shape in recipe.tensors]
         layer = [] if depth is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
-        run = jax.jit(partial(_make_weight, recipe), out_shardings=recipe.sharding)
-        return run.lower(shapes, *layer)
+        if not is_in_place:
+            return jax.jit(partial(_make_weight, recipe), out_shardings=recipe.sharding).lower(shapes, *layer)
+        old = jax.ShapeDtypeStruct(recipe.shape, recipe.dtype, sharding=recipe.sharding)
+        # The old weight is no part of the result, but its memory is.
+        run = jax.jit(
+            lambda _, *given: _make_weight(recipe, *given),
+            out_shardings=recipe.sharding,
+            donate_argnums=0,
+            keep_unused=True,
+        )
+        return run.lower(old, shapes, *layer)
 
     def _unread(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of the names that checkpoints may have and that are no weights, or are tied to another."""

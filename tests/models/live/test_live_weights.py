@@ -90,12 +90,26 @@ def test_a_tree_of_other_dtypes_is_cast():
         )
 
 
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+def test_numbers_are_finite_up_to_the_largest_and_one_that_is_not_is_found_anywhere(place):
+    live, _ = live_and_loaded("llama")
+    tensors = tensors_of("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    largest = np.finfo(np.float32).max
+    live.check({**tensors, name: place(np.full(tensors[name].shape, largest))})
+    for at, bad in ((0, np.nan), (-1, np.inf), (7, -np.inf)):
+        leaf = tensors[name].astype(np.float32)
+        leaf.flat[at] = bad
+        with pytest.raises(ModelLoadError, match=rf"holding a NaN or an infinity: {name}"):
+            live.check({**tensors, name: place(leaf)})
+
+
 def test_weights_are_copies_unless_the_caller_says_so():
     live, _ = live_and_loaded("llama")
     tree = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in tensors_of("llama").items()}
     checked, program = live.check(tree), compiled(live)
     for copy in (True, False):
-        made = {new.path: new for new in live.make(checked, program, drop=lambda path: None, copy=copy)}
+        made = {new.path: new for new in live.make(checked, program, take=lambda path: None, copy=copy)}
         norm = made[("norm", "weight")]
         assert norm.is_borrowed is not copy
         assert (norm.array is tree["model.norm.weight"]) is not copy
