@@ -7,19 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Causal attention among the tokens of a step, [B × N] of B sequences. See `PagedCache.attend`.
-
-    Padding behind a sequence changes nothing before it.
-    """
+    """Attention among the tokens of a step, [B × N] of B sequences, each to those up to it. See `PagedCache.attend`."""
 
     num_sequences: int
+    mask: Bool[Array, "B N N"] | None = None
+    """Which tokens each token may see; None: all that are not behind it."""
 
     def attend(
         self,
@@ -42,22 +41,32 @@ class DenseAttention:
         positions = jnp.arange(k_BNKH.shape[1])
         distance = positions[:, None] - positions[None]
         is_seen = (distance >= 0) & (distance < (len(positions) if window is None else window))
-        weights = jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf), axis=-1)
+        is_seen = is_seen[None] if self.mask is None else is_seen & self.mask
+        # A token that sees nothing, as padding in front of a sequence, gets the mean of all.
+        weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
         out = jnp.einsum("bkgqs,bskh->bqkgh", weights, v_BNKH.astype(jnp.float32))
         return out.reshape(q.shape).astype(q.dtype), self
 
 
-def dense_logits(model: Any, ids_BN: Int[Array, "B N"]) -> Float[Array, "B N V"]:
-    """Return the logits behind each token of B sequences that start at position 0, padded at their ends.
+def dense_logits(
+    model: Any,
+    ids_BN: Int[Array, "B N"],
+    *,
+    positions_BN: Int[Array, "B N"] | None = None,
+    mask_BNN: Bool[Array, "B N N"] | None = None,
+) -> Float[Array, "B N V"]:
+    """Return the logits behind each token of B sequences.
 
-    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Padding may be
-    any token id.
+    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Sequences start
+    at position 0 and may be padded at their ends, by any token ids; those that are padded in front need `positions_BN`,
+    and in `mask_BNN` which tokens each of them may see.
     """
     num_sequences, length = ids_BN.shape
-    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_sequences)
+    if positions_BN is None:
+        positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
     none = jnp.zeros(0, jnp.int32)
-    step = AttentionMetadata(positions, none, none, none, none, none, none, none)
-    hidden_TD, _ = model(ids_BN.reshape(-1), DenseAttention(num_sequences), step)
+    step = AttentionMetadata(positions_BN.reshape(-1), none, none, none, none, none, none, none)
+    hidden_TD, _ = model(ids_BN.reshape(-1), DenseAttention(num_sequences, mask_BNN), step)
     return model.logits(hidden_TD).reshape(num_sequences, length, -1)
 
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 
 import jax
@@ -73,7 +73,7 @@ class CompilePlan:
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         # JAX keeps its listeners. This one keeps no plan: an engine that is dropped without `close` is freed too.
-        self._stop_listening = weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, listen)
+        self._stop_listening = weakref.finalize(self, _unregister, listen)
 
     @property
     def num_compiled(self) -> int:
@@ -194,3 +194,9 @@ class CompilePlan:
         # The plan compiles on its own threads, and other code in this process on others: neither is a step.
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1
+
+
+def _unregister(listen: Callable[..., None]) -> None:
+    # Another library may have removed all of JAX's listeners, as Tunix does.
+    with suppress(AssertionError):
+        jax.monitoring.unregister_event_duration_listener(listen)

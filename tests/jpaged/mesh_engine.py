@@ -23,6 +23,8 @@ SIZES: dict[str, Any] = {
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "long_prefill_token_threshold": 12, "block_size": 4,
     "max_model_len": 64, "num_blocks": 513, "num_host_blocks": 513, "warmup": "off", "skip_tokenizer_init": True,
 }  # fmt: skip
+UPDATED = (2, 8)
+"""Numbers of devices whose engines get their weights once more, as a trainer's."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, output_kind="final_only")
 DRAWN = replace(GREEDY, temperature=0.8, seed=7, n=3, max_tokens=10, logprobs=2, prompt_logprobs=1)
 RULED = replace(GREEDY, max_tokens=10, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3)
@@ -70,6 +72,9 @@ def main() -> None:
             options = {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
         with Engine(str(directory), **options, **SIZES) as engine:
             found = draw(engine, tokens)
+            if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
+                engine.update_params(load_file(directory / "model.safetensors"))
+                assert draw(engine, tokens) == found
             stats = engine.stats()
             held, first = [], engine.mesh.devices.flat[0].id
             for tree in (engine.runner.weights.state, engine.runner.state.cache.pages):

@@ -93,12 +93,12 @@ def test_a_tree_of_other_dtypes_is_cast():
 @pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
 def test_numbers_are_finite_up_to_the_largest_and_one_that_is_not_is_found_anywhere(place):
     live, _ = live_and_loaded("llama")
-    tensors = tensors_of("llama")
+    tensors = {name: leaf.astype(np.float32) for name, leaf in tensors_of("llama").items()}
     name = "model.layers.0.mlp.up_proj.weight"
     largest = np.finfo(np.float32).max
     live.check({**tensors, name: place(np.full(tensors[name].shape, largest))})
     for at, bad in ((0, np.nan), (-1, np.inf), (7, -np.inf)):
-        leaf = tensors[name].astype(np.float32)
+        leaf = tensors[name].copy()
         leaf.flat[at] = bad
         with pytest.raises(ModelLoadError, match=rf"holding a NaN or an infinity: {name}"):
             live.check({**tensors, name: place(leaf)})

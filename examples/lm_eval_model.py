@@ -1,0 +1,87 @@
+"""An engine as a model of EleutherAI's lm-evaluation-harness, on tasks of examples/tasks. Needs: pip install lm_eval
+
+python examples/lm_eval_model.py [MODEL]
+"""
+
+import sys
+from pathlib import Path
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from jpaged import Engine, SamplingParams
+
+TASKS = Path(__file__).parent / "tasks"
+
+
+class JpagedLM(LM):
+    """The three questions that the harness asks a model."""
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self.max_len = engine.step_sizes.max_model_len - 1
+
+    def loglikelihood(self, requests: list[Instance], **options) -> list[tuple[float, bool]]:
+        """Return the logprob of each continuation, and whether greedy decoding would give it."""
+        return self._score([self._split(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: list[Instance], **options) -> list[float]:
+        """Return the logprob of each whole text, in windows where it is longer than the context."""
+        totals = []
+        for request in requests:
+            ids = self.tokenizer.encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self._first_token(), self.max_len - 1, 1)
+            totals.append(sum(score for score, _ in self._score(list(map(make_disjoint_window, windows)))))
+        return totals
+
+    def generate_until(self, requests: list[Instance], **options) -> list[str]:
+        """Return the text that follows each context, up to one of its stop strings."""
+        contexts, params = [], []
+        for context, given in (request.args for request in requests):
+            contexts.append(context)
+            temperature = given.get("temperature", 1.0) if given.get("do_sample") else 0.0
+            max_tokens, until = given.get("max_gen_toks", 256), given.get("until", [])
+            stop = [until] if isinstance(until, str) else until
+            params.append(SamplingParams(temperature=temperature, max_tokens=max_tokens, stop=stop))
+        return [output.outputs[0].text for output in self.engine.generate(contexts, params)]
+
+    def _first_token(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return self.tokenizer.eos_token_id if first is None else first
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of context and continuation; spaces between the two belong to the continuation."""
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        whole = self.tokenizer.encode(bare + continuation)
+        length = len(self.tokenizer.encode(bare)) if bare else 0
+        return (whole[:length] or [self._first_token()]), whole[length:]
+
+    def _score(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return the sum of the logprobs of each second part, and whether all of its tokens are the likeliest."""
+        prompts = [(context + continuation)[-self.max_len :] for context, continuation in pairs]
+        params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        scores = []
+        for (_, continuation), output in zip(pairs, self.engine.generate(prompts, params), strict=True):
+            entries = output.prompt_logprobs[-len(continuation) :]
+            own = [entry[token] for token, entry in zip(continuation[-len(entries) :], entries, strict=True)]
+            scores.append((sum(one.logprob for one in own), all(one.rank == 1 for one in own)))
+        return scores
+
+
+def main(model: str) -> dict[str, dict[str, float]]:
+    """Evaluate a model on the tasks, and return their results by name."""
+    with Engine(model, max_model_len=2048) as engine:
+        manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+        tasks = [path.stem for path in sorted(TASKS.glob("*.yaml"))]
+        found = simple_evaluate(JpagedLM(engine), tasks=tasks, task_manager=manager, bootstrap_iters=0)
+    return found["results"]
+
+
+if __name__ == "__main__":
+    for name, results in main(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m").items():
+        print(name, {metric: value for metric, value in results.items() if metric.endswith(",none")})

@@ -1,0 +1,57 @@
+"""The examples run as they are written, each in a process of its own, within a minute."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(*arguments: str) -> str:
+    """Run Python in the folder of the examples, and return what it prints."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    command = [sys.executable, *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=EXAMPLES, env=environment, timeout=600, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def test_a_module_of_ones_own_is_served_and_updated():
+    printed = run("own_model.py").splitlines()
+    assert float(printed[1].split(":")[1]) < 1e-4
+    assert printed[2] == "(WeightVersion(version=1, start=0, end=16),)"
+    assert len((EXAMPLES / "own_model.py").read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_reward_rises(seed):
+    history = json.loads(run("-c", f"import grpo, json; print(json.dumps(grpo.main({seed})))").splitlines()[-1])
+    assert sum(history[-5:]) / 5 > sum(history[:5]) / 5 + 0.3
+
+
+@pytest.mark.slow
+def test_the_evaluation_harness_asks_all_three_questions():
+    pytest.importorskip("lm_eval", reason="pip install lm_eval")
+    printed = run(
+        "-c",
+        "import os; os.chdir('..'); import sys; sys.path.insert(0, 'examples'); "
+        "import lm_eval_model, json; print(json.dumps(lm_eval_model.main('smollm2-135m'), default=float))",
+    )
+    results = json.loads(printed.splitlines()[-1])
+    assert results["capitals_choice"]["acc,none"] == 1.0
+    assert results["capitals_text"]["exact_match,none"] >= 0.5
+    assert 2.0 < results["capitals_rolling"]["byte_perplexity,none"] < 5.0
+
+
+@pytest.mark.slow
+def test_tunix_trains_with_our_rollout():
+    pytest.importorskip("tunix", reason="pip install google-tunix")
+    printed = run("tunix_rollout.py")
+    assert "updates: 30, recompiled steps: 0" in printed
