@@ -47,9 +47,10 @@ mutants() { python scripts/named_mutants.py; }
 seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
 steps() { python -m pytest tests/test_device_compile.py -m slow && python scripts/mesh_costs.py; }
 slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
+live() { python scripts/live_weights.py; }
 readme() { python -m pytest tests/test_readme.py -m slow; }
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps slow readme}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps slow live readme}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

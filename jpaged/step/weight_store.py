@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
@@ -49,6 +50,7 @@ class WeightStore:
 
     def put(self, weights: Weights) -> None:
         """Take weights of the same shapes, where there are none."""
+        self._is_reusable = False  # On a CPU they lie in the memory that files were read into, which JAX cannot reuse.
         self._take(jax.tree.leaves(weights.state))
 
     def update(
@@ -60,12 +62,17 @@ class WeightStore:
         holds MAX_PENDING weights at most. If this fails, all weights are gone.
         """
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
+        is_reusable = self._is_reusable
         self.leaves = self.logits_leaves = ()
         self._borrowed = set()
 
         def take(path: Path) -> jax.Array | None:
             leaf = old.pop(path, None)
-            return None if path in borrowed else leaf
+            if leaf is None or path in borrowed or is_reusable:
+                return None if path in borrowed else leaf
+            leaf.delete()
+            gc.collect(0)  # JAX lets go of a host's memory when Python collects garbage.
+            return None
 
         made: dict[Path, jax.Array] = {}
         pending: deque[jax.Array] = deque()
@@ -77,6 +84,7 @@ class WeightStore:
             if len(pending) == MAX_PENDING:
                 jax.block_until_ready(pending.popleft())
         jax.block_until_ready(list(pending))
+        self._is_reusable = True
         self._take([made[path] for path in self._paths])
 
     def move(self, memory_kind: str | None) -> None:

@@ -40,7 +40,7 @@ LARGE_SHARE = 16
 that memory would hold two large ones, or a large one beside all other weights."""
 ALIGNMENT = 64
 """Bytes. On a CPU JAX aliases host memory that is aligned so, and copies any other."""
-BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 32 << 20
 """Bytes of one allocation, in which small weights lie one after the other."""
 
 

@@ -127,13 +127,22 @@ class LiveWeights:
         """Yield every weight. `program` gives those of `programs` by key; `take` gives up the old array of a weight, in
         whose memory the new one is made, or None.
 
-        Nothing waits for the devices. Weights that are made of one array [L, …] follow each other. With `copy` false,
-        arrays of the tree that fit are taken as they are.
+        Nothing waits for the devices. Weights follow in their own order, except where arrays [L, …] have to be moved to
+        the devices first: then one of these after the other. With `copy` false, arrays of the tree that fit are taken
+        as they are.
         """
         tree, origins = checked
+        order = list(origins.items())
+        if any(
+            self._must_move(tree.arrays[name])
+            for one in origins.values()
+            if one.layer is not None
+            for name in one.names
+        ):
+            order.sort(key=lambda item: item[1].names)
         names: tuple[str, ...] = ()
         placed: list[Any] = []
-        for path, origin in sorted(origins.items(), key=lambda item: (item[1].names, item[1].layer or 0)):
+        for path, origin in order:
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
             old = take(path)
             sources = [tree.arrays[name] for name in origin.names]
@@ -197,6 +206,10 @@ class LiveWeights:
             keep_unused=True,
         )
         return run.lower(old, shapes, *layer)
+
+    def _must_move(self, array: Any) -> bool:
+        """Return whether an array of JAX lies elsewhere than where programs take it from."""
+        return isinstance(array, jax.Array) and not array.sharding.is_equivalent_to(self._whole, array.ndim)
 
     def _unread(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of the names that checkpoints may have and that are no weights, or are tied to another."""

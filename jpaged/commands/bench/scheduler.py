@@ -41,7 +41,7 @@ from ...request import NO_EXTRAS, Request
 from ...sampling.logit_rules_spec import LogitRulesSpec
 from ...sampling.sample_columns import SAMPLE_FIELDS
 from ...sampling.sampler import SampledRows
-from ...sampling.sampling_params import SampleMode, SamplingParams
+from ...sampling.sampling_params import SamplingParams
 from ...scheduling.scheduler import Scheduler
 from ...scheduling.scheduler_config import SchedulerConfig
 from ...sharding import device_mesh
@@ -106,7 +106,7 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     programs: dict[Any, Any] = {ALLOCATE_KEY: lambda: jax.jit(allocate).lower()}
     for step_layout in builder.layouts.values():
         programs[layout_key(step_layout)] = lower(forward, leaves, state, jnp.zeros(step_layout.size, jnp.int32))
-    for mode in (SampleMode.GREEDY, SampleMode.RANDOM):
+    for mode in buckets.modes:
         for size in buckets.num_samples:
             shapes = logits_leaves, (state.last_tokens, None), state.hidden, columns
             programs["sample", size, mode] = lower(partial(sample, size), *shapes)

@@ -1,0 +1,183 @@
+"""Measures updates of a running engine's weights: time beside one copy, memory, and what requests in flight draw.
+
+    python scripts/live_weights.py --output docs/measurements/live_weights.json    # 100 updates a kind, 15 minutes
+
+The engine serves SmolLM2 in float32 with 16 requests in flight. Trees alternate between two sets of weights. Each
+update is timed beside one copy of the same bytes by `jnp.copy`, in turn; figures are medians. Peak memory is that of
+the process. Exit status 1 says that a figure is beyond its limit, or a token is not that of an engine without updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpaged import Engine, SamplingParams
+from jpaged.models.io.open_checkpoint import open_checkpoint
+
+NUM_REQUESTS, MODES = 16, ("wait", "keep", "recompute", "abort")
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True, detokenize=False)
+PROMPTS = [[1000 + 37 * index + at for at in range(24 + index)] for index in range(NUM_REQUESTS)]
+
+
+def tensors_of(engine: Engine) -> dict[str, jax.Array]:
+    """Return the checkpoint's tensors in float32, on the device."""
+    assert engine.handle.source is not None
+    _, checkpoint = open_checkpoint(engine.handle.source.path)
+    return {
+        name: jnp.asarray(np.asarray(checkpoint.read(name, slice(None)), np.float32)) for name in checkpoint.names()
+    }
+
+
+def stacked(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the tensors of all layers in one array each, under their names without a number."""
+    found: dict[str, list[jax.Array]] = {}
+    for name in sorted(tree, key=lambda one: [int(part) if part.isdigit() else 0 for part in one.split(".")]):
+        found.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(tree[name])
+    return {name: jnp.stack(leaves) if len(leaves) > 1 else leaves[0] for name, leaves in found.items()}
+
+
+def own(engine: Engine) -> dict[str, jax.Array]:
+    """Return copies of the engine's weights under their own paths."""
+    leaves = nnx.to_flat_state(engine.runner.weights.state)
+    return {".".join(map(str, path)): jnp.copy(leaf[...]) for path, leaf in leaves}
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def copy(tree: dict[str, jax.Array]) -> None:
+    jax.block_until_ready([jnp.copy(leaf) for leaf in tree.values()])
+
+
+def resident_bytes(field: str) -> int:
+    """Return a field of the process's status, such as VmRSS or VmHWM, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return by how much the process grew at most while something ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew.
+    before = resident_bytes("VmRSS")
+    run()
+    return resident_bytes("VmHWM") - before
+
+
+def begin(engine: Engine) -> None:
+    """Bring 16 requests into flight: all have drawn some tokens, none its last."""
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(f"{index}", prompt, PARAMS)
+    while any(request.first_token_time is None for request in engine.requests.values()):
+        engine.step()
+    assert len(engine.requests) == NUM_REQUESTS
+
+
+def finish(engine: Engine) -> dict[str, Any]:
+    """Compute all requests to their ends; return their last outputs."""
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {output.request_id: output for output in engine.step()}
+    return found
+
+
+def time_layout(engine: Engine, trees: list[dict[str, jax.Array]], num_updates: int) -> dict[str, float]:
+    """Return the median seconds of an update and of a copy, in turn, and their ratio; nothing is in flight."""
+    times: dict[str, list[float]] = {"update": [], "copy": []}
+    for index in range(num_updates + 4):
+        tree = trees[index % 2]
+        taken = {"update": seconds(partial(engine.update_params, tree)), "copy": seconds(partial(copy, tree))}
+        if index >= 4:  # The first ones compile, and give back the memory that weights were read into.
+            for name, one in taken.items():
+                times[name].append(one)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {"update_s": medians["update"], "copy_s": medians["copy"], "ratio": medians["update"] / medians["copy"]}
+
+
+def run_mode(engine: Engine, trees: list[dict[str, jax.Array]], mode: str, num_updates: int) -> dict[str, Any]:
+    """Update with 16 requests in flight, again and again; return what was wrong, and how memory went."""
+    wanted = []
+    for tree in trees:
+        engine.update_params(tree)
+        wanted.append([output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)])
+    live, wrong, stale, peak = [], 0, 0, 0
+    for index in range(num_updates):
+        new = (index + 1) % 2  # The engine has the other one's weights.
+        engine.update_params(trees[1 - new], version=2 * index)
+        begin(engine)
+        update = partial(engine.update_params, trees[new], version=2 * index + 1, in_flight=mode)
+        peak = max(peak, peak_bytes(update))
+        found = finish(engine)
+        live.append(sum(array.nbytes for array in jax.live_arrays()))
+        for row in range(NUM_REQUESTS):
+            sample = found[str(row)].outputs[0]
+            first = sample.weight_versions[0]
+            is_old = sample.token_ids[: first.end] == wanted[1 - new][row][: first.end] and first.version == 2 * index
+            spans = [(span.start, span.end) for span in sample.weight_versions]
+            is_whole = spans[0][0] == 0 and spans[-1][1] == len(sample.token_ids)
+            wrong += not (is_old and is_whole and len(spans) == (1 if mode in ("wait", "abort") else 2))
+        hits = engine.stats()["prefix_cache_hits"]
+        after = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+        stale += engine.stats()["prefix_cache_hits"] - hits if mode in ("wait", "abort") else 0
+        wrong += after != wanted[new]
+    both = 2 * sum(leaf.nbytes for leaf in trees[0].values())
+    return {
+        "updates": 2 * num_updates,
+        "wrong": wrong,
+        "stale_hits": stale,
+        "live_bytes_spread": (max(live) - min(live)) / max(live),
+        "peak_beside_both_trees": peak / both,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--num-updates", type=int, default=100)
+    args = parser.parse_args()
+    with Engine(max_num_seqs=NUM_REQUESTS, max_model_len=512, num_blocks=200, num_decode_steps=2) as engine:
+        first = tensors_of(engine)
+        trees = {"tensors": [first, {name: leaf * 1.01 for name, leaf in first.items()}]}
+        trees["stacked"] = [stacked(tree) for tree in trees["tensors"]]
+        trees["own"] = [own(engine)]
+        trees["own"].append({name: leaf * 1.01 for name, leaf in trees["own"][0].items()})
+        report: dict[str, Any] = {"model": "smollm2-135m", "dtype": "float32", "layouts": {}, "modes": {}}
+        both = 2 * sum(leaf.nbytes for leaf in first.values())
+        peak = partial(peak_bytes, partial(engine.update_params, first))
+        report["first_update_peak_beside_both_trees"] = peak() / both
+        for name in ("tensors", "stacked", "own"):
+            report["layouts"][name] = time_layout(engine, trees[name], args.num_updates)
+            print(name, report["layouts"][name], flush=True)
+        del trees["stacked"], trees["own"]
+        for mode in MODES:
+            report["modes"][mode] = run_mode(engine, trees["tensors"], mode, args.num_updates)
+            print(mode, report["modes"][mode], flush=True)
+        report["recompiles"] = engine.stats()["recompiles"]
+    print("recompiles", report["recompiles"])
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=2) + "\n")
+    limits = {"tensors": 2.0, "stacked": 2.0, "own": 1.2}
+    is_fast = all(report["layouts"][name]["ratio"] <= limit for name, limit in limits.items())
+    modes = report["modes"].values()
+    is_right = not any(mode["wrong"] or mode["stale_hits"] for mode in modes)
+    peaks = [report["first_update_peak_beside_both_trees"], *(mode["peak_beside_both_trees"] for mode in modes)]
+    is_flat = max(peaks) <= 0.05 and all(mode["live_bytes_spread"] <= 0.01 for mode in modes)
+    return 0 if is_fast and is_right and is_flat and not report["recompiles"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
