@@ -247,12 +247,16 @@ class EngineCore:
                     has_rules = sequence.request.params.has_rules
                     self.fail(sequence.request, NO_TOKEN_LEFT if has_rules else NOT_FINITE)
         row = 0
-        logprobs = [] if sampled.scores is None else sampled.scores.logprobs.tolist()
+        scores = sampled.scores
+        logprobs = [] if scores is None else scores.logprobs.tolist()
+        log_masses = [] if scores is None or scores.log_kept_masses is None else scores.log_kept_masses.tolist()
         try:
             for row, one, token_id in zip(range(len(samples)), samples, token_ids.tolist(), strict=True):
                 known = one.token_ids
                 if one.token_logprobs is not None and not one.state.is_finished:
                     one.token_logprobs.append(logprobs[row])
+                if one.token_log_masses is not None and not one.state.is_finished:
+                    one.token_log_masses.append(log_masses[row])
                 if len(known) < one.check_at_len and not (token_id in one.stop_ids or one.needs_every_token):
                     known.append(token_id)
                 elif one.state.is_finished:
@@ -279,8 +283,9 @@ class EngineCore:
             num_to_come += sum(count for one, count in zip(step.samples, counts, strict=True) if one is sequence)
         if sequence in sequence.request.live and sequence.request.beams is None:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
-            if sequence.token_logprobs is not None:
-                del sequence.token_logprobs[sequence.num_output_tokens :]
+            for numbers in (sequence.token_logprobs, sequence.token_log_masses):
+                if numbers is not None:
+                    del numbers[sequence.num_output_tokens :]
             self.outputs.restart(sequence)
 
     def _append_beam(self, sequence: SampleSequence, sampled: SampledRows, row: int) -> None:

@@ -50,6 +50,9 @@ class CompletionOutput:
     for."""
     logprobs: tuple[dict[int, Logprob], ...] | None = None
     """One entry per token of `token_ids`: the sampled token first, then the most likely ones."""
+    log_kept_masses: tuple[float, ...] | None = None
+    """For each token of `token_ids` the logarithm of the probability that truncation left; None unless it was asked
+    for."""
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error"; None while the sample goes on."""
     stop_reason: int | str | None = None

@@ -85,6 +85,8 @@ class SampleSequence:
     garbage collector busy."""
     token_logprobs: array[float] | None
     """The logprob of each output token, for a request that wants arrays."""
+    token_log_masses: array[float] | None
+    """The logarithm of the probability that truncation left for each output token, for a request that asks for it."""
 
     # Written by research/weight_updates.
     weight_versions: list[tuple[int, int]]
@@ -283,11 +285,22 @@ class Request:
         pages: list[list[int]] = [[] for _ in range(num_groups)]
         versions = [(0, self.weights_version)]
         logprobs = array("f") if self.wants_arrays and self.params.logprobs is not None else None
+        log_masses = array("f") if self.params.log_kept_mass else None
         if parent is not None:
             versions = parent.weight_versions[:]
             logprobs = None if parent.token_logprobs is None else parent.token_logprobs[:]
+            log_masses = None if parent.token_log_masses is None else parent.token_log_masses[:]
         sample = SampleSequence(
-            self, index, max_len, token_ids[:], logprobs, versions, len(token_ids), pages=pages, num_passed=num_passed
+            request=self,
+            index=index,
+            max_len=max_len,
+            token_ids=token_ids[:],
+            token_logprobs=logprobs,
+            token_log_masses=log_masses,
+            weight_versions=versions,
+            num_tokens=len(token_ids),
+            pages=pages,
+            num_passed=num_passed,
         )
         self.sequences.append(sample)
         self.live.append(sample)

@@ -23,6 +23,8 @@ class GenerationArrays:
     """int32; with the EOS or stop token that ended a sample."""
     logprobs: Float[Array, "B T"]
     """float32; of each token, as the engine's `logprobs_mode` says."""
+    log_kept_masses: Float[Array, "B T"]
+    """float32; what `SamplingParams.log_kept_mass` asks for, else zeros."""
     mask: Bool[Array, "B T"]
     """Whether there is a token."""
     versions: Int[Array, "B T"]
@@ -48,17 +50,20 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     samples = [(index, one) for index, request in enumerate(requests) for one in request.sequences]
     shape = len(samples), max((request.max_tokens for request in requests), default=0)
     tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    logprobs, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    logprobs, log_masses, mask = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, bool)
     for row, (_, sample) in enumerate(samples):
         count = sample.num_output_tokens
         tokens[row, :count] = _output_tokens(sample)
         logprobs[row, :count] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:count]
+        if sample.token_log_masses is not None:
+            log_masses[row, :count] = sample.token_log_masses
         mask[row, :count] = True
         for start, version in sample.weight_versions:
             versions[row, start:count] = version
     return GenerationArrays(
         tokens=jnp.asarray(tokens),
         logprobs=jnp.asarray(logprobs),
+        log_kept_masses=jnp.asarray(log_masses),
         mask=jnp.asarray(mask),
         versions=jnp.asarray(versions),
         prompt_indices=jnp.array([index for index, _ in samples], jnp.int32),

@@ -27,9 +27,10 @@ SAMPLE_FIELDS = (
     *FLOAT_PARAMETERS, *STOP_FIELDS,
 )  # fmt: skip
 """Names of all columns. `ruled_slot` is the state slot if the request has rules, else 0. `forced_token` is 1 + the id
-of a token that is given, to be scored, instead of drawn; else SCORED or UNSCORED."""
-UNSCORED, SCORED = 0, -1
-"""Whether the token that a row draws gets a logprob. Padding is all zeros, so it gets none."""
+of a token that is given, to be scored, instead of drawn; else UNSCORED, SCORED or SCORED_WITH_MASS."""
+UNSCORED, SCORED, SCORED_WITH_MASS = 0, -1, -2
+"""Whether the token that a row draws gets a logprob, and whether the mass that truncation leaves is wanted too. Padding
+is all zeros, so it gets none."""
 MAX_INT32 = (1 << 31) - 1
 _PACKED = struct.Struct(f"=iiiII{len(INT_PARAMETERS)}i{len(FLOAT_PARAMETERS)}f{len(STOP_FIELDS)}i")
 
@@ -39,9 +40,10 @@ def pack_columns(
 ) -> np.ndarray:
     """Return the columns of a sequence behind STEP_FIELDS, int32; `seed` has 64 bits."""
     stops = sorted(stop_ids)[: len(STOP_FIELDS)]
+    scored = SCORED_WITH_MASS if params.log_kept_mass else SCORED
     packed = _PACKED.pack(
         seq_slot if params.has_rules else 0,
-        UNSCORED if params.logprobs is None else SCORED,
+        UNSCORED if params.logprobs is None else scored,
         sample_index,
         seed & 0xFFFFFFFF,
         seed >> 32,

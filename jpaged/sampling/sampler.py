@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from .drawing import draw_tokens, num_draw_levels
 from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
-from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, UNSCORED
+from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, SCORED_WITH_MASS, UNSCORED
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
 from .top_blocks import BLOCK, BlockRows, Group, block_rows
 from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, truncate
@@ -110,6 +110,8 @@ class TokenScores:
     top_logprobs: Float[Array, "R k"] | None = None
     all_logprobs: Float[Array, "R V"] | None = None
     """Instead of the two above, where requests may ask for the whole vocabulary."""
+    log_kept_masses: Float[Array, " R"] | None = None
+    """The logarithm of the probability that truncation left, 0 for rows that do not ask for it; in mode FULL alone."""
 
     def top(self, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and logprobs of the `count` most likely tokens of a row, most likely first; −1 asks for all.
@@ -183,7 +185,7 @@ def sample(
     """
     if mode is SampleMode.SCORED:
         settings = replace(settings, max_logprobs=0)
-    sampler = _Sampler(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules)
+    sampler = _Sampler(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules, mode is SampleMode.FULL)
     plain = _first_maximum(sampler.logits, sampler.vocab_size), _is_finite(sampler.logits)
     if mode is SampleMode.GREEDY:
         return SampledRows(*plain)
@@ -191,12 +193,13 @@ def sample(
     is_forced = (rows.forced_token > 0) & has_rows_to_score
     is_drawn = ~(rows.is_greedy | is_forced)
 
-    def draw(group: Group, drawn: tuple[Array, Array]) -> tuple[Array, Array]:
+    def draw(group: Group, drawn: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         new = sampler.with_rules(group, lambda logits: sampler.draw(logits, group, is_drawn[group]))
         return _written(drawn, group, new)
 
     kinds = _kinds(rows, is_drawn, (rows.ruled_slot > 0) & (rules is not None))
-    drawn, is_finite = _for_groups(kinds != RowKind.PLAIN, kinds, draw, plain, settings.is_static)
+    start = *plain, jnp.zeros(len(kinds), jnp.float32)
+    drawn, is_finite, log_masses = _for_groups(kinds != RowKind.PLAIN, kinds, draw, start, settings.is_static)
     if mode is SampleMode.RANDOM:
         return SampledRows(drawn, is_finite)
     token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
@@ -207,8 +210,10 @@ def sample(
 
     shapes = jax.eval_shape(lambda: sampler.scores(slice(None), token_ids))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    is_scored = rows.forced_token != UNSCORED
-    return SampledRows(token_ids, is_finite, _for_groups(is_scored, kinds, score, no_scores, settings.is_static))
+    scores = _for_groups(rows.forced_token != UNSCORED, kinds, score, no_scores, settings.is_static)
+    return SampledRows(
+        token_ids, is_finite, replace(scores, log_kept_masses=log_masses if sampler.has_masses else None)
+    )
 
 
 def _kinds(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
@@ -233,6 +238,8 @@ class _Sampler:
     rows: SamplingRows
     settings: SampleSettings
     rules: LogitRulesState | None
+    has_masses: bool
+    """Whether rows may ask for the probability that truncation has left."""
 
     def with_rules(self, group: Group, use: Callable[[BlockRows], T]) -> T:
         """Return what `use` gives for the logits of a group after their rules.
@@ -255,19 +262,34 @@ class _Sampler:
             return ruled()
         return lax.cond(jnp.any(params.ruled_slot > 0), ruled, lambda: use(self.logits._replace(group=group)))
 
-    def draw(self, logits: BlockRows, group: Group, is_drawn: Bool[Array, " r"]) -> tuple[Array, Array]:
-        """Return a token for each row of a group, the likeliest where none is drawn, and whether the row is finite."""
-        greedy = _first_maximum(logits, self.vocab_size)
+    def draw(self, logits: BlockRows, group: Group, is_drawn: Bool[Array, " r"]) -> tuple[Array, Array, Array]:
+        """Return a token for each row of a group, the likeliest where none is drawn, whether the row is finite, and the
+        logarithm of the probability that truncation has left, where a row asks for it."""
+        params, greedy = self.rows.at(group), _first_maximum(logits, self.vocab_size)
+        is_asked = (params.forced_token == SCORED_WITH_MASS) & is_drawn
+        no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
-        def drawn() -> Int[Array, " r"]:
-            params = self.rows.at(group)
+        def drawn() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
             uniform = uniforms(params, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
             weigh, kept = self._truncate(logits, params, is_drawn)
-            return jnp.where(params.is_greedy, greedy, draw_tokens(logits, weigh, kept, uniform))
+
+            def log_masses() -> Float[Array, " r"]:
+                shares = jnp.sum(kept.block_sums, axis=1) / jnp.sum(weigh(logits.values), axis=1)
+                return jnp.where(is_asked, jnp.log(shares), 0.0)
+
+            if not self.has_masses:
+                masses = no_masses
+            elif self.settings.is_static:
+                masses = log_masses()
+            else:
+                masses = lax.cond(jnp.any(is_asked), log_masses, lambda: no_masses)
+            return jnp.where(params.is_greedy, greedy, draw_tokens(logits, weigh, kept, uniform)), masses
 
         if self.settings.is_static or self.rules is None:
-            return drawn(), _is_finite(logits)
-        return lax.cond(jnp.any(is_drawn), drawn, lambda: greedy), _is_finite(logits)
+            tokens, masses = drawn()
+        else:
+            tokens, masses = lax.cond(jnp.any(is_drawn), drawn, lambda: (greedy, no_masses))
+        return tokens, _is_finite(logits), masses
 
     def scores(self, group: Group, token_ids: Int[Array, " r"]) -> TokenScores:
         """Score a token of each row of a group."""

@@ -152,6 +152,10 @@ class SamplingParams(
     prompt_logprobs: int | None = parameter(None, or_none(integer(-1)), Flag("N", "the same for the prompt's tokens"))
     """Gives the logprob of each token of the prompt but the first, and of this many most likely tokens beside it; −1
     and None mean what they do for `logprobs`."""
+    log_kept_mass: bool = parameter(False, boolean)
+    """Whether outputs also give, for each token drawn, the logarithm of the probability that `min_p`, `top_k` and
+    `top_p` have left to draw from, at the request's temperature; needs `logprobs`. A tempered logprob minus this is the
+    logprob of what was drawn from."""
     detokenize: bool = parameter(True, boolean)
     """Whether outputs hold text; without it they hold token ids only, and `stop` must be empty."""
     skip_special_tokens: bool = parameter(True, boolean)
@@ -184,6 +188,8 @@ class SamplingParams(
             self._refuse("n", allowed, "raise temperature")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             self._refuse("min_tokens", f"at most max_tokens, {self.max_tokens}", "lower it or raise max_tokens")
+        if self.log_kept_mass and self.logprobs is None:
+            self._refuse("log_kept_mass", "false without logprobs", "give logprobs=0")
         if self.stop and not self.detokenize:
             self._refuse("stop", "none while detokenize is false, since stop strings are found in the text")
 
@@ -272,7 +278,7 @@ MODES = tuple(SampleMode)
 
 def sample_mode(params: SamplingParams | BeamSearchParams) -> SampleMode:
     """Return the first mode that computes what these parameters ask for."""
-    if isinstance(params, BeamSearchParams) or params.logprobs or params.has_rules:
+    if isinstance(params, BeamSearchParams) or params.logprobs or params.has_rules or params.log_kept_mass:
         return SampleMode.FULL
     if params.logprobs == 0:
         return SampleMode.SCORED

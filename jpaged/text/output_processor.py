@@ -279,10 +279,17 @@ def _completion(sequence: SampleSequence, *, is_delta: bool) -> CompletionOutput
         token_ids=token_ids,
         cumulative_logprob=output.cumulative_logprob if has_logprobs else None,
         logprobs=logprobs,
+        log_kept_masses=_log_masses(sequence, len(token_ids)),
         finish_reason=sequence.state.finish_reason,
         stop_reason=sequence.stop_reason,
         weight_versions=weight_versions(sequence, sequence.num_output_tokens),
     )
+
+
+def _log_masses(sequence: SampleSequence, num_last: int) -> tuple[float, ...] | None:
+    """Return the log masses of the last tokens of a sample; None if its request did not ask for them."""
+    masses = sequence.token_log_masses
+    return None if masses is None else tuple(masses[len(masses) - num_last :])
 
 
 def weight_versions(sequence: SampleSequence, num_tokens: int) -> tuple[WeightVersion, ...]:

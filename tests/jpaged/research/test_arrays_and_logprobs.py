@@ -59,6 +59,24 @@ def test_drawn_and_scored_tokens_have_the_logprobs_of_the_mode(tiny, mode):
         assert np.abs(np.array(drawn) - wanted[len(PROMPTS[0]) - 1 :]).max() < 1e-4
 
 
+def test_the_mass_that_truncation_left_is_what_tempered_and_processed_logprobs_differ_by(tiny):
+    params = replace(PARAMS, top_k=12, top_p=0.8, min_p=0.01, logprobs=0, log_kept_mass=True)
+    arrays = {}
+    for mode in MODES[1:]:
+        with Engine(tiny, logprobs_mode=mode, **SIZES) as engine:
+            arrays[mode] = engine.generate(PROMPTS, params, return_arrays=True)
+            sample = engine.generate(PROMPTS[0], params)[0].outputs[0]
+            greedy = engine.generate(PROMPTS[0], replace(params, temperature=0.0), return_arrays=True)
+    tempered, processed = arrays.values()
+    assert (tempered.tokens == processed.tokens).all()
+    assert np.abs(tempered.logprobs - processed.logprobs - tempered.log_kept_masses).max() < 1e-5
+    assert (tempered.log_kept_masses < 0).any()
+    assert np.array_equal(np.array(sample.log_kept_masses, np.float32), processed.log_kept_masses[0])
+    assert not greedy.log_kept_masses.any()
+    with pytest.raises(InvalidRequestError, match=r"^log_kept_mass: got True, allowed: false without logprobs"):
+        SamplingParams(log_kept_mass=True)
+
+
 def test_preempted_samples_keep_their_logprobs(tiny):
     with Engine(tiny, **{**SIZES, "num_blocks": 25, "num_host_blocks": 25}) as engine:
         for preemption in ("recompute", "swap"):
