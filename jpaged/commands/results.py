@@ -124,7 +124,8 @@ class ResultFile:
 
 
 def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
-    logprobs = completion.logprobs
+    logprobs, masses = completion.logprobs, completion.log_kept_masses
+    asked = {} if masses is None else {"log_kept_masses": list(masses)}
     return {
         "index": completion.index,
         "text": completion.text,
@@ -133,6 +134,7 @@ def _completion_record(completion: CompletionOutput) -> dict[str, Any]:
         "logprobs": None if logprobs is None else [_entries_record(entries) for entries in logprobs],
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        **asked,
     }
 
 
