@@ -7,12 +7,11 @@ from numbers import Integral
 from typing import Any, Literal, overload
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .checks import check, number, refusal, shown
 from .errors import ConfigError, InvalidRequestError
-from .offline import as_conversations, as_prompts, one_for_each, progress_bar
+from .offline import as_conversations, as_prompts, as_sequences, one_for_each, progress_bar
 from .outputs import RequestOutput, error_output
 from .request import Request
 from .request_builder import Params
@@ -24,8 +23,8 @@ from .research.arrays import (
     generation_arrays,
     scores_of_prompts,
 )
-from .research.sleeping import KV_CACHE, WEIGHTS
-from .sampling.sampling_params import BeamSearchParams, SamplingParams
+from .research.sleeping import WEIGHTS
+from .sampling.sampling_params import GREEDY_TEMPERATURE, BeamSearchParams, SamplingParams
 from .step_engine import StepEngine
 
 
@@ -196,20 +195,16 @@ class Engine(StepEngine):
 
         For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest, padded by zeros.
         They come from the programs that serve, and mean what logprobs of drawn tokens mean: the log-softmax of the
-        logits ÷ `temperature`, in (0, 2], without truncation. Raise InvalidRequestError for a sequence that leaves no
-        room for one more token.
+        logits ÷ `temperature`, from 1e-5 to 2, without truncation. Raise InvalidRequestError for a sequence that leaves
+        no room for one more token.
         """
-        prompts = as_prompts(token_ids)
-        check("temperature", temperature, number(0.0, 2.0, open_min=True))
+        sequences, is_one = as_sequences(token_ids)
+        check("temperature", temperature, number(GREEDY_TEMPERATURE, 2.0))
         params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
         # Requests without a seed draw as if this call had never been.
         options: dict[str, Any] = {"number": 0, "wants_arrays": True, "tempers_scores": True}
-        _, requests = self._run("logprobs", prompts, [params] * len(prompts), **options)
-        for request in requests:
-            if request.error is not None:
-                raise RuntimeError(f"logprobs: {request.error}")
+        _, requests = self._run("logprobs", sequences, [params] * len(sequences), **options)
         scores = scores_of_prompts(requests)
-        is_one = not isinstance(token_ids[0], Sequence | np.ndarray | jax.Array) or np.ndim(token_ids[0]) == 0
         return scores[0] if is_one else scores
 
     def compare_logprobs(
@@ -227,9 +222,8 @@ class Engine(StepEngine):
         prompts = as_prompts(prompts)
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
-        return compare(
-            self._run("compare", prompts, [for_arrays(one) for one in each], wants_arrays=True)[1], trainer_fn
-        )
+        _, requests = self._run("compare_logprobs", prompts, [for_arrays(one) for one in each], wants_arrays=True)
+        return compare(requests, trainer_fn)
 
     def update_params(
         self, params: Mapping[str, Any], *, version: int | None = None, in_flight: str = "wait", copy: bool = True
@@ -244,8 +238,9 @@ class Engine(StepEngine):
 
         `version` is what outputs call the new weights, by default one more than before. `in_flight` says what becomes
         of unfinished requests: "wait" computes those that have begun to their end, "keep" lets them go on with the keys
-        and values they have, "recompute" computes these anew from their tokens, "abort" ends them. The next `step`
-        returns what they have got. No later request finds prefixes that other weights have computed.
+        and values they have, "recompute" computes these anew from their tokens, "abort" ends them. While the engine
+        sleeps, all but "abort" mean "recompute". The next `step` returns what they have got. No later request finds
+        prefixes that other weights have computed.
 
         Raises ModelLoadError, which lists every leaf that is missing, left over, misshapen, of a wrong type or not
         finite, and ConfigError, before anything is changed. If the devices fail meanwhile, their exception is raised,
@@ -254,12 +249,10 @@ class Engine(StepEngine):
         self._check_open()
         self._check_outside("update_params")
         with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
-            checked, number = self._updates.check(params, version, in_flight)
-            if not self._sleep.away:
-                self._settle(in_flight)
-            recompute = KV_CACHE in self._sleep.away or in_flight == "recompute"
+            checked, number = self._updates.check(params, version, in_flight, copy)
+            self._settle(in_flight)
             self._sleep.away.add(WEIGHTS)
-            self._updates.apply(checked, number, copy=copy, recompute=recompute)
+            self._updates.apply(checked, number, copy=copy)
         self._sleep.note_weights()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -29,6 +29,24 @@ def as_prompts(prompts: Any) -> list[Any]:
     return [list(prompts)] if is_integer(prompts[0]) else list(prompts)
 
 
+def as_sequences(token_ids: Any) -> tuple[list[list[int]], bool]:
+    """Return a list of lists of token ids, and whether there was one sequence instead of a list of them.
+
+    Sequences are lists, tuples or arrays of integers, and an array [B, N] is B of them. The ids themselves are checked
+    later. Raise InvalidRequestError for anything else, and where there is no sequence, or an empty one.
+    """
+    allowed = "a list or an array of token ids, or a list of such"
+    if isinstance(token_ids, str | Mapping) or not isinstance(token_ids, Sequence | np.ndarray | jax.Array):
+        raise refusal("token_ids", shown(token_ids), allowed)
+    if isinstance(token_ids, np.ndarray | jax.Array):
+        token_ids = np.asarray(token_ids).tolist()
+    is_one = bool(token_ids) and is_integer(token_ids[0])
+    sequences = [np.asarray(one).tolist() for one in ([token_ids] if is_one else token_ids)]
+    if not sequences or not all(isinstance(one, list) and one and all(map(is_integer, one)) for one in sequences):
+        raise refusal("token_ids", shown(token_ids), allowed)
+    return sequences, is_one
+
+
 def as_conversations(messages: Any) -> list[Any]:
     """Return a list of conversations from one conversation, a list of messages, or from a list of them.
 

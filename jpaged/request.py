@@ -202,6 +202,8 @@ class Request:
     state: RequestState = RequestState.WAITING
     error: str | None = None
     """Why it ended by an error."""
+    has_mixed_pages: bool = False
+    """Its pages were computed by several versions of the weights: no other request may find them."""
     finished_time: float | None = None
     num_preemptions: int = 0
     num_swaps: int = 0

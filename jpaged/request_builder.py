@@ -102,7 +102,6 @@ class RequestBuilder:
             prompt=encoded.text,
             priority=encoded.priority,
             cache_key=self.cache_key(encoded.cache_salt),
-            weights_version=self.weights_version,
             bad_words=self.encoder.bad_words(params),
             beams=beams,
             wants_arrays=wants_arrays,

@@ -90,7 +90,7 @@ class StepEngine:
         self._is_open, self._is_computing = True, False
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
-        self._updates, self._sleep = WeightUpdates(parts, self._builder), Sleep(parts)
+        self._updates, self._sleep = WeightUpdates(parts, self._builder), Sleep(parts, self._builder)
 
     def add_request(
         self,
@@ -281,10 +281,10 @@ class StepEngine:
     def _settle(self, in_flight: str) -> None:
         """Leave no step in flight, and do with unfinished requests what `research.weight_updates.IN_FLIGHT` says.
 
-        What they have got since is returned by the next `step`.
+        An engine that sleeps waits for none. What they have got since is returned by the next `step`.
         """
         self._read_all()
-        if in_flight == "wait":
+        if in_flight == "wait" and not self._sleep.away:
             self.scheduler.admission.hold_newcomers()
             try:
                 while any(request.first_scheduled_time is not None for request in self.scheduler.unfinished):
@@ -338,6 +338,7 @@ class StepEngine:
 
     def _queue(self, request: Request) -> Request:
         self._check_open()
+        self._updates.tag(request)
         self.core.add(request)
         self.requests[request.request_id] = request
         self._num_prompt_tokens += request.prompt_len

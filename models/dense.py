@@ -24,15 +24,21 @@ class DenseAttention:
         self,
         layer: int,
         q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
         *,
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "T N H"], DenseAttention]:
-        """Attend from each token to those up to it, at most `window` of them. Scores and weights are float32."""
+        """Attend from each token to those up to it, at most `window` of them. Scores and weights are float32.
+
+        ValueError for layers that share another's keys, and for sinks.
+        """
+        if k is None or v is None or sinks is not None:
+            raise ValueError("attend: got sinks, or no keys and values, wanted those of the layer's own alone")
         q_BNKGH = q.reshape(self.num_sequences, -1, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
         k_BNKH, v_BNKH = (x.reshape(self.num_sequences, -1, *x.shape[1:]) for x in (k, v))
         scores = jnp.einsum("bqkgh,bskh->bkgqs", q_BNKGH, k_BNKH, preferred_element_type=jnp.float32) * scale

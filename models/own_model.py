@@ -19,6 +19,7 @@ from ..sharding import LOGICAL_TO_MESH, sharding_of
 from .config.shares import Shares
 from .config.spec import ModelSpec
 from .errors import ModelLoadError
+from .io.checkpoint import DTYPES
 from .io.loading import Weights
 
 METHODS = ("__call__", "logits")
@@ -93,6 +94,8 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
     name, spec = type(module).__name__, getattr(module, "spec", None)
     if not isinstance(spec, ModelSpec):
         raise ModelLoadError(f"model: {name}.spec is a {type(spec).__name__}, wanted a jpaged.ModelSpec")
+    if fault := _spec_fault(spec):
+        raise ModelLoadError(f"model: {name}.spec: {fault}")
     if missing := [method for method in METHODS if not callable(getattr(module, method, None))]:
         raise ModelLoadError(
             f"model: {name} has no {missing[0]}, wanted {' and '.join(METHODS)}, as models.decoder has"
@@ -111,3 +114,28 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
             arrays[key] = value
         abstract[path] = leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
+
+
+def _spec_fault(spec: ModelSpec) -> str | None:
+    """Return what is wrong with a caller's spec; None if nothing is."""
+    sizes: dict[str, Any] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "max_context_len": spec.max_context_len,
+    }
+    for index, layer in enumerate(spec.layers if isinstance(spec.layers, tuple) else ()):
+        names = "num_heads", "num_kv_heads", "head_size"
+        sizes |= {f"layers[{index}].{field}": getattr(layer, field, None) for field in names}
+    for field, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            return f"{field} is {size!r}, wanted an integer ≥ 1"
+    if not isinstance(spec.layers, tuple) or not spec.layers:
+        return f"layers is {spec.layers!r}, wanted a tuple of AttentionLayer, one for each"
+    if odd := [layer for layer in spec.layers if layer.num_heads % layer.num_kv_heads]:
+        return f"a layer has {odd[0].num_heads} heads for {odd[0].num_kv_heads} KV heads, wanted a multiple"
+    if spec.dtype not in DTYPES:
+        return f"dtype is {spec.dtype!r}, wanted one of {', '.join(DTYPES)}"
+    ids = spec.eos_token_ids
+    if not isinstance(ids, tuple) or not all(isinstance(one, int) and 0 <= one < spec.vocab_size for one in ids):
+        return f"eos_token_ids is {ids!r}, wanted a tuple of token ids below vocab_size, {spec.vocab_size}"
+    return None

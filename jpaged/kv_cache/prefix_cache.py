@@ -129,7 +129,7 @@ class PrefixCache:
         Those tokens are computed, and a token drawn after them was finite: what their pages hold is sound.
         """
         num_full = num_sound // self.block_size
-        if not self.is_enabled or num_full <= sequence.num_published:
+        if not self.is_enabled or num_full <= sequence.num_published or sequence.request.has_mixed_pages:
             return
         hashes = self._hashes(sequence, num_full)
         for index in range(sequence.num_published, num_full):
@@ -153,7 +153,8 @@ class PrefixCache:
         If it is not known to be sound yet, `publish` offers it later, unless another sequence has taken it until then.
         """
         page = sequence.pages[group][index]
-        may_be_published = self.is_enabled and index >= sequence.num_published and page not in self.device.key_of
+        is_sound = self.is_enabled and not sequence.request.has_mixed_pages
+        may_be_published = is_sound and index >= sequence.num_published and page not in self.device.key_of
         self.device.drop_ref(page, keeps_content=may_be_published)
         # Another sequence that has the page may write it, and may offer it itself.
         if may_be_published and page in self.device.cached:
@@ -186,8 +187,8 @@ class PrefixCache:
         sequence.passed_pages = {}
         sequence.num_published = 0
 
-    def forget_tokens(self, sequence: SampleSequence) -> None:
-        """Note that a sequence without pages has got other tokens."""
+    def forget_hashes(self, sequence: SampleSequence) -> None:
+        """Note that other pages are to be found for a sequence: it has got other tokens, or there are other weights."""
         sequence.page_hashes = []
 
     def discard(self, sequence: SampleSequence) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..checks import refusal, shown
+from ..errors import JpagedError
 from ..request import Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
 
@@ -71,8 +72,9 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     )
 
 
-def scores_of_prompts(requests: Iterable[Request]) -> Float[Array, "B N1"]:
+def scores_of_prompts(requests: Sequence[Request]) -> Float[Array, "B N1"]:
     """Return the logprob of each token but the first of the requests' prompts, float32, padded by zeros."""
+    _check_all_went_well("logprobs", requests)
     rows = [np.frombuffer(request.prompt_scores or b"", np.float32) for request in requests]
     scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
     for row, values in zip(scores, rows, strict=True):
@@ -97,13 +99,16 @@ def compare(
     requests: Sequence[Request], trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]]
 ) -> LogprobComparison:
     """Compare the logprobs of the requests' samples with a trainer's; see `Engine.compare_logprobs`."""
+    _check_all_went_well("compare_logprobs", requests)
     samples = [sample for request in requests for sample in request.sequences]
+    if not samples:
+        raise refusal("prompts", "none", "at least one")
     ids = np.zeros((len(samples), max(len(sample.token_ids) for sample in samples)), np.int32)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample.token_ids)] = sample.token_ids
     theirs = np.asarray(trainer_fn(jnp.asarray(ids)), np.float32)
     if theirs.shape != (wanted := (ids.shape[0], ids.shape[1] - 1)):
-        raise ValueError(f"trainer_fn: returned the shape {theirs.shape} for ids {ids.shape}, wanted {wanted}")
+        raise refusal("trainer_fn", f"the shape {theirs.shape} for ids {ids.shape}", f"{wanted}")
     differences = np.concatenate([_differences(sample, row) for sample, row in zip(samples, theirs, strict=True)])
     distances = np.abs(differences)
     return LogprobComparison(
@@ -113,6 +118,13 @@ def compare(
         max=float(distances.max()),
         share_outside=float(np.mean((np.exp(differences) < 0.9) | (np.exp(differences) > 1.1))),
     )
+
+
+def _check_all_went_well(call: str, requests: Sequence[Request]) -> None:
+    """Raise JpagedError for a request that has failed."""
+    for index, request in enumerate(requests):
+        if request.error is not None:
+            raise JpagedError(f"{call}: sequence {index} failed: {request.error}")
 
 
 def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:

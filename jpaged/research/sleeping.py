@@ -11,6 +11,7 @@ import jax
 from ..checks import check, integer, one_of, refusal, shown
 from ..errors import ConfigError
 from ..models.io.loading import Weights
+from ..request_builder import RequestBuilder
 from ..startup.build_engine import EngineComponents
 
 logger = logging.getLogger("jpaged")
@@ -25,8 +26,9 @@ WEIGHTS, KV_CACHE = TAGS = "weights", "kv_cache"
 class Sleep:
     """What of an engine's memory is given away at present."""
 
-    def __init__(self, parts: EngineComponents):
-        self.runner, self.device = parts.runner, parts.device
+    def __init__(self, parts: EngineComponents, builder: RequestBuilder):
+        """`builder` knows how often the weights were updated."""
+        self.runner, self.device, self.builder = parts.runner, parts.device, builder
         self.reload: Callable[[], Weights] | None = parts.reload_weights
         self.away: set[str] = set()
         """Those of TAGS that the engine is without."""
@@ -49,10 +51,10 @@ class Sleep:
         elif self.device.platform == "cpu":
             logger.warning("sleep: the weights stay where they are: a CPU has no other memory for them")
         else:
+            self.away.add(WEIGHTS)
+            self._are_on_host = True
             with jax.transfer_guard("allow"):
                 self.runner.store.move("pinned_host")
-            self._are_on_host = True
-            self.away.add(WEIGHTS)
 
     def end(self, tags: Any) -> None:
         """Bring back what `tags` name, None for all. Raises ConfigError where weights can come from nowhere."""
@@ -75,9 +77,9 @@ class Sleep:
         with jax.transfer_guard("allow"):
             if self._are_on_host:
                 self.runner.store.move(None)
-            elif self.reload is not None:
+            elif self.reload is not None and not self.builder.num_weight_updates:
                 self.runner.store.put(self.reload())
             else:
-                allowed = "an engine whose checkpoint can be read again"
-                got = "an engine that was given its weights, and has dropped them"
+                allowed = "an engine with the weights of its checkpoint"
+                got = "an engine that was given its weights, and has lost them"
                 raise refusal("wake_up", got, allowed, "update_params() refills them", error=ConfigError)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..checks import INT64, check, integer, one_of, or_none
+from ..checks import boolean, check, integer, one_of, or_none
 from ..errors import ConfigError
 from ..models.live.live_weights import CheckedWeights
-from ..request import Request, RequestState
+from ..request import Request
 from ..request_builder import RequestBuilder
 from ..startup.build_engine import EngineComponents
 
+MAX_VERSION = (1 << 31) - 1
+"""Versions stand in arrays of int32."""
 IN_FLIGHT = ("wait", "keep", "recompute", "abort")
 """What becomes of unfinished requests when the weights change. wait: those that have begun end with the old weights.
 keep: they go on with the pages they have. recompute: they keep their tokens, and their pages are computed anew. abort:
@@ -30,28 +32,37 @@ class WeightUpdates:
         """Return the version of the present weights."""
         return self.builder.weights_version
 
-    def check(self, params: Any, version: Any, in_flight: Any) -> tuple[CheckedWeights, int]:
+    def check(self, params: Any, version: Any, in_flight: Any, copy: Any) -> tuple[CheckedWeights, int]:
         """Return the tree and the version to go to. Raises ModelLoadError for a tree that does not fit, ConfigError."""
         check("in_flight", in_flight, one_of(*IN_FLIGHT), error=ConfigError)
-        check("version", version, or_none(integer(*INT64)), error=ConfigError)
+        check("version", version, or_none(integer(-MAX_VERSION - 1, MAX_VERSION)), error=ConfigError)
+        check("copy", copy, boolean, error=ConfigError)
         return self.live.check(params), self.version + 1 if version is None else int(version)
 
-    def apply(self, checked: CheckedWeights, version: int, *, copy: bool, recompute: bool) -> None:
-        """Replace the weights; no step may be in flight. `recompute`: no unfinished request has pages any more.
+    def tag(self, request: Request) -> None:
+        """Note that a request that comes belongs to the present weights."""
+        request.weights_version = self.version
+        request.cache_key = replace(request.cache_key, weights_version=self.builder.num_weight_updates)
+        for sequence in request.sequences:
+            sequence.weight_versions = [(0, self.version)]
+            self.scheduler.prefixes.forget_hashes(sequence)
 
-        If this fails, the engine is without weights until the next update.
+    def apply(self, checked: CheckedWeights, version: int, *, copy: bool) -> None:
+        """Replace the weights; no step may be in flight. If this fails, the engine is without weights.
+
+        Requests that have pages keep them, but no other request finds them.
         """
         self.runner.store.update(self.live, checked, self.runner.plan.get, copy=copy)
         builder = self.builder
         builder.weights_version = version
         builder.num_weight_updates += 1
         self.scheduler.prefixes.renew(builder.num_weight_updates)
+        self.scheduler.mix_pages()
         for request in self.scheduler.unfinished:
             self._note_version(request)
-            if recompute or request.state is RequestState.WAITING:
-                request.cache_key = replace(request.cache_key, weights_version=builder.num_weight_updates)
-                for sequence in request.live:
-                    self.scheduler.prefixes.forget_tokens(sequence)
+            request.cache_key = replace(request.cache_key, weights_version=builder.num_weight_updates)
+            for sequence in request.live:
+                self.scheduler.prefixes.forget_hashes(sequence)
 
     def _note_version(self, request: Request) -> None:
         """Note that the next tokens of a request are drawn by the present weights."""

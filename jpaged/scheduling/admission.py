@@ -61,8 +61,10 @@ class Admission:
         self.policy = Policy(config.policy)
         self.waiting = RequestQueue(config.limits)
         self.swapped = RequestQueue()
+        self.holds_newcomers = False
+        """While set, no request begins that has never run; those that were preempted do."""
         self._held: dict[Request, None] = {}
-        """Waiting requests that are not in the queue while newcomers are held."""
+        """Requests that wait outside of the queue while newcomers are held."""
         self.counts: Counter[str] = Counter()
         """`bypass`: admissions past an earlier request. `await_prefix`: times that a request awaited a prefix."""
         self._arrivals = itertools.count()
@@ -89,6 +91,9 @@ class Admission:
     def requeue(self, request: Request) -> None:
         """Queue a preempted request again, as its state says, in its old place of the order."""
         request.pages_needed, request.missing_hash = 0, None
+        if self.holds_newcomers and request.first_scheduled_time is None:
+            self._held[request] = None
+            return
         (self.swapped if request.state is RequestState.SWAPPED else self.waiting).push(request)
 
     def remove(self, request: Request) -> None:
@@ -106,12 +111,14 @@ class Admission:
 
     def hold_newcomers(self) -> None:
         """Take all requests that have never run out of the queue, until `release_newcomers`."""
+        self.holds_newcomers = True
         self._held = {request: None for request in self.waiting if request.first_scheduled_time is None}
         for request in self._held:
             self.waiting.remove(request)
 
     def release_newcomers(self) -> None:
         """Queue the requests that `hold_newcomers` has taken out, in their old places."""
+        self.holds_newcomers = False
         for request in self._held:
             self.waiting.push(request)
         self._held = {}
@@ -272,7 +279,7 @@ class Admission:
     def _is_publishing(self, request: Request) -> bool:
         """Return whether a running request's prompt has full pages that are not in the prefix cache yet."""
         num_full = request.prompt_len // self.arithmetic.block_size
-        return self.prefixes.is_enabled and request.live[0].num_published < num_full
+        return self.prefixes.is_enabled and not request.has_mixed_pages and request.live[0].num_published < num_full
 
     def _is_being_computed(self, sequence: SampleSequence, match: PrefixMatch, num_pending: int) -> bool:
         """Return whether a running request is about to publish most of what the sequence would compute once more.

@@ -185,6 +185,11 @@ class Lifecycle:
         for sequence in list(request.live):
             self.finish(sequence, state)
 
+    def mix_pages(self) -> None:
+        """Note that requests with pages go on with other weights than those that have computed them."""
+        for request in self.unfinished:
+            request.has_mixed_pages = request.state is not RequestState.WAITING
+
     def restart(self) -> None:
         """Queue every unfinished request anew: the device has lost what it held, and all results in flight.
 
@@ -225,7 +230,7 @@ class Lifecycle:
             return
         sample_tree.reset_to_prompt(request)
         for sequence in request.live:
-            self.prefixes.forget_tokens(sequence)
+            self.prefixes.forget_hashes(sequence)
 
     def _note_retired(self, step: int) -> None:
         """Note that every step up to this one is done: what only those could write may be taken again."""
@@ -235,6 +240,8 @@ class Lifecycle:
     def _queue(self, request: Request, state: RequestState) -> None:
         """Put a request that has stopped running back into a queue, in this state."""
         request.state = state
+        if state is RequestState.WAITING:
+            request.has_mixed_pages = False  # It has none any more.
         for sequence in request.live:
             sequence.state = state
             if state is RequestState.WAITING:
@@ -307,7 +314,7 @@ class Lifecycle:
     def _clone(self, parent: SampleSequence, sequence: SampleSequence) -> None:
         """Let a sample that gives up its own pages continue a parent that has computed all of its tokens."""
         self.release(sequence)
-        self.prefixes.forget_tokens(sequence)
+        self.prefixes.forget_hashes(sequence)
         progress.set_num_tokens(sequence, parent.num_tokens)
         sample_tree.move_under(sequence, parent, awaits_parent=parent.num_computed < parent.num_tokens)
         self._has_changed = True

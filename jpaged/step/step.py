@@ -91,9 +91,14 @@ def forward(
 def trial(
     graph: Any, layout: StepLayout, weights: Any, cache: PagedCache, tables: Any, packed: Any
 ) -> tuple[Float[Array, "T D"], Float[Array, "1 V"]]:
-    """Return the hidden states of a step, and the logits of its first token: to trace a model without running it."""
+    """Return the hidden states of a step, and the logits of its first token: to trace a model without running it.
+
+    Raises ValueError for a model that returns something other than the cache of its last `attend`.
+    """
     view, model = layout.view(packed), nnx.merge(graph, weights)
-    hidden_TD, _ = model(view["token_ids"], cache, _metadata(view, tables, decodes_only=layout.decodes_only))
+    hidden_TD, new = model(view["token_ids"], cache, _metadata(view, tables, decodes_only=layout.decodes_only))
+    if not isinstance(new, PagedCache) or any(a is b for a, b in zip(new.pages, cache.pages, strict=True)):
+        raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
     return hidden_TD, model.logits(hidden_TD[:1])
 
 

@@ -31,6 +31,8 @@ class WeightStore:
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
         self._borrowed: set[Path] = set()
         """Weights that are a caller's arrays."""
+        self._is_reusable = False
+        """Whether new weights can be made in the memory of these."""
         self.leaves: tuple[jax.Array, ...] = ()
         """All weights in order; empty while there are none."""
         self.logits_leaves: tuple[jax.Array, ...] = ()
@@ -43,14 +45,9 @@ class WeightStore:
         assert self.leaves, "the weights were dropped"
         return replace(self._empty, state=jax.tree.unflatten(self._tree, self.leaves))
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the weights were dropped."""
-        return not self.leaves
-
     def put(self, weights: Weights) -> None:
         """Take weights of the same shapes, where there are none."""
-        self._is_reusable = False  # On a CPU they lie in the memory that files were read into, which JAX cannot reuse.
+        self._is_reusable = False  # On a CPU they lie in the memory that files were read into.
         self._take(jax.tree.leaves(weights.state))
 
     def update(
@@ -62,14 +59,16 @@ class WeightStore:
         holds MAX_PENDING weights at most. If this fails, all weights are gone.
         """
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
-        is_reusable = self._is_reusable
+        is_reusable, given = self._is_reusable, set().union(*map(_buffers, checked[0].arrays.values()))
         self.leaves = self.logits_leaves = ()
         self._borrowed = set()
 
         def take(path: Path) -> jax.Array | None:
             leaf = old.pop(path, None)
-            if leaf is None or path in borrowed or is_reusable:
-                return None if path in borrowed else leaf
+            if leaf is None or path in borrowed or given & _buffers(leaf):
+                return None  # It is the caller's, who may also have given weights of this engine back.
+            if is_reusable:
+                return leaf
             leaf.delete()
             gc.collect(0)  # JAX lets go of a host's memory when Python collects garbage.
             return None
@@ -88,15 +87,21 @@ class WeightStore:
         self._take([made[path] for path in self._paths])
 
     def move(self, memory_kind: str | None) -> None:
-        """Move all weights to another memory of their devices; None: back to where programs take them from."""
-        moved = []
-        for path, leaf, placement in zip(self._paths, self.leaves, self._placement, strict=True):
-            target = placement if memory_kind is None else placement.with_memory_kind(memory_kind)
-            moved.append(jax.block_until_ready(jax.device_put(leaf, target, may_alias=False)))
+        """Move all weights to another memory of their devices; None: back to where programs take them from.
+
+        If this fails, each weight is in one of the two, and another call goes on.
+        """
+        self._is_reusable = False
+        for index, (path, placement) in enumerate(zip(self._paths, self._placement, strict=True)):
+            leaf, target = self.leaves[index], placement.with_memory_kind(memory_kind) if memory_kind else placement
+            if leaf.sharding.memory_kind == target.memory_kind:
+                continue
+            moved = jax.block_until_ready(jax.device_put(leaf, target, may_alias=False))
+            self.leaves = (*self.leaves[:index], moved, *self.leaves[index + 1 :])
             if path not in self._borrowed:
                 leaf.delete()
-        self._borrowed = set()
-        self._take(moved)
+            self._borrowed.discard(path)
+        self._take(self.leaves)
 
     def drop(self) -> None:
         """Free the memory of the weights. Further calls do nothing."""
@@ -109,3 +114,10 @@ class WeightStore:
     def _take(self, leaves: Iterable[jax.Array]) -> None:
         self.leaves = tuple(leaves)
         self.logits_leaves = tuple(self.weights.split_logits()[0])
+
+
+def _buffers(array: Any) -> set[int]:
+    """Return where an array of JAX lies on its devices; nothing for one of numpy."""
+    if not isinstance(array, jax.Array) or array.is_deleted():
+        return set()
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}

@@ -73,7 +73,7 @@ def flat_leaves(tree: Any, path: Path = Path("params"), prefix: str = "", depth:
         raise ModelLoadError(f"{path}: {prefix[:60]}… is nested deeper than {MAX_DEPTH} levels: give a tree of arrays")
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
-        name = f"{prefix}{key}"
+        name = f"{prefix}{'.'.join(map(str, key)) if isinstance(key, tuple) else key}"
         if isinstance(value, Mapping | list | tuple):
             yield from flat_leaves(value, path, f"{name}.", depth + 1)
         else:

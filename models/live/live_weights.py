@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 from ...pallas_kernels.layer_ops import LayerOps
 from ...sharding import replicated
-from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..io.checkpoint import DTYPES
 from ..io.loading import Weights
@@ -92,8 +91,8 @@ class LiveWeights:
         own paths are taken."""
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
-        self._origins = {TreeLayout.OWN: {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}}
-        self._origins |= self._checkpoint_origins(())
+        own = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
+        self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own}
         recipes = dict.fromkeys(one.recipe for origins in self._origins.values() for one in origins.values())
         self._numbers = {recipe: number for number, recipe in enumerate(recipes)}
 
@@ -103,18 +102,13 @@ class LiveWeights:
         Raises ModelLoadError, which lists every fault.
         """
         arrays = named_arrays(tree)
-        layouts = {**self._origins, **self._checkpoint_origins(arrays)}
+        # Of two layouts that a tree fits equally, or not at all, the names of checkpoints are those that errors tell.
+        layouts = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread = self._unread(arrays)
         wanted = [self._wanted(layout, origins, unread) for layout, origins in layouts.items()]
         best = max(wanted, key=lambda one: sum(name in arrays for name in one.shapes))
-        checked, origins = check_tree(arrays, best), layouts[best.layout]
-        for origin in origins.values():
-            if len({checked.arrays[name].dtype for name in origin.names}) > 1:
-                found = ", ".join(f"{name} is {checked.arrays[name].dtype.name}" for name in origin.names)
-                raise ModelLoadError(
-                    f"params: {found}, wanted one dtype for the parts of one weight; cast some of them"
-                )
-        return checked, origins
+        origins = layouts[best.layout]
+        return check_tree(arrays, best, [origin.names for origin in origins.values()]), origins
 
     def make(
         self,
@@ -157,7 +151,8 @@ class LiveWeights:
             if layer is None or origin.names != names:
                 where = leaf.sharding if tree.layout is TreeLayout.OWN else self._whole
                 names, placed = origin.names, [jax.device_put(source, where) for source in sources]
-            key = self._key(recipe, first.dtype.name, is_stacked=layer is not None, is_in_place=old is not None)
+            is_own = tree.layout is TreeLayout.OWN
+            key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
             given = [placed, *([] if layer is None else [np.int32(layer)])]
             yield NewWeight(path, program(key)(*([] if old is None else [old]), *given), is_borrowed=False)
 
@@ -175,14 +170,16 @@ class LiveWeights:
             num_layers = self._num_layers if layout is TreeLayout.STACKED else 0
             for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
-                key = self._key(recipe, dtype, is_stacked=is_stacked, is_in_place=is_in_place)
-                where = recipe.sharding if layout is TreeLayout.OWN else self._whole
+                is_own = layout is TreeLayout.OWN
+                key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
+                where = recipe.sharding if is_own else self._whole
                 depth = num_layers if is_stacked else None
                 found[key] = partial(self._lower, recipe, dtype, where, depth, is_in_place=is_in_place)
         return found
 
-    def _key(self, recipe: WeightRecipe, dtype: str, *, is_stacked: bool, is_in_place: bool) -> Key:
-        return "update", self._numbers[recipe], dtype, is_stacked, is_in_place
+    def _key(self, recipe: WeightRecipe, dtype: str, is_own: bool, *, is_stacked: bool, is_in_place: bool) -> Key:
+        """Return the key of a program; arrays of the engine's own layout lie where their weights do, others whole."""
+        return "update", self._numbers[recipe], dtype, is_own, is_stacked, is_in_place
 
     @property
     def _num_layers(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +60,10 @@ def named_arrays(tree: Any) -> dict[str, Any]:
     return found
 
 
-def check_tree(arrays: Mapping[str, Any], wanted: WantedTree) -> CheckedTree:
+def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
     """Return the arrays that the model needs. Raises ModelLoadError, which lists everything that is wrong with them.
 
-    Every value is read once, in the background on a device.
+    Arrays of one of `parts` make one weight together, so they need one dtype. Every value is read once.
     """
     faults = [
         *_listed("missing", wanted.shapes.keys() - arrays.keys()),
@@ -71,11 +71,15 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree) -> CheckedTree:
     ]
     kept = {name: arrays[name] for name in wanted.shapes if name in arrays}
     misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, wanted.shapes[name]))}
-    faults += [f"{name} {fault}" for name, fault in misfits.items()]
+    faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
+    faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
     sound = {name: leaf for name, leaf in kept.items() if name not in misfits}
+    mixed = [names for names in parts if len({sound[name].dtype for name in names if name in sound}) > 1]
+    faults += _listed("of another dtype than other parts of one weight", {name for names in mixed for name in names})
     faults += _listed("holding a NaN or an infinity", set(_not_finite(sound)))
     if faults:
-        raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; nothing was changed")
+        way_out = "nothing was changed; give all arrays of the model that the engine serves"
+        raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
     return CheckedTree(wanted.layout, kept)
 
 

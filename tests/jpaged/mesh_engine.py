@@ -73,8 +73,9 @@ def main() -> None:
         with Engine(str(directory), **options, **SIZES) as engine:
             found = draw(engine, tokens)
             if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
-                engine.update_params(load_file(directory / "model.safetensors"))
-                assert draw(engine, tokens) == found
+                for tree in (load_file(directory / "model.safetensors"), engine.runner.weights.state):
+                    engine.update_params(tree)
+                    assert draw(engine, tokens) == found
             stats = engine.stats()
             held, first = [], engine.mesh.devices.flat[0].id
             for tree in (engine.runner.weights.state, engine.runner.state.cache.pages):

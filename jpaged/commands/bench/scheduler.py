@@ -245,7 +245,7 @@ def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
         blocks.device.publish(page, (0, page_hash))
     sequence, times = request.sequences[0], []
     for _ in range(5):
-        blocks.prefixes.forget_tokens(sequence)
+        blocks.prefixes.forget_hashes(sequence)
         start = time.perf_counter()
         match = blocks.prefixes.match(sequence, len(tokens))
         times.append(time.perf_counter() - start)

@@ -129,10 +129,11 @@ def test_an_engine_and_a_trainer_are_compared(tiny):
         apart = engine.compare_logprobs(trainer(0.5), PROMPTS, PARAMS)
         assert abs(apart.mean - 0.5) < 1e-4
         assert apart.share_outside == 1.0
-        with pytest.raises(
-            ValueError, match=r"^trainer_fn: returned the shape \(6, 3\) for ids \(6, 49\), wanted \(6, 48\)"
-        ):
+        words = r"^trainer_fn: got the shape \(6, 3\) for ids \(6, 49\), allowed: \(6, 48\)"
+        with pytest.raises(InvalidRequestError, match=words):
             engine.compare_logprobs(lambda ids: jnp.zeros((6, 3)), PROMPTS, PARAMS)
+        with pytest.raises(InvalidRequestError, match=r"^prompts: got none"):
+            engine.compare_logprobs(trainer(0.0), [], PARAMS)
 
 
 def test_what_arrays_cannot_hold_is_refused(tiny):
@@ -144,7 +145,21 @@ def test_what_arrays_cannot_hold_is_refused(tiny):
             engine.generate(PROMPTS, BeamSearchParams(beam_width=2, max_tokens=3), return_arrays=True)
         with pytest.raises(ConfigError, match=r"^on_error: got 'return', allowed: raise beside return_arrays"):
             engine.generate(PROMPTS, PARAMS, return_arrays=True, on_error="return")
-        for temperature in (0, -1, 2.5, "warm"):
+        for ids in (
+            [],
+            [[]],
+            "text",
+            ["text"],
+            {"prompt_token_ids": [1]},
+            [{"prompt_token_ids": [1]}],
+            np.zeros((0, 3)),
+            5,
+        ):
+            with pytest.raises(
+                InvalidRequestError, match=r"^token_ids: got .*, allowed: a list or an array of token ids"
+            ):
+                engine.logprobs(ids)
+        for temperature in (0, -1, 1e-6, 2.5, "warm"):
             with pytest.raises(InvalidRequestError, match=r"^temperature: got "):
                 engine.logprobs(PROMPTS, temperature=temperature)
         with pytest.raises(InvalidRequestError, match=r"^prompt 0: "):

@@ -120,6 +120,12 @@ def test_a_module_that_cannot_be_served_is_refused(model, example):
         r"its logits are .*shape=\(1, 97\), dtype=float32\), its spec wants the shape \(1, 101\)": {
             "spec": replace(spec, vocab_size=101)
         },
+        "layers is .*, wanted a tuple of AttentionLayer": {"spec": replace(spec, layers=())},
+        "eos_token_ids is 5, wanted a tuple": {"spec": replace(spec, eos_token_ids=5)},
+        r"eos_token_ids is \(500,\)": {"spec": replace(spec, eos_token_ids=(500,))},
+        "dtype is 'int32', wanted one of": {"spec": replace(spec, dtype="int32")},
+        "max_context_len is 0, wanted": {"spec": replace(spec, max_context_len=0)},
+        "the model returns no cache with new keys": {"blocks": nnx.List([])},
         "holds int32, wanted floats": {"counter": nnx.Variable(jnp.zeros((), jnp.int32))},
     }
     for words, changes in cases.items():

@@ -1,5 +1,7 @@
 """Sleep gives memory away and takes it back; held requests end with the tokens that they would have had."""
 
+from itertools import count
+
 import jax
 import pytest
 
@@ -83,3 +85,50 @@ def test_a_sleeping_engine_can_be_shut_down(tiny):
     engine.sleep(2)
     engine.shutdown()
     engine.shutdown()
+
+
+def test_weights_that_were_updated_are_not_silently_those_of_the_checkpoint_again(tiny, drawn):
+    with Engine(tiny, **SIZES) as engine:
+        engine.update_params(NEW)
+        engine.sleep(2)
+        with pytest.raises(ConfigError, match=r"^wake_up: got an engine that was given its weights, and has lost them"):
+            engine.wake_up()
+        engine.update_params(NEW)
+        engine.wake_up()
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+@pytest.mark.parametrize("num_updates", [0, 2])
+def test_weights_move_to_the_hosts_memory_and_back_also_if_the_first_try_fails(tiny, drawn, num_updates, monkeypatch):
+    """As sleep does on devices; a CPU of JAX has such a memory too."""
+    with Engine(tiny, **SIZES) as engine:
+        for _ in range(num_updates):
+            engine.update_params(OLD)
+        store, put = engine.runner.store, jax.device_put
+        for kind in ("pinned_host", None, "pinned_host"):
+            calls = count()
+
+            def fail_once(*given, calls=calls, **more):
+                return put(*given, **more) if next(calls) != 9 else 1 / 0
+
+            with monkeypatch.context() as patch:
+                patch.setattr(jax, "device_put", fail_once)
+                with pytest.raises(ZeroDivisionError):
+                    store.move(kind)
+            store.move(kind)
+            kinds = {leaf.sharding.memory_kind for leaf in store.leaves}
+            assert kinds == {kind or jax.devices()[0].default_memory().kind}
+        engine.update_params(NEW)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+def test_while_the_engine_sleeps_an_update_aborts_or_recomputes(tiny, drawn):
+    for in_flight in ("abort", "wait"):
+        with Engine(tiny, **SIZES) as engine:
+            begin(engine)
+            engine.sleep(1, mode="keep")
+            engine.update_params(NEW, in_flight=in_flight)
+            engine.wake_up()
+            reasons = {output.outputs[0].finish_reason for output in step(engine).values()}
+            assert reasons == {"abort" if in_flight == "abort" else "length"}
+            assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]

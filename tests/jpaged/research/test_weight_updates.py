@@ -4,6 +4,7 @@ The reference is a fresh engine that started with the new weights.
 """
 
 from dataclasses import replace
+from itertools import count
 
 import jax
 import numpy as np
@@ -70,6 +71,7 @@ def test_what_becomes_of_requests_in_flight(engine, drawn, in_flight):
             assert len(sample.token_ids) == num_old < 24
         else:
             assert spans(sample) == [(0, 0, num_old), (1, num_old, 24)]
+            assert found[request_id].metrics.num_preemptions == (in_flight == "recompute")
         if in_flight == "recompute":
             wanted = forced_logprobs(1, PROMPTS[index], sample.token_ids)[num_old:]
             got = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
@@ -141,7 +143,7 @@ def test_a_tree_with_a_fault_changes_nothing(engine, drawn):
     bad = {**NEW, "model.norm.weight": np.full(CONFIG["hidden_size"], np.nan, np.float32)}
     with pytest.raises(ModelLoadError, match=r"holding a NaN or an infinity: model\.norm\.weight; nothing was changed"):
         engine.update_params(bad, in_flight="abort")
-    for name, value in (("in_flight", "drain"), ("version", "seven"), ("version", 1.5)):
+    for name, value in (("in_flight", "drain"), ("version", "seven"), ("version", 2**31), ("copy", "no")):
         with pytest.raises(ConfigError, match=f"^{name}: got "):
             engine.update_params(NEW, **{name: value})
     found = step(engine)
@@ -194,3 +196,111 @@ def test_if_the_devices_fail_the_engine_sleeps_until_the_next_update(engine, dra
     engine.update_params(OLD)
     found = step(engine)
     assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "abort"])
+def test_an_update_after_a_failed_one_heeds_what_it_is_told(tiny, in_flight, monkeypatch):
+    """Requests still have pages of the old weights then, which nothing after it may find."""
+    with Engine(tiny, **SIZES, num_decode_steps=1) as engine:
+        engine.add_request("a", [5, 6, 7, 8, 9], replace(PARAMS, max_tokens=60))
+        step(engine, 2)
+        fail_at_the_last_weight(engine, monkeypatch)
+        engine.update_params(NEW, in_flight=in_flight)
+        found = step(engine)["a"]
+        if in_flight == "abort":
+            assert found.outputs[0].finish_reason == "abort"
+        else:
+            assert found.metrics.num_preemptions == 1
+        check_no_page_of_other_weights(engine, found)
+
+
+def fail_at_the_last_weight(engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.store, "_take", lambda leaves: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.update_params(NEW, in_flight="keep")
+
+
+def check_no_page_of_other_weights(engine, output):
+    """Ask for a prompt and what was drawn behind it: the logprobs are those of the new weights alone."""
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:40]
+    sample = engine.generate([ids], PARAMS)[0].outputs[0]
+    got = [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert np.abs(np.array(got) - forced_logprobs(1, ids, sample.token_ids)).max() < 1e-4
+
+
+def test_pages_of_several_weights_are_found_by_no_other_request(tiny):
+    """A kept request's prompt fills no page: its first page is full only after the update, of keys of both weights."""
+    with Engine(tiny, **SIZES, num_decode_steps=1) as engine:
+        engine.add_request("a", [5, 6, 7, 8, 9], replace(PARAMS, max_tokens=60))
+        step(engine, 2)
+        engine.update_params(NEW, in_flight="keep")
+        hits = engine.stats()["prefix_cache_hits"]
+        check_no_page_of_other_weights(engine, step(engine)["a"])
+        assert engine.stats()["prefix_cache_hits"] == hits
+
+
+def test_a_kept_request_with_a_pinned_prefix_ends_well(tiny):
+    """Its pages are no longer the pinned ones, and the pool is as small as its sequence."""
+    prompt = list(range(1, 66))
+    with Engine(tiny, **{**SIZES, "num_blocks": 14, "max_model_len": 104}) as engine:
+        engine.generate([prompt], replace(PARAMS, max_tokens=1))
+        assert engine.pin_prefix(prompt) == 64
+        engine.add_request("a", prompt, replace(PARAMS, max_tokens=36))
+        step(engine, 1)
+        engine.update_params(NEW, in_flight="keep")
+        engine.sleep(1, mode="keep")
+        engine.wake_up()
+        assert step(engine)["a"].outputs[0].finish_reason == "length"
+
+
+def test_a_request_that_was_prepared_before_an_update_belongs_to_the_weights_that_it_meets(engine, drawn):
+    begin(engine)
+    encoded = engine._builder.encoder.encode(PROMPTS[0])
+    request = engine.prepare_request("later", encoded, PARAMS, number=0)
+    engine.update_params(NEW, in_flight="keep")
+    step(engine)
+    (output,) = engine.run_until_done([request])
+    assert output.outputs[0].token_ids == drawn["new"][0]
+    assert spans(output.outputs[0]) == [(1, 0, 24)]
+
+
+def test_newcomers_wait_for_the_new_weights_also_if_a_step_fails_meanwhile(tiny, drawn, monkeypatch):
+    with Engine(tiny, **{**SIZES, "max_num_seqs": 2}) as engine:
+        begin(engine, 2)
+        begun = [request.request_id for request in engine.scheduler.running]
+        dispatch, calls = engine.runner.dispatch, count()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "dispatch", lambda one: dispatch(one) if next(calls) != 1 else 1 / 0)
+            engine.update_params(NEW, in_flight="wait")
+        found = step(engine)
+    for index, request_id in enumerate(IDS):
+        is_old = request_id in begun
+        assert found[request_id].outputs[0].token_ids == drawn["old" if is_old else "new"][index]
+        assert spans(found[request_id].outputs[0]) == [(0 if is_old else 1, 0, 24)]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_an_engine_may_be_given_its_own_weights(engine, drawn, copy, num_before):
+    for _ in range(num_before):
+        engine.update_params(OLD)
+    for _ in range(2):
+        engine.update_params(engine.runner.weights.state, copy=copy)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old"]
+
+
+def test_arrays_that_are_taken_as_they_are_stay_the_callers(tiny, drawn):
+    with Engine(tiny, params=NEW, **SIZES) as other:
+        trees = [jax.tree.map(jax.numpy.copy, other.runner.weights.state) for _ in range(2)]
+    leaves = jax.tree.leaves(trees)
+    with Engine(tiny, **SIZES) as engine:
+        for tree, copy in ((trees[0], False), (trees[1], False), (OLD, True), (trees[0], False), (trees[0], True)):
+            engine.update_params(tree, copy=copy)
+            assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old" if tree is OLD else "new"]
+        engine.update_params(trees[1], copy=False)
+        engine.sleep(2)
+        engine.update_params(trees[1], copy=False)
+        engine.wake_up()
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+    assert not any(leaf.is_deleted() for leaf in leaves)
