@@ -259,7 +259,7 @@ class Engine(StepEngine):
         """Free the memory of the device for others, until `wake_up`.
 
         Level 1 frees the pages and moves the weights to the host's memory, where a CPU has them already; level 2 drops
-        them: `update_params` or `wake_up`, which reads the checkpoint again, refills them. `mode` says what becomes of
+        them: `update_params`, or `wake_up` if they are those of a checkpoint, refills them. `mode` says what becomes of
         unfinished requests: "abort" ends them, "wait" computes those that have begun to their end, "keep" lets them go
         on after waking, with the same tokens. The next `step` after waking returns what they have got. Raises
         ConfigError for an engine that sleeps already.
@@ -274,7 +274,7 @@ class Engine(StepEngine):
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
 
-        Raises ConfigError if the weights were dropped and came from no checkpoint: `update_params` refills them.
+        Raises ConfigError if the weights were dropped and are not those of a checkpoint: `update_params` refills them.
         """
         self._check_open()
         self._check_outside("wake_up")
