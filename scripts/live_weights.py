@@ -1,16 +1,18 @@
-"""Measures updates of a running engine's weights: time beside one copy, memory, and what requests in flight draw.
+"""Measures updates of a running engine's weights, and sleep: time beside one copy, memory, and what requests draw.
 
     python scripts/live_weights.py --output docs/measurements/live_weights.json    # 100 updates a kind, 15 minutes
 
 The engine serves SmolLM2 in float32 with 16 requests in flight. Trees alternate between two sets of weights. Each
 update is timed beside one copy of the same bytes by `jnp.copy`, in turn; figures are medians. Peak memory is that of
-the process. Exit status 1 says that a figure is beyond its limit, or a token is not that of an engine without updates.
+the process. First the engine sleeps and wakes 20 times at each level, with the requests held. Exit status 1 says that a
+figure is beyond its limit, or a token is not that of an engine without updates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -52,6 +54,13 @@ def own(engine: Engine) -> dict[str, jax.Array]:
     """Return copies of the engine's weights under their own paths."""
     leaves = nnx.to_flat_state(engine.runner.weights.state)
     return {".".join(map(str, path)): jnp.copy(leaf[...]) for path, leaf in leaves}
+
+
+def processor() -> str:
+    """Return the name of the processor, and how many cores this process may use."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -144,6 +153,24 @@ def run_mode(engine: Engine, trees: list[dict[str, jax.Array]], mode: str, num_u
     }
 
 
+def run_sleep(engine: Engine, level: int, num_sleeps: int) -> dict[str, Any]:
+    """Sleep and wake with 16 requests held, again and again; return what was freed, and what was wrong."""
+    wanted = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    idle = sum(array.nbytes for array in jax.live_arrays())
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.runner.state, engine.runner.rules)))
+    freeable = state + (engine.runner.weights.size_bytes if level == 2 else 0)
+    wrong, freed, left = 0, [], []
+    for _ in range(num_sleeps):
+        begin(engine)
+        engine.sleep(level, mode="keep")
+        freed.append((idle - sum(array.nbytes for array in jax.live_arrays())) / freeable)
+        engine.wake_up()
+        found = finish(engine)
+        wrong += [found[str(row)].outputs[0].token_ids for row in range(NUM_REQUESTS)] != wanted
+        left.append(sum(array.nbytes for array in jax.live_arrays()) / idle)
+    return {"sleeps": num_sleeps, "wrong": wrong, "least_freed": min(freed), "most_left_after_waking": max(left)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
@@ -156,6 +183,9 @@ def main() -> int:
         trees["own"] = [own(engine)]
         trees["own"].append({name: leaf * 1.01 for name, leaf in trees["own"][0].items()})
         report: dict[str, Any] = {"model": "smollm2-135m", "dtype": "float32", "layouts": {}, "modes": {}}
+        report["processor"] = processor()
+        report["sleep"] = {level: run_sleep(engine, level, min(20, args.num_updates)) for level in (1, 2)}
+        print(report["sleep"], flush=True)
         both = 2 * sum(leaf.nbytes for leaf in first.values())
         peak = partial(peak_bytes, partial(engine.update_params, first))
         report["first_update_peak_beside_both_trees"] = peak() / both
@@ -176,6 +206,9 @@ def main() -> int:
     is_right = not any(mode["wrong"] or mode["stale_hits"] for mode in modes)
     peaks = [report["first_update_peak_beside_both_trees"], *(mode["peak_beside_both_trees"] for mode in modes)]
     is_flat = max(peaks) <= 0.05 and all(mode["live_bytes_spread"] <= 0.01 for mode in modes)
+    sleeps = report["sleep"].values()
+    is_right &= not any(one["wrong"] for one in sleeps)
+    is_flat &= all(one["least_freed"] >= 0.99 and one["most_left_after_waking"] <= 1.01 for one in sleeps)
     return 0 if is_fast and is_right and is_flat and not report["recompiles"] else 1
 
 

@@ -71,12 +71,13 @@ def main() -> None:
         if num_devices == 2:  # A mesh of the caller's own devices.
             options = {"mesh": jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[6:])}
         with Engine(str(directory), **options, **SIZES) as engine:
-            found = draw(engine, tokens)
+            found, stats = draw(engine, tokens), engine.stats()
             if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
-                for tree in (load_file(directory / "model.safetensors"), engine.runner.weights.state):
+                own = jax.tree.map(jax.numpy.copy, engine.runner.weights.state)
+                for tree in (load_file(directory / "model.safetensors"), own):
                     engine.update_params(tree)
                     assert draw(engine, tokens) == found
-            stats = engine.stats()
+                stats["recompiles"] = engine.stats()["recompiles"]
             held, first = [], engine.mesh.devices.flat[0].id
             for tree in (engine.runner.weights.state, engine.runner.state.cache.pages):
                 shards = (array.addressable_shards[0] for array in jax.tree.leaves(tree))

@@ -1,0 +1,69 @@
+"""Measures what `generate(…, return_arrays=True)` takes beyond a plain `generate`: 256 prompts of 128 output tokens.
+
+    python scripts/array_costs.py --output docs/measurements/array_costs.json      # 3 minutes
+
+A tiny model of the golden files serves, so that the difference is not lost beside the steps. Runs take turns; figures
+are medians. `generate` asks for no logprobs, `entries` for one object of a logprob for each token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from live_weights import processor
+
+from jpaged import Engine, SamplingParams
+from jpaged.research import arrays
+
+MODEL = Path(__file__).parents[1] / "tests" / "golden" / "families" / "llama"
+NUM_PROMPTS, LENGTH = 256, 128
+PARAMS = SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=1, ignore_eos=True, detokenize=False)
+PROMPTS = [[1 + index % 60, 2, 3] for index in range(NUM_PROMPTS)]
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--runs", type=int, default=15)
+    args = parser.parse_args()
+    made: list[float] = []
+    make = arrays.generation_arrays
+    options: dict[str, Any] = {"max_num_seqs": NUM_PROMPTS, "max_model_len": 160, "skip_tokenizer_init": True}
+    with Engine(str(MODEL), **options) as engine:
+        ways: dict[str, Callable[[], Any]] = {
+            "generate": lambda: engine.generate(PROMPTS, PARAMS),
+            "arrays": lambda: engine.generate(PROMPTS, PARAMS, return_arrays=True),
+            "entries": lambda: engine.generate(PROMPTS, replace(PARAMS, logprobs=0)),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for index in range(args.runs + 2):
+            for name, run in ways.items():
+                taken = seconds(run)
+                if index >= 2:  # The first ones compile.
+                    times[name].append(taken)
+        _, requests = engine._run("generate", PROMPTS, [replace(PARAMS, logprobs=0)] * NUM_PROMPTS, wants_arrays=True)
+        made = [seconds(lambda: make(requests)) for _ in range(args.runs)]
+    report = {name: statistics.median(values) for name, values in times.items()}
+    report["making the arrays"] = statistics.median(made)
+    result = {"what": "seconds", "prompts": NUM_PROMPTS, "tokens": LENGTH, "processor": processor(), **report}
+    print(result)
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
