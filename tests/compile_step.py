@@ -248,7 +248,9 @@ def main() -> None:
         found["page_bytes"] = replace(engine, model=whole).page_bytes(sizes.block_size, dtype)
     has_one = is_cut and gate is not None
     for num_pages in (num_devices * pages for pages in NUM_PAGES[: 1 if has_one else None]):
-        programs = engine.programs(engine.builder(sizes), num_blocks=num_pages)
+        builder = engine.builder(sizes)
+        programs, random = engine.programs(builder, num_blocks=num_pages), SampleMode.RANDOM
+        decode_mode, sample_mode = builder.buckets.decode_mode_for(random), builder.buckets.mode_for(random)
         cache = programs.state.cache
         cache_shapes = [array.sharding.shard_shape(array.shape) for array in cache.pages]
         cache_bytes = sum(map(_count, cache_shapes)) * cache.layout.stored_dtype.itemsize
@@ -259,12 +261,12 @@ def main() -> None:
                 rules, key = rule_shapes(rules_spec, num_seqs + 1), ("sample", num_seqs, SampleMode.FULL)
                 found["sampler"] = report_sampler(programs, key, rules)
             decodes = "forward" if target == "cpu" else "forward_decodes", num_seqs
-            keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, SampleMode.RANDOM)
+            keys = decodes, ("forward", 2 * num_seqs if is_cut else num_tokens), ("decode", num_seqs, decode_mode)
             if is_cut:
                 if args.config and num_devices > 1:
                     keys = keys[2:]  # A step and the drawing of its tokens.
                 elif args.config:  # What is particular to a family's logits is in the samplers.
-                    keys = (*keys[:2], ("sample", 8, SampleMode.RANDOM))
+                    keys = (*keys[:2], ("sample", 8, sample_mode))
                 elif target == "h100" or num_devices > 1:
                     keys = (*keys, ("sample", 8, SampleMode.FULL))
                 else:
