@@ -132,9 +132,8 @@ class OutputProcessor:
         if request.wants_arrays:
             if request.prompt_scores is None:
                 request.prompt_scores = array("f", bytes(4 * (request.prompt_len - 1)))
-            request.prompt_scores[positions.start : positions.stop] = array(
-                "f", scores.scores.logprobs[rows.start : rows.stop]
-            )
+            values = scores.scores.logprobs[rows.start : rows.stop].tolist()
+            request.prompt_scores[positions.start : positions.stop] = array("f", values)
             return
         if isinstance(request.prompt_logprobs, tuple):
             if request.prompt_logprobs:
