@@ -39,9 +39,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--runs", type=int, default=15)
     args = parser.parse_args()
-    made: list[float] = []
     make = arrays.generation_arrays
-    options: dict[str, Any] = {"max_num_seqs": NUM_PROMPTS, "max_model_len": 160, "skip_tokenizer_init": True}
+    options: dict[str, Any] = {
+        "max_num_seqs": NUM_PROMPTS,
+        "max_model_len": 160,
+        "hf_overrides": {"max_position_embeddings": 160},
+        "skip_tokenizer_init": True,
+    }
     with Engine(str(MODEL), **options) as engine:
         ways: dict[str, Callable[[], Any]] = {
             "generate": lambda: engine.generate(PROMPTS, PARAMS),
