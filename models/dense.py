@@ -1,4 +1,4 @@
-"""The same models without pages: whole sequences side by side, as a trainer computes them, and differentiable."""
+"""Computes models without pages: whole sequences side by side, as a trainer does, so that it can be differentiated."""
 
 from __future__ import annotations
 

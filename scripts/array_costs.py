@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from live_weights import processor
+from live_weights import processor, seconds
 
 from jpaged import Engine, SamplingParams
 from jpaged.research import arrays
@@ -26,12 +25,6 @@ MODEL = Path(__file__).parents[1] / "tests" / "golden" / "families" / "llama"
 NUM_PROMPTS, LENGTH = 256, 128
 PARAMS = SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=1, ignore_eos=True, detokenize=False)
 PROMPTS = [[1 + index % 60, 2, 3] for index in range(NUM_PROMPTS)]
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def main() -> int:

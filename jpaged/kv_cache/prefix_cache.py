@@ -48,7 +48,7 @@ class PrefixCache:
         self.pinned_prefixes: Counter[bytes] = Counter()
         """Hash of a pinned prefix's last page → how often that prefix was pinned."""
         self._pinned_tokens: dict[bytes, tuple[array[int], CacheKey]] = {}
-        """The same hash → the tokens of the prefix and its key."""
+        """Hash of a pinned prefix's last page → the tokens of that prefix, and its cache key."""
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def count_query(self, num_tokens: int, num_hit: int) -> None:

@@ -88,9 +88,11 @@ class LogprobComparison:
 
     num_tokens: int
     mean: float
-    """Of the absolute differences, as are `p95` and `max`."""
+    """Mean of the absolute differences of logprobs, in nats."""
     p95: float
+    """95th percentile of these differences."""
     max: float
+    """The largest of these differences."""
     share_outside: float
     """Share of the tokens whose ratio of probabilities is outside [0.9, 1.1]."""
 

@@ -160,8 +160,8 @@ class SampleSettings:
     max_logprobs: int = 0
     """Most likely tokens per row that get logprobs; −1: all of the vocabulary."""
     logprobs_mode: str = "raw_logprobs"
-    """Of `config.LOGPROBS_MODES`. raw_logprobs are those of the model's logits, tempered_logprobs those of the logits
-    divided by the temperature, processed_logprobs those of what is drawn from, after rules and truncation too."""
+    """One of `config.LOGPROBS_MODES`. raw_logprobs are those of the model's logits, tempered_logprobs those of these
+    logits divided by the temperature, processed_logprobs those of what is drawn from, after rules and truncation."""
     is_static: bool = False
     """Whether a sampler has no branch, and no loop whose length depends on data: all rows are computed as if each
     needed everything. For a device whose conditions the host has to read, a GPU."""
