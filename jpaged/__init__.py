@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .llm import LLM
     from .models.config.spec import AttentionLayer, ModelSpec
     from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, WeightVersion
+    from .research.arrays import GenerationArrays, LogprobComparison
     from .sampling.logits_processor import LogitsProcessor
     from .sampling.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -28,6 +29,7 @@ _HOMES = {
     "llm": ("LLM",),
     "models.config.spec": ("AttentionLayer", "ModelSpec"),
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "WeightVersion"),
+    "research.arrays": ("GenerationArrays", "LogprobComparison"),
     "sampling.logits_processor": ("LogitsProcessor",),
     "sampling.sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
 }
@@ -36,8 +38,9 @@ _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names
 
 __all__ = [
     "LLM", "AttentionLayer", "BeamSearchParams", "CompletionOutput", "ConfigError", "Engine", "EngineConfig",
-    "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob", "ModelLoadError", "ModelSpec", "QueueFullError",
-    "RequestMetrics", "RequestOutput", "RequestOutputKind", "SamplingParams", "WeightVersion",
+    "GenerationArrays", "InvalidRequestError", "JpagedError", "LogitsProcessor", "Logprob", "LogprobComparison",
+    "ModelLoadError", "ModelSpec", "QueueFullError", "RequestMetrics", "RequestOutput", "RequestOutputKind",
+    "SamplingParams", "WeightVersion",
 ]  # fmt: skip
 
 # In a checkout, models, pallas_kernels and sharding lie beside this folder; an installed wheel has them inside.

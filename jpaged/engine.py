@@ -7,13 +7,14 @@ from numbers import Integral
 from typing import Any, Literal, overload
 
 import jax
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .checks import check, number, refusal, shown
 from .errors import ConfigError, InvalidRequestError
 from .offline import as_conversations, as_prompts, as_sequences, one_for_each, progress_bar
 from .outputs import RequestOutput, error_output
-from .request import Request
+from .request import Request, ResultForm
 from .request_builder import Params
 from .research.arrays import (
     GenerationArrays,
@@ -23,8 +24,7 @@ from .research.arrays import (
     generation_arrays,
     scores_of_prompts,
 )
-from .research.sleeping import WEIGHTS
-from .sampling.sampling_params import GREEDY_TEMPERATURE, BeamSearchParams, SamplingParams
+from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .step_engine import StepEngine
 
 
@@ -97,7 +97,7 @@ class Engine(StepEngine):
         if on_error != "raise":
             raise refusal("on_error", shown(on_error), "raise beside return_arrays", error=ConfigError)
         each = [for_arrays(params) for params in each]
-        return generation_arrays(self._run("generate", prompts, each, **options, wants_arrays=True)[1])
+        return generation_arrays(self._run("generate", prompts, each, **options, form=ResultForm.ARRAYS)[1])
 
     def _run(
         self,
@@ -188,21 +188,31 @@ class Engine(StepEngine):
     @property
     def weights_version(self) -> int:
         """Return the version of the weights: 0 at start, then what `update_params` was told, or counted."""
-        return self._updates.version
+        return self._versions.version
+
+    @property
+    def params(self) -> nnx.State:
+        """Return the engine's weights, in its own layout: a state of nnx. Raise ConfigError while they are away.
+
+        They are the arrays that steps read: copy those that are to outlive the next update.
+        """
+        if not self.runner.store.leaves:
+            raise refusal("params", "an engine that sleeps, without weights", "one that has them", error=ConfigError)
+        return self.runner.weights.state
 
     def logprobs(self, token_ids: Any, *, temperature: float = 1.0) -> Float[Array, "*B N1"]:
         """Return the logprob of each token but the first, given those before it: float32, [N − 1] for N token ids.
 
         For a list of B lists of ids, or an array [B, N], the result is [B, N − 1] for the longest, padded by zeros.
         They come from the programs that serve, and mean what logprobs of drawn tokens mean: the log-softmax of the
-        logits ÷ `temperature`, from 1e-5 to 2, without truncation. Raise InvalidRequestError for a sequence that leaves
-        no room for one more token.
+        logits ÷ `temperature`, from 1e-4 to 2, without truncation. Raise InvalidRequestError for a sequence of more
+        than `max_model_len` tokens, and for other arguments that are wrong.
         """
         sequences, is_one = as_sequences(token_ids)
-        check("temperature", temperature, number(GREEDY_TEMPERATURE, 2.0))
-        params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
+        check("temperature", temperature, number(1e-4, 2.0))
+        params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
         # Requests without a seed draw as if this call had never been.
-        options: dict[str, Any] = {"number": 0, "wants_arrays": True, "tempers_scores": True}
+        options: dict[str, Any] = {"number": 0, "form": ResultForm.SCORES}
         _, requests = self._run("logprobs", sequences, [params] * len(sequences), **options)
         scores = scores_of_prompts(requests)
         return scores[0] if is_one else scores
@@ -222,17 +232,18 @@ class Engine(StepEngine):
         prompts = as_prompts(prompts)
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
-        _, requests = self._run("compare_logprobs", prompts, [for_arrays(one) for one in each], wants_arrays=True)
+        each = [for_arrays(one) for one in each]
+        _, requests = self._run("compare_logprobs", prompts, each, form=ResultForm.ARRAYS)
         return compare(requests, trainer_fn)
 
     def update_params(
         self, params: Mapping[str, Any], *, version: int | None = None, in_flight: str = "wait", copy: bool = True
     ) -> None:
-        """Replace all weights by a tree of arrays; no program is compiled for it after the first update of a kind.
+        """Replace all weights by a tree of arrays. No program is compiled for it after the first two of a kind of tree.
 
         `params` is flat or nested. It holds all tensors of the model under their Hugging Face names; or these without
         the layers' numbers, the tensors of all layers in one array [L, …]; or arrays under the paths of the engine's
-        own weights (`runner.weights.state`), or of your own module. Their dtypes may differ from the engine's. Arrays
+        own weights (`Engine.params`), or of your own module. Their dtypes may differ from the engine's. Arrays
         of JAX on any devices of this process are taken, and numpy's. They are copied, so that a trainer may donate
         them; with `copy=False` those that are what the engine needs are taken as they are, and must stay.
 
@@ -248,12 +259,12 @@ class Engine(StepEngine):
         """
         self._check_open()
         self._check_outside("update_params")
+        number = self._versions.check_options(version, in_flight, copy)
         with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
-            checked, number = self._updates.check(params, version, in_flight, copy)
-            self._settle(in_flight)
-            self._sleep.away.add(WEIGHTS)
-            self._updates.apply(checked, number, copy=copy)
-        self._sleep.note_weights()
+            checked = self._live.check(params)
+            self._drain(in_flight)
+            self.runner.store.update(self._live, checked, self.plan.get, copy=copy)
+        self._versions.advance(number)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the memory of the device for others, until `wake_up`.
@@ -267,19 +278,20 @@ class Engine(StepEngine):
         self._check_open()
         self._check_outside("sleep")
         self._sleep.check(level, mode)
-        self._settle(mode)
+        self._drain(mode)
         self.core.restart()
         self._sleep.begin(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
 
-        Raises ConfigError if the weights were dropped and are not those of a checkpoint: `update_params` refills them.
+        Weights that were dropped and are not those of a checkpoint come by `update_params` alone: without `tags` that
+        is a ConfigError, and `wake_up(["weights"])` then changes nothing.
         """
         self._check_open()
         self._check_outside("wake_up")
         self._sleep.end(tags)
 
     def is_sleeping(self) -> bool:
-        """Return whether `sleep` has taken something that `wake_up` has not brought back."""
-        return bool(self._sleep.away)
+        """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""
+        return bool(self._sleep.missing)

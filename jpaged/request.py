@@ -57,6 +57,18 @@ NO_EXTRAS = CacheKey()
 """The cache key of a request whose keys and values depend on its tokens alone."""
 
 
+class ResultForm(enum.Enum):
+    """In which form the results of a request are kept."""
+
+    ENTRIES = "entries"
+    """As outputs show them, with a `Logprob` for each token."""
+    ARRAYS = "arrays"
+    """As numbers: the logprobs of the tokens that were drawn, and of the prompt's."""
+    SCORES = "scores"
+    """As numbers, for a prompt that is only scored, at its temperature: its last token is the output, given instead of
+    drawn."""
+
+
 class SampleSearch(Protocol):
     """The part of a search over the samples of one request, such as a beam search, that the scheduler uses."""
 
@@ -84,7 +96,7 @@ class SampleSequence:
     """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
     garbage collector busy."""
     token_logprobs: array[float] | None
-    """The logprob of each output token, for a request that wants arrays."""
+    """The logprob of each output token, for a request whose results are numbers."""
     token_log_masses: array[float] | None
     """The logarithm of the probability that truncation left for each output token, for a request that asks for it."""
 
@@ -179,8 +191,9 @@ class Request:
     """64 bits, from which every draw of this request comes."""
     mode: SampleMode = field(init=False)
     """How much a sampler computes for it."""
-    wants_arrays: bool = False
-    """Its logprobs are kept as numbers, those of the tokens drawn and of the prompt's, and not as `Logprob`s."""
+    form: ResultForm = ResultForm.ENTRIES
+    given_token: int | None = None
+    """Its one output token, of the form SCORES; None if it draws."""
     tempers_scores: bool = False
     """Its prompt's logprobs are those at its temperature, whatever the engine's mode of logprobs."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -250,7 +263,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | tuple[dict[int, Logprob] | None, ...] = ()
     """Logprobs of the prompt's tokens, as far as they are scored; a tuple before the first and once all are shown."""
     prompt_scores: array[float] | None = None
-    """The logprob of each token of the prompt but the first, for a request that wants arrays."""
+    """The logprob of each token of the prompt but the first, for a request whose results are numbers."""
     has_emitted_prompt_logprobs: bool = False
     """A stream of deltas has shown them."""
 
@@ -270,6 +283,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def has_numbers(self) -> bool:
+        """Return whether its logprobs are kept as numbers."""
+        return self.form is not ResultForm.ENTRIES
+
+    @property
     def prompt_tuple(self) -> tuple[int, ...]:
         """Return the prompt as a tuple, made once: a stream returns it with every token."""
         if not self._prompt_tuple:
@@ -286,7 +304,7 @@ class Request:
         max_len, num_passed = self.prompt_len + self.max_tokens, [0] * num_groups
         pages: list[list[int]] = [[] for _ in range(num_groups)]
         versions = [(0, self.weights_version)]
-        logprobs = array("f") if self.wants_arrays and self.params.logprobs is not None else None
+        logprobs = array("f") if self.has_numbers and self.params.logprobs is not None else None
         log_masses = array("f") if self.params.log_kept_mass else None
         if parent is not None:
             versions = parent.weight_versions[:]

@@ -11,7 +11,7 @@ from itertools import count, islice
 from typing import Any
 
 from .checks import is_integer, is_number, refusal, shown
-from .request import CacheKey, Request, SampleSequence
+from .request import CacheKey, Request, ResultForm, SampleSequence
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .scheduling.beam_search import BeamSearch
 from .startup.build_engine import EngineComponents
@@ -29,10 +29,6 @@ class RequestBuilder:
         """`num_groups` counts the page-table groups that a sequence has pages in."""
         self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes.step
         self.num_groups = num_groups
-        self.weights_version = 0
-        """The version of the weights as outputs name it."""
-        self.num_weight_updates = 0
-        """Counts updates of the weights, so that pages of different weights are never taken for each other."""
         self.encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.sizes.max_model_len)
 
     def default_params(self) -> SamplingParams:
@@ -48,13 +44,12 @@ class RequestBuilder:
         number: Any,
         priority: Any = None,
         arrival_time: Any = None,
-        wants_arrays: bool = False,
-        tempers_scores: bool = False,
+        form: ResultForm = ResultForm.ENTRIES,
     ) -> Request:
         """Return a request from arguments that are not checked yet; raise InvalidRequestError if one is wrong.
 
         The arguments are those of `Engine.add_request`. `params` of None are `default_params`. `priority` goes before
-        that of the prompt's mapping. `wants_arrays` and `tempers_scores` are fields of `Request`.
+        that of the prompt's mapping. `form` is that of its results.
         """
         if not (is_integer(number) and number >= 0):
             raise refusal("number", shown(number), "an integer ≥ 0")
@@ -63,11 +58,10 @@ class RequestBuilder:
         if not isinstance(params, Params):
             raise refusal("sampling_params", type(params).__name__, "SamplingParams, BeamSearchParams")
         self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.sizes.max_num_seqs)
-        encoded = self.encoder.encode(prompt)
+        encoded = self.encoder.encode(prompt, has_answer=form is not ResultForm.SCORES)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
-        options: dict[str, Any] = {"wants_arrays": wants_arrays, "tempers_scores": tempers_scores}
-        return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time, **options)
+        return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time, form=form)
 
     def build_encoded(
         self,
@@ -77,14 +71,16 @@ class RequestBuilder:
         *,
         number: int,
         arrival_time: float | None = None,
-        wants_arrays: bool = False,
-        tempers_scores: bool = False,
+        form: ResultForm = ResultForm.ENTRIES,
     ) -> Request:
         """Return a request for a prompt that was encoded and checked, with its parameters, for this engine's model.
 
         `arrival_time` is in seconds of `time.monotonic()`; None stands for now.
         """
-        room = self.sizes.max_model_len - len(encoded.token_ids)
+        token_ids, given_token = array("i", encoded.token_ids), None
+        if form is ResultForm.SCORES and len(token_ids) > 1:
+            given_token = token_ids.pop()
+        room = self.sizes.max_model_len - len(token_ids)
         max_tokens = min(room, params.max_tokens or room)
         beams = None
         if isinstance(params, BeamSearchParams):
@@ -93,7 +89,7 @@ class RequestBuilder:
         return Request(
             request_id=request_id,
             number=number,
-            prompt_token_ids=array("i", encoded.token_ids),
+            prompt_token_ids=token_ids,
             params=params,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             max_tokens=max_tokens,
@@ -101,11 +97,12 @@ class RequestBuilder:
             num_groups=self.num_groups,
             prompt=encoded.text,
             priority=encoded.priority,
-            cache_key=self.cache_key(encoded.cache_salt),
+            cache_key=CacheKey(cache_salt=encoded.cache_salt),
             bad_words=self.encoder.bad_words(params),
             beams=beams,
-            wants_arrays=wants_arrays,
-            tempers_scores=tempers_scores or self.config.logprobs_mode == "tempered_logprobs",
+            form=form,
+            given_token=given_token,
+            tempers_scores=form is ResultForm.SCORES or self.config.logprobs_mode == "tempered_logprobs",
         )
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:
@@ -121,11 +118,7 @@ class RequestBuilder:
         num_tokens, page_len = len(encoded.token_ids), self.sizes.block_size
         if num_tokens < page_len:
             raise refusal("prompt", f"{num_tokens} tokens to pin", f"at least {page_len}, a full page")
-        return encoded.token_ids, self.cache_key(encoded.cache_salt)
-
-    def cache_key(self, cache_salt: str | None) -> CacheKey:
-        """Return what the pages of a prompt depend on beside its tokens."""
-        return CacheKey(cache_salt=cache_salt, weights_version=self.num_weight_updates)
+        return encoded.token_ids, CacheKey(cache_salt=encoded.cache_salt)
 
 
 def check_new_id(request_id: Any, used: Mapping[str, Request]) -> None:

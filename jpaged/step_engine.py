@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
+import jax
 from flax import nnx
 
 from .checks import refusal
@@ -17,7 +18,7 @@ from .outputs import RequestOutput, error_output
 from .request import Request, SampleSequence
 from .request_builder import Params, RequestBuilder, as_request_ids, check_new_id, fork_source, unfinished_request
 from .research.sleeping import Sleep
-from .research.weight_updates import WeightUpdates
+from .research.weight_updates import WeightVersions
 from .sampling.sampling_params import SampleMode
 from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
@@ -90,7 +91,8 @@ class StepEngine:
         self._is_open, self._is_computing = True, False
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
-        self._updates, self._sleep = WeightUpdates(parts, self._builder), Sleep(parts, self._builder)
+        self._live, self._versions = parts.live, WeightVersions(self.scheduler)
+        self._sleep = Sleep(parts, self._versions)
 
     def add_request(
         self,
@@ -207,13 +209,14 @@ class StepEngine:
         prompt fills no page, or if an unfinished request could then never end.
         """
         token_ids, key = self._builder.prefix(prompt, cache_salt)
-        self._demand.check_pin(self.prefixes.num_new_pins(token_ids, key), self.requests.values())
+        key = self._versions.key(key)
+        self._demand.check_pin(self.prefixes.num_new_pins(token_ids, key), self.scheduler.unfinished)
         return self.prefixes.pin(token_ids, key)
 
     def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> None:
         """Undo one `pin_prefix` of the same prompt and salt. Raise InvalidRequestError if it is not pinned."""
         token_ids, key = self._builder.prefix(prompt, cache_salt)
-        if not self.prefixes.unpin(token_ids, key):
+        if not self.prefixes.unpin(token_ids, self._versions.key(key)):
             raise refusal("prompt", "a prompt that is not pinned", "one that pin_prefix has taken")
 
     def reset_prefix_cache(self) -> None:
@@ -252,8 +255,10 @@ class StepEngine:
 
     def _advance(self) -> list[Request]:
         """Compute one step; return the requests that got a token or ended."""
-        self._check_ready("step")
-        self._unread += self._compute(self._max_in_flight)
+        self._check_open()
+        if self.scheduler.has_unfinished or not self._sleep.missing:
+            self._check_ready("step")
+            self._unread += self._compute(self._max_in_flight)
         sampled, self._unread = self._unread, []
         return self._publish(sampled)
 
@@ -263,7 +268,7 @@ class StepEngine:
         self._is_computing = True
         try:
             core.prepare()
-            with self.plan.serving():
+            with self.plan.serving(), jax.transfer_guard("allow"):  # Callers may guard code of their own.
                 core.drop_finished()
                 # A CPU that compiles is slow at steps, and the next step may have to wait for its executable.
                 is_compiling = self.device.platform == "cpu" and self.plan.is_compiling
@@ -278,25 +283,34 @@ class StepEngine:
         finally:
             self._is_computing = False
 
-    def _settle(self, in_flight: str) -> None:
+    def _drain(self, in_flight: str) -> None:
         """Leave no step in flight, and do with unfinished requests what `research.weight_updates.IN_FLIGHT` says.
 
-        An engine that sleeps waits for none. What they have got since is returned by the next `step`.
+        In an engine that sleeps, all but "abort" mean "recompute". What requests have got is returned by the next
+        `step`.
         """
         self._read_all()
-        if in_flight == "wait" and not self._sleep.away:
-            self.scheduler.admission.hold_newcomers()
-            try:
-                while any(request.first_scheduled_time is not None for request in self.scheduler.unfinished):
-                    self._unread += self._compute(self._max_in_flight)
-                self._read_all()
-            finally:
-                self.scheduler.admission.release_newcomers()
-        elif in_flight == "abort":
+        if in_flight == "abort":
             for request in list(self.scheduler.unfinished):
                 self.core.abort(request)
-        elif in_flight == "recompute":
+        elif in_flight == "recompute" or self._sleep.missing:
             self.core.restart()
+        elif in_flight == "wait":
+            self._finish_those_that_have_begun()
+
+    def _finish_those_that_have_begun(self) -> None:
+        """Compute all requests that have ever run to their end, and begin no other."""
+        admission = self.scheduler.admission
+        try:
+            admission.hold_newcomers()
+            while any(request.first_scheduled_time is not None for request in self.scheduler.unfinished):
+                self._unread += self._compute(self._max_in_flight)
+            self._read_all()
+            admission.release_newcomers()
+        except BaseException:  # An interrupt may leave queues half-written.
+            admission.holds_newcomers = False
+            self.core.restart()
+            raise
 
     def _read_all(self) -> None:
         while self.core.in_flight:
@@ -338,7 +352,7 @@ class StepEngine:
 
     def _queue(self, request: Request) -> Request:
         self._check_open()
-        self._updates.tag(request)
+        self._versions.tag(request)
         self.core.add(request)
         self.requests[request.request_id] = request
         self._num_prompt_tokens += request.prompt_len
@@ -359,8 +373,8 @@ class StepEngine:
         """Refuse a call of an engine that was shut down, from inside of a step, or that needs what sleep took."""
         self._check_open()
         self._check_outside(call)
-        if self._sleep.away:
-            got = f"an engine that sleeps, without {' and '.join(sorted(self._sleep.away))}"
+        if self._sleep.missing:
+            got = f"an engine that sleeps, without {' and '.join(self._sleep.missing)}"
             raise refusal(call, got, "one that is awake", "wake_up() first", error=ConfigError)
 
     def _check_outside(self, call: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["mask"], meta_fields=["num_sequences"])
 @dataclass(frozen=True)
 class DenseAttention:
     """Attention among the tokens of a step, [B × N] of B sequences, each to those up to it. See `PagedCache.attend`."""

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -21,6 +22,7 @@ from .config.spec import ModelSpec
 from .errors import ModelLoadError
 from .io.checkpoint import DTYPES
 from .io.loading import Weights
+from .io.recipe import Path
 
 METHODS = ("__call__", "logits")
 AXES_KEYS = ("logical_axes", "out_sharding", "sharding_names")
@@ -75,13 +77,18 @@ class OwnModel:
         """Return the shapes of the weights with their placement: by the logical axes that a variable names, else whole
         on every device."""
 
-        def placed(leaf: Any) -> Any:
-            metadata = leaf.get_metadata()
+        def placed(path: Path, leaf: Any) -> Any:
+            metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
             axes = next((metadata[key] for key in AXES_KEYS if isinstance(metadata.get(key), tuple)), ())
-            names = [axis if axis in LOGICAL_TO_MESH else None for axis in axes] if mesh.size > 1 else []
-            return leaf.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, names)))
+            if mesh.size == 1:
+                axes = ()
+            if unknown := [axis for axis in axes if axis not in (None, *LOGICAL_TO_MESH)]:
+                key, allowed = ".".join(map(str, path)), ", ".join(LOGICAL_TO_MESH)
+                raise ModelLoadError(f"model: {self.name}.{key} has the logical axis {unknown[0]!r}, wanted {allowed}")
+            value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_of(mesh, axes))
+            return with_value(leaf, value)
 
-        state = nnx.from_flat_state({path: placed(leaf) for path, leaf in nnx.to_flat_state(self.state)})
+        state = nnx.from_flat_state({path: placed(path, leaf) for path, leaf in nnx.to_flat_state(self.state)})
         everything = tuple(dict.fromkeys(path[0] for path, _ in nnx.to_flat_state(self.state)))
         return Weights(self.graph, state, None, everything)
 
@@ -106,14 +113,21 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
     arrays: dict[str, Any] = {}
     abstract: dict[Any, Any] = {}
     for path, leaf in nnx.to_flat_state(state):
-        value, key = leaf.get_value(), ".".join(map(str, path))
+        value, key = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf, ".".join(map(str, path))
+        if not isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+            raise ModelLoadError(f"model: {name}.{key} is a {type(value).__name__}, wanted an array")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             fault = f"holds {value.dtype}, wanted floats"
             raise ModelLoadError(f"model: {name}.{key} {fault}: build it without random streams and counters")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
-        abstract[path] = leaf.replace(jax.ShapeDtypeStruct(value.shape, value.dtype))
+        abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
+
+
+def with_value(leaf: Any, value: Any) -> Any:
+    """Return a leaf of a state with another value: a variable of nnx, or the value itself for a plain array."""
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 def _spec_fault(spec: ModelSpec) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 from live_weights import processor, seconds
 
 from jpaged import Engine, SamplingParams
+from jpaged.request import ResultForm
 from jpaged.research import arrays
 
 MODEL = Path(__file__).parents[1] / "tests" / "golden" / "families" / "llama"
@@ -51,7 +52,8 @@ def main() -> int:
                 taken = seconds(run)
                 if index >= 2:  # The first ones compile.
                     times[name].append(taken)
-        _, requests = engine._run("generate", PROMPTS, [replace(PARAMS, logprobs=0)] * NUM_PROMPTS, wants_arrays=True)
+        each = [replace(PARAMS, logprobs=0)] * NUM_PROMPTS
+        _, requests = engine._run("generate", PROMPTS, each, form=ResultForm.ARRAYS)
         made = [seconds(lambda: make(requests)) for _ in range(args.runs)]
     report = {name: statistics.median(values) for name, values in times.items()}
     report["making the arrays"] = statistics.median(made)

@@ -52,7 +52,7 @@ def stacked(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def own(engine: Engine) -> dict[str, jax.Array]:
     """Return copies of the engine's weights under their own paths."""
-    leaves = nnx.to_flat_state(engine.runner.weights.state)
+    leaves = nnx.to_flat_state(engine.params)
     return {".".join(map(str, path)): jnp.copy(leaf[...]) for path, leaf in leaves}
 
 

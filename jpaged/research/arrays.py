@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -16,18 +18,42 @@ from ..request import Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "prompt_tokens",
+        "prompt_mask",
+        "tokens",
+        "logprobs",
+        "log_kept_masses",
+        "mask",
+        "is_truncated",
+        "versions",
+        "prompt_indices",
+    ],
+    meta_fields=["errors"],
+)
 @dataclass(frozen=True)
 class GenerationArrays:
-    """The samples of all prompts, in the order of the prompts: B samples, padded to T tokens by zeros."""
+    """The samples of all prompts, in the order of the prompts: B samples, padded to T tokens by zeros at their ends.
 
+    It is a pytree, so that jitted functions take it as it is.
+    """
+
+    prompt_tokens: Int[Array, "B P"]
+    """int32; the prompt of each sample, padded by zeros in front."""
+    prompt_mask: Bool[Array, "B P"]
+    """Whether there is a token of the prompt."""
     tokens: Int[Array, "B T"]
     """int32; with the EOS or stop token that ended a sample."""
     logprobs: Float[Array, "B T"]
     """float32; of each token, as the engine's `logprobs_mode` says."""
-    log_kept_masses: Float[Array, "B T"]
-    """float32; what `SamplingParams.log_kept_mass` asks for, else zeros."""
+    log_kept_masses: Float[Array, "B T"] | None
+    """float32; what `SamplingParams.log_kept_mass` asks for, zeros for samples that do not; None if none does."""
     mask: Bool[Array, "B T"]
     """Whether there is a token."""
+    is_truncated: Bool[Array, " B"]
+    """Whether a sample had no end of its own: it ended by its length, an abort or an error."""
     versions: Int[Array, "B T"]
     """int32; the version of the weights that drew each token."""
     prompt_indices: Int[Array, " B"]
@@ -52,8 +78,12 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
     shape = len(samples), max((request.max_tokens for request in requests), default=0)
     tokens, versions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     logprobs, log_masses, mask = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, bool)
+    prompt_shape = len(samples), max((request.prompt_len for request in requests), default=0)
+    prompts, prompt_mask = np.zeros(prompt_shape, np.int32), np.zeros(prompt_shape, bool)
     for row, (_, sample) in enumerate(samples):
         count = sample.num_output_tokens
+        prompts[row, prompt_shape[1] - sample.request.prompt_len :] = sample.request.prompt_token_ids
+        prompt_mask[row, prompt_shape[1] - sample.request.prompt_len :] = True
         tokens[row, :count] = _output_tokens(sample)
         logprobs[row, :count] = np.frombuffer(sample.token_logprobs or b"", np.float32)[:count]
         if sample.token_log_masses is not None:
@@ -61,25 +91,29 @@ def generation_arrays(requests: Sequence[Request]) -> GenerationArrays:
         mask[row, :count] = True
         for start, version in sample.weight_versions:
             versions[row, start:count] = version
+    has_masses = any(sample.token_log_masses is not None for _, sample in samples)
     return GenerationArrays(
-        tokens=jnp.asarray(tokens),
-        logprobs=jnp.asarray(logprobs),
-        log_kept_masses=jnp.asarray(log_masses),
-        mask=jnp.asarray(mask),
-        versions=jnp.asarray(versions),
-        prompt_indices=jnp.array([index for index, _ in samples], jnp.int32),
+        prompt_tokens=_on_device(prompts),
+        prompt_mask=_on_device(prompt_mask),
+        tokens=_on_device(tokens),
+        logprobs=_on_device(logprobs),
+        log_kept_masses=_on_device(log_masses) if has_masses else None,
+        mask=_on_device(mask),
+        is_truncated=_on_device(np.array([sample.state.finish_reason != "stop" for _, sample in samples], bool)),
+        versions=_on_device(versions),
+        prompt_indices=_on_device(np.array([index for index, _ in samples], np.int32)),
         errors=tuple(sample.request.error for _, sample in samples),
     )
 
 
 def scores_of_prompts(requests: Sequence[Request]) -> Float[Array, "B N1"]:
-    """Return the logprob of each token but the first of the requests' prompts, float32, padded by zeros."""
-    _check_all_went_well("logprobs", requests)
-    rows = [np.frombuffer(request.prompt_scores or b"", np.float32) for request in requests]
+    """Return the logprob of each token but the first of requests of the form SCORES, float32, padded by zeros."""
+    _raise_if_failed("logprobs", requests)
+    rows = [_scores(request) for request in requests]
     scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
     for row, values in zip(scores, rows, strict=True):
         row[: len(values)] = values
-    return jnp.asarray(scores)
+    return _on_device(scores)
 
 
 @dataclass(frozen=True)
@@ -101,14 +135,14 @@ def compare(
     requests: Sequence[Request], trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]]
 ) -> LogprobComparison:
     """Compare the logprobs of the requests' samples with a trainer's; see `Engine.compare_logprobs`."""
-    _check_all_went_well("compare_logprobs", requests)
+    _raise_if_failed("compare_logprobs", requests)
     samples = [sample for request in requests for sample in request.sequences]
     if not samples:
         raise refusal("prompts", "none", "at least one")
     ids = np.zeros((len(samples), max(len(sample.token_ids) for sample in samples)), np.int32)
     for row, sample in zip(ids, samples, strict=True):
         row[: len(sample.token_ids)] = sample.token_ids
-    theirs = np.asarray(trainer_fn(jnp.asarray(ids)), np.float32)
+    theirs = _from_device(trainer_fn(_on_device(ids)))
     if theirs.shape != (wanted := (ids.shape[0], ids.shape[1] - 1)):
         raise refusal("trainer_fn", f"the shape {theirs.shape} for ids {ids.shape}", f"{wanted}")
     differences = np.concatenate([_differences(sample, row) for sample, row in zip(samples, theirs, strict=True)])
@@ -122,7 +156,7 @@ def compare(
     )
 
 
-def _check_all_went_well(call: str, requests: Sequence[Request]) -> None:
+def _raise_if_failed(call: str, requests: Sequence[Request]) -> None:
     """Raise JpagedError for a request that has failed."""
     for index, request in enumerate(requests):
         if request.error is not None:
@@ -137,3 +171,20 @@ def _differences(sample: SampleSequence, theirs: np.ndarray) -> np.ndarray:
 
 def _output_tokens(sample: SampleSequence) -> np.ndarray:
     return np.frombuffer(sample.token_ids, np.int32)[sample.request.prompt_len :]
+
+
+def _scores(request: Request) -> np.ndarray:
+    """Return the logprob of each token but the first of a request of the form SCORES; its output is the last one."""
+    last = request.sequences[0].token_logprobs if request.given_token is not None else None
+    return np.frombuffer(bytes(request.prompt_scores or b"") + bytes(last or b""), np.float32)
+
+
+def _on_device(array: np.ndarray) -> jax.Array:
+    """Return an array of JAX, also where a trainer guards its own code against transfers."""
+    with jax.transfer_guard("allow"):
+        return jnp.asarray(array)
+
+
+def _from_device(array: Any) -> np.ndarray:
+    with jax.transfer_guard("allow"):
+        return np.asarray(array, np.float32)

@@ -11,8 +11,8 @@ import jax
 from ..checks import check, integer, one_of, refusal, shown
 from ..errors import ConfigError
 from ..models.io.loading import Weights
-from ..request_builder import RequestBuilder
 from ..startup.build_engine import EngineComponents
+from .weight_updates import WeightVersions
 
 logger = logging.getLogger("jpaged")
 
@@ -24,62 +24,55 @@ WEIGHTS, KV_CACHE = TAGS = "weights", "kv_cache"
 
 
 class Sleep:
-    """What of an engine's memory is given away at present."""
+    """Frees the pages and the weights of an engine, and brings them back."""
 
-    def __init__(self, parts: EngineComponents, builder: RequestBuilder):
-        """`builder` knows how often the weights were updated."""
-        self.runner, self.device, self.builder = parts.runner, parts.device, builder
+    def __init__(self, parts: EngineComponents, versions: WeightVersions):
+        self.runner, self.device, self.versions = parts.runner, parts.device, versions
         self.reload: Callable[[], Weights] | None = parts.reload_weights
-        self.away: set[str] = set()
-        """Those of TAGS that the engine is without."""
-        self._are_on_host = False
+
+    @property
+    def missing(self) -> list[str]:
+        """Return which of TAGS the engine cannot compute without and does not have at present."""
+        has = {WEIGHTS: self.runner.store.is_ready, KV_CACHE: self.runner.has_state}
+        return [tag for tag in TAGS if not has[tag]]
 
     def check(self, level: Any, mode: Any) -> None:
-        """Refuse a level or a mode that there is not, and an engine that sleeps; ConfigError."""
+        """Raise ConfigError for a level or a mode that does not exist, and for an engine that sleeps."""
         check("level", level, integer(1, 2), error=ConfigError)
         check("mode", mode, one_of(*MODES), error=ConfigError)
-        if self.away:
+        if self.missing:
             raise refusal("sleep", "an engine that sleeps", "one that is awake", "wake_up() first", error=ConfigError)
 
     def begin(self, level: int) -> None:
         """Free the pages, and the weights as the level says. No request may have pages, no step be in flight."""
         self.runner.drop_state()
-        self.away = {KV_CACHE}
         if level == 2:
             self.runner.store.drop()
-            self.away.add(WEIGHTS)
         elif self.device.platform == "cpu":
             logger.warning("sleep: the weights stay where they are: a CPU has no other memory for them")
         else:
-            self.away.add(WEIGHTS)
-            self._are_on_host = True
             with jax.transfer_guard("allow"):
                 self.runner.store.move("pinned_host")
 
     def end(self, tags: Any) -> None:
-        """Bring back what `tags` name, None for all. Raises ConfigError where weights can come from nowhere."""
-        tags = TAGS if tags is None else tags
-        if isinstance(tags, str) or not isinstance(tags, Collection) or not set(tags) <= set(TAGS):
-            raise refusal("tags", shown(tags), f"None, or a list of {', '.join(TAGS)}", error=ConfigError)
-        if WEIGHTS in tags and WEIGHTS in self.away:
-            self._bring_weights_back()
-            self.note_weights()
-        if KV_CACHE in tags and KV_CACHE in self.away:
+        """Bring back what `tags` name, None for all. Weights that come from no checkpoint stay away if `tags` name
+        them, and are a ConfigError if not."""
+        wanted = TAGS if tags is None else tags
+        if isinstance(wanted, str) or not isinstance(wanted, Collection) or not set(wanted) <= set(TAGS):
+            raise refusal("tags", shown(wanted), f"None, or a list of {', '.join(TAGS)}", error=ConfigError)
+        if WEIGHTS in wanted and WEIGHTS in self.missing and not self._bring_weights_back() and tags is None:
+            allowed = "an engine with the weights of its checkpoint"
+            got = "an engine that was given its weights, and has lost them"
+            raise refusal("wake_up", got, allowed, "update_params() refills them", error=ConfigError)
+        if KV_CACHE in wanted and KV_CACHE in self.missing:
             self.runner.reset()
-            self.away.discard(KV_CACHE)
 
-    def note_weights(self) -> None:
-        """Note that the weights are there again."""
-        self._are_on_host = False
-        self.away.discard(WEIGHTS)
-
-    def _bring_weights_back(self) -> None:
+    def _bring_weights_back(self) -> bool:
+        """Move the weights back to the device, or read them again; return whether there are any."""
+        store = self.runner.store
         with jax.transfer_guard("allow"):
-            if self._are_on_host:
-                self.runner.store.move(None)
-            elif self.reload is not None and not self.builder.num_weight_updates:
-                self.runner.store.put(self.reload())
-            else:
-                allowed = "an engine with the weights of its checkpoint"
-                got = "an engine that was given its weights, and has lost them"
-                raise refusal("wake_up", got, allowed, "update_params() refills them", error=ConfigError)
+            if store.leaves:
+                store.move(None)
+            elif self.reload is not None and not self.versions.num_updates:
+                store.put(self.reload())
+        return store.is_ready

@@ -1,4 +1,4 @@
-"""Replaces an engine's weights by a trainer's, and tells requests and cached prefixes which weights they belong to."""
+"""Which weights the requests and the cached prefixes of an engine belong to, from one update to the next."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from ..checks import boolean, check, integer, one_of, or_none
 from ..errors import ConfigError
-from ..models.live.live_weights import CheckedWeights
-from ..request import Request
-from ..request_builder import RequestBuilder
-from ..startup.build_engine import EngineComponents
+from ..request import CacheKey, Request
+from ..scheduling.scheduler import Scheduler
 
 MAX_VERSION = (1 << 31) - 1
 """Versions stand in arrays of int32."""
@@ -20,49 +18,50 @@ keep: they go on with the pages they have. recompute: they keep their tokens, an
 they end."""
 
 
-class WeightUpdates:
-    """The versions of one engine's weights."""
+class WeightVersions:
+    """The present version of the weights, and how requests and prefixes are told of a new one."""
 
-    def __init__(self, parts: EngineComponents, builder: RequestBuilder):
-        """`builder` makes the requests of the engine."""
-        self.live, self.runner, self.scheduler, self.builder = parts.live, parts.runner, parts.core.scheduler, builder
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.version = 0
+        """As outputs name it."""
+        self.num_updates = 0
+        """Keeps pages of different weights apart also where versions repeat."""
 
-    @property
-    def version(self) -> int:
-        """Return the version of the present weights."""
-        return self.builder.weights_version
-
-    def check(self, params: Any, version: Any, in_flight: Any, copy: Any) -> tuple[CheckedWeights, int]:
-        """Return the tree and the version to go to. Raises ModelLoadError for a tree that does not fit, ConfigError."""
+    def check_options(self, version: Any, in_flight: Any, copy: Any) -> int:
+        """Return the version that an update goes to; raise ConfigError for an option that there is not."""
         check("in_flight", in_flight, one_of(*IN_FLIGHT), error=ConfigError)
         check("version", version, or_none(integer(-MAX_VERSION - 1, MAX_VERSION)), error=ConfigError)
         check("copy", copy, boolean, error=ConfigError)
-        return self.live.check(params), self.version + 1 if version is None else int(version)
+        return self.version + 1 if version is None else int(version)
+
+    def key(self, key: CacheKey) -> CacheKey:
+        """Return the key of pages that the present weights compute."""
+        return replace(key, weights_version=self.num_updates)
 
     def tag(self, request: Request) -> None:
-        """Note that a request that comes belongs to the present weights."""
+        """Note that a request which comes belongs to the present weights."""
         request.weights_version = self.version
-        request.cache_key = replace(request.cache_key, weights_version=self.builder.num_weight_updates)
         for sequence in request.sequences:
             sequence.weight_versions = [(0, self.version)]
-            self.scheduler.prefixes.forget_hashes(sequence)
+        self._renew_key(request)
 
-    def apply(self, checked: CheckedWeights, version: int, *, copy: bool) -> None:
-        """Replace the weights; no step may be in flight. If this fails, the engine is without weights.
+    def advance(self, version: int) -> None:
+        """Note that the weights are others from now on. No step may be in flight.
 
         Requests that have pages keep them, but no other request finds them.
         """
-        self.runner.store.update(self.live, checked, self.runner.plan.get, copy=copy)
-        builder = self.builder
-        builder.weights_version = version
-        builder.num_weight_updates += 1
-        self.scheduler.prefixes.renew(builder.num_weight_updates)
-        self.scheduler.mix_pages()
+        self.version = version
+        self.num_updates += 1
+        self.scheduler.note_new_weights(self.num_updates)
         for request in self.scheduler.unfinished:
             self._note_version(request)
-            request.cache_key = replace(request.cache_key, weights_version=builder.num_weight_updates)
-            for sequence in request.live:
-                self.scheduler.prefixes.forget_hashes(sequence)
+            self._renew_key(request)
+
+    def _renew_key(self, request: Request) -> None:
+        request.cache_key = self.key(request.cache_key)
+        for sequence in request.live:
+            self.scheduler.prefixes.forget_hashes(sequence)
 
     def _note_version(self, request: Request) -> None:
         """Note that the next tokens of a request are drawn by the present weights."""

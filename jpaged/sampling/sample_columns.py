@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from enum import IntFlag
 
 import numpy as np
 
@@ -23,27 +24,44 @@ STOP_FIELDS = ("stop_0", "stop_1", "stop_2", "stop_3")
 """Tokens that end the sequence, as many as fit: a dispatch of several tokens stops a row that draws one of them."""
 NO_TOKEN = -1
 SAMPLE_FIELDS = (
-    *STEP_FIELDS, "ruled_slot", "forced_token", "sample_index", "seed_low", "seed_high", *INT_PARAMETERS,
+    *STEP_FIELDS, "ruled_slot", "forced_token", "score", "sample_index", "seed_low", "seed_high", *INT_PARAMETERS,
     *FLOAT_PARAMETERS, *STOP_FIELDS,
 )  # fmt: skip
 """Names of all columns. `ruled_slot` is the state slot if the request has rules, else 0. `forced_token` is 1 + the id
-of a token that is given, to be scored, instead of drawn; else UNSCORED, SCORED or SCORED_WITH_MASS."""
-UNSCORED, SCORED, SCORED_WITH_MASS = 0, -1, -2
-"""Whether the token that a row draws gets a logprob, and whether the mass that truncation leaves is wanted too. Padding
-is all zeros, so it gets none."""
+of a token that is given instead of drawn, else 0; `score` is a `Score`."""
 MAX_INT32 = (1 << 31) - 1
-_PACKED = struct.Struct(f"=iiiII{len(INT_PARAMETERS)}i{len(FLOAT_PARAMETERS)}f{len(STOP_FIELDS)}i")
+_PACKED = struct.Struct(f"=iiiiII{len(INT_PARAMETERS)}i{len(FLOAT_PARAMETERS)}f{len(STOP_FIELDS)}i")
+
+
+class Score(IntFlag):
+    """What a row's token gets beside its id, a bit each; padding, all zeros, gets nothing."""
+
+    OWN = 1
+    """Its own logprob and rank."""
+    TOPS = 2
+    """The ids and logprobs of the most likely tokens."""
+    MASS = 4
+    """The probability that truncation has left."""
 
 
 def pack_columns(
-    params: SamplingParams, *, seq_slot: int, sample_index: int, seed: int, stop_ids: Iterable[int]
+    params: SamplingParams,
+    *,
+    seq_slot: int,
+    sample_index: int,
+    seed: int,
+    stop_ids: Iterable[int],
+    given_token: int | None = None,
 ) -> np.ndarray:
-    """Return the columns of a sequence behind STEP_FIELDS, int32; `seed` has 64 bits."""
+    """Return the columns of a sequence behind STEP_FIELDS, int32.
+
+    `seed` has 64 bits. `given_token` is the token that the sequence gets instead of drawing one.
+    """
     stops = sorted(stop_ids)[: len(STOP_FIELDS)]
-    scored = SCORED_WITH_MASS if params.log_kept_mass else SCORED
     packed = _PACKED.pack(
         seq_slot if params.has_rules else 0,
-        UNSCORED if params.logprobs is None else scored,
+        0 if given_token is None else 1 + given_token,
+        score_of(params.logprobs, wants_mass=params.log_kept_mass),
         sample_index,
         seed & 0xFFFFFFFF,
         seed >> 32,
@@ -53,3 +71,10 @@ def pack_columns(
         *[NO_TOKEN] * (len(STOP_FIELDS) - len(stops)),
     )
     return np.frombuffer(packed, np.int32)
+
+
+def score_of(logprobs: int | None, *, wants_mass: bool = False) -> Score:
+    """Return what rows get for a parameter such as `logprobs`: None, or a number of most likely tokens."""
+    if logprobs is None:
+        return Score(0)
+    return Score.OWN | (Score.TOPS if logprobs else Score(0)) | (Score.MASS if wants_mass else Score(0))

@@ -16,15 +16,15 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from .drawing import draw_tokens, num_draw_levels
 from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
-from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, SCORED_WITH_MASS, UNSCORED
+from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, Score
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
+from .token_scores import TokenScores, token_scores
 from .top_blocks import BLOCK, BlockRows, Group, block_rows
 from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, truncate
 
@@ -64,8 +64,9 @@ class SamplingRows:
     ruled_slot: Int[Array, " R"]
     """The row's state slot if its request has logit rules, else 0."""
     forced_token: Int[Array, " R"]
-    """In modes SCORED and FULL: 1 + the id of a given token, which is scored instead of drawing one; or the columns'
-    SCORED or UNSCORED, which say whether the drawn token is scored."""
+    """In modes SCORED and FULL: 1 + the id of a token that is given instead of drawn; else 0."""
+    score: Int[Array, " R"]
+    """In modes SCORED and FULL: the `Score` of each row, what its token gets beside its id."""
     top_k: Int[Array, " R"]
     temperature: Float[Array, " R"]
     top_p: Float[Array, " R"]
@@ -95,45 +96,6 @@ class SamplingRows:
         is_greedy = self.is_greedy
         min_p, top_k = jnp.where(is_greedy, 0.0, self.min_p), jnp.where(is_greedy, 0, self.top_k)
         return TruncationLimits(min_p, top_k, jnp.where(is_greedy, 1.0, self.top_p))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TokenScores:
-    """The logprob and rank of one token per row, and the logprobs of the most likely tokens, or of all of them."""
-
-    logprobs: Float[Array, " R"]
-    ranks: Int[Array, " R"]
-    """1 for the most likely token."""
-    top_token_ids: Int[Array, "R k"] | None = None
-    """The k most likely tokens, most likely first."""
-    top_logprobs: Float[Array, "R k"] | None = None
-    all_logprobs: Float[Array, "R V"] | None = None
-    """Instead of the two above, where requests may ask for the whole vocabulary."""
-    log_kept_masses: Float[Array, " R"] | None = None
-    """The logarithm of the probability that truncation left, 0 for rows that do not ask for it; in mode FULL alone."""
-
-    def top(self, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and logprobs of the `count` most likely tokens of a row, most likely first; −1 asks for all.
-
-        Runs on the host, once the scores have been copied there.
-        """
-        if self.all_logprobs is None and self.top_token_ids is None:
-            assert count == 0, "no other tokens were scored"
-            return np.empty(0, np.int32), np.empty(0, np.float32)
-        if self.all_logprobs is None:
-            assert self.top_token_ids is not None
-            assert self.top_logprobs is not None
-            return np.asarray(self.top_token_ids[row, :count]), np.asarray(self.top_logprobs[row, :count])
-        logprobs = np.asarray(self.all_logprobs[row])
-        if 0 <= count < len(logprobs):
-            # Tokens that tie with the last one are candidates too: the lower id goes first.
-            lowest = np.partition(logprobs, -count)[-count] if count else np.inf
-            ids = np.flatnonzero(logprobs >= lowest)
-        else:
-            ids = np.arange(len(logprobs))
-        ids = ids[np.argsort(-logprobs[ids], kind="stable")][: count if count >= 0 else None]
-        return ids, logprobs[ids]
 
 
 @jax.tree_util.register_dataclass
@@ -210,7 +172,7 @@ def sample(
 
     shapes = jax.eval_shape(lambda: sampler.scores(slice(None), token_ids))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    scores = _for_groups(rows.forced_token != UNSCORED, kinds, score, no_scores, settings.is_static)
+    scores = _for_groups(rows.score > 0, kinds, score, no_scores, settings.is_static)
     return SampledRows(
         token_ids, is_finite, replace(scores, log_kept_masses=log_masses if sampler.has_masses else None)
     )
@@ -266,7 +228,7 @@ class _Sampler:
         """Return a token for each row of a group, the likeliest where none is drawn, whether the row is finite, and the
         logarithm of the probability that truncation has left, where a row asks for it."""
         params, greedy = self.rows.at(group), _first_maximum(logits, self.vocab_size)
-        is_asked = (params.forced_token == SCORED_WITH_MASS) & is_drawn
+        is_asked = (params.score & Score.MASS > 0) & is_drawn
         no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
         def drawn() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
@@ -294,15 +256,16 @@ class _Sampler:
     def scores(self, group: Group, token_ids: Int[Array, " r"]) -> TokenScores:
         """Score a token of each row of a group."""
         params, sizes = self.rows.at(group), (self.settings.max_logprobs, self.vocab_size)
+        wants_tops = None if self.settings.is_static else jnp.any(params.score & Score.TOPS > 0)
         if self.settings.logprobs_mode == "processed_logprobs":
             ones = jnp.ones_like(params.temperature)
             return self.with_rules(
-                group, lambda logits: token_scores(self._processed(logits, group), token_ids, ones, *sizes)
+                group, lambda logits: token_scores(self._processed(logits, group), token_ids, ones, wants_tops, *sizes)
             )
         # The row of a given token has a temperature only if that token's logprob is to be tempered.
         is_tempered = (params.forced_token > 0) | (self.settings.logprobs_mode == "tempered_logprobs")
         temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
-        return token_scores(self.logits._replace(group=group), token_ids, temperature, *sizes)
+        return token_scores(self.logits._replace(group=group), token_ids, temperature, wants_tops, *sizes)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]
@@ -363,56 +326,6 @@ def _for_groups(
         return body(lax.dynamic_slice_in_dim(order, index * size, size), x)
 
     return lax.fori_loop(0, num_groups, next_group, state)
-
-
-def token_scores(
-    rows: BlockRows,
-    token_ids: Int[Array, " r"],
-    temperature: Float[Array, " r"],
-    max_logprobs: int,
-    vocab_size: int,
-) -> TokenScores:
-    """Score one token per row by log-softmax of logits ÷ temperature, with the `max_logprobs` most likely ones; −1:
-    with all.
-
-    The row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
-    """
-    token_logit = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
-    row_max, scale = rows.row_max[:, None], 1.0 / temperature[:, None]
-    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], token_logit, row_max, scale)
-
-    def logprobs(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
-        return (logits - row_max) * scale - log_total
-
-    own_logprobs = logprobs(token_logit)[:, 0]
-    if max_logprobs < 0:
-        return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(rows.values[:, :vocab_size]))
-    if max_logprobs == 0:
-        return TokenScores(own_logprobs, ranks)
-    top, top_ids = rows.top_k(min(max_logprobs, vocab_size))
-    return TokenScores(own_logprobs, ranks, top_ids, logprobs(top))
-
-
-def _ranks_and_log_totals(
-    blocks: Float[Array, "R b B"],
-    token_logit: Float[Array, "R 1"],
-    row_max: Float[Array, "R 1"],
-    scale: Float[Array, "R 1"],
-) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
-    """Return the rank of each row's own token, 1 for the largest, and the logarithm of the sum of exponentials.
-
-    The exponentials are those of the logits minus `row_max`, times `scale`. Both results come from one reduction of
-    blocks and one over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running
-    sum over a vocabulary would be off by 1e-6.
-    """
-    operands = (
-        (blocks > token_logit[:, :, None]).astype(jnp.int32),
-        jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]),
-    )
-    counts, totals = lax.reduce(
-        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
-    )
-    return 1 + jnp.sum(counts, axis=1), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
 
 
 def _first_maximum(rows: BlockRows, vocab_size: int) -> Int[Array, " r"]:

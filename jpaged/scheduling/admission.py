@@ -121,7 +121,7 @@ class Admission:
         self.holds_newcomers = False
         for request in self._held:
             self.waiting.push(request)
-        self._held = {}
+        self._held.clear()
 
     # The steps
 

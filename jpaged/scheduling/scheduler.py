@@ -55,6 +55,18 @@ class Scheduler(Lifecycle):
             "requests_swapped": len(self.swapped),
         }
 
+    def note_new_weights(self, num_updates: int) -> None:
+        """Let what comes be computed by other weights, the `num_updates`th after the first; no step may be in flight.
+
+        Requests that have pages keep them. Others score their prompts anew. No cached prefix is found any more, and
+        pins are for prefixes that the new weights compute.
+        """
+        self.prefixes.renew(num_updates)
+        self.mix_pages()
+        for request in self.unfinished:
+            if not request.has_mixed_pages:
+                request.num_scored = 0
+
     # The step
 
     def schedule(self) -> SchedulerOutput:

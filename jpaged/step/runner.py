@@ -86,6 +86,8 @@ class Runner:
         self.state: DeviceState
         self.rules: LogitRulesState
         self.state, self.rules = plan.get(ALLOCATE_KEY)()
+        self.has_state = True
+        """Whether there is a device state, so that steps can run."""
         self.plan = plan
         self.buckets = buckets
         cache = self.state.cache
@@ -151,6 +153,7 @@ class Runner:
         """Make a new device state and drop the host pages: a step that failed may have destroyed the old state."""
         self.drop_state()
         self.state, self.rules = self.plan.get(ALLOCATE_KEY)()
+        self.has_state = True
 
     def close(self) -> None:
         """Free the pages on the device and the host, the rest of the device state, and the weights."""
@@ -263,6 +266,7 @@ class Runner:
 
     def drop_state(self) -> None:
         """Free everything but the weights; `reset` makes it anew. Further calls do nothing."""
+        self.has_state = False
         self._staged.clear()
         self._host_pages.clear()
         _delete((self.state, self.rules))

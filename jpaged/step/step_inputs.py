@@ -23,11 +23,11 @@ from ..kv_cache.page_store import PageMove
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, PlanRows
 from ..request import Request, SampleSequence
 from ..sampling.logit_rules_spec import LogitRulesSpec
-from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns
+from ..sampling.sample_columns import SAMPLE_FIELDS, STEP_FIELDS, pack_columns, score_of
 from ..sampling.sampling_params import MODES, SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
-from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SLOT, TEMPERATURE, TOKEN, TOP_P, StepLayout
+from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SCORE, SLOT, TEMPERATURE, TOKEN, TOP_P, StepLayout
 from .step_sizes import StepSizes
 
 KEEP_ALL = int(np.float32(1.0).view(np.int32))
@@ -268,7 +268,12 @@ class StepInputBuilder:
         self.prompt_lens[slot] = request.prompt_len
         self.modes[slot] = MODES.index(sample_mode(request.params))
         self.sample_rows[:, slot] = pack_columns(
-            request.params, seq_slot=slot, sample_index=sequence.index, seed=request.seed, stop_ids=sequence.stop_ids
+            request.params,
+            seq_slot=slot,
+            sample_index=sequence.index,
+            seed=request.seed,
+            stop_ids=sequence.stop_ids,
+            given_token=request.given_token,
         )
 
     def _rules_row(self, sequence: SampleSequence) -> np.ndarray:
@@ -378,6 +383,7 @@ class StepInputBuilder:
         scored: list[tuple[Request, range]] = []
         tokens: list[int] = []
         forced: list[int] = []
+        scores: list[int] = []
         temperatures: list[float] = []
         for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
             if not (positions := chunk.scored):
@@ -386,6 +392,7 @@ class StepInputBuilder:
             tokens.extend(range(first, first + len(positions)))
             forced.extend(chunk.sequence.token_ids[positions.start + 1 : positions.stop + 1])
             request = chunk.sequence.request
+            scores.extend([score_of(request.params.prompt_logprobs)] * len(positions))
             temperatures.extend([request.params.temperature if request.tempers_scores else 0.0] * len(positions))
             scored.append((request, positions))
         pieces = []
@@ -393,6 +400,7 @@ class StepInputBuilder:
             piece, num_rows = np.zeros((len(SAMPLE_FIELDS), size), np.int32), min(size, len(tokens) - start)
             piece[TOKEN, :num_rows] = tokens[start : start + size]
             piece[FORCED_TOKEN, :num_rows] = np.add(forced[start : start + size], 1)
+            piece[SCORE, :num_rows] = scores[start : start + size]
             piece[TEMPERATURE, :num_rows] = np.array(temperatures[start : start + size], np.float32).view(np.int32)
             piece[TOP_P, :num_rows] = KEEP_ALL
             pieces.append(piece)

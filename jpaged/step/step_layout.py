@@ -31,8 +31,8 @@ from typing import Any
 
 from ..sampling.sample_columns import SAMPLE_FIELDS
 
-TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, TEMPERATURE, TOP_P = map(
-    SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "temperature", "top_p")
+TOKEN, SLOT, OUTPUT_INDEX, FORCED_TOKEN, SCORE, TEMPERATURE, TOP_P = map(
+    SAMPLE_FIELDS.index, ("token", "slot", "output_index", "forced_token", "score", "temperature", "top_p")
 )
 CHANGE_FIELDS = ("group", "slot", "index", "page")
 """A page-table change: entry `index` of the table of state slot `slot` in page-table group `group` becomes `page`."""

@@ -31,8 +31,11 @@ class WeightStore:
         self._placement = [leaf.sharding for leaf in jax.tree.leaves(weights.state)]
         self._borrowed: set[Path] = set()
         """Weights that are a caller's arrays."""
+        self._is_on_cpu = all(d.platform == "cpu" for one in self._placement for d in one.device_set)
         self._is_reusable = False
         """Whether new weights can be made in the memory of these."""
+        self.is_ready = False
+        """Whether all weights are where programs take them from."""
         self.leaves: tuple[jax.Array, ...] = ()
         """All weights in order; empty while there are none."""
         self.logits_leaves: tuple[jax.Array, ...] = ()
@@ -47,7 +50,7 @@ class WeightStore:
 
     def put(self, weights: Weights) -> None:
         """Take weights of the same shapes, where there are none."""
-        self._is_reusable = False  # On a CPU they lie in the memory that files were read into.
+        self._is_reusable = not self._is_on_cpu  # There they may lie in the memory that files were read into.
         self._take(jax.tree.leaves(weights.state))
 
     def update(
@@ -60,13 +63,14 @@ class WeightStore:
         """
         old, borrowed = dict(zip(self._paths, self.leaves, strict=bool(self.leaves))), self._borrowed
         is_reusable, given = self._is_reusable, set().union(*map(_buffers, checked[0].arrays.values()))
+        self.is_ready = False
         self.leaves = self.logits_leaves = ()
         self._borrowed = set()
 
         def take(path: Path) -> jax.Array | None:
             leaf = old.pop(path, None)
-            if leaf is None or path in borrowed or given & _buffers(leaf):
-                return None  # It is the caller's, who may also have given weights of this engine back.
+            if leaf is None or leaf.is_deleted() or path in borrowed or given & _buffers(leaf):
+                return None  # It may be the caller's, who may also have given weights of this engine back.
             if is_reusable:
                 return leaf
             leaf.delete()
@@ -91,7 +95,7 @@ class WeightStore:
 
         If this fails, each weight is in one of the two, and another call goes on.
         """
-        self._is_reusable = False
+        self._is_reusable, self.is_ready = not self._is_on_cpu, False
         for index, (path, placement) in enumerate(zip(self._paths, self._placement, strict=True)):
             leaf, target = self.leaves[index], placement.with_memory_kind(memory_kind) if memory_kind else placement
             if leaf.sharding.memory_kind == target.memory_kind:
@@ -102,9 +106,11 @@ class WeightStore:
                 leaf.delete()
             self._borrowed.discard(path)
         self._take(self.leaves)
+        self.is_ready = memory_kind is None
 
     def drop(self) -> None:
         """Free the memory of the weights. Further calls do nothing."""
+        self.is_ready = False
         for path, leaf in zip(self._paths, self.leaves, strict=bool(self.leaves)):
             if path not in self._borrowed and not leaf.is_deleted():
                 leaf.delete()
@@ -114,6 +120,7 @@ class WeightStore:
     def _take(self, leaves: Iterable[jax.Array]) -> None:
         self.leaves = tuple(leaves)
         self.logits_leaves = tuple(self.weights.split_logits()[0])
+        self.is_ready = True
 
 
 def _buffers(array: Any) -> set[int]:

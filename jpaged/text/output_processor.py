@@ -74,7 +74,7 @@ class OutputProcessor:
                 min_tokens=params.min_tokens,
             )
         sequence.output = SequenceOutput(detokenizer)
-        has_entries = params.logprobs is not None and not sequence.request.wants_arrays
+        has_entries = params.logprobs is not None and not sequence.request.has_numbers
         sequence.needs_every_token = detokenizer is not None or has_entries
         sequence.stop_ids = NO_IDS if params.ignore_eos else self.eos_token_ids
         if params.stop_token_ids:
@@ -112,7 +112,7 @@ class OutputProcessor:
         its text.
         """
         params, token_id, output = sequence.request.params, sequence.token_ids[-1], _output_of(sequence)
-        if params.logprobs is not None and not sequence.request.wants_arrays:
+        if params.logprobs is not None and not sequence.request.has_numbers:
             assert sampled.scores is not None
             output.logprobs.append(self._entries(token_id, sampled.scores, row, params.logprobs))
             output.cumulative_logprob += float(sampled.scores.logprobs[row])
@@ -129,7 +129,7 @@ class OutputProcessor:
         """Add the logprobs of prompt tokens: `rows` of `scores` belong to the tokens one behind `positions`."""
         assert scores.scores is not None
         assert request.params.prompt_logprobs is not None
-        if request.wants_arrays:
+        if request.has_numbers:
             if request.prompt_scores is None:
                 request.prompt_scores = array("f", bytes(4 * (request.prompt_len - 1)))
             values = scores.scores.logprobs[rows.start : rows.stop].tolist()
@@ -209,7 +209,7 @@ class OutputProcessor:
         """Return the prompt's logprobs once all are there; of a stream of deltas one output alone has them."""
         if is_delta and request.has_emitted_prompt_logprobs:
             return None
-        if request.wants_arrays or not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
+        if request.has_numbers or not request.needs_prompt_scores or request.num_scored < request.prompt_len - 1:
             return None
         request.has_emitted_prompt_logprobs = True
         request.prompt_logprobs = tuple(request.prompt_logprobs or [None])  # A tuple says that nothing is to come.
@@ -256,7 +256,7 @@ def _completion(sequence: SampleSequence, *, is_delta: bool) -> CompletionOutput
     """Return the output of one sequence: all of it so far, or what is new and now counts as emitted."""
     output, request = _output_of(sequence), sequence.request
     finished = sequence.state.is_finished
-    has_logprobs = request.params.logprobs is not None and not request.wants_arrays
+    has_logprobs = request.params.logprobs is not None and not request.has_numbers
     if output.detokenizer is not None and (piece := output.detokenizer.delta(finished=finished)):
         output.text += piece
     start = output.num_emitted_tokens if is_delta else len(output.token_ids)

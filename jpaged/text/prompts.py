@@ -57,23 +57,24 @@ class PromptEncoder:
         """Return the rows of the output head; an id at or above it would read another token's row."""
         return self.rules_spec.vocab_size
 
-    def encode(self, prompt: Any) -> EncodedPrompt:
+    def encode(self, prompt: Any, *, has_answer: bool = True) -> EncodedPrompt:
         """Encode a text, a list or array of ids, or a mapping with `prompt`, `prompt_token_ids` or `messages`.
 
         A mapping may hold `cache_salt` and `priority` too; `check_priority` says whether the engine's policy takes the
         latter. Raises InvalidRequestError, naming the field, for anything else, for an id outside the vocabulary, for
-        an empty prompt and for one that leaves no room for an answer.
+        an empty prompt and, if it `has_answer`, for one that leaves no room for it.
         """
+        num_room = int(has_answer)
         extras: dict[str, Any] = {}
         if isinstance(prompt, Mapping):
             extras = _extras(prompt)
             key, prompt = _only_form(prompt)
             if key == "messages":
                 text = self._tokenizer_for(key, "messages").render_chat(prompt, template=self.chat_template)
-                return EncodedPrompt(self._tokenize(text, add_special_tokens=False), text, **extras)
+                return EncodedPrompt(self._tokenize(text, num_room, add_special_tokens=False), text, **extras)
         if isinstance(prompt, str):
-            return EncodedPrompt(self._tokenize(prompt, add_special_tokens=True), prompt, **extras)
-        return EncodedPrompt(self._ids(prompt), None, **extras)
+            return EncodedPrompt(self._tokenize(prompt, num_room, add_special_tokens=True), prompt, **extras)
+        return EncodedPrompt(self._ids(prompt, num_room), None, **extras)
 
     def check_params(
         self, params: SamplingParams | BeamSearchParams, *, max_logprobs: int, max_num_seqs: int | None
@@ -156,21 +157,21 @@ class PromptEncoder:
             raise refusal(name, got, f"{allowed}, since the engine has no tokenizer", f"give that, or {way_out}")
         return self.tokenizer
 
-    def _tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _tokenize(self, text: str, num_room: int, *, add_special_tokens: bool) -> list[int]:
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         token_ids = self._tokenizer_for("prompt", "a text").encode(text, add_special_tokens=add_special_tokens)
-        self._check_len(len(token_ids))
+        self._check_len(len(token_ids), num_room)
         self._check_id(max(token_ids), "prompt")
         return token_ids
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _ids(self, prompt: Any, num_room: int) -> list[int]:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not isinstance(ids, list | tuple):
             allowed = f"a string, a list of token ids, or a mapping with one of {', '.join(PROMPT_KEYS)}"
             raise refusal("prompt", shown(prompt), allowed)
-        self._check_len(len(ids))
+        self._check_len(len(ids), num_room)
         # All at once: checked one by one, the ids of a long prompt would take as long as a step.
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
             return list(ids)
@@ -184,12 +185,13 @@ class PromptEncoder:
         if not 0 <= token_id < self.vocab_size:
             raise refusal(name, f"token id {shown(token_id)}, out of vocabulary", f"0 to {self.vocab_size - 1}")
 
-    def _check_len(self, num_tokens: int) -> None:
+    def _check_len(self, num_tokens: int, num_room: int) -> None:
         if not num_tokens:
             raise refusal("prompt", "no token", "at least one, since a prompt cannot be empty", "give some text")
-        if num_tokens >= self.max_model_len:
-            reason = f"the maximum context length is {self.max_model_len} tokens and an answer needs at least one"
-            allowed = f"at most {self.max_model_len - 1}, since {reason}"
+        if num_tokens > (limit := self.max_model_len - num_room):
+            reason = f"the maximum context length is {self.max_model_len} tokens"
+            reason += " and an answer needs at least one" if num_room else ""
+            allowed = f"at most {limit}, since {reason}"
             raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise max_model_len")
         if self.max_waiting_tokens is not None and num_tokens > self.max_waiting_tokens:
             allowed = f"at most waiting_tokens among the limits, {self.max_waiting_tokens}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -69,14 +69,20 @@ def open_checkpoint(
 
 
 def _model_tree(checkpoint: Checkpoint, model: type[Decoder]) -> Checkpoint:
-    """Return the subtree that holds the model's tensors, such as `params` of a whole training state.
+    """Return the subtree that holds the model's tensors, or the checkpoint itself; see `model_prefix`."""
+    prefix = model_prefix(checkpoint.names(), model)
+    return Subtree(checkpoint, prefix) if prefix else checkpoint
 
-    An optimizer may hold subtrees of the same names, so the highest one is taken. A tree without one, or with two on
-    one level, is returned as it is.
+
+def model_prefix(names: Collection[str], model: type[Decoder]) -> str:
+    """Return what stands before the names of the model's tensors in a tree: `params.` in a whole training state.
+
+    An optimizer may hold subtrees of the same names, so the highest one is taken. Nothing stands there in a tree
+    without one, or with two on one level.
     """
-    names, embedding = checkpoint.names(), f"{model.tensor_names['embed']}.weight"
+    embedding = f"{model.tensor_names['embed']}.weight"
     if model.naming(names)(embedding) in names:
-        return checkpoint
+        return ""
     ends = [base + embedding.removeprefix(model.base) for base in (*model.other_bases, model.base)]
     prefixes = [
         name.removesuffix(end)
@@ -86,8 +92,8 @@ def _model_tree(checkpoint: Checkpoint, model: type[Decoder]) -> Checkpoint:
     level = min((prefix.count(".") for prefix in prefixes), default=0)
     match [prefix for prefix in prefixes if prefix.count(".") == level]:
         case [prefix]:
-            return Subtree(checkpoint, prefix)
-    return checkpoint
+            return prefix
+    return ""
 
 
 def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:

@@ -77,14 +77,14 @@ def flat_leaves(tree: Any, path: Path = Path("params"), prefix: str = "", depth:
         if isinstance(value, Mapping | list | tuple):
             yield from flat_leaves(value, path, f"{name}.", depth + 1)
         else:
-            yield name, value[...] if isinstance(value, nnx.Variable) else value
+            yield name, value.get_value() if isinstance(value, nnx.Variable) else value
 
 
 def _checked(name: str, leaf: Any, path: Path) -> np.ndarray | jax.Array:
     if not isinstance(leaf, np.ndarray | jax.Array):
         raise ModelLoadError(f"{path}: {name} is a {type(leaf).__name__}, wanted an array of numpy or JAX")
-    if leaf.dtype.name not in DTYPES:
-        raise ModelLoadError(f"{path}: {name} is {leaf.dtype.name}, wanted one of {', '.join(DTYPES)}: cast it")
+    if leaf.dtype.name not in DTYPES or not leaf.dtype.isnative:
+        raise ModelLoadError(f"{path}: {name} is {leaf.dtype}, wanted one of {', '.join(DTYPES)}: cast it")
     if isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable):
         fault = "was deleted or donated" if leaf.is_deleted() else "lies in part on devices of other processes"
         raise ModelLoadError(f"{path}: {name} {fault}, wanted an array that this process can read")

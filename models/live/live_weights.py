@@ -25,7 +25,9 @@ from ...sharding import replicated
 from ..families.table import model_class
 from ..io.checkpoint import DTYPES
 from ..io.loading import Weights
+from ..io.open_checkpoint import model_prefix
 from ..io.recipe import Path, Piece, make_recipes
+from ..own_model import with_value
 from .tree import CheckedTree, TreeLayout, WantedTree, check_tree, named_arrays
 
 Key = Hashable
@@ -101,7 +103,7 @@ class LiveWeights:
 
         Raises ModelLoadError, which lists every fault.
         """
-        arrays = named_arrays(tree)
+        arrays = self._own_part(named_arrays(tree))
         # Of two layouts that a tree fits equally, or not at all, the names of checkpoints are those that errors tell.
         layouts = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread = self._unread(arrays)
@@ -109,6 +111,13 @@ class LiveWeights:
         best = max(wanted, key=lambda one: sum(name in arrays for name in one.shapes))
         origins = layouts[best.layout]
         return check_tree(arrays, best, [origin.names for origin in origins.values()]), origins
+
+    def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Return the arrays of the model, of a tree that may be a whole training state; see `model_prefix`."""
+        if self.abstract.config is None:
+            return arrays
+        prefix = model_prefix(arrays, model_class(self.abstract.config.architecture))
+        return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
 
     def make(
         self,
@@ -121,22 +130,12 @@ class LiveWeights:
         """Yield every weight. `program` gives those of `programs` by key; `take` gives up the old array of a weight, in
         whose memory the new one is made, or None.
 
-        Nothing waits for the devices. Weights follow in their own order, except where arrays [L, …] have to be moved to
-        the devices first: then one of these after the other. With `copy` false, arrays of the tree that fit are taken
-        as they are.
+        Nothing waits for the devices. Of arrays [L, …] that lie elsewhere, one layer after the other is moved. With
+        `copy` false, arrays of the tree that fit are taken as they are.
         """
         tree, origins = checked
-        order = list(origins.items())
-        if any(
-            self._must_move(tree.arrays[name])
-            for one in origins.values()
-            if one.layer is not None
-            for name in one.names
-        ):
-            order.sort(key=lambda item: item[1].names)
-        names: tuple[str, ...] = ()
-        placed: list[Any] = []
-        for path, origin in order:
+        is_own = tree.layout is TreeLayout.OWN
+        for path, origin in origins.items():
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
             old = take(path)
             sources = [tree.arrays[name] for name in origin.names]
@@ -146,12 +145,9 @@ class LiveWeights:
                     old.delete()
                 yield NewWeight(path, first, is_borrowed=True)
                 continue
-            if layer is not None and all(isinstance(source, np.ndarray) for source in sources):
-                sources, layer = [source[layer] for source in sources], None  # Only the layer goes to the devices.
-            if layer is None or origin.names != names:
-                where = leaf.sharding if tree.layout is TreeLayout.OWN else self._whole
-                names, placed = origin.names, [jax.device_put(source, where) for source in sources]
-            is_own = tree.layout is TreeLayout.OWN
+            if layer is not None and not all(map(self._is_in_place, sources)):
+                sources, layer = [_layer_of(source, layer) for source in sources], None
+            placed = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
             key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
             given = [placed, *([] if layer is None else [np.int32(layer)])]
             yield NewWeight(path, program(key)(*([] if old is None else [old]), *given), is_borrowed=False)
@@ -159,7 +155,7 @@ class LiveWeights:
     def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
         """Return all weights, made of copies of a checked tree."""
         made = {new.path: new.array for new in self.make(checked, program, take=lambda path: None, copy=True)}
-        state = {path: leaf.replace(made[path]) for path, leaf in self._leaves.items()}
+        state = {path: with_value(leaf, made[path]) for path, leaf in self._leaves.items()}
         return replace(self.abstract, state=nnx.from_flat_state(state))
 
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
@@ -204,9 +200,9 @@ class LiveWeights:
         )
         return run.lower(old, shapes, *layer)
 
-    def _must_move(self, array: Any) -> bool:
-        """Return whether an array of JAX lies elsewhere than where programs take it from."""
-        return isinstance(array, jax.Array) and not array.sharding.is_equivalent_to(self._whole, array.ndim)
+    def _is_in_place(self, array: Any) -> bool:
+        """Return whether an array lies where programs take it from, whole on each device."""
+        return isinstance(array, jax.Array) and array.sharding.is_equivalent_to(self._whole, array.ndim)
 
     def _unread(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of the names that checkpoints may have and that are no weights, or are tied to another."""
@@ -258,6 +254,17 @@ def _own_origin(path: Path, leaf: Any) -> _Origin:
     return _Origin(recipe, (".".join(map(str, path)),))
 
 
+def _layer_of(stack: np.ndarray | jax.Array, layer: int) -> np.ndarray | jax.Array:
+    """Return one layer of an array [L, …], where the array lies."""
+    return stack[layer] if isinstance(stack, np.ndarray) else _layer_on_device(stack, np.int32(layer))
+
+
+@jax.jit
+def _layer_on_device(stack: jax.Array, layer: jax.Array) -> jax.Array:
+    """Return one layer; all layers share a program."""
+    return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+
+
 def _fits(array: jax.Array, leaf: Any) -> bool:
     """Return whether an array can be a weight as it is."""
     is_same = array.dtype == leaf.dtype and array.shape == leaf.shape
@@ -282,6 +289,8 @@ def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Arra
 
 def _assembled(size: tuple[int, ...], blocks: list[tuple[Any, jax.Array]], dtype: Any) -> jax.Array:
     """Return an array with these blocks at their places, and zeros elsewhere."""
+    if not size:
+        return blocks[0][1]
     columns = [(0, width) for width in size[1:]]
     if all(list(target[1:]) == columns for target, _ in blocks):
         parts, row = [], 0

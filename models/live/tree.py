@@ -94,8 +94,8 @@ def _misfit(leaf: Any, shape: tuple[int, ...]) -> str | None:
     """Return what is wrong with a leaf that is to have this shape, but for its values; None if nothing is."""
     if not isinstance(leaf, np.ndarray | jax.Array):
         return f"is a {type(leaf).__name__}, wanted an array of numpy or JAX"
-    if leaf.dtype.name not in DTYPES:
-        return f"is {leaf.dtype.name}, wanted {', '.join(DTYPES)}"
+    if leaf.dtype.name not in DTYPES or not leaf.dtype.isnative:
+        return f"is {leaf.dtype}, wanted {', '.join(DTYPES)}"
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "was deleted or donated"
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:

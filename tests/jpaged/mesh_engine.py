@@ -73,13 +73,13 @@ def main() -> None:
         with Engine(str(directory), **options, **SIZES) as engine:
             found, stats = draw(engine, tokens), engine.stats()
             if num_devices in UPDATED:  # The same weights once more, from a tree: padded and split on the devices.
-                own = jax.tree.map(jax.numpy.copy, engine.runner.weights.state)
+                own = jax.tree.map(jax.numpy.copy, engine.params)
                 for tree in (load_file(directory / "model.safetensors"), own):
                     engine.update_params(tree)
                     assert draw(engine, tokens) == found
                 stats["recompiles"] = engine.stats()["recompiles"]
             held, first = [], engine.mesh.devices.flat[0].id
-            for tree in (engine.runner.weights.state, engine.runner.state.cache.pages):
+            for tree in (engine.params, engine.runner.state.cache.pages):
                 shards = (array.addressable_shards[0] for array in jax.tree.leaves(tree))
                 held.append(sum(shard.data.nbytes for shard in shards))
             planned = [engine.sizes.memory.weights_bytes, engine.sizes.memory.pool_bytes]

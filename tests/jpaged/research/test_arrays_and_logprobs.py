@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,6 +87,14 @@ def test_preempted_samples_keep_their_logprobs(tiny):
             assert engine.stats()[f"preemptions_{preemption}"] > before
 
 
+def test_a_trainer_may_guard_its_own_code_against_transfers(tiny):
+    with Engine(tiny, **SIZES) as engine, jax.transfer_guard("disallow_explicit"):
+        arrays = engine.generate(PROMPTS, PARAMS, return_arrays=True)
+        scores = engine.logprobs(PROMPTS[0])
+    check_arrays(arrays, PROMPTS, 1.0)
+    assert np.abs(scores - reference(PROMPTS[0])).max() < 1e-4
+
+
 def test_arrays_say_where_samples_end_and_which_weights_drew_them(tiny):
     with Engine(tiny, **SIZES) as engine:
         whole = engine.generate(PROMPTS[:2], PARAMS)[0].outputs[0].token_ids
@@ -99,6 +108,11 @@ def test_arrays_say_where_samples_end_and_which_weights_drew_them(tiny):
         assert not np.asarray(arrays.logprobs)[~np.asarray(arrays.mask)].any()
         assert np.asarray(arrays.prompt_indices).tolist() == [0, 1]
         assert arrays.errors == (None, None)
+        assert np.asarray(arrays.is_truncated).tolist() == [False, True]
+        assert np.asarray(arrays.prompt_tokens).tolist() == [[0, *PROMPTS[0]], PROMPTS[1]]
+        assert np.asarray(arrays.prompt_mask).sum(axis=1).tolist() == [20, 21]
+        assert arrays.log_kept_masses is None
+        assert jax.jit(lambda arrays: arrays.tokens.sum())(arrays) == arrays.tokens.sum(), "a pytree"
         assert {arrays.tokens.dtype, arrays.versions.dtype} == {jnp.dtype("int32")}
 
 
@@ -111,6 +125,9 @@ def test_scoring_changes_no_later_draws_and_takes_one_sequence_or_many(tiny):
             assert np.array_equal(engine.logprobs(same), one)
         pair = engine.logprobs(np.array([PROMPTS[0]] * 2))
         assert pair.shape == (2, 19)
+        longest = [1 + index % 60 for index in range(128)]  # As many tokens as `max_model_len`.
+        assert np.abs(engine.logprobs(longest, temperature=0.5) - reference(longest, 0.5)).max() < 1e-4
+        assert engine.logprobs([[5], [5, 6]]).tolist() == [[0.0], [float(engine.logprobs([5, 6])[0])]]
         first, second = (
             [out.outputs[0].token_ids for out in each.generate(PROMPTS, drawing)] for each in (engine, other)
         )
@@ -162,5 +179,5 @@ def test_what_arrays_cannot_hold_is_refused(tiny):
         for temperature in (0, -1, 1e-6, 2.5, "warm"):
             with pytest.raises(InvalidRequestError, match=r"^temperature: got "):
                 engine.logprobs(PROMPTS, temperature=temperature)
-        with pytest.raises(InvalidRequestError, match=r"^prompt 0: "):
-            engine.logprobs([1] * 128)
+        with pytest.raises(InvalidRequestError, match=r"^prompt 0: prompt: got 129 tokens, allowed: at most 128"):
+            engine.logprobs([1] * 129)

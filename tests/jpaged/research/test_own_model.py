@@ -68,6 +68,38 @@ def drawn(engine):
     return [output.outputs[0].token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
 
+def test_scalars_and_plain_arrays_of_a_module_are_weights_too(example):
+    class Scaled(example.Tiny):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.scale, self.offsets = nnx.Param(jnp.float32(2.0)), jnp.ones(8)
+
+        def logits(self, hidden):
+            return super().logits(hidden) * self.scale[...] * self.offsets[0]
+
+    model = Scaled(nnx.Rngs(0))
+    with Engine(model, **SIZES) as engine:
+        wanted = dense_logprobs(model, jnp.array([PROMPTS[3]]))[0]
+        assert np.abs(engine.logprobs(PROMPTS[3]) - wanted).max() < 1e-4
+        assert float(engine.params["scale"][...]) == 2.0
+
+
+def test_a_trainer_may_rematerialise_its_blocks(example):
+    class Frugal(example.Tiny):
+        def __call__(self, token_ids, cache, step):
+            x = self.tokens(token_ids) + self.positions(step.positions)
+            for block in self.blocks:
+                x, cache = nnx.remat(type(block).__call__)(block, x, cache, step)
+            return x, cache
+
+    def gradients(model):
+        loss = nnx.grad(lambda model: dense_logprobs(model, jnp.array([PROMPTS[0]])).sum())
+        return nnx.to_pure_dict(loss(model))
+
+    same = jax.tree.map(np.allclose, gradients(example.Tiny(nnx.Rngs(0))), gradients(Frugal(nnx.Rngs(0))))
+    assert all(jax.tree.leaves(same))
+
+
 def test_it_draws_what_its_dense_forward_says(model, wanted):
     """In chunks, beside each other, and after preemptions; with its own arrays, or with others in their place."""
     _, state = nnx.split(model)

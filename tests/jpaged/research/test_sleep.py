@@ -34,15 +34,22 @@ def test_an_engine_sleeps_and_goes_on(tiny, drawn, level, mode, caplog):
         assert engine.is_sleeping()
         assert idle - live_bytes() >= 0.99 * (state + (weights if level == 2 else 0))
         assert ("a CPU has no other memory" in caplog.text) == (level == 1)
-        for call in (engine.step, lambda: engine.generate(PROMPTS), lambda: engine.logprobs([1, 2])):
+        for call in (lambda: engine.generate(PROMPTS), lambda: engine.logprobs([1, 2])):
             with pytest.raises(ConfigError, match=r": got an engine that sleeps, .*; wake_up\(\) first"):
                 call()
+        found = {}
+        if mode == "keep":
+            with pytest.raises(ConfigError, match=r"^step: got an engine that sleeps, .*; wake_up\(\) first"):
+                engine.step()
+        else:
+            found = step(engine)  # What ended before.
+            assert not engine.has_unfinished_requests()
         with pytest.raises(ConfigError, match=r"^sleep: got an engine that sleeps"):
             engine.sleep()
         engine.wake_up()
         assert not engine.is_sleeping()
         assert abs(live_bytes() - idle) <= 0.01 * idle
-        found = step(engine)
+        found |= step(engine)
         if mode == "abort":
             assert {output.outputs[0].finish_reason for output in found.values()} == {"abort"}
         else:
@@ -57,6 +64,10 @@ def test_dropped_weights_are_refilled_by_an_update_and_the_pages_come_back_by_th
         engine.sleep(2, mode="keep")
         with pytest.raises(ConfigError, match=r"^wake_up: got an engine that was given its weights, .* update_params"):
             engine.wake_up()
+        with pytest.raises(ConfigError, match=r"^params: got an engine that sleeps, without weights"):
+            _ = engine.params
+        engine.wake_up(["weights"])  # As with vLLM, though only the update brings them.
+        assert engine.is_sleeping()
         engine.update_params(OLD)
         assert engine.is_sleeping()
         engine.wake_up(["kv_cache"])
@@ -120,6 +131,42 @@ def test_weights_move_to_the_hosts_memory_and_back_also_if_the_first_try_fails(t
             assert kinds == {kind or jax.devices()[0].default_memory().kind}
         engine.update_params(NEW)
         assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+class InterruptedSet(set):
+    """A set in which the third look is interrupted."""
+
+    def __init__(self):
+        self.looks = count(1)
+
+    def __contains__(self, item):
+        if next(self.looks) == 3:
+            raise KeyboardInterrupt
+        return False
+
+
+def test_an_engine_that_is_interrupted_while_it_falls_asleep_can_be_refilled(tiny, drawn, monkeypatch):
+    with Engine(tiny, **SIZES) as engine:
+        engine.update_params(OLD)
+        monkeypatch.setattr(engine.runner.store, "_borrowed", InterruptedSet())
+        with pytest.raises(KeyboardInterrupt):
+            engine.sleep(2)
+        engine.update_params(OLD)
+        engine.wake_up()
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old"]
+
+
+def test_weights_on_the_host_are_gone_after_an_update_that_failed(tiny, drawn, monkeypatch):
+    with Engine(tiny, params=OLD, **SIZES) as engine:
+        engine.runner.store.move("pinned_host")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.store, "_take", lambda leaves: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.update_params(NEW)
+        with pytest.raises(ConfigError, match=r"^wake_up: got an engine that was given its weights, and has lost them"):
+            engine.wake_up()
+        engine.update_params(OLD)
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old"]
 
 
 def test_while_the_engine_sleeps_an_update_aborts_or_recomputes(tiny, drawn):

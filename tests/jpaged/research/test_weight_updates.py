@@ -124,6 +124,51 @@ def test_samples_forks_and_beams_keep_their_versions(engine):
         assert beam.weight_versions[-1].end == len(beam.token_ids)
 
 
+def test_a_recomputed_prompt_is_scored_anew(tiny):
+    """Some of its tokens were scored by the old weights before the update, in chunks."""
+    prompt = [1 + index % 60 for index in range(100)]
+    with Engine(tiny, **{**SIZES, "max_num_batched_tokens": 16}) as engine:
+        engine.add_request("a", prompt, replace(PARAMS, prompt_logprobs=0))
+        step(engine, 2)
+        engine.update_params(NEW, in_flight="recompute")
+        entries = step(engine)["a"].prompt_logprobs[1:]
+    got = [entry[token].logprob for token, entry in zip(prompt[1:], entries, strict=True)]
+    assert np.abs(np.array(got) - forced_logprobs(1, prompt[:1], prompt[1:])).max() < 1e-4
+
+
+def test_a_whole_training_state_is_a_tree_too(engine, drawn):
+    engine.update_params({"params": NEW, "step": np.zeros((), np.int32), "opt_state": {"mu": NEW}})
+    assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+def test_an_interrupt_while_newcomers_are_held_back_loses_none(tiny, drawn, monkeypatch):
+    with Engine(tiny, **{**SIZES, "max_num_seqs": 2}) as engine:
+        begin(engine, 2)
+        admission = engine.scheduler.admission
+        for name in ("remove", "push"):
+            call, calls = getattr(admission.waiting, name), count()
+
+            def interrupt(request, call=call, calls=calls):
+                if next(calls) == 1:
+                    raise KeyboardInterrupt
+                call(request)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(admission.waiting, name, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.update_params(NEW, in_flight="wait")
+        assert engine.weights_version == 0
+        found = step(engine)
+    assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+
+
+def test_a_prefix_is_pinned_while_outputs_of_ended_requests_wait(engine):
+    begin(engine)
+    engine.update_params(NEW)
+    assert engine.pin_prefix(PROMPTS[0]) == 0
+    assert step(engine).keys() == set(IDS)
+
+
 def test_pins_hold_for_pages_of_the_new_weights(engine):
     prompt = PROMPTS[0]
     engine.pin_prefix(prompt)
@@ -143,6 +188,12 @@ def test_a_tree_with_a_fault_changes_nothing(engine, drawn):
     bad = {**NEW, "model.norm.weight": np.full(CONFIG["hidden_size"], np.nan, np.float32)}
     with pytest.raises(ModelLoadError, match=r"holding a NaN or an infinity: model\.norm\.weight; nothing was changed"):
         engine.update_params(bad, in_flight="abort")
+    for leaf, words in (
+        (NEW["model.norm.weight"].astype(">f4"), "is >f4, wanted float32"),
+        (jax.ShapeDtypeStruct(NEW["model.norm.weight"].shape, "float32"), "is a ShapeDtypeStruct, wanted an array"),
+    ):
+        with pytest.raises(ModelLoadError, match=rf"model\.norm\.weight {words}"):
+            engine.update_params({**NEW, "model.norm.weight": leaf})
     for name, value in (("in_flight", "drain"), ("version", "seven"), ("version", 2**31), ("copy", "no")):
         with pytest.raises(ConfigError, match=f"^{name}: got "):
             engine.update_params(NEW, **{name: value})
@@ -198,7 +249,7 @@ def test_if_the_devices_fail_the_engine_sleeps_until_the_next_update(engine, dra
     assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
 
 
-@pytest.mark.parametrize("in_flight", ["recompute", "abort"])
+@pytest.mark.parametrize("in_flight", ["wait", "keep", "recompute", "abort"])
 def test_an_update_after_a_failed_one_heeds_what_it_is_told(tiny, in_flight, monkeypatch):
     """Requests still have pages of the old weights then, which nothing after it may find."""
     with Engine(tiny, **SIZES, num_decode_steps=1) as engine:
@@ -286,13 +337,13 @@ def test_an_engine_may_be_given_its_own_weights(engine, drawn, copy, num_before)
     for _ in range(num_before):
         engine.update_params(OLD)
     for _ in range(2):
-        engine.update_params(engine.runner.weights.state, copy=copy)
+        engine.update_params(engine.params, copy=copy)
         assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["old"]
 
 
 def test_arrays_that_are_taken_as_they_are_stay_the_callers(tiny, drawn):
     with Engine(tiny, params=NEW, **SIZES) as other:
-        trees = [jax.tree.map(jax.numpy.copy, other.runner.weights.state) for _ in range(2)]
+        trees = [jax.tree.map(jax.numpy.copy, other.params) for _ in range(2)]
     leaves = jax.tree.leaves(trees)
     with Engine(tiny, **SIZES) as engine:
         for tree, copy in ((trees[0], False), (trees[1], False), (OLD, True), (trees[0], False), (trees[0], True)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from jpaged.sampling.drawing import draw_branches, draw_tokens, num_draw_levels, num_levels
-from jpaged.sampling.sample_columns import SCORED, UNSCORED
+from jpaged.sampling.sample_columns import Score
 from jpaged.sampling.sampler import (
     PURPOSE_SAMPLE,
     SampleSettings,
@@ -71,7 +71,8 @@ def make_rows(rules, *, seed=0, sample_index=0, output_index=0):
 
     return SamplingRows(
         ruled_slot=ints(0),
-        forced_token=ints(SCORED),
+        forced_token=ints(0),
+        score=ints(Score.OWN | Score.TOPS),
         seed_low=jnp.asarray((seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)),
         seed_high=jnp.asarray((seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)),
         sample_index=ints(sample_index),
@@ -486,20 +487,23 @@ def test_only_rows_that_ask_for_logprobs_get_some():
     settings = SampleSettings(max_logprobs=4)
     whole = jax.tree.map(np.asarray, run(jnp.asarray(logits), rows, SampleMode.FULL, settings))
     for wanted in ([], [0], [18], [3, 4, 11], list(range(8)), list(range(0, 19, 2)), list(range(19))):
-        forced = np.full(19, UNSCORED, np.int32)
-        forced[wanted] = SCORED
+        score, forced = np.zeros(19, np.int32), np.zeros(19, np.int32)
+        score[wanted] = Score.OWN
+        with_tops = wanted[::3] if len(wanted) > 1 else []
+        score[with_tops] |= Score.TOPS
         if len(wanted) > 2:
             forced[wanted[1]] = 1 + 7
-        some = run(jnp.asarray(logits), replace(rows, forced_token=jnp.asarray(forced)), SampleMode.FULL, settings)
-        some = jax.tree.map(np.asarray, some)
+        changed = replace(rows, score=jnp.asarray(score), forced_token=jnp.asarray(forced))
+        some = jax.tree.map(np.asarray, run(jnp.asarray(logits), changed, SampleMode.FULL, settings))
         for row in range(19):
             is_forced = forced[row] > 0
             assert some.token_ids[row] == (7 if is_forced else whole.token_ids[row])
             if row in wanted:
-                assert np.array_equal(some.scores.top_token_ids[row], whole.scores.top_token_ids[row])
                 # A given token is scored at its row's temperature, one that is drawn by the model's own logits.
                 exact = exact_logprobs(logits[row], rules[row]["temperature"] if is_forced else 1.0)
                 assert abs(some.scores.logprobs[row] - exact[some.token_ids[row]]) < 1e-5
+            if row in with_tops:
+                assert np.array_equal(some.scores.top_token_ids[row], whole.scores.top_token_ids[row])
                 np.testing.assert_allclose(some.scores.top_logprobs[row], -np.sort(-exact)[:4], atol=1e-5, rtol=0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jpaged.kv_cache.page_store import MoveKind, PageMove
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
-from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS, Score
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
 from jpaged.step.step_inputs import StepInputBuilder
@@ -229,6 +229,7 @@ def test_a_scored_prompt_token_is_a_forced_row_that_reads_the_hidden_state_befor
     assert columns.pop("token").tolist() == tokens + [0] * (2 * size - 12)
     given = [*one.token_ids[1:7], *other.token_ids[3:9]]
     assert columns.pop("forced_token").tolist() == [1 + token for token in given] + [0] * (2 * size - 12)
+    assert columns.pop("score").tolist() == [Score.OWN] * 12 + [0] * (2 * size - 12)
     assert columns.pop("top_p").view(np.float32).tolist() == [1.0] * 12 + [0.0] * (2 * size - 12)
     assert not any(column.any() for column in columns.values())
 
@@ -353,17 +354,17 @@ def test_a_null_prefill_fills_its_bucket_with_rows_as_long_as_page_tables_allow(
 MODES = {
     SampleMode.GREEDY: (GREEDY, 0, 0),
     SampleMode.RANDOM: (RANDOM, 0, 0),
-    SampleMode.SCORED: (replace(SCORED, logprobs=0), 0, -1),
-    SampleMode.FULL: (replace(SCORED, presence_penalty=1.0), 5, -1),
+    SampleMode.SCORED: (SCORED, 0, Score.OWN),
+    SampleMode.FULL: (replace(RANDOM, logprobs=2, log_kept_mass=True, presence_penalty=1.0), 5, Score(7)),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_names_the_slot_of_its_rules_and_whether_it_is_scored_and_the_mode_follows(mode):
-    params, ruled_slot, forced_token = MODES[mode]
+    params, ruled_slot, score = MODES[mode]
     built, view = prefill(builder_of(), *running(3, slots=[5], params=params))
     columns = sample_columns(view)
-    assert (built.mode, columns["ruled_slot"], columns["forced_token"]) == (mode, ruled_slot, forced_token)
+    assert (built.mode, columns["ruled_slot"], columns["score"]) == (mode, ruled_slot, score)
 
 
 # Page-table changes

@@ -1,0 +1,117 @@
+"""Scores tokens by the log-softmax of their rows of logits, with their ranks and the most likely tokens.
+
+Letters: R rows, V vocabulary, k most likely tokens; r is a group of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from .top_blocks import BLOCK, BlockRows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenScores:
+    """The logprob and rank of one token per row, and the logprobs of the most likely tokens, or of all of them."""
+
+    logprobs: Float[Array, " R"]
+    ranks: Int[Array, " R"]
+    """1 for the most likely token."""
+    top_token_ids: Int[Array, "R k"] | None = None
+    """The k most likely tokens, most likely first."""
+    top_logprobs: Float[Array, "R k"] | None = None
+    all_logprobs: Float[Array, "R V"] | None = None
+    """Instead of the two above, where requests may ask for the whole vocabulary."""
+    log_kept_masses: Float[Array, " R"] | None = None
+    """The logarithm of the probability that truncation left, 0 for rows that do not ask for it; in mode FULL alone."""
+
+    def top(self, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and logprobs of the `count` most likely tokens of a row, most likely first; −1 asks for all.
+
+        Runs on the host, once the scores have been copied there.
+        """
+        if self.all_logprobs is None and self.top_token_ids is None:
+            assert count == 0, "no other tokens were scored"
+            return np.empty(0, np.int32), np.empty(0, np.float32)
+        if self.all_logprobs is None:
+            assert self.top_token_ids is not None
+            assert self.top_logprobs is not None
+            return np.asarray(self.top_token_ids[row, :count]), np.asarray(self.top_logprobs[row, :count])
+        logprobs = np.asarray(self.all_logprobs[row])
+        if 0 <= count < len(logprobs):
+            # Tokens that tie with the last one are candidates too: the lower id goes first.
+            lowest = np.partition(logprobs, -count)[-count] if count else np.inf
+            ids = np.flatnonzero(logprobs >= lowest)
+        else:
+            ids = np.arange(len(logprobs))
+        ids = ids[np.argsort(-logprobs[ids], kind="stable")][: count if count >= 0 else None]
+        return ids, logprobs[ids]
+
+
+def token_scores(
+    rows: BlockRows,
+    token_ids: Int[Array, " r"],
+    temperature: Float[Array, " r"],
+    wants_tops: Bool[Array, ""] | None,
+    max_logprobs: int,
+    vocab_size: int,
+) -> TokenScores:
+    """Score one token per row by log-softmax of logits ÷ temperature, with the `max_logprobs` most likely ones; −1:
+    with all.
+
+    `wants_tops` says whether any row needs more than its own token's score; of None, the others are always found. The
+    row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
+    """
+    token_logit = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
+    row_max, scale = rows.row_max[:, None], 1.0 / temperature[:, None]
+    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], token_logit, row_max, scale)
+
+    def logprobs(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
+        return (logits - row_max) * scale - log_total
+
+    own_logprobs = logprobs(token_logit)[:, 0]
+    if max_logprobs < 0:
+        return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(rows.values[:, :vocab_size]))
+    if max_logprobs == 0:
+        return TokenScores(own_logprobs, ranks)
+    num_tops = min(max_logprobs, vocab_size)
+
+    def tops() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
+        top, top_ids = rows.top_k(num_tops)
+        return top_ids.astype(jnp.int32), logprobs(top)  # With x64 they are int64.
+
+    def nothing() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
+        shape = len(token_ids), num_tops
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    top_ids, top_logprobs = tops() if wants_tops is None else lax.cond(wants_tops, tops, nothing)
+    return TokenScores(own_logprobs, ranks, top_ids, top_logprobs)
+
+
+def _ranks_and_log_totals(
+    blocks: Float[Array, "R b B"],
+    token_logit: Float[Array, "R 1"],
+    row_max: Float[Array, "R 1"],
+    scale: Float[Array, "R 1"],
+) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
+    """Return the rank of each row's own token, 1 for the largest, and the logarithm of the sum of exponentials.
+
+    The exponentials are those of the logits minus `row_max`, times `scale`. Both results come from one reduction of
+    blocks and one over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running
+    sum over a vocabulary would be off by 1e-6.
+    """
+    operands = (
+        (blocks > token_logit[:, :, None]).astype(jnp.int32),
+        jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]),
+    )
+    counts, totals = lax.reduce(
+        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
+    )
+    return 1 + jnp.sum(counts, axis=1), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
