@@ -19,7 +19,7 @@ from jpaged import Engine, SamplingParams
 from jpaged.models.dense import dense_logprobs
 
 PROMPTS = [[first, first + 1, first + 2] for first in range(1, 81, 10)]
-GROUP, LENGTH, STEPS, CLIP = 8, 16, 40, 0.2
+GROUP, LENGTH, STEPS, PASSES, CLIP = 8, 16, 40, 2, 0.2
 
 
 def rewards_of(ids: jax.Array) -> jax.Array:
@@ -44,17 +44,18 @@ def main(seed: int = 0) -> list[float]:
     """Train, and return the mean reward of each step."""
     model = Tiny(nnx.Rngs(seed))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-    prompts, history = np.repeat(PROMPTS, GROUP, axis=0), []
+    history = []
     params = SamplingParams(n=GROUP, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
     with Engine(model, seed=seed, max_num_seqs=64, max_num_batched_tokens=128, max_model_len=64) as engine:
         for step in range(STEPS):
             samples = engine.generate(PROMPTS, params, return_arrays=True)
-            ids = jnp.concatenate([prompts, samples.tokens], axis=1)
+            ids = jnp.concatenate([samples.prompt_tokens, samples.tokens], axis=1)
             rewards = rewards_of(ids)
             groups = rewards.reshape(-1, GROUP)
             spread = groups.std(axis=1, keepdims=True) + 1e-4
             advantages = ((groups - groups.mean(axis=1, keepdims=True)) / spread).reshape(-1)
-            train(model, optimizer, ids, samples.logprobs, advantages)
+            for _ in range(PASSES):
+                train(model, optimizer, ids, samples.logprobs, advantages)
             engine.update_params(nnx.state(model, nnx.Param), version=step + 1)
             history.append(float(rewards.mean()))
             if step % 10 == 9:

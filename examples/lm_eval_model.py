@@ -4,6 +4,7 @@ python examples/lm_eval_model.py [MODEL]
 """
 
 import sys
+from itertools import islice
 from pathlib import Path
 
 from lm_eval import simple_evaluate
@@ -31,22 +32,22 @@ class JpagedLM(LM):
 
     def loglikelihood_rolling(self, requests: list[Instance], **options) -> list[float]:
         """Return the logprob of each whole text, in windows where it is longer than the context."""
-        totals = []
-        for request in requests:
-            ids = self.tokenizer.encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(ids, self._first_token(), self.max_len - 1, 1)
-            totals.append(sum(score for score, _ in self._score(list(map(make_disjoint_window, windows)))))
-        return totals
+        texts = [self.tokenizer.encode(request.args[0], add_special_tokens=False) for request in requests]
+        first, length = self._first_token(), self.max_len - 1
+        windows = [list(map(make_disjoint_window, get_rolling_token_windows(ids, first, length, 1))) for ids in texts]
+        scores = iter(self._score([window for of_text in windows for window in of_text]))
+        return [sum(score for score, _ in islice(scores, len(of_text))) for of_text in windows]
 
     def generate_until(self, requests: list[Instance], **options) -> list[str]:
         """Return the text that follows each context, up to one of its stop strings."""
         contexts, params = [], []
         for context, given in (request.args for request in requests):
-            contexts.append(context)
-            temperature = given.get("temperature", 1.0) if given.get("do_sample") else 0.0
             max_tokens, until = given.get("max_gen_toks", 256), given.get("until", [])
+            contexts.append(self.tokenizer.encode(context)[max_tokens - self.max_len - 1 :])  # Its end, if it is long.
+            drawing = {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given}
+            drawing = drawing if given.get("do_sample") else {"temperature": 0.0}
             stop = [until] if isinstance(until, str) else until
-            params.append(SamplingParams(temperature=temperature, max_tokens=max_tokens, stop=stop))
+            params.append(SamplingParams(max_tokens=max_tokens, stop=stop, **drawing))
         return [output.outputs[0].text for output in self.engine.generate(contexts, params)]
 
     def _first_token(self) -> int:

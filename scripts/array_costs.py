@@ -3,7 +3,8 @@
     python scripts/array_costs.py --output docs/measurements/array_costs.json      # 3 minutes
 
 A tiny model of the golden files serves, so that the difference is not lost beside the steps. Runs take turns; figures
-are medians. `generate` asks for no logprobs, `entries` for one object of a logprob for each token.
+are medians. `generate` asks for no logprobs; `entries` asks for those of the drawn tokens, as objects. Exit status 1
+says that making the arrays takes more than 5 ms, or that arrays take 5 ms more than the same logprobs as objects.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> int:
     print(result)
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    return 0 if report["making the arrays"] <= 0.005 and report["arrays"] <= report["entries"] + 0.005 else 1
 
 
 if __name__ == "__main__":

@@ -47,10 +47,25 @@ mutants() { python scripts/named_mutants.py; }
 seeds() { python scripts/simulate.py --seeds 0:20000 --jobs 2; }
 steps() { python -m pytest tests/test_device_compile.py -m slow && python scripts/mesh_costs.py; }
 slow() { python -m pytest -m slow --ignore tests/test_device_compile.py --ignore tests/test_readme.py; }
-live() { python scripts/live_weights.py; }
+live() { python scripts/live_weights.py && python scripts/array_costs.py; }
+examples() { # Beside the libraries that they are for, which need environments of their own.
+  local name venv
+  for name in lm_eval google-tunix; do
+    venv=$logs/$name
+    python -m venv "$venv" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[dev]" || return 1
+    if [ $name = lm_eval ]; then
+      "$venv/bin/python" -m pip install --quiet --disable-pip-version-check lm_eval || return 1
+    else # Its requirements name libraries for TPUs and for other engines too; these are what the example needs.
+      "$venv/bin/python" -m pip install --quiet --disable-pip-version-check optax google-metrax orbax-checkpoint qwix grain \
+        omegaconf tqdm absl-py python-dotenv huggingface_hub sentencepiece pillow perfetto pandas || return 1
+      "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps google-tunix==0.1.7 || return 1
+    fi
+    "$venv/bin/python" -m pytest -m slow tests/test_examples.py -k "${name#google-}" -rs || return 1
+  done
+}
 readme() { python -m pytest tests/test_readme.py -m slow; }
 
-for part in "${@:-gates gates_cuda13 mutants seeds steps slow live readme}"; do
+for part in "${@:-gates gates_cuda13 mutants seeds steps slow live examples readme}"; do
   for name in $part; do
     echo "== $name"
     start=$SECONDS

@@ -37,7 +37,7 @@ def test_a_reward_rises(seed):
 
 
 @pytest.mark.slow
-def test_the_evaluation_harness_asks_all_three_questions():
+def test_lm_eval_asks_all_three_questions():
     pytest.importorskip("lm_eval", reason="pip install lm_eval")
     printed = run(
         "-c",

@@ -63,7 +63,7 @@ class Admission:
         self.swapped = RequestQueue()
         self.holds_newcomers = False
         """While set, no request begins that has never run; those that were preempted do."""
-        self._held: dict[Request, None] = {}
+        self.held: dict[Request, None] = {}
         """Requests that wait outside of the queue while newcomers are held."""
         self.counts: Counter[str] = Counter()
         """`bypass`: admissions past an earlier request. `await_prefix`: times that a request awaited a prefix."""
@@ -92,14 +92,14 @@ class Admission:
         """Queue a preempted request again, as its state says, in its old place of the order."""
         request.pages_needed, request.missing_hash = 0, None
         if self.holds_newcomers and request.first_scheduled_time is None:
-            self._held[request] = None
+            self.held[request] = None
             return
         (self.swapped if request.state is RequestState.SWAPPED else self.waiting).push(request)
 
     def remove(self, request: Request) -> None:
         """Take a waiting or swapped request out of its queue."""
-        if request in self._held:
-            del self._held[request]
+        if request in self.held:
+            del self.held[request]
             return
         (self.swapped if request.state is RequestState.SWAPPED else self.waiting).remove(request)
 
@@ -107,21 +107,21 @@ class Admission:
         """Empty both queues."""
         self.waiting.clear()
         self.swapped.clear()
-        self._held.clear()
+        self.held.clear()
 
     def hold_newcomers(self) -> None:
         """Take all requests that have never run out of the queue, until `release_newcomers`."""
         self.holds_newcomers = True
-        self._held = {request: None for request in self.waiting if request.first_scheduled_time is None}
-        for request in self._held:
+        self.held = {request: None for request in self.waiting if request.first_scheduled_time is None}
+        for request in self.held:
             self.waiting.remove(request)
 
     def release_newcomers(self) -> None:
         """Queue the requests that `hold_newcomers` has taken out, in their old places."""
         self.holds_newcomers = False
-        for request in self._held:
+        for request in self.held:
             self.waiting.push(request)
-        self._held.clear()
+        self.held.clear()
 
     # The steps
 

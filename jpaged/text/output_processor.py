@@ -18,7 +18,8 @@ from ..scheduling.beam_search import Beam, BeamSearch
 from .detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from ..sampling.sampler import SampledRows, TokenScores
+    from ..sampling.sampler import SampledRows
+    from ..sampling.token_scores import TokenScores
     from .tokenizer import Tokenizer
 
 

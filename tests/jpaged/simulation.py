@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from jpaged.errors import InvalidRequestError, QueueFullError
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.request import CacheKey, RequestState
+from jpaged.research.weight_updates import IN_FLIGHT
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy, SwapCosts
 from jpaged.scheduling.request_queue import POLICIES, QueueLimits
@@ -83,6 +84,8 @@ class Life:
         self.rng = rng = random.Random(seed)
         self.user = random.Random(f"{seed} user")
         """Draws for faults that were added later, apart from `rng`: older regression seeds keep their lives."""
+        self.trainer = random.Random(f"{seed} weight updates")
+        """Draws for updates of the weights, apart from the others likewise."""
         self.digest = hashlib.sha256()
         self.events = Counter()
         self.num_steps = 0
@@ -114,6 +117,7 @@ class Life:
             "jump": rng.choice([0.0, 0.02]),
             "scores": rng.choice([0.0, 0.1, 0.5]),
         }
+        self.update_share = self.trainer.choice([0.0, 0.0, 0.0, 0.02, 0.1])
         self.keys = [CacheKey()]
         if rng.random() < 0.5 or self.gate:
             self.keys += [
@@ -121,7 +125,7 @@ class Life:
                 CacheKey(lora_name="a", lora_version=2),
                 CacheKey(lora_name="b", lora_version=1),
                 CacheKey(cache_salt="a"),
-                CacheKey(weights_version=1),
+                CacheKey(cache_salt="b"),
                 CacheKey(items=((0, b"image"),)),
                 CacheKey(items=((0, b"another"),)),
             ]
@@ -208,6 +212,8 @@ class Life:
                 self._happen(f"interrupt {interrupt} a token is checked")
                 host.restart()
             self._interfere()
+            if self.trainer.random() < self.update_share:
+                self._update()
             if rng.random() < 0.4:
                 host.check_contents()
         self._end()
@@ -320,6 +326,14 @@ class Life:
             else:
                 host.abort(victim.request)
 
+    def _update(self):
+        """Update the weights; a fault that was to come does not come meanwhile."""
+        host, mode = self.host, self.trainer.choice(IN_FLIGHT)
+        host.runner.fault = host.core.outputs.interrupt = None
+        host.update_weights(mode)
+        self.pins = [(document, host.versions.key(key)) for document, key in self.pins]
+        self._happen(f"update {mode}")
+
     def _fork(self):
         host, rng = self.host, self.rng
         parent = self._pick_sequence()
@@ -358,7 +372,7 @@ class Life:
             self._happen("unpin")
         else:
             document = rng.choice(self.documents)[: rng.randint(1, self.max_len)]
-            pin = list(document), rng.choice(self.keys)
+            pin = list(document), self.host.versions.key(rng.choice(self.keys))
             if blocks.prefixes.num_new_pins(*pin) > self._num_spare():
                 return
             num_kept = blocks.prefixes.pin(*pin)

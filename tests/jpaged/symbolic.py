@@ -23,16 +23,18 @@ from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_store import MoveKind
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.request import CacheKey, Request, RequestState
+from jpaged.research.weight_updates import WeightVersions
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS
-from jpaged.sampling.sampler import SampledRows, TokenScores
+from jpaged.sampling.sampler import SampledRows
 from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.sampling.token_scores import TokenScores
 from jpaged.scheduling.admission import MAX_BYPASSES
 from jpaged.scheduling.scheduler import Scheduler
 from jpaged.scheduling.scheduler_config import SchedulerConfig
 from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_sizes import StepSizes
-from jpaged.text.output_processor import OutputProcessor
+from jpaged.text.output_processor import OutputProcessor, weight_versions
 
 from .invariants import check_scheduler
 
@@ -93,6 +95,10 @@ class Solo:
 
     def __init__(self, model, *, prompt, params, seed, sample_index, max_tokens, extra=0):
         self.model, self.params, self.extra = model, params, extra
+        self.is_pure = True
+        """All of its keys are those of its present `extra`."""
+        self.versions = []
+        """The version of the weights that drew each output token."""
         self.prompt_len, self.max_len = len(prompt), len(prompt) + max_tokens
         self.seed = seed
         self.tokens, self.keys = [], [[] for _ in model.windows]
@@ -106,8 +112,16 @@ class Solo:
         other = object.__new__(Solo)
         other.__dict__.update(self.__dict__)
         other.tokens, other.keys = list(self.tokens), [list(keys) for keys in self.keys]
+        other.versions = list(self.versions)
         other._set_row(sample_index)
         return other
+
+    def change_weights(self, extra, num_kept):
+        """Keep the first `num_kept` keys, and compute all others with other weights."""
+        self.extra, self.is_pure = extra, num_kept == 0
+        self.keys = [keys[:num_kept] for keys in self.keys]
+        for position in range(num_kept, len(self.tokens)):
+            self.model.append(self.keys, extra, position, self.tokens[position])
 
     def next_token(self):
         """Return the token that it draws now; None if its logits are not finite."""
@@ -528,6 +542,9 @@ class Host:
         self.unfinished = []
         self.ends = {}
         """Sequence → (state, number of tokens) when its end was first seen."""
+        self.versions = WeightVersions(self.scheduler)
+        self.num_recomputed = {}
+        """Request → how often it had lost its pages when its keys were last followed."""
         self.extras = {}
         self.claims = {}
         """(group, page hash) → the keys that the page must hold, and the extras and tokens that they come from."""
@@ -560,11 +577,13 @@ class Host:
             cache_key=cache_key or CacheKey(),
             **options,
         )
+        self.versions.tag(request)
         self.core.add(request)
         self.requests.append(request)
         self.unfinished.append(request)
         seed = _seed(request.params.seed, self.engine_seed, request.number)
-        extra = self.extras.setdefault(request.cache_key, len(self.extras))
+        extra = self._extra(request)
+        self.num_recomputed[request] = 0
         first = Solo(
             self.model,
             prompt=prompt,
@@ -591,6 +610,58 @@ class Host:
         self.check()
         return children
 
+    def _extra(self, request):
+        """Return what the keys of a request depend on besides tokens, from now on."""
+        key = replace(request.cache_key, weights_version=0)
+        return self.extras.setdefault(key, len(self.extras)) + (self.versions.num_updates << 20)
+
+    def update_weights(self, mode):
+        """Let another version of the weights compute what comes; `mode` is one of `IN_FLIGHT`."""
+        admission = self.scheduler.admission
+        while self.core.in_flight:
+            self.retire()
+        if mode == "wait":
+            admission.hold_newcomers()
+            self.check()
+            while any(request.first_scheduled_time is not None for request in self.unfinished):
+                before = set(self.first_starts)
+                self.dispatch()
+                assert set(self.first_starts) == before, "a request begins that should wait for the new weights"
+                while self.core.in_flight:
+                    self.retire()
+            admission.release_newcomers()
+        for request in list(self.unfinished) if mode == "abort" else ():
+            self.abort(request)
+        if mode == "recompute":
+            self.core.restart()
+        self.runner.drain()
+        num_kept = {sequence: self._num_kept(sequence) for request in self.unfinished for sequence in request.live}
+        self.versions.advance(self.versions.version + 3)
+        for sequence, num in num_kept.items():
+            self.solos[sequence].change_weights(self._extra(sequence.request), num)
+            self.num_claimed.pop(sequence, None)
+        for request in self.unfinished:
+            self.num_recomputed[request] = request.num_preemptions - request.num_swaps
+        self.check()
+
+    def _num_kept(self, sequence):
+        """Return how many keys of a sequence are in pages, of its own or of the sample that it waits for."""
+        if sequence.request.state is RequestState.WAITING:
+            return 0
+        if sequence.awaits_parent:
+            return min(sequence.fork_len, self._num_kept(sequence.parent))
+        return min(sequence.num_computed, len(sequence.token_ids))
+
+    def _follow_recomputations(self, work):
+        """Note which requests begin anew after they had lost their pages: all their keys are of the present weights."""
+        for request in dict.fromkeys(chunk.sequence.request for chunk in work.chunks):
+            num_recomputed = request.num_preemptions - request.num_swaps
+            if num_recomputed != self.num_recomputed[request]:
+                self.num_recomputed[request] = num_recomputed
+                for sequence in request.live:
+                    assert len(sequence.token_ids) == len(self.solos[sequence].tokens), "tokens in flight"
+                    self.solos[sequence].change_weights(self._extra(request), 0)
+
     def abort(self, request):
         self.core.abort(request)
         self._note_ends(request)
@@ -609,6 +680,7 @@ class Host:
         try:
             work = self.core.dispatch()
         finally:
+            self._follow_recomputations(self.scheduler._work)
             self._note_admissions(self.scheduler._work, waiting)
         for request in work.ignored:
             self._note_ends(request)
@@ -671,7 +743,8 @@ class Host:
         """Check the host's invariants, and S2: an unfinished request is in exactly one queue."""
         check_scheduler(self.scheduler)
         self.unfinished = [request for request in self.unfinished if not request.state.is_finished]
-        queued = [*self.scheduler.waiting, *self.scheduler.running, *self.scheduler.swapped]
+        scheduler = self.scheduler
+        queued = [*scheduler.waiting, *scheduler.running, *scheduler.swapped, *scheduler.admission.held]
         assert len(queued) == len(self.unfinished), "a request in no queue, or in two"
         assert set(queued) == set(self.unfinished), "a request in no queue"
 
@@ -738,6 +811,8 @@ class Host:
     def _claim(self, sequence):
         """Check that each page hash of a sequence stands for the same tokens and extras in all sequences."""
         size, solo = self.arithmetic.block_size, self.solos[sequence]
+        if not solo.is_pure:
+            return  # No page of it may be published, so that a claim of one would be missed.
         for index in range(self.num_claimed.get(sequence, 0), len(sequence.page_hashes)):
             page_hash, end = sequence.page_hashes[index], (index + 1) * size
             origin = (solo.extra, tuple(solo.tokens[:end]))
@@ -756,6 +831,7 @@ class Host:
                 assert solo.end is None, "a token after the end"
                 assert token == solo.next_token(), f"r{request.number}.{sequence.index} draws another token than alone"
                 solo.append(token)
+                solo.versions.append(self.versions.version)
                 self.log_event("token", request.number, sequence.index, token)
             self._claim(sequence)
 
@@ -766,6 +842,10 @@ class Host:
                 continue
             solo = self.solos[sequence]
             self.ends[sequence] = (sequence.state, len(sequence.token_ids))
+            found = [
+                one.version for one in weight_versions(sequence, len(solo.versions)) for _ in range(one.start, one.end)
+            ]
+            assert found == solo.versions, "a token of other weights than its output says"
             self.log_event("end", request.number, sequence.index, sequence.state.value)
             match sequence.state:
                 case RequestState.FINISHED_ERROR:

@@ -171,6 +171,54 @@ def test_a_module_that_cannot_be_served_is_refused(model, example):
             Engine(model, **{name: value}, **SIZES)
 
 
+OVER_TWO_DEVICES = """
+import sys
+from dataclasses import replace
+import jax.numpy as jnp, numpy as np
+from flax import nnx
+sys.path.insert(0, "examples")
+import own_model
+from jpaged import Engine, ModelLoadError
+from jpaged.models.dense import dense_logprobs
+own_model.VOCAB = 96  # One that two devices share out.
+AXES = {"up.kernel": ("embed", "mlp"), "up.bias": ("mlp",), "down.kernel": ("mlp", "embed")}
+
+class Spread(own_model.Tiny):
+    spec = replace(own_model.Tiny.spec, vocab_size=96)
+
+    def __init__(self, axes):
+        super().__init__(nnx.Rngs(0))
+        for block in self.blocks:
+            for path, names in axes.items():
+                part, name = path.split(".")
+                layer = getattr(block, part)
+                setattr(layer, name, nnx.Param(getattr(layer, name)[...], logical_axes=names))
+
+options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "warmup": "off", "tensor_parallel_size": 2}
+model, ids = Spread(AXES), list(range(1, 40))
+with Engine(model, **options) as engine:
+    kernel = engine.params["blocks"][0]["up"]["kernel"][...]
+    assert kernel.addressable_shards[0].data.shape == (64, 128), kernel.sharding
+    for _ in range(2):
+        assert np.abs(engine.logprobs(ids) - dense_logprobs(model, jnp.array([ids]))[0]).max() < 1e-4
+        engine.update_params(nnx.state(model, nnx.Param))
+try:
+    Engine(Spread({"up.kernel": ("embed", "fsdp")}), **options)
+except ModelLoadError as error:
+    print(error)
+"""
+
+
+def test_weights_are_spread_over_devices_by_the_axes_that_variables_name():
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "4"}
+    command = [sys.executable, "-c", OVER_TWO_DEVICES]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    words = "model: Spread.blocks.0.up.kernel has the logical axis 'fsdp', wanted vocab, heads, kv_heads, mlp, "
+    assert result.stdout.startswith(words)
+
+
 IN_A_PROCESS = """
 import json, os, jax, sys
 from flax import nnx

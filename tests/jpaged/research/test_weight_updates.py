@@ -3,18 +3,21 @@
 The reference is a fresh engine that started with the new weights.
 """
 
+import re
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jpaged import BeamSearchParams, ConfigError, Engine, ModelLoadError
+from jpaged import BeamSearchParams, ConfigError, Engine, ModelLoadError, SamplingParams
 
 from ..tiny_model import CONFIG, SIZES, reference_logits
 from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
 
+README = Path(__file__).parents[3] / "README.md"
 pytestmark = pytest.mark.usefixtures("shared_executables")
 
 
@@ -48,6 +51,14 @@ def test_requests_after_an_update_draw_as_in_a_fresh_engine_and_find_no_older_pr
     assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
     assert engine.stats()["prefix_cache_hits"] > hits, "pages of the present weights are found"
     assert engine.weights_version == 7
+
+
+def test_the_lines_of_the_readme_run_as_they_are_written(tiny, drawn):
+    (lines,) = re.findall(r"## Beside a trainer\n\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    with Engine(tiny, **{**SIZES, "max_num_seqs": 8}) as engine:
+        ids = [prompt[:8] for prompt in PROMPTS]
+        exec(lines, {"engine": engine, "params": NEW, "ids": ids, "SamplingParams": SamplingParams})
+        assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
 
 
 @pytest.mark.parametrize("in_flight", ["wait", "keep", "recompute", "abort"])

@@ -53,6 +53,10 @@ FLOORS = {
     "swap-out": 100,
     "table update batch": 100,
     "unpin": 100,
+    "update abort": 60,
+    "update keep": 70,
+    "update recompute": 70,
+    "update wait": 70,
 }
 """Event → how often it must happen: about half as often as in today's lives (35,000 steps)."""
 
