@@ -32,9 +32,9 @@ class Engine(StepEngine):
     """One model behind a paged cache.
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
-    serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores tokens,
-    and `sleep` gives the device's memory away. An engine is not thread-safe. It is a context manager; `shutdown` gives
-    the device's memory back.
+    serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
+    tokens, and `sleep` gives the device's memory away. An engine is not thread-safe. It is a context manager;
+    `shutdown` gives the device's memory back.
     """
 
     @overload

@@ -159,8 +159,8 @@ def _whole_logits(model: Any, hidden_RD: Float[Array, "R D"], mesh: Mesh | None)
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     on_chips = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # Without what pads the vocabulary of a Decoder; a caller's own module pads nothing. Row by row: XLA would leave them
-    # as they were gathered, column by column, and a GPU's sampler sums along rows.
+    # Without what pads the vocabulary of a Decoder; a caller's own module pads nothing. Row by row: XLA would leave
+    # them as they were gathered, column by column, and a GPU's sampler sums along rows.
     return with_layout_constraint(on_chips(logits_RX)[:, : getattr(model, "vocab_size", None)], Layout((0, 1)))
 
 
