@@ -51,6 +51,7 @@ class JpagedRollout(BaseRollout):
             temperature=rollout_config.temperature,
             top_p=rollout_config.top_p or 1.0,
             top_k=rollout_config.top_k or 0,
+            seed=None if rollout_config.seed is None else int(rollout_config.seed),
             stop_token_ids=rollout_config.eos_tokens or [EOS],
         )
         drawn = self.engine.generate(ids, params, return_arrays=True)

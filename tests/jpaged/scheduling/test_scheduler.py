@@ -121,7 +121,8 @@ def test_ended_requests_are_not_kept_in_memory():
     host.run()
     host.add(prompt(5), max_tokens=2)
     host.run()
-    for memory in (host.requests, host.solos, host.ends, host.first_starts, host.num_claimed, host.scheduler.ended):
+    of_the_test = host.requests, host.solos, host.ends, host.first_starts, host.num_claimed, host.num_recomputed
+    for memory in (*of_the_test, host.scheduler.ended):
         memory.clear()
     gc.collect()
     kept = [
