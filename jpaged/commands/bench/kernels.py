@@ -246,15 +246,15 @@ def bench(backend: Backend, *, page_size: int, dtype: str, num_runs: int) -> dic
         for name, workload in GATHERS.items():
             gathers = {kind: full_gather(workload, page_size, kind) for kind in GATHER_KINDS}
             measured = timed("full gather", name, {"paged": paged(backend, workload, page_size, "float32"), **gathers})
-            ratios[f"full gather, {name}"] = {f"{kind} ÷ paged": _ratio(measured, kind, "paged", 1) for kind in gathers}
+            ratios[f"full gather, {name}"] = {f"{kind} ÷ paged": _ratio(measured, kind, "paged") for kind in gathers}
         for name, workload in SHARED.items():
             pair = {"off": paged(backend, workload, page_size, dtype), "on": paged(sharing, workload, page_size, dtype)}
             measured = timed("shared", name, pair)
-            ratios[f"shared, {name}"] = {"on ÷ off": _ratio(measured, "on", "off", 3)}
+            ratios[f"shared, {name}"] = {"on ÷ off": _ratio(measured, "on", "off")}
     for name, workload in PREFILLS.items():
         pair = {"paged": paged(backend, workload, page_size, dtype), "dense": dense(workload, dtype)}
         measured = timed("prefill", name, pair)
-        ratios[f"prefill, {name}"] = {"paged ÷ dense": _ratio(measured, "paged", "dense", 3)}
+        ratios[f"prefill, {name}"] = {"paged ÷ dense": _ratio(measured, "paged", "dense")}
     return {"ratios": ratios, "ms_per_layer": times_ms, "read_bytes_per_s": round(median(bandwidths))}
 
 
@@ -353,5 +353,6 @@ def _temp_bytes(program: Program) -> int:
     return int(program.run.memory_analysis().temp_size_in_bytes)
 
 
-def _ratio(programs: dict[str, Program], over: str, under: str, digits: int) -> float:
-    return round(median(programs[over].times_s) / median(programs[under].times_s), digits)
+def _ratio(programs: dict[str, Program], over: str, under: str) -> float:
+    """Return the ratio of two programs' median times to three digits; a small one is not 0."""
+    return float(f"{median(programs[over].times_s) / median(programs[under].times_s):.3g}")
