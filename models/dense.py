@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["mask"], meta_fields=["num_sequences"])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenseAttention:
     """Attention among the tokens of a step, [B × N] of B sequences, each to those up to it. See `PagedCache.attend`."""
 
-    num_sequences: int
+    num_sequences: int = field(metadata={"static": True})
     mask: Bool[Array, "B N N"] | None = None
     """Which tokens each token may see; None: all that are not behind it."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,21 +17,7 @@ from ..request import Request, SampleSequence
 from ..sampling.sampling_params import SamplingParams
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "prompt_tokens",
-        "prompt_mask",
-        "tokens",
-        "logprobs",
-        "log_kept_masses",
-        "mask",
-        "is_truncated",
-        "versions",
-        "prompt_indices",
-    ],
-    meta_fields=["errors"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GenerationArrays:
     """The samples of all prompts, in the order of the prompts: B samples, padded to T tokens by zeros at their ends.
@@ -58,7 +43,7 @@ class GenerationArrays:
     """int32; the version of the weights that drew each token."""
     prompt_indices: Int[Array, " B"]
     """int32; the prompt that each sample belongs to."""
-    errors: tuple[str | None, ...]
+    errors: tuple[str | None, ...] = field(metadata={"static": True})
     """For each sample why it failed; None for one that did not."""
 
 
