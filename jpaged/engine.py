@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, overload
 
@@ -15,7 +15,7 @@ from .errors import ConfigError, InvalidRequestError
 from .offline import as_conversations, as_prompts, as_sequences, one_for_each, progress_bar
 from .outputs import RequestOutput, error_output
 from .request import Request, ResultForm
-from .request_builder import Params
+from .request_builder import CheckedRequest, Params
 from .research.arrays import (
     GenerationArrays,
     LogprobComparison,
@@ -81,11 +81,15 @@ class Engine(StepEngine):
         With `return_arrays` the result is one `GenerationArrays` of all samples, with the logprobs of the tokens drawn
         and without text; parameters that ask for more logprobs, for stop strings or for beams are refused.
 
-        With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed.
-        With `on_error="return"` it gets an output whose `error` is set and whose finish reason is "error", and the
-        others are computed. Raise ConfigError while requests of `add_request` are unfinished. If steps fail again and
-        again whatever is computed, their exception is raised. Requests of a call that raises, or is interrupted, are
-        aborted.
+        With `on_error="raise"` a bad prompt raises InvalidRequestError with its index before anything is computed, and
+        an exception in a step, in the model or in an output is raised as it is, with a note that names the request.
+        With `on_error="return"` such a request gets an output whose `error` is set and whose finish reason is "error",
+        the others are computed, and the exception is logged; beside `return_arrays` a bad prompt still raises, and the
+        result's `errors` tell of failures. A request whose logits are NaN or infinite, or whose rules leave no token,
+        ends with such an output in either case.
+
+        Raise ConfigError while requests of `add_request` are unfinished. Requests of a call that raises, or is
+        interrupted, are aborted.
         """
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
@@ -95,8 +99,6 @@ class Engine(StepEngine):
         if not return_arrays:
             outputs, _ = self._run("generate", prompts, each, **options)
             return list(outputs.values())
-        if on_error != "raise":
-            raise refusal("on_error", shown(on_error), "raise beside return_arrays", error=ConfigError)
         each = [for_arrays(params) for params in each]
         return generation_arrays(self._run("generate", prompts, each, **options, form=ResultForm.ARRAYS)[1])
 
@@ -109,11 +111,14 @@ class Engine(StepEngine):
         use_tqdm: bool = False,
         priority: Any = None,
         on_error: str = "raise",
+        form: ResultForm = ResultForm.ENTRIES,
         **options: Any,
     ) -> tuple[dict[str, RequestOutput], list[Request]]:
-        """Compute one request for each prompt; return their outputs by id, and the requests that were good.
+        """Compute one request for each prompt; return their outputs by id in the order of the prompts.
 
-        `call` is what errors name; `options` are those of `RequestBuilder.build`. The rest is as in `generate`.
+        The second result are the requests in that order, for forms of results that are read from requests; empty for
+        the form ENTRIES. `call` is what errors name; `form` and `options` are those of `RequestBuilder.check`. The rest
+        is as in `generate`.
         """
         self._check_ready(call)
         if on_error not in ("raise", "return"):
@@ -123,24 +128,40 @@ class Engine(StepEngine):
             raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
         each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
         outputs: dict[str, Any] = {}
-        requests: list[Request] = []
+        checked: list[CheckedRequest] = []
+        has_entries = form is ResultForm.ENTRIES
         num_before = self._num_requests
         for index, (prompt, params, own_priority) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
             request_id = f"{call}-{num_before + index}"
             outputs[request_id] = None  # So that outputs keep the order of the prompts.
             try:
-                requests.append(self._new_request(request_id, prompt, params, priority=own_priority, **options))
+                checked.append(
+                    self._check_request(request_id, prompt, params, priority=own_priority, form=form, **options)
+                )
             except InvalidRequestError as error:
-                if on_error == "raise":
+                if on_error == "raise" or not has_entries:
                     self._num_requests = num_before  # Later requests draw as if this call had never been.
                     raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
                 self._num_requests += 1  # The others draw as they would beside a good one.
                 outputs[request_id] = error_output(request_id, prompt, str(error))
-        with progress_bar(len(requests), is_shown=use_tqdm) as bar:
-            for output in self.run_until_done(requests):
-                outputs[output.request_id] = output
+        kept: dict[str, Request] = {}
+        with progress_bar(len(checked), is_shown=use_tqdm) as bar:
+            for request, output in self.run_requests(self._in_policy_order(checked), on_error=on_error):
+                if request.failure is not None and on_error == "raise":
+                    request.failure.add_note(f"{request.request_id}: {output.error}")
+                    raise request.failure
+                self.log_failure(request)
+                if not has_entries:
+                    kept[request.request_id] = request
+                outputs[request.request_id] = output
                 bar.update()
-        return {request_id: output for request_id, output in outputs.items() if output is not None}, requests
+        return outputs, [kept[request_id] for request_id in outputs if request_id in kept]
+
+    def _in_policy_order(self, checked: list[CheckedRequest]) -> Iterator[Request]:
+        """Yield the requests in the order of the scheduling policy. Each is made when it is asked for."""
+        if self.config.scheduling_policy != "fcfs":
+            checked = sorted(checked, key=lambda one: self._make_request(one).policy_key)
+        return map(self._make_request, checked)
 
     def chat(
         self,

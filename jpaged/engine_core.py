@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .checks import one_line
 from .request import Request, RequestState, SampleSequence
 from .scheduling.beam_search import BeamSearch, BeamStep
 from .scheduling.quarantine import FailureVerdict, Quarantine
@@ -66,6 +67,8 @@ class EngineCore:
     """Tokens that all steps so far had room for: `num_step_tokens` and the padding up to their buckets."""
     num_generated: int = 0
     """Output tokens that requests have been given."""
+    _last_retry: tuple[str, int] = ("", 0)
+    """The failure that the last warning told of, and `num_generated` at that time."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise InvalidRequestError if it can never fit, QueueFullError if too many wait."""
@@ -93,12 +96,10 @@ class EngineCore:
     def fail(self, request: Request, message: str, *, cause: Exception | None = None) -> None:
         """End all samples of a request that have not ended by an error; other requests go on unchanged.
 
-        The request's caller reads `message`. `cause` is logged, but the caller reads only its type: the text of an
-        exception may hold what belongs to other callers.
+        The request's caller reads `message` and the type of `cause`, which is kept as `request.failure`.
         """
         if cause is not None:
-            logger.error("request %s failed", request.request_id, exc_info=cause)
-            message = f"{message}: {type(cause).__name__}"
+            request.failure, message = cause, f"{message}: {type(cause).__name__}"
         self.scheduler.fail(request, message)
 
     def prepare(self) -> None:
@@ -165,15 +166,23 @@ class EngineCore:
         self._start_anew()
         if not isinstance(error, Exception):
             raise error
-        logger.error("a step failed; its requests are computed again", exc_info=error)
-        message = f"{STEPS_FAILED}: {type(error).__name__}"
         verdict = self.quarantine.note_failure(running, self.num_generated)
         if verdict is FailureVerdict.END_ISOLATED and isolated is not None and not isolated.state.is_finished:
-            self.fail(isolated, message)
+            self.fail(isolated, STEPS_FAILED, cause=error)
         elif verdict is FailureVerdict.END_ALL:
             for request in list(self.scheduler.unfinished):
-                self.fail(request, message)
+                self.fail(request, STEPS_FAILED, cause=error)
             raise error
+        else:
+            self._warn_of_retry(error)
+
+    def _warn_of_retry(self, error: Exception) -> None:
+        """Say in one line that a step is computed again; once for failures that repeat without a token between them."""
+        retry = f"{type(error).__name__}: {one_line(error)}", self.num_generated
+        if retry != self._last_retry:
+            self._last_retry = retry
+            is_traced = logger.isEnabledFor(logging.DEBUG)
+            logger.warning("a step failed, and is computed again (%s)", retry[0], exc_info=error if is_traced else None)
 
     def _start_anew(self) -> None:
         self.restart()

@@ -6,9 +6,9 @@ import math
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, Self
 
 from .checks import is_integer, is_number, refusal, shown
 from .request import CacheKey, Request, ResultForm, SampleSequence
@@ -20,6 +20,46 @@ from .text.prompts import EncodedPrompt, check_priority
 Params = SamplingParams | BeamSearchParams
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel to the device as int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """What a request is made of, checked. It is small, so that a long list of prompts can wait in this form."""
+
+    request_id: str
+    number: int
+    token_ids: array[int]
+    text: str | None
+    cache_salt: str | None
+    priority: int
+    params: Params
+    arrival_time: float
+    """In seconds of `time.monotonic()`."""
+    form: ResultForm
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        encoded: EncodedPrompt,
+        params: Params,
+        *,
+        number: int,
+        arrival_time: float | None = None,
+        form: ResultForm = ResultForm.ENTRIES,
+    ) -> Self:
+        """Return what a prompt that was encoded and checked, with its parameters, makes; it arrives now by default."""
+        return cls(
+            request_id=request_id,
+            number=number,
+            token_ids=array("i", encoded.token_ids),
+            text=encoded.text,
+            cache_salt=encoded.cache_salt,
+            priority=encoded.priority,
+            params=params,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            form=form,
+        )
 
 
 class RequestBuilder:
@@ -35,7 +75,7 @@ class RequestBuilder:
         """Return what the model's generation config recommends, with output up to the end of the context."""
         return SamplingParams(**{"max_tokens": None, **self.handle.sampling_defaults})
 
-    def build(
+    def check(
         self,
         request_id: str,
         prompt: Any,
@@ -45,8 +85,8 @@ class RequestBuilder:
         priority: Any = None,
         arrival_time: Any = None,
         form: ResultForm = ResultForm.ENTRIES,
-    ) -> Request:
-        """Return a request from arguments that are not checked yet; raise InvalidRequestError if one is wrong.
+    ) -> CheckedRequest:
+        """Check arguments and encode the prompt; raise InvalidRequestError if one is wrong.
 
         The arguments are those of `Engine.add_request`. `params` of None are `default_params`. `priority` goes before
         that of the prompt's mapping. `form` is that of its results.
@@ -61,25 +101,14 @@ class RequestBuilder:
         encoded = self.encoder.encode(prompt, has_answer=form is not ResultForm.SCORES)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
-        return self.build_encoded(request_id, encoded, params, number=number, arrival_time=arrival_time, form=form)
+        return CheckedRequest.of(request_id, encoded, params, number=number, arrival_time=arrival_time, form=form)
 
-    def build_encoded(
-        self,
-        request_id: str,
-        encoded: EncodedPrompt,
-        params: Params,
-        *,
-        number: int,
-        arrival_time: float | None = None,
-        form: ResultForm = ResultForm.ENTRIES,
-    ) -> Request:
-        """Return a request for a prompt that was encoded and checked, with its parameters, for this engine's model.
-
-        `arrival_time` is in seconds of `time.monotonic()`; None stands for now.
-        """
-        token_ids, given_token = array("i", encoded.token_ids), None
-        if form is ResultForm.SCORES and len(token_ids) > 1:
-            given_token = token_ids.pop()
+    def make(self, checked: CheckedRequest) -> Request:
+        """Return a request that was checked for this engine's model."""
+        params, token_ids, given_token = checked.params, checked.token_ids, None
+        is_scored = checked.form is ResultForm.SCORES
+        if is_scored and len(token_ids) > 1:
+            token_ids, given_token = token_ids[:-1], token_ids[-1]
         room = self.sizes.max_model_len - len(token_ids)
         max_tokens = min(room, params.max_tokens or room)
         beams = None
@@ -87,22 +116,22 @@ class RequestBuilder:
             beams = BeamSearch(params, params.end_ids(self.handle.eos_token_ids), max_tokens)
             params = params.as_samples(beams.num_top_tokens)
         return Request(
-            request_id=request_id,
-            number=number,
+            request_id=checked.request_id,
+            number=checked.number,
             prompt_token_ids=token_ids,
             params=params,
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            arrival_time=checked.arrival_time,
             max_tokens=max_tokens,
             engine_seed=self.config.seed,
             num_groups=self.num_groups,
-            prompt=encoded.text,
-            priority=encoded.priority,
-            cache_key=CacheKey(cache_salt=encoded.cache_salt),
+            prompt=checked.text,
+            priority=checked.priority,
+            cache_key=CacheKey(cache_salt=checked.cache_salt),
             bad_words=self.encoder.bad_words(params),
             beams=beams,
-            form=form,
+            form=checked.form,
             given_token=given_token,
-            tempers_scores=form is ResultForm.SCORES or self.config.logprobs_mode == "tempered_logprobs",
+            tempers_scores=is_scored or self.config.logprobs_mode == "tempered_logprobs",
         )
 
     def prefix(self, prompt: Any, cache_salt: str | None) -> tuple[list[int], CacheKey]:

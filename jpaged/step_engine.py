@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
 from flax import nnx
 
-from .checks import refusal
+from .checks import one_line, refusal
 from .config import EngineConfig
 from .engine_core import OUTPUT_FAILED
-from .errors import ConfigError, QueueFullError
+from .errors import ConfigError
 from .outputs import RequestOutput, error_output
 from .request import Request, SampleSequence
-from .request_builder import Params, RequestBuilder, as_request_ids, check_new_id, fork_source, unfinished_request
+from .request_builder import (
+    CheckedRequest,
+    Params,
+    RequestBuilder,
+    as_request_ids,
+    check_new_id,
+    fork_source,
+    unfinished_request,
+)
 from .research.sleeping import Sleep
 from .research.weight_updates import WeightVersions
 from .sampling.sampling_params import SampleMode
+from .scheduling.request_source import RequestSource
 from .startup.build_engine import EngineComponents, Progress, build_engine
 from .startup.open_model import ModelHandle, open_model, open_module
 from .startup.sizing import Demand
 from .text.prompts import EncodedPrompt
+
+logger = logging.getLogger("jpaged")
 
 
 class StepEngine:
@@ -89,6 +100,8 @@ class StepEngine:
         self._num_requests = self._num_prompt_tokens = 0
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._is_open, self._is_computing = True, False
+        self._last_failure = ""
+        """Type and text of the failure whose traceback was logged last."""
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
         self._live, self._versions = parts.live, WeightVersions(self.scheduler)
@@ -119,17 +132,15 @@ class StepEngine:
         """
         check_new_id(request_id, self.requests)
         options: dict[str, Any] = {"priority": priority, "number": number, "arrival_time": arrival_time}
-        self._queue(self._new_request(request_id, prompt, params, **options))
+        self._queue(self._make_request(self._check_request(request_id, prompt, params, **options)))
 
     def prepare_request(self, request_id: str, encoded: EncodedPrompt, params: Params, *, number: int) -> Request:
-        """Return a checked request that is not queued, for `run_until_done`.
+        """Return a checked request that is not queued, for `run_requests`.
 
         `encoded` and `params` have been checked against this engine's model. `number` is that of `add_request`. Raise
         InvalidRequestError if the request can never fit.
         """
-        request = self._builder.build_encoded(request_id, encoded, params, number=number)
-        self.scheduler.check(request)
-        return request
+        return self._make_request(CheckedRequest.of(request_id, encoded, params, number=number))
 
     def enqueue(self, request_id: str, encoded: EncodedPrompt, params: Params, *, number: int) -> Request:
         """Queue what `prepare_request` returns, and return it. Raise QueueFullError if too many wait."""
@@ -142,28 +153,62 @@ class StepEngine:
         without a token between them, requests are computed one at a time, and one that fails alone ends with an
         error. If several fail alone, all unfinished requests end with errors and the exception is raised; the next
         step returns their outputs. An interrupt such as KeyboardInterrupt is raised at once, and later steps go on.
+
+        `error` of an output names the type of what has failed; its message and traceback are logged, once.
         """
-        return [output for request in self._advance() if (output := self._output_of(request)) is not None]
+        try:
+            changed = self._advance()
+        except Exception as error:
+            self._last_failure = _failure_text(error)  # Its caller has it now: it is not logged as well.
+            raise
+        outputs = [output for request in changed if (output := self._output_of(request)) is not None]
+        for request in changed:
+            self.log_failure(request)
+        return outputs
 
     def run_until_done(
         self, requests: Iterable[Request] = (), *, stream: bool = False, on_error: str = "raise"
     ) -> Iterator[RequestOutput]:
         """Step until no request is left; yield the last output of each request, with `stream` all of its outputs.
 
-        `requests`, of `prepare_request`, are queued in the order of the scheduling policy, as soon as the queue's
-        limits leave room. If all unfinished requests end because steps fail whatever is computed, the exception is
-        raised; with `on_error="return"` their outputs are yielded and the other `requests` follow. A loop that ends
-        early, by an exception or because its caller leaves it, aborts every unfinished request of the engine.
+        The rest is as in `run_requests`; what has failed is logged as by `step`.
         """
-        held = deque(sorted(requests, key=lambda request: request.policy_key))
+        for request, output in self.run_requests(requests, stream=stream, on_error=on_error):
+            self.log_failure(request)
+            yield output
+
+    def run_requests(
+        self, requests: Iterable[Request | None] = (), *, stream: bool = False, on_error: str = "raise"
+    ) -> Iterator[tuple[Request, RequestOutput]]:
+        """Step until no request is left; yield each request with its last output, with `stream` with all outputs.
+
+        `requests`, of `prepare_request`, are read while fewer than `request_source.READ_AHEAD` wait. Those that were
+        read are queued in the order of the scheduling policy, as soon as the queue's limits leave room. None among them
+        says that the next one is not there yet: it is asked for again after a step.
+
+        If all unfinished requests end because steps fail whatever is computed, the exception is raised; with
+        `on_error="return"` their outputs are yielded and the other `requests` follow. A request that has failed holds
+        the exception as its `failure`; nothing is logged of it. A loop that ends early, by an exception or because its
+        caller leaves it, aborts every unfinished request of the engine.
+        """
+        source = RequestSource(requests, max_num_seqs=self.step_sizes.max_num_seqs)
         try:
-            while held or self.requests:
-                self._queue_while_there_is_room(held)
+            while not source.is_empty or self.requests:
+                source.read(len(self.scheduler.waiting))
+                source.queue(self._queue, is_idle=not self.requests)
                 for request in self._advance_or_fail(on_error):
                     if (stream or request.state.is_finished) and (output := self._output_of(request)) is not None:
-                        yield output
+                        yield request, output
         finally:
             self.abort_request(list(self.requests))
+
+    def log_failure(self, request: Request) -> None:
+        """Log the exception that has ended a request, with its traceback; the same one for several requests once."""
+        if (failure := request.failure) is None:
+            return
+        if (text := _failure_text(failure)) != self._last_failure:
+            self._last_failure = text
+            logger.error("request %s failed: %s", request.request_id, one_line(text), exc_info=failure)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
@@ -339,15 +384,21 @@ class StepEngine:
                 raise
             return []  # The next step publishes the requests that have ended.
 
-    def _new_request(
+    def _check_request(
         self, request_id: str, prompt: Any, params: Any, *, number: int | None = None, **options: Any
-    ) -> Request:
-        """Return a checked request that is not queued, and count it unless it has a number of its own."""
+    ) -> CheckedRequest:
+        """Check what a request is made of, and that it can ever run; count it unless it has a number of its own."""
         is_counted = number is None
         number = self._num_requests if is_counted else number
-        request = self._builder.build(request_id, prompt, params, number=number, **options)
-        self.scheduler.check(request)
+        checked = self._builder.check(request_id, prompt, params, number=number, **options)
+        self._make_request(checked)
         self._num_requests += is_counted
+        return checked
+
+    def _make_request(self, checked: CheckedRequest) -> Request:
+        """Return a request that is not queued. Raise InvalidRequestError if it can never fit."""
+        request = self._builder.make(checked)
+        self.scheduler.check(request)
         return request
 
     def _queue(self, request: Request) -> Request:
@@ -357,17 +408,6 @@ class StepEngine:
         self.requests[request.request_id] = request
         self._num_prompt_tokens += request.prompt_len
         return request
-
-    def _queue_while_there_is_room(self, held: deque[Request]) -> None:
-        """Queue held requests in their order until the queue is full. A queue that stays full for ever raises."""
-        while held:
-            try:
-                self._queue(held[0])
-            except QueueFullError:
-                if not self.requests:
-                    raise
-                return
-            held.popleft()
 
     def _check_ready(self, call: str) -> None:
         """Refuse a call of an engine that was shut down, from inside of a step, or that needs what sleep took."""
@@ -400,3 +440,7 @@ class StepEngine:
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
         self.scheduler.ended.pop(request, None)
+
+
+def _failure_text(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}"

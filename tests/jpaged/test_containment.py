@@ -241,6 +241,70 @@ def test_where_only_steps_of_several_requests_fail_all_end_one_by_one(engine, al
     assert [tokens_of(output) for output in outputs] == [alone[name] for name in names]
 
 
+FAULTS = ("dispatch", "read", "check_stop", "output_of")
+CALLS = {
+    "generate": lambda engine, **options: engine.generate([PROMPTS[0]] * 2, SamplingParams(**PLAIN), **options),
+    "chat": lambda engine, **options: engine.chat([{"role": "user", "content": "x"}], SamplingParams(**PLAIN), **options),
+    "beams": lambda engine, **options: engine.beam_search(
+        [PROMPTS[0]], BeamSearchParams(beam_width=2, max_tokens=4), **options
+    ),
+    "arrays": lambda engine, **options: engine.generate(
+        [PROMPTS[0]], SamplingParams(max_tokens=4), return_arrays=True, **options
+    ),
+    "logprobs": lambda engine: engine.logprobs([5, 6, 7]),
+    "compare_logprobs": lambda engine: engine.compare_logprobs(None, [PROMPTS[0]], SamplingParams(max_tokens=4)),
+}
+
+
+@pytest.fixture
+def breaking(engine, monkeypatch):
+    """Return a function that lets one stage of every request fail from its call on."""
+
+    def break_stage(fault):
+        def failing(*args, **kwargs):
+            raise InjectedError(f"{fault} is broken")
+
+        class Unreadable:
+            read = read_scores = failing
+
+        outputs, runner, dispatch = engine.core.outputs, engine.runner, engine.runner.dispatch
+        if fault == "dispatch":
+            monkeypatch.setattr(runner, "dispatch", failing)
+        elif fault == "read":
+            monkeypatch.setattr(runner, "dispatch", lambda step: (dispatch(step), Unreadable())[1])
+        else:
+            monkeypatch.setattr(outputs, fault, failing)
+
+    return break_stage
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_is_raised_with_its_message_and_logged_without_a_traceback(engine, breaking, caplog, fault, call):
+    if call in ("beams", "logprobs") and fault == "check_stop":
+        pytest.skip("the host does not look for stops in a search or in given tokens")
+    breaking(fault)
+    with pytest.raises(InjectedError, match=f"{fault} is broken"):
+        CALLS[call](engine)
+    assert not engine.has_unfinished_requests()
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert len(caplog.records) <= 1
+
+
+@pytest.mark.parametrize("call", ["generate", "chat", "beams", "arrays"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_fails_and_is_returned_is_logged_once_with_its_traceback(engine, breaking, caplog, fault, call):
+    if call == "beams" and fault == "check_stop":
+        pytest.skip("the host does not look for stops in a search")
+    engine._last_failure = ""
+    breaking(fault)
+    outputs = CALLS[call](engine, on_error="return")
+    for error in outputs.errors if call == "arrays" else [output.error for output in outputs]:
+        assert error.endswith(": InjectedError")  # Without the message: it may hold what belongs to others.
+    (logged,) = [record for record in caplog.records if record.exc_info]
+    assert f"{fault} is broken" in logged.getMessage()
+
+
 def _step_until_it_raises(engine, outputs):
     while engine.has_unfinished_requests():
         outputs += engine.step()

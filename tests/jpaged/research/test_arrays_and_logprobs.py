@@ -160,8 +160,6 @@ def test_what_arrays_cannot_hold_is_refused(tiny):
                 engine.generate(PROMPTS, replace(PARAMS, **{name: value}), return_arrays=True)
         with pytest.raises(InvalidRequestError, match=r"^sampling_params: got BeamSearchParams"):
             engine.generate(PROMPTS, BeamSearchParams(beam_width=2, max_tokens=3), return_arrays=True)
-        with pytest.raises(ConfigError, match=r"^on_error: got 'return', allowed: raise beside return_arrays"):
-            engine.generate(PROMPTS, PARAMS, return_arrays=True, on_error="return")
         for ids in (
             [],
             [[]],

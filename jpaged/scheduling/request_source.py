@@ -1,0 +1,63 @@
+"""Requests that an iterator gives one after the other, read a limited number ahead and ordered by the policy.
+
+Knows requests and their order; no page, no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from typing import Any
+
+from ..errors import QueueFullError
+from ..request import Request
+
+READ_AHEAD = 1000
+"""Requests that are read before the engine has begun them. The scheduling policy orders these."""
+_END = object()
+
+
+class RequestSource:
+    """Reads requests of an iterator ahead, and queues them as the queue's limits leave room."""
+
+    def __init__(self, requests: Iterable[Request | None], *, max_num_seqs: int):
+        """None among `requests` says that the next one is not there yet: it is asked for again later.
+
+        `max_num_seqs` is that of the engine, for which enough is read ahead that no step lacks work.
+        """
+        self._iterator, self._max_waiting = iter(requests), max(READ_AHEAD, 2 * max_num_seqs)
+        self._heap: list[tuple[Any, int, Request]] = []
+        """(policy key, place in the order of reading, request) of those that were read and are not queued."""
+        self._num_read, self._is_at_end = 0, False
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether every request has been queued and no other will come."""
+        return self._is_at_end and not self._heap
+
+    def read(self, num_waiting: int) -> None:
+        """Read requests until READ_AHEAD wait or none is there; `num_waiting` are queued already."""
+        while not self._is_at_end and len(self._heap) + num_waiting < self._max_waiting:
+            request: Any = next(self._iterator, _END)
+            if request is _END:
+                self._is_at_end = True
+            elif request is None:
+                return
+            else:
+                self._num_read += 1
+                heappush(self._heap, (request.policy_key, self._num_read, request))
+
+    def queue(self, add: Callable[[Request], Any], *, is_idle: bool) -> None:
+        """Give the requests to `add` in the order of the policy until it raises QueueFullError.
+
+        In an engine that `is_idle` a queue without room stays so for ever: the error is raised.
+        """
+        while self._heap:
+            try:
+                add(self._heap[0][-1])
+            except QueueFullError:
+                if is_idle:
+                    raise
+                return
+            is_idle = False
+            heappop(self._heap)
