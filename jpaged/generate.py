@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from .commands.generate import main
+from . import __main__ as process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `jpaged generate` in this process, with these arguments or its own, and return the exit status."""
+    from .commands.generate import main
+
+    return main(argv)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process.main("generate"))

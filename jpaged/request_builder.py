@@ -15,7 +15,7 @@ from .request import CacheKey, Request, ResultForm, SampleSequence
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
 from .scheduling.beam_search import BeamSearch
 from .startup.build_engine import EngineComponents
-from .text.prompts import EncodedPrompt, check_priority
+from .text.prompts import EncodedPrompt, check_num_samples, check_priority
 
 Params = SamplingParams | BeamSearchParams
 MAX_SAMPLE_INDEX = (1 << 31) - 1
@@ -102,6 +102,14 @@ class RequestBuilder:
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
         return CheckedRequest.of(request_id, encoded, params, number=number, arrival_time=arrival_time, form=form)
+
+    def check_size(self, encoded: EncodedPrompt, params: Params) -> None:
+        """Raise InvalidRequestError for a prompt that is too long for this engine, or has too many samples.
+
+        Everything else of it was checked before the engine had its sizes.
+        """
+        self.encoder.check_len(len(encoded.token_ids))
+        check_num_samples(params, self.sizes.max_num_seqs)
 
     def make(self, checked: CheckedRequest) -> Request:
         """Return a request that was checked for this engine's model."""

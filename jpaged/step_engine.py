@@ -138,8 +138,9 @@ class StepEngine:
         """Return a checked request that is not queued, for `run_requests`.
 
         `encoded` and `params` have been checked against this engine's model. `number` is that of `add_request`. Raise
-        InvalidRequestError if the request can never fit.
+        InvalidRequestError if the request does not fit into this engine.
         """
+        self._builder.check_size(encoded, params)
         return self._make_request(CheckedRequest.of(request_id, encoded, params, number=number))
 
     def enqueue(self, request_id: str, encoded: EncodedPrompt, params: Params, *, number: int) -> Request:

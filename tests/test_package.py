@@ -28,7 +28,8 @@ ALLOWED = {
 }
 # Within jpaged, outermost first: a part may import only parts of the rows below its own. "" is the package itself.
 LAYERS = (
-    ("__main__", "generate"),
+    ("generate",),
+    ("__main__",),
     ("commands",),
     ("",),
     ("llm",),

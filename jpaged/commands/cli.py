@@ -13,10 +13,9 @@ from importlib import import_module
 from pathlib import Path
 
 from .. import not_available
-from ..checks import check_name, one_line
-from ..errors import ConfigError, JpagedError, ModelLoadError
-from ..startup.device_memory import reserve_device_memory
-from .progress import say
+from ..checks import check_name
+from ..errors import ConfigError
+from .process import run_command
 
 FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "bench kernels", "bench scheduler")
 """Commands that help texts name first, in this order; the others follow by name."""
@@ -24,13 +23,7 @@ FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "benc
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    reserve_device_memory()
-    try:
-        return _run(args, _find_commands())
-    except (JpagedError, ModelLoadError) as error:
-        say(f"error: {one_line(error, 10_000)}")
-        return 1
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _find_commands() -> dict[str, tuple[str, str]]:
@@ -45,12 +38,12 @@ def _find_commands() -> dict[str, tuple[str, str]]:
     return {name: found[name] for name in [*FIRST, *sorted(found.keys() - FIRST)] if name in found}
 
 
-def _run(args: list[str], commands: dict[str, tuple[str, str]]) -> int:
+def _run(args: list[str]) -> int:
     """Run the command that `args` begin with and return its exit status.
 
-    `commands` maps "generate" or "bench scheduler" to the module and its one line of help. Without a command the usage
-    is printed and the status is 1. Raises ConfigError for an unknown name.
+    Without a command the usage is printed and the status is 1. Raises ConfigError for an unknown name.
     """
+    commands = _find_commands()
     name = args[0] if args else "--help"
     benches = [command.removeprefix("bench ") for command in commands if command.startswith("bench ")]
     summaries = {command: text for command, (_, text) in commands.items() if " " not in command}

@@ -11,10 +11,12 @@ import os
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from .. import not_available
 from ..checks import check_name, refusal, shown
@@ -22,6 +24,7 @@ from ..errors import ConfigError, InvalidRequestError
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .flags import BEAM_FLAGS
+from .lines import HashTable, LineSource, line_digest
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
 """Keys of a line of a .jsonl file beside sampling parameters."""
@@ -38,15 +41,27 @@ class Job:
     number: int
     prompt: EncodedPrompt
     params: SamplingParams | BeamSearchParams
+    digest: str = ""
+    """That of its line, by which a resumed run knows that it has not changed."""
 
 
 @dataclass(frozen=True)
 class BadLine:
     """A line of a file that cannot become a request, and why."""
 
-    id: str | int
+    id: str | int | None
+    """None for a line that is no JSON object with an id, or without one: its number may be another line's id."""
     number: int
     error: InvalidRequestError
+
+
+@dataclass(frozen=True)
+class DoneLine:
+    """A line whose result the output file has from an earlier run."""
+
+    number: int
+    entry: int
+    """The result, as `results.FinishedRecords` counts them."""
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -84,8 +99,9 @@ def _is_stdin_redirected() -> bool:
 def _read_stdin() -> str:
     try:
         return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prompt: stdin is not {error.encoding} ({error.reason}); give text") from error
+    except UnicodeError as error:  # That of UTF-16 without a byte-order mark has no reason of its own.
+        reason = getattr(error, "reason", error)
+        raise ConfigError(f"prompt: stdin is not {sys.stdin.encoding} ({reason}); give text") from error
 
 
 @dataclass(frozen=True)
@@ -105,17 +121,31 @@ class JobReader:
     """Parameters of beam search from the flags; where they are given, nothing is sampled."""
     system: str | None = None
     """System message put before text prompts."""
+    finished: Mapping[str, int] | None = None
+    """Entry of each finished result by `done_key`; None where no earlier run is gone on with."""
 
-    def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any]) -> Job:
+    @cached_property
+    def default_params(self) -> SamplingParams | BeamSearchParams:
+        """Return the parameters of a prompt without its own, one object for all of them."""
+        return self._params({})
+
+    def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any], digest: str = "") -> Job:
         """Return a checked job; InvalidRequestError names what is wrong."""
         if "output_kind" in own_params:
             reason = "has no effect on a line, whose output is written when it ends"
             raise InvalidRequestError(f"output_kind: {reason}; leave it out", param="output_kind")
-        params = self._params(own_params)
+        params = self._params(own_params) if own_params else self.default_params
         self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
         encoded = self.encoder.encode(self._as_chat(prompt))
         check_priority(encoded.priority, self.scheduling_policy)
-        return Job(id_, number, encoded, params)
+        return Job(id_, number, encoded, params, digest)
+
+    def argument_jobs(self, prompts: Sequence[str]) -> Iterator[Job | DoneLine]:
+        """Yield a job for each prompt of the command line; InvalidRequestError for the first that is wrong."""
+        for number, prompt in enumerate(prompts):
+            digest = line_digest(prompt.encode(errors="surrogatepass"))
+            entry = self.finished.get(done_key(number, digest)) if self.finished else None
+            yield self.job(number, number, prompt, {}, digest) if entry is None else DoneLine(number, entry)
 
     def _params(self, own_params: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
         if self.beams is None:
@@ -127,31 +157,42 @@ class JobReader:
                 raise InvalidRequestError(f"{name}: has no effect in a beam search, {allowed}", param=name)
         return BeamSearchParams(**{"max_tokens": None, **self.beams, **own_params})
 
-    def file_jobs(self, path: Path) -> list[Job | BadLine]:
-        """Return the jobs of a .txt or .jsonl file in its order, without blank lines. Line numbers begin at 1."""
-        if path.suffix not in (".txt", ".jsonl"):
-            raise refusal("--prompt-file", shown(path.name), "a name ending in .txt or .jsonl", error=ConfigError)
-        jobs: list[Job | BadLine] = []
-        line_of_id: dict[str, int] = {}
-        for number, line in _lines(path):
-            id_: str | int = number
+    def file_jobs(self, lines: LineSource) -> Iterator[Job | BadLine | DoneLine | None]:
+        """Yield what each line of a .txt or .jsonl file becomes, in order; None where a pipe has no line yet.
+
+        A line that has not changed since its result was written is not read any further.
+        """
+        number_of_id = HashTable()
+        for numbered in lines:
+            if numbered is None:
+                yield None
+                continue
+            number, line = numbered
+            digest, is_json = line_digest(line), lines.format == "jsonl"
+            id_: str | int | None = None if is_json else number
             try:
+                if self.finished:
+                    known_id = _known_id(line, number) if is_json else number
+                    entry = None if known_id is None else self.finished.get(done_key(known_id, digest))
+                    if entry is not None and number_of_id.set_default(repr(known_id), number) == number:
+                        yield DoneLine(number, entry)
+                        continue
                 own_params: dict[str, Any] = {}
                 prompt: Any = _text(line)
-                if path.suffix == ".jsonl":
+                if is_json:
                     record = _record(prompt)
                     id_ = _id(record, number)
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
-                if (first := line_of_id.setdefault(repr(id_), number)) != number:
+                if (first := number_of_id.set_default(repr(id_), number)) != number:
                     raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
-                jobs.append(self.job(id_, number, prompt, own_params))
+                yield self.job(id_, number, prompt, own_params, digest)
             except InvalidRequestError as error:
-                jobs.append(BadLine(id_, number, error))
-        if not jobs:
-            raise ConfigError(f"--prompt-file: {path} holds no prompt; give at least one line")
-        return jobs
+                if id_ is None:
+                    text = str(error).removeprefix("line: ")
+                    error = InvalidRequestError(f"line {number}: {text}", param=error.param)
+                yield BadLine(id_, number, error)
 
     def _as_chat(self, prompt: Any) -> Any:
         """Return a text prompt as chat messages, if that is wanted; any other prompt as it is."""
@@ -167,21 +208,33 @@ class JobReader:
         return {"messages": [*system, {"role": "user", "content": text}], **extras}
 
 
-def error_record(id_: str | int, error: InvalidRequestError | str) -> dict[str, Any]:
+def done_key(id_: str | int, digest: str) -> str:
+    """Return what a finished result and its line have in common: the id, and the bytes of the line."""
+    return f"{digest}{id_!r}"
+
+
+def error_record(id_: str | int | None, error: InvalidRequestError | str) -> dict[str, Any]:
     """Return the output line of a request that was refused, or that the engine failed with the message `error`."""
     kind, param = ("EngineError", None) if isinstance(error, str) else (type(error).__name__, error.param)
     return {"id": id_, "error": {"type": kind, "message": str(error)[:MAX_ERROR_CHARS], "param": param}}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of each line that is not blank."""
+class _LineId(msgspec.Struct):
+    """The only field of a line that is read where all of it was checked by an earlier run."""
+
+    id: str | int | None = None
+
+
+_line_id = msgspec.json.Decoder(_LineId)
+
+
+def _known_id(line: bytes, number: int) -> str | int | None:
+    """Return the id of a line of JSON, its number where it has none; None if a closer look is needed."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
-    except OSError as error:
-        raise ConfigError(f"--prompt-file: {path} cannot be read ({error}); give a readable file") from error
+        id_ = _line_id.decode(line).id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return number if id_ is None else id_
 
 
 def _text(line: bytes) -> str:
@@ -192,6 +245,7 @@ def _text(line: bytes) -> str:
 
 
 def _record(line: str) -> dict[str, Any]:
+    """Return the JSON object of a line."""
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
     except InvalidRequestError:

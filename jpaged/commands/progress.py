@@ -27,8 +27,11 @@ class ProgressReport:
         self._last_line_s = time.monotonic()
         self._is_closed = False
 
-    def __call__(self, name: str, done: int, total: int) -> None:
-        """Report that `done` of `total` units of phase `name` are done; the phase ends when they are equal."""
+    def __call__(self, name: str, done: int, total: int | None) -> None:
+        """Report that `done` of `total` units of phase `name` are done; the phase ends when they are equal.
+
+        `total` is None while it is not known.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -42,7 +45,8 @@ class ProgressReport:
                 self._end(name)
             if done == total or (not self._is_terminal and now - self._last_line_s > LINE_EVERY_S):
                 self._last_line_s = now
-                say(f"{name}: {done} of {total} ({now - since:.1f} s)")
+                of_all = "" if total is None else f" of {total}"
+                say(f"{name}: {done}{of_all} ({now - since:.1f} s)")
 
     def close(self) -> None:
         """Remove the bars and show nothing more: phases that still go on must not mix with other output."""
@@ -51,12 +55,13 @@ class ProgressReport:
             for name in list(self._since):
                 self._end(name)
 
-    def _show_bar(self, name: str, done: int, total: int) -> None:
+    def _show_bar(self, name: str, done: int, total: int | None) -> None:
         if name not in self._bars:
             from tqdm import tqdm
 
             self._bars[name] = tqdm(total=total, desc=name, file=sys.stderr, leave=False)
         bar = self._bars[name]
+        bar.total = total
         bar.update(done - bar.n)
 
     def _end(self, name: str) -> None:

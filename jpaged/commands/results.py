@@ -2,104 +2,197 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from ..checks import refusal
 from ..errors import ConfigError
 from ..outputs import CompletionOutput, Logprob, RequestOutput
-from .jobs import BadLine, Job
+from .jobs import Job, done_key
+from .lines import HashTable
+
+KEY_CHARS = 16
+"""Hexadecimal digits of the key of a run's options, the first half of a record's `resume_key`."""
 
 MIN_LOGPROB = -9999.0
 """Written for logprobs of −∞, which JSON does not have; vLLM and OpenAI write the same."""
 
 
-def output_record(job: Job, output: RequestOutput) -> dict[str, Any]:
-    """Return the JSON object of one finished request."""
+def output_record(job: Job, output: RequestOutput, options_key: str) -> dict[str, Any]:
+    """Return the JSON object of one finished request of a run with these options."""
     record: dict[str, Any] = {
         "id": job.id,
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
         "outputs": [_completion_record(completion) for completion in output.outputs],
-        "metrics": asdict(output.metrics),
+        "metrics": {**asdict(output.metrics), "resume_key": options_key + job.digest},
     }
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [entries and _entries_record(entries) for entries in output.prompt_logprobs]
     return record
 
 
-def dump_line(record: dict[str, Any]) -> str:
-    """Return a record as one line of JSON, without its newline; a lone surrogate, which is no UTF-8, is escaped."""
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace").decode()
+def dump_line(record: dict[str, Any], *, is_ascii: bool = False) -> str:
+    """Return a record as one line of JSON, without its newline.
+
+    Other characters than those of ASCII are escaped with `is_ascii`, and a lone surrogate, which is no UTF-8, always.
+    """
+    line = json.dumps(record, ensure_ascii=is_ascii, separators=(",", ":"))
+    return line.encode(errors="backslashreplace").decode()
+
+
+def options_key(options: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits that stand for all that decides, beside its line, what a result is."""
+    text = json.dumps(options, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=KEY_CHARS // 2).hexdigest()
+
+
+class _RecordMetrics(msgspec.Struct):
+    resume_key: str | None = None
+
+
+class _RecordHead(msgspec.Struct):
+    """What a resumed run reads of a record."""
+
+    id: str | int | None = None
+    outputs: list[msgspec.Raw] = []
+    metrics: _RecordMetrics | None = None
+
+
+_record_head = msgspec.json.Decoder(_RecordHead)
+
+
+class FinishedRecords:
+    """The results that an output file has from earlier runs, each known by `jobs.done_key`."""
+
+    def __init__(self, path: Path, options: str):
+        """Read the file of a run whose options have the key `options`; there may be none.
+
+        Errors are left out, so that they are tried again; so are a torn last line and any line that is no record. Raise
+        ConfigError if the file cannot be read, or holds results of other options.
+        """
+        self._entry_of = HashTable()
+        self._offsets, self._lengths = array("q"), array("I")
+        self.end = 0
+        """Bytes of the file up to the end of its last whole line."""
+        num_strange = 0
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    offset, self.end = self.end, self.end + len(line) if line.endswith(b"\n") else self.end
+                    if offset == self.end or (head := _head(line)) is None or not (head.outputs and head.metrics):
+                        continue
+                    key = head.metrics.resume_key or ""
+                    if key[:KEY_CHARS] != options or head.id is None:
+                        num_strange += 1
+                        continue
+                    self._entry_of.set_default(done_key(head.id, key[KEY_CHARS:]), len(self._offsets))
+                    self._offsets.append(offset)
+                    self._lengths.append(len(line))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(f"--resume: {path} cannot be read ({error}); give a readable file") from error
+        if num_strange:
+            got = f"{path}, with {num_strange} results of other options"
+            allowed = "results of this run's model, sampling and chat flags"
+            way_out = "give the flags of that run, or another --output"
+            raise refusal("--resume", got, allowed, way_out, error=ConfigError)
+
+    def __len__(self) -> int:
+        return len(self._entry_of)
+
+    def get(self, key: str) -> int | None:
+        """Return the entry of a result; None for a key without one."""
+        return self._entry_of.get(key)
+
+    def place(self, entry: int) -> tuple[int, int]:
+        """Return the offset and the length of a result in the file, in bytes."""
+        return self._offsets[entry], self._lengths[entry]
+
+
+def _head(line: bytes) -> _RecordHead | None:
+    """Return what is read of a record; None for a line that is none."""
+    try:
+        return _record_head.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:  # Python takes what msgspec refuses, such as lone surrogates and huge integers.
+        record = json.loads(line)
+        metrics = record.get("metrics")
+        key = metrics.get("resume_key") if isinstance(metrics, dict) else None
+        outputs, id_ = record.get("outputs"), record.get("id")
+        is_record = isinstance(outputs, list) and isinstance(key, str | None) and isinstance(id_, str | int)
+        return _RecordHead(id_, outputs, _RecordMetrics(key)) if is_record and metrics else None
+    except (ValueError, RecursionError, AttributeError):
+        return None
 
 
 class ResultFile:
-    """The JSON lines of one run. A record appears whole or not at all, whenever the process is killed."""
+    """The JSON lines of one run. A record appears whole or not at all, whenever the process is killed.
+
+    Of a record that was written, only its line's number and its place in the file are kept: 20 bytes.
+    """
 
     def __init__(self, path: Path, *, prompt_file: Path | None = None):
         """Check the path; raise ConfigError if it cannot be written. Nothing is created or changed before `start`."""
+        is_file = path.is_file() or not path.exists()
         self.path = path.resolve()
         folder = self.path.parent
+        if not is_file or (path.exists() and not os.access(path, os.W_OK)):
+            way_out = "give another name, or --json to write the lines to stdout"
+            raise ConfigError(f"--output: {path} is no regular file that can be written; {way_out}")
         if not path.name or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ConfigError(f"--output: {str(path)!r} cannot be written; give a file in an existing, writable folder")
-        if self.path.exists():
-            if not self.path.is_file() or not os.access(self.path, os.W_OK):
-                raise ConfigError(f"--output: {path} is no regular file that can be written; give another name")
-            if prompt_file is not None and prompt_file.exists() and self.path.samefile(prompt_file):
-                raise ConfigError(f"--output: {path} is the prompt file; give another name")
+        if path.exists() and prompt_file is not None and prompt_file.exists() and self.path.samefile(prompt_file):
+            raise ConfigError(f"--output: {path} is the prompt file; give another name")
         self._descriptor: int | None = None
+        self._end = 0
+        self._numbers, self._offsets, self._lengths = array("q"), array("q"), array("I")
 
-    def finished_records(self, jobs: Sequence[Job | BadLine]) -> tuple[dict[int, dict[str, Any]], int]:
-        """Return the file's results for these jobs by the jobs' numbers, and the count of results of other prompts.
+    def start(self, kept_bytes: int | None) -> None:
+        """Open the file for `append`, with its first `kept_bytes` bytes; None for a new file in its place."""
+        if kept_bytes is None or not self.path.exists():
+            self._replace([])
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._end = kept_bytes or 0
+        os.ftruncate(self._descriptor, self._end)
 
-        A result belongs to a job if its id and its prompt's token ids are those of the job. Errors are left out, so
-        that they are tried again; so are a torn last line and any line that is no record.
-        """
-        wanted = {repr(job.id): job for job in jobs if isinstance(job, Job)}
-        found: dict[int, dict[str, Any]] = {}
-        num_others = 0
-        try:
-            lines = self.path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return {}, 0
-        except OSError as error:
-            raise ConfigError(f"--resume: {self.path} cannot be read ({error}); give a readable file") from error
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(record, dict) or not record.get("outputs") or "metrics" not in record:
-                continue
-            job = wanted.get(repr(record.get("id")))
-            if job is not None and record.get("prompt_token_ids") == job.prompt.token_ids:
-                found[job.number] = record
-            else:
-                num_others += 1
-        return found, num_others
-
-    def start(self, kept: Sequence[dict[str, Any]]) -> None:
-        """Replace the file by one that holds the kept records, and open it for `append`."""
-        self._replace(kept)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Add one record as a line."""
+    def append(self, number: int, record: dict[str, Any]) -> None:
+        """Write the record of this line's number behind the others."""
         assert self._descriptor is not None, "start comes before append"
         data = dump_line(record).encode() + b"\n"
+        self.keep(number, (self._end, len(data)))
+        self._end += len(data)
         while data:  # A full disk or a signal may cut a write short.
             data = data[os.write(self._descriptor, data) :]
 
-    def finish(self, records: Sequence[dict[str, Any]]) -> None:
-        """Replace the file by one with all records in their final order, in one atomic step."""
+    def keep(self, number: int, place: tuple[int, int]) -> None:
+        """Note that the result of a line lies at this offset of the file, with this length in bytes."""
+        self._numbers.append(number)
+        self._offsets.append(place[0])
+        self._lengths.append(place[1])
+
+    def read(self, place: tuple[int, int]) -> bytes:
+        """Return the bytes of a record at this offset, of this length."""
+        assert self._descriptor is not None, "start comes before read"
+        return os.pread(self._descriptor, place[1], place[0])
+
+    def finish(self) -> None:
+        """Replace the file by one with all records in the order of their numbers, in one atomic step."""
+        order = np.argsort(np.frombuffer(self._numbers, np.int64), kind="stable")
+        self._replace(self.read((self._offsets[entry], self._lengths[entry])) for entry in map(int, order))
         self.close()
-        self._replace(records)
 
     def close(self) -> None:
         """Close the file; appended records stay."""
@@ -107,14 +200,14 @@ class ResultFile:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _replace(self, records: Sequence[dict[str, Any]]) -> None:
-        """Write the records to a temporary file and rename it to the path; file permissions stay."""
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Write lines to a temporary file and rename it to the path; file permissions stay."""
         mode = self.path.stat().st_mode & 0o777 if self.path.exists() else 0o666 & ~_umask()
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            with os.fdopen(descriptor, "wb") as file:
                 os.fchmod(file.fileno(), mode)
-                file.writelines(dump_line(record) + "\n" for record in records)
+                file.writelines(lines)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)

@@ -46,6 +46,14 @@ class ModelSource:
     """The folder of orbax that holds the weights: `path`, or one inside of it."""
 
     @property
+    def identity(self) -> str:
+        """Return what tells the model from others: where its files are, or its name with the hub's revision."""
+        if self.name in BUILTIN_MODELS:
+            return self.name
+        is_local = Path(self.name).expanduser().exists()
+        return str(self.path.resolve()) if is_local else f"{self.name}@{self.path.name}"
+
+    @property
     def directory(self) -> Path:
         """Return the directory that the files are in."""
         return self.path.parent if self.kind == "gguf" else self.path

@@ -80,10 +80,8 @@ class PromptEncoder:
         self, params: SamplingParams | BeamSearchParams, *, max_logprobs: int, max_num_seqs: int | None
     ) -> None:
         """Check parameters against this model and the engine's limits; `max_num_seqs` None is not chosen yet."""
-        name = "n" if isinstance(params, SamplingParams) else "beam_width"
-        if max_num_seqs is not None and params.n > max_num_seqs:
-            allowed = f"at most max_num_seqs, {max_num_seqs}, since all samples or beams of a prompt run together"
-            raise refusal(name, params.n, allowed, f"lower {name} or raise max_num_seqs")
+        if max_num_seqs is not None:
+            check_num_samples(params, max_num_seqs)
         if isinstance(params, BeamSearchParams):
             self._check_beams(params, max_logprobs)
             return
@@ -162,7 +160,7 @@ class PromptEncoder:
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
         token_ids = self._tokenizer_for("prompt", "a text").encode(text, add_special_tokens=add_special_tokens)
-        self._check_len(len(token_ids), num_room)
+        self.check_len(len(token_ids), num_room)
         self._check_id(max(token_ids), "prompt")
         return token_ids
 
@@ -171,7 +169,7 @@ class PromptEncoder:
         if not isinstance(ids, list | tuple):
             allowed = f"a string, a list of token ids, or a mapping with one of {', '.join(PROMPT_KEYS)}"
             raise refusal("prompt", shown(prompt), allowed)
-        self._check_len(len(ids), num_room)
+        self.check_len(len(ids), num_room)
         # All at once: checked one by one, the ids of a long prompt would take as long as a step.
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
             return list(ids)
@@ -185,7 +183,8 @@ class PromptEncoder:
         if not 0 <= token_id < self.vocab_size:
             raise refusal(name, f"token id {shown(token_id)}, out of vocabulary", f"0 to {self.vocab_size - 1}")
 
-    def _check_len(self, num_tokens: int, num_room: int) -> None:
+    def check_len(self, num_tokens: int, num_room: int = 1) -> None:
+        """Refuse a prompt of no tokens, and one that leaves no room for `num_room` tokens of output."""
         if not num_tokens:
             raise refusal("prompt", "no token", "at least one, since a prompt cannot be empty", "give some text")
         if num_tokens > (limit := self.max_model_len - num_room):
@@ -196,6 +195,14 @@ class PromptEncoder:
         if self.max_waiting_tokens is not None and num_tokens > self.max_waiting_tokens:
             allowed = f"at most waiting_tokens among the limits, {self.max_waiting_tokens}"
             raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
+
+
+def check_num_samples(params: SamplingParams | BeamSearchParams, max_num_seqs: int) -> None:
+    """Refuse more samples or beams of a prompt than an engine computes together."""
+    name = "n" if isinstance(params, SamplingParams) else "beam_width"
+    if params.n > max_num_seqs:
+        allowed = f"at most max_num_seqs, {max_num_seqs}, since all samples or beams of a prompt run together"
+        raise refusal(name, params.n, allowed, f"lower {name} or raise max_num_seqs")
 
 
 def check_priority(priority: Any, scheduling_policy: object) -> int:

@@ -244,7 +244,7 @@ def test_where_only_steps_of_several_requests_fail_all_end_one_by_one(engine, al
 FAULTS = ("dispatch", "read", "check_stop", "output_of")
 CALLS = {
     "generate": lambda engine, **options: engine.generate([PROMPTS[0]] * 2, SamplingParams(**PLAIN), **options),
-    "chat": lambda engine, **options: engine.chat([{"role": "user", "content": "x"}], SamplingParams(**PLAIN), **options),
+    "chat": lambda engine, **options: engine.chat([{"role": "user", "content": "x"}], **options),
     "beams": lambda engine, **options: engine.beam_search(
         [PROMPTS[0]], BeamSearchParams(beam_width=2, max_tokens=4), **options
     ),

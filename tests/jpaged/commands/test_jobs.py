@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from jpaged.commands.flags import parse_generate
 from jpaged.commands.jobs import LINE_KEYS, BadLine, Job, JobReader, read_prompts
+from jpaged.commands.lines import LineSource
 from jpaged.errors import ConfigError
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import FIELDS
@@ -47,7 +48,7 @@ def read(tokenizer, tmp_path):
             scheduling_policy=policy,
             use_chat=use_chat,
         )
-        return reader.file_jobs(path)
+        return list(reader.file_jobs(LineSource(str(path))))
 
     read.text = read_text
     return read

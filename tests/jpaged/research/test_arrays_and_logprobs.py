@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged import BeamSearchParams, ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged import BeamSearchParams, Engine, InvalidRequestError, SamplingParams
 from jpaged.scheduling.preemption import PreemptionMode, PreemptionPolicy
 
 from ..tiny_model import SIZES, reference_logits

@@ -1,0 +1,168 @@
+"""The lines of a prompt file or a pipe, read while requests run; and which ids they have had.
+
+Knows bytes and numbers of lines; no prompt, no request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from ..checks import refusal, shown
+from ..errors import ConfigError
+
+READ_BYTES = 1 << 18
+"""Bytes that are read at a time, at most."""
+STDIN = "-"
+"""The name of a prompt file that stands for stdin."""
+LineFormat = Literal["txt", "jsonl"]
+
+
+def line_digest(line: bytes) -> str:
+    """Return 16 hexadecimal digits that stand for the bytes of a line."""
+    return hashlib.blake2b(line, digest_size=8).hexdigest()
+
+
+class LineSource:
+    """Lines of a file or a pipe, one after the other. Lines of a pipe need not be there yet."""
+
+    def __init__(self, name: str):
+        """Open a file, or stdin for `-`. Raise ConfigError if it cannot be read, or holds neither texts nor JSON lines.
+
+        A pipe whose name does not end in .txt holds JSON lines.
+        """
+        self.name = name
+        self._descriptor, self.format = _open(name)
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        self._lines: deque[bytes] = deque()
+        self._parts: list[bytes] = []
+        """What was read of a line whose end was not."""
+        self._is_at_end = False
+        self.wait_s: Callable[[], float | None] = lambda: None
+        """Returns for how many seconds to wait for a line that is not there yet; None to wait for it or the end."""
+
+    def __iter__(self) -> Iterator[tuple[int, bytes] | None]:
+        """Yield number and bytes of each line that is not blank; None after having waited in vain. Numbers begin at 1.
+
+        Raise ConfigError if the file cannot be read on.
+        """
+        number = 0
+        while True:
+            if not self._lines:
+                if self._is_at_end:
+                    break
+                if not self._read():
+                    yield None
+                continue
+            number += 1
+            line = self._lines.popleft()
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; stdin stays open."""
+        if self._descriptor > 0:
+            os.close(self._descriptor)
+        self._descriptor, self._is_at_end = -1, True
+
+    def _read(self) -> bool:
+        """Read what is there, or wait for it; return False if nothing has come."""
+        wait_s = self.wait_s()
+        try:
+            if not self._poll.poll(None if wait_s is None else wait_s * 1000):
+                return False
+            data = os.read(self._descriptor, READ_BYTES)
+        except OSError as error:
+            raise ConfigError(f"--prompt-file: {self.name} cannot be read ({error}); give a readable file") from error
+        self._is_at_end = not data
+        *lines, rest = data.split(b"\n")
+        if lines or self._is_at_end:
+            self._parts.append(lines[0] if lines else b"")
+            self._lines.append(b"".join(self._parts))
+            self._lines.extend(lines[1:])
+            self._parts.clear()
+        if rest:
+            self._parts.append(rest)
+        return True
+
+
+def _open(name: str) -> tuple[int, LineFormat]:
+    """Return a descriptor of a prompt file and what its lines are."""
+    path = Path(name)
+    if name == STDIN and sys.stdin is None:
+        raise refusal("--prompt-file", "-, and stdin is closed", "a file or an open pipe", error=ConfigError)
+    is_pipe = name == STDIN or path.is_fifo() or path.is_char_device() or path.is_socket()
+    if path.suffix not in (".txt", ".jsonl") and not is_pipe:
+        allowed = "a name ending in .txt or .jsonl, or a pipe of JSON lines"
+        raise refusal("--prompt-file", shown(path.name), allowed, error=ConfigError)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{name} is a directory")
+        descriptor = 0 if name == STDIN else os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"--prompt-file: {name} cannot be read ({error}); give a readable file") from error
+    return descriptor, "txt" if path.suffix == ".txt" else "jsonl"
+
+
+class HashTable:
+    """Maps texts to numbers in 24 to 48 bytes an entry, where a dictionary takes over 100.
+
+    A text is known by the 64 bits of its hash alone. Of a million texts, two have the same with a probability of 3e-8.
+    """
+
+    def __init__(self) -> None:
+        self._num_entries = 0
+        self._clear(1 << 10)
+
+    def _clear(self, num_places: int) -> None:
+        self._hashes, self._values = array("Q", bytes(8 * num_places)), array("q", bytes(8 * num_places))
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def get(self, text: str) -> int | None:
+        """Return the number of a text; None for a text without one."""
+        place = self._place(hash_ := _hash(text))
+        return self._values[place] if self._hashes[place] == hash_ else None
+
+    def set_default(self, text: str, value: int) -> int:
+        """Return the number of a text, which is `value` if it had none."""
+        hash_ = _hash(text)
+        place = self._place(hash_)
+        if self._hashes[place] == hash_:
+            return self._values[place]
+        self._hashes[place], self._values[place] = hash_, value
+        self._num_entries += 1
+        if 3 * self._num_entries > 2 * len(self._hashes):
+            self._grow()
+        return value
+
+    def _place(self, hash_: int) -> int:
+        """Return where a hash is, or where it would be put: linear probing."""
+        hashes, mask = self._hashes, len(self._hashes) - 1
+        place = hash_ & mask
+        while hashes[place] and hashes[place] != hash_:
+            place = (place + 1) & mask
+        return place
+
+    def _grow(self) -> None:
+        hashes, values = self._hashes, self._values
+        self._clear(2 * len(hashes))
+        for hash_, value in zip(hashes, values, strict=True):
+            if hash_:
+                place = self._place(hash_)
+                self._hashes[place], self._values[place] = hash_, value
+
+
+def _hash(text: str) -> int:
+    """Return 64 bits, never 0: that marks an empty place."""
+    return hash(text) & 0xFFFFFFFFFFFFFFFF or 1

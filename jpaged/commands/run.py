@@ -1,0 +1,221 @@
+"""The requests of one `generate` on their way through the engine, and their results on the way to a file or stdout."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from ..checks import one_line
+from ..errors import InvalidRequestError
+from .jobs import BadLine, DoneLine, Job, error_record
+from .progress import ProgressReport, say
+from .results import FinishedRecords, ResultFile, dump_line, output_record
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..request import Request
+    from .summary import SamplingSummary
+
+MAX_UNPRINTED = 10_000
+"""Results that may wait for an earlier one to be printed: while there are more, no further line is read."""
+
+
+class Run:
+    """The results of one command, and where they go: to a file, to stdout, or to both."""
+
+    def __init__(
+        self, results: ResultFile | None, printer: Printer | None, finished: FinishedRecords | None, options: str
+    ):
+        """`finished` are the results of earlier runs, where one is gone on with; `options` is `results.options_key`."""
+        self.results, self.printer, self.finished, self.options = results, printer, finished, options
+        self.num_lines = self.num_failed = self._num_kept = 0
+        self._is_started = results is None
+        self._are_all_made = False
+        """Whether every line that is no error has become a request."""
+        self._held: list[tuple[int, dict[str, Any]]] = []
+        """Numbers and records of lines that failed before the file was started."""
+
+    def jobs(self, items: Iterator[Job | BadLine | DoneLine | None]) -> Iterator[Job | None]:
+        """Yield the jobs among `items`, and None where none is there yet; give the others their results."""
+        for item in items:
+            if item is None:
+                yield None
+                continue
+            self.num_lines += 1
+            if self.printer is not None:
+                self.printer.expect(item.number)
+            if isinstance(item, Job):
+                yield item
+            elif isinstance(item, BadLine):
+                self.fail(item.id, item.number, item.error)
+            else:
+                self._keep(item)
+        if self.finished is not None:
+            num_others = len(self.finished) - self._num_kept
+            others = f"; {num_others} of other prompts are dropped" if num_others else ""
+            say(f"resume: {self._num_kept} of {self.num_lines} are there already{others}")
+
+    def start(self) -> None:
+        """Open the output file, if there is one: from now on the run can no longer fail to start."""
+        if self.results is not None:
+            self.results.start(None if self.finished is None else self.finished.end)
+        self._is_started = True
+        for number, record in self._held:
+            self._append(number, record)
+        self._held.clear()
+
+    def compute(
+        self, engine: Engine, head: deque[Job], rest: Iterator[Job | None], sampling: SamplingSummary
+    ) -> tuple[float, float | None]:
+        """Run all jobs and record each result as it comes.
+
+        Return the seconds that it took, without those of compilation, and when the first token came, in seconds of
+        `time.monotonic()`.
+        """
+        compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
+        first_token_time: float | None = None
+        job_of: dict[str, Job] = {}
+        num_done = 0
+        progress = ProgressReport()
+
+        def requests() -> Iterator[Request | None]:
+            for job in chain(_drained(head), rest):
+                while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
+                    yield None
+                if job is None:
+                    yield None
+                    continue
+                sampling.note(job.params)
+                try:
+                    request = engine.prepare_request(str(job.number), job.prompt, job.params, number=job.number)
+                except InvalidRequestError as error:  # It does not fit into an engine that was sized by earlier lines.
+                    self.fail(job.id, job.number, error)
+                    continue
+                job_of[request.request_id] = job
+                yield request
+            self._are_all_made = True
+
+        try:
+            is_stream = self.printer is not None and self.printer.is_stream
+            for request, output in engine.run_requests(requests(), stream=is_stream, on_error="return"):
+                if is_stream and self.printer is not None:
+                    self.printer.stream(output.outputs[0].text)
+                if not output.finished:
+                    continue
+                num_done += 1
+                if (time_s := request.first_token_time) is not None:
+                    first_token_time = time_s if first_token_time is None else min(first_token_time, time_s)
+                job = job_of.pop(output.request_id)
+                if output.error is None:
+                    self.record(job.number, output_record(job, output, self.options))
+                else:
+                    engine.log_failure(request)
+                    self.fail(job.id, job.number, _told(output.error, request.failure))
+                if not is_stream:
+                    progress("requests", num_done, num_done + len(job_of) if self._are_all_made else None)
+        finally:
+            progress.close()
+        return time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s), first_token_time
+
+    def fail(self, id_: str | int | None, number: int, error: InvalidRequestError | str) -> None:
+        """Record an error as the result of a line, and say it on stderr."""
+        self.num_failed += 1
+        say(f"error: {error}" if id_ is None else f"error: {id_}: {error}")
+        self.record(number, error_record(id_, error))
+
+    def record(self, number: int, record: dict[str, Any]) -> None:
+        """Note the result of a line."""
+        if not self._is_started:
+            self._held.append((number, record))
+        else:
+            self._append(number, record)
+        if self.printer is not None:
+            self.printer.give(number, record)
+
+    def _append(self, number: int, record: dict[str, Any]) -> None:
+        if self.results is not None:
+            self.results.append(number, record)
+
+    def _keep(self, line: DoneLine) -> None:
+        """Take over the result of an earlier run."""
+        assert self.results is not None
+        assert self.finished is not None
+        place = self.finished.place(line.entry)
+        self._num_kept += 1
+        self.results.keep(line.number, place)
+        if self.printer is not None:
+            self.printer.give(line.number, self.results.read(place))
+
+
+class Printer:
+    """Prints results on stdout in the order in which their lines were read."""
+
+    def __init__(self, *, is_json: bool):
+        self.is_json = is_json
+        self.is_stream = False
+        """Whether the text of the only sample of the only job is printed as it comes."""
+        self.has_many = True
+        """Whether there are several jobs, whose texts are labelled."""
+        self._is_ascii = is_json and not _knows_unicode(sys.stdout)
+        self._expected: deque[int] = deque()
+        self._ready: dict[int, dict[str, Any] | bytes] = {}
+        self._num_streamed_chars = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of results that an earlier one, which is not there yet, keeps from being printed."""
+        return len(self._ready)
+
+    def expect(self, number: int) -> None:
+        """Note that this line comes next; lines are printed in this order."""
+        self._expected.append(number)
+
+    def stream(self, text: str) -> None:
+        """Print what is new in the text of the only sample."""
+        print(text[self._num_streamed_chars :], end="", flush=True)
+        self._num_streamed_chars = len(text)
+
+    def give(self, number: int, record: dict[str, Any] | bytes) -> None:
+        """Print the result of a line, and those that waited for it. A record of bytes is a line of JSON."""
+        self._ready[number] = record
+        while self._expected and self._expected[0] in self._ready:
+            self._print(self._ready.pop(self._expected.popleft()))
+
+    def _print(self, record: dict[str, Any] | bytes) -> None:
+        if isinstance(record, bytes) and self._is_ascii:
+            record = json.loads(record)
+        if isinstance(record, bytes):
+            print(record.decode(), end="", flush=True)
+        elif self.is_json:
+            print(dump_line(record, is_ascii=self._is_ascii), flush=True)
+        elif self.is_stream:
+            print(end="" if "error" in record else "\n", flush=True)
+        else:
+            for output in record.get("outputs", ()):
+                # The job's id and the sample's index label the text, each where there are several of it.
+                labels = [(record["id"], self.has_many), (output["index"], len(record["outputs"]) > 1)]
+                label = ".".join(str(name) for name, is_needed in labels if is_needed)
+                print(f"[{label}] {output['text']}", flush=True)
+
+
+def _drained(jobs: deque[Job]) -> Iterator[Job]:
+    """Yield the jobs, and keep none that was yielded."""
+    while jobs:
+        yield jobs.popleft()
+
+
+def _knows_unicode(stream: Any) -> bool:
+    """Return whether a text stream writes UTF-8, or keeps text as it is."""
+    encoding = getattr(stream, "encoding", None)
+    return encoding is None or codecs.lookup(encoding).name == "utf-8"
+
+
+def _told(error: str, failure: Exception | None) -> str:
+    """Return what the command's user reads of a failure: the message of the exception too."""
+    return error if failure is None or not str(failure) else f"{error}: {one_line(failure)}"

@@ -1,0 +1,89 @@
+"""The closing summary of `generate`: parameters and where they came from, start-up times, throughput, pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+"""Sampling parameters that the summary always shows; it shows the others if they differ from the default."""
+_DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
+
+
+class SamplingSummary:
+    """The parameters in effect, and where each came from, gathered as requests come.
+
+    Sources are a flag, a line of the input file, the model's generation_config.json, or the default.
+    """
+
+    def __init__(self, flags: Mapping[str, Any], model_defaults: Mapping[str, Any]):
+        self._flags, self._model_defaults = flags, model_defaults
+        self._first: SamplingParams | BeamSearchParams | None = None
+        self._last: SamplingParams | BeamSearchParams | None = None
+        self._varying: set[str] = set()
+
+    def note(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Take the parameters of one more request into account."""
+        self._first = self._first or params
+        if params is self._last or isinstance(params, BeamSearchParams):
+            return
+        self._last = params
+        self._varying |= {name for name in FIELDS if getattr(params, name) != getattr(self._first, name)}
+
+    def __str__(self) -> str:
+        """Return one line; parameters left at an inconspicuous default are not shown, of a beam search all are."""
+        first = self._first
+        if first is None:
+            return ""
+        if isinstance(first, BeamSearchParams):
+            return " · ".join(f"{name} {value}" for name, value in vars(first).items())
+        shown = []
+        for name in FIELDS:
+            value = getattr(first, name)
+            source = "flag" if name in self._flags else "model" if name in self._model_defaults else "default"
+            if name in self._varying:
+                shown.append(f"{name} varies (lines of the file)")
+            elif name in SHOWN_PARAMS or source != "default" or value != _DEFAULTS[name]:
+                known = {**_DEFAULTS, **self._model_defaults, **self._flags}[name]
+                shown.append(f"{name} {value} ({source if value == known else 'line'})")
+        return " · ".join(shown)
+
+
+def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_token_s: float) -> Iterator[str]:
+    """Give the lines of the summary: device, memory, sampling, start-up times, throughput and pages."""
+    stats, sizes, step = engine.stats(), engine.sizes, engine.step_sizes
+    yield ""
+    device = f"{engine.device.device_kind} ({engine.device.platform})"
+    yield f"device: {device} · {step.dtype}, KV {step.kv_cache_dtype}"
+    if engine.mesh.size > 1:
+        yield f"mesh: {engine.handle.config.shares(engine.mesh.size)}"
+    yield f"attention: {engine.attention}"
+    if engine.handle.config.longrope:
+        yield f"rotary embedding: {engine.handle.config.longrope}"
+    yield f"memory: {engine.memory}"
+    yield f"sampling: {sampling}"
+    yield (
+        f"start: load {engine.load_s:.1f} s · compile {stats['compile_seconds']:.1f} s · "
+        f"first token {first_token_s:.1f} s after process start"
+    )
+    yield (
+        f"throughput: {stats['generation_tokens'] / elapsed_s:.1f} output tokens/s, "
+        f"{stats['prompt_tokens'] / elapsed_s:.1f} prompt tokens/s over {elapsed_s:.1f} s (compilation excluded)"
+    )
+    recomputed, swapped = stats["preemptions_recompute"], stats["preemptions_swap"]
+    pages = [
+        f"peak {stats['peak_blocks_used']} of {stats['blocks']} × {step.block_size} tokens{sizes.arithmetic.in_groups}",
+        sizes.num_host_blocks and f"host peak {stats['peak_host_blocks_used']} of {sizes.num_host_blocks - 1}",
+        f"preemptions {recomputed + swapped} ({recomputed} by recompute, {swapped} by swap)",
+        stats["swap_bytes"] and f"swapped {stats['swap_bytes'] / 1e6:.1f} MB",
+        stats["copies"] and f"copies on write {stats['copies']}",
+        f"prefix cache hits {stats['prefix_cache_hits'] / max(1, stats['prefix_cache_queries']):.1%}",
+        f"padding {stats['padding_share']:.1%}",
+        f"recompiles {stats['recompiles']}",
+    ]
+    yield f"pages: {' · '.join(str(part) for part in pages if part)}"
