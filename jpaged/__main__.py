@@ -5,25 +5,36 @@ Nothing else is imported before `main` runs: an interrupt while modules are impo
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130
 
 
-def main(module: str = "cli") -> int:
-    """Run the command of this process, in this module of `commands`, and return its exit status.
+def main(module: str = "cli") -> NoReturn:
+    """Run the command of this process, in this module of `commands`, and end with its exit status.
 
-    After it the results are complete, and an interrupt changes nothing any more; after an interrupt, the next one ends
-    the process at once.
+    Results are complete then, and an interrupt changes nothing any more. After an interrupt the process ends at once:
+    neither threads that compile nor a device that computes are waited for.
     """
     try:
-        status: int = import_module(f".commands.{module}", "jpaged").main()
+        from .commands.process import run_command
+
+        status = run_command(lambda argv: import_module(f".commands.{module}", "jpaged").main(argv), sys.argv[1:])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        status = 130
-    signal.signal(signal.SIGINT, signal.SIG_DFL if status == 130 else signal.SIG_IGN)
-    return status
+        status = EXIT_INTERRUPTED
+    if status == EXIT_INTERRUPTED:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

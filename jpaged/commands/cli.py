@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import not_available
 from ..checks import check_name
 from ..errors import ConfigError
-from .process import run_command
+from .process import interrupts_held, run_command
 
 FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "bench kernels", "bench scheduler")
 """Commands that help texts name first, in this order; the others follow by name."""
@@ -67,7 +67,9 @@ def _run(args: list[str]) -> int:
         _check(bench, benches, "bench", not_available.BENCHES)
         name, args = f"bench {bench}", args[1:]
     module, _ = commands[name]
-    return import_module(module, __package__).main(args)
+    with interrupts_held():  # Benches import JAX.
+        command = import_module(module, __package__)
+    return command.main(args)
 
 
 def _check(name: str, known: Collection[str], kind: str, missing: Collection[str]) -> None:

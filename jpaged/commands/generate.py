@@ -24,7 +24,7 @@ from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from .flags import beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import Job, JobReader, read_prompts
 from .lines import LineSource
-from .process import run_command
+from .process import interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
 from .results import FinishedRecords, ResultFile, options_key
 from .run import Printer, Run
@@ -69,7 +69,8 @@ def _run(argv: list[str]) -> int:
     template = None if args.chat_template is None else _template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
 
-    from ..startup.open_model import open_model
+    with interrupts_held():
+        from ..startup.open_model import open_model
 
     with closing(lines) if lines else nullcontext(), closing(results) if results else nullcontext():
         handle = open_model(config)

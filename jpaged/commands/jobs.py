@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,6 +25,9 @@ from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .flags import BEAM_FLAGS
 from .lines import HashTable, LineSource, line_digest
+
+if TYPE_CHECKING:
+    from .results import FinishedRecords
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
 """Keys of a line of a .jsonl file beside sampling parameters."""
@@ -41,7 +44,7 @@ class Job:
     number: int
     prompt: EncodedPrompt
     params: SamplingParams | BeamSearchParams
-    digest: str = ""
+    digest: int = 0
     """That of its line, by which a resumed run knows that it has not changed."""
 
 
@@ -121,15 +124,15 @@ class JobReader:
     """Parameters of beam search from the flags; where they are given, nothing is sampled."""
     system: str | None = None
     """System message put before text prompts."""
-    finished: Mapping[str, int] | None = None
-    """Entry of each finished result by `done_key`; None where no earlier run is gone on with."""
+    finished: FinishedRecords | None = None
+    """The results of an earlier run that is gone on with."""
 
     @cached_property
     def default_params(self) -> SamplingParams | BeamSearchParams:
         """Return the parameters of a prompt without its own, one object for all of them."""
         return self._params({})
 
-    def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any], digest: str = "") -> Job:
+    def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any], digest: int = 0) -> Job:
         """Return a checked job; InvalidRequestError names what is wrong."""
         if "output_kind" in own_params:
             reason = "has no effect on a line, whose output is written when it ends"
@@ -144,7 +147,7 @@ class JobReader:
         """Yield a job for each prompt of the command line; InvalidRequestError for the first that is wrong."""
         for number, prompt in enumerate(prompts):
             digest = line_digest(prompt.encode(errors="surrogatepass"))
-            entry = self.finished.get(done_key(number, digest)) if self.finished else None
+            entry = None if self.finished is None else self.finished.take(number, digest, number + 1)
             yield self.job(number, number, prompt, {}, digest) if entry is None else DoneLine(number, entry)
 
     def _params(self, own_params: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
@@ -162,21 +165,21 @@ class JobReader:
 
         A line that has not changed since its result was written is not read any further.
         """
-        number_of_id = HashTable()
+        number_of_id, finished, is_json = HashTable(), self.finished, lines.format == "jsonl"
         for numbered in lines:
             if numbered is None:
                 yield None
                 continue
             number, line = numbered
-            digest, is_json = line_digest(line), lines.format == "jsonl"
+            digest = line_digest(line)
+            if finished is not None and (known_id := _known_id(line, number) if is_json else number) is not None:
+                is_new_id = not number_of_id or number_of_id.get(repr(known_id)) is None
+                entry = finished.take(known_id, digest, number) if is_new_id else None
+                if entry is not None:
+                    yield DoneLine(number, entry)
+                    continue
             id_: str | int | None = None if is_json else number
             try:
-                if self.finished:
-                    known_id = _known_id(line, number) if is_json else number
-                    entry = None if known_id is None else self.finished.get(done_key(known_id, digest))
-                    if entry is not None and number_of_id.set_default(repr(known_id), number) == number:
-                        yield DoneLine(number, entry)
-                        continue
                 own_params: dict[str, Any] = {}
                 prompt: Any = _text(line)
                 if is_json:
@@ -185,7 +188,9 @@ class JobReader:
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
-                if (first := number_of_id.set_default(repr(id_), number)) != number:
+                taker = None if finished is None else finished.taker_of(id_)
+                first = taker or number_of_id.set_default(repr(id_), number)
+                if first != number:
                     raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
                 yield self.job(id_, number, prompt, own_params, digest)
             except InvalidRequestError as error:
@@ -208,18 +213,13 @@ class JobReader:
         return {"messages": [*system, {"role": "user", "content": text}], **extras}
 
 
-def done_key(id_: str | int, digest: str) -> str:
-    """Return what a finished result and its line have in common: the id, and the bytes of the line."""
-    return f"{digest}{id_!r}"
-
-
 def error_record(id_: str | int | None, error: InvalidRequestError | str) -> dict[str, Any]:
     """Return the output line of a request that was refused, or that the engine failed with the message `error`."""
     kind, param = ("EngineError", None) if isinstance(error, str) else (type(error).__name__, error.param)
     return {"id": id_, "error": {"type": kind, "message": str(error)[:MAX_ERROR_CHARS], "param": param}}
 
 
-class _LineId(msgspec.Struct):
+class _LineId(msgspec.Struct, gc=False):
     """The only field of a line that is read where all of it was checked by an earlier run."""
 
     id: str | int | None = None

@@ -25,9 +25,9 @@ STDIN = "-"
 LineFormat = Literal["txt", "jsonl"]
 
 
-def line_digest(line: bytes) -> str:
-    """Return 16 hexadecimal digits that stand for the bytes of a line."""
-    return hashlib.blake2b(line, digest_size=8).hexdigest()
+def line_digest(line: bytes) -> int:
+    """Return 64 bits that stand for the bytes of a line, in any process."""
+    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
 
 
 class LineSource:
@@ -131,12 +131,12 @@ class HashTable:
 
     def get(self, text: str) -> int | None:
         """Return the number of a text; None for a text without one."""
-        place = self._place(hash_ := _hash(text))
+        place = self._place(hash_ := hash_of(text))
         return self._values[place] if self._hashes[place] == hash_ else None
 
     def set_default(self, text: str, value: int) -> int:
         """Return the number of a text, which is `value` if it had none."""
-        hash_ = _hash(text)
+        hash_ = hash_of(text)
         place = self._place(hash_)
         if self._hashes[place] == hash_:
             return self._values[place]
@@ -163,6 +163,6 @@ class HashTable:
                 self._hashes[place], self._values[place] = hash_, value
 
 
-def _hash(text: str) -> int:
-    """Return 64 bits, never 0: that marks an empty place."""
+def hash_of(text: str) -> int:
+    """Return 64 bits that stand for a text in this process; never 0, which marks an empty place."""
     return hash(text) & 0xFFFFFFFFFFFFFFFF or 1

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from ..checks import one_line
 from ..errors import JpagedError, ModelLoadError
@@ -17,29 +17,38 @@ from .progress import say
 
 EXIT_BAD_START = 1
 EXIT_INTERRUPTED = 130
-LOST_INTERRUPT_S = 0.01
+LOST_S = 0.01
 """Seconds after which an interrupt that Python has dropped is raised again."""
+IGNORED_S = 3.0
+"""Seconds after which an interrupt is raised again if the command goes on all the same."""
 
 
 def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
     """Run a command and return its exit status: 1 with one line on stderr for what is wrong, 130 after an interrupt."""
     prepare_streams()
     reserve_device_memory()
+    interrupts = Interrupts()
     try:
-        with lost_interrupts_raised():
+        with interrupts:
             return run(list(argv))
-    except (JpagedError, ModelLoadError) as error:
+    except BaseException as error:
+        if interrupts.have_come or isinstance(error, KeyboardInterrupt):
+            say("interrupted")
+            return EXIT_INTERRUPTED
+        return _status_of(error)
+
+
+def _status_of(error: BaseException) -> int:
+    """Return the exit status of an error that is the user's or the system's, and say it; raise any other again."""
+    if isinstance(error, JpagedError | ModelLoadError):
         say(f"error: {one_line(error, 10_000)}")
-        return EXIT_BAD_START
-    except KeyboardInterrupt:
-        say("interrupted")
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # The reader of stdout has closed it, as `| head` does.
+    elif isinstance(error, BrokenPipeError):  # The reader of stdout has closed it, as `| head` does.
         sys.stdout = None  # type: ignore[assignment]
-        return EXIT_BAD_START
-    except OSError as error:  # A full disk, a device that went away.
+    elif isinstance(error, OSError):  # A full disk, a device that went away.
         say(f"error: {error}; an output file keeps every finished request: go on with --resume")
-        return EXIT_BAD_START
+    else:
+        raise error
+    return EXIT_BAD_START
 
 
 def prepare_streams() -> None:
@@ -61,28 +70,60 @@ def prepare_streams() -> None:
 
 
 @contextmanager
-def lost_interrupts_raised() -> Iterator[None]:
-    """Raise an interrupt again that came where Python drops exceptions: in a finalizer or a callback of its collector.
-
-    JAX has such a callback, which runs often while a process starts.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+def interrupts_held() -> Iterator[None]:
+    """Let an interrupt wait for the end of a `with`: JAX's library crashes if one comes while it is imported."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
-
-    def raise_later(unraisable: Any) -> None:
-        if unraisable.exc_type is KeyboardInterrupt:
-            # Not now: this function itself is called where exceptions are dropped.
-            signal.setitimer(signal.ITIMER_REAL, LOST_INTERRUPT_S)
-        else:
-            hook(unraisable)
-
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    sys.unraisablehook = raise_later
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
     finally:
-        sys.unraisablehook = hook
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Interrupts:
+    """Makes sure that an interrupt ends the body of a `with`, wherever it comes.
+
+    Python drops an exception in a finalizer or in a callback of its garbage collector, such as JAX's, and a library in
+    C may turn it into another one. So `have_come` says whether there was an interrupt, and one that has no effect is
+    raised again. Outside of the main thread, and where interrupts are ignored, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.have_come = False
+        self._handler = signal.getsignal(signal.SIGINT)
+        self._before: tuple[Any, Any] | None = None
+
+    def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and callable(self._handler) and hasattr(signal, "setitimer"):
+            self._before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+            sys.unraisablehook = self._note_dropped
+            signal.signal(signal.SIGALRM, self._interrupt)
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGINT, self._handler)
+            sys.unraisablehook, alarm_handler = self._before
+            signal.signal(signal.SIGALRM, alarm_handler)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        self.have_come = True
+        signal.setitimer(signal.ITIMER_REAL, IGNORED_S)
+        if callable(self._handler):
+            self._handler(number, frame)
+
+    def _note_dropped(self, unraisable: Any) -> None:
+        """Raise a dropped interrupt again, but later: this function itself is called where exceptions are dropped."""
+        if unraisable.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, LOST_S)
+        elif self._before is not None:
+            self._before[0](unraisable)
