@@ -26,9 +26,10 @@ from .jobs import Job, JobReader, read_prompts
 from .lines import LineSource
 from .process import interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
-from .results import FinishedRecords, ResultFile, options_key
+from .results import ResultFile
+from .resume import FinishedRecords, options_key
 from .run import Printer, Run
-from .summary import SamplingSummary, summary
+from .summary import DEFAULTS, SamplingSummary, summary
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -93,7 +94,7 @@ def _run(argv: list[str]) -> int:
             with _start_engine(config, handle, head, is_whole=is_whole) as engine:
                 run.start()
                 if lines is not None:
-                    lines.wait_s = lambda: 0.0 if engine.has_unfinished_requests() else None
+                    lines.wait_s = lambda: 0.0 if run.is_busy else None
                 elapsed_s, first_token_time = run.compute(engine, head, jobs, sampling)
                 started = time.monotonic() - seconds_since_start()
                 for line in summary(engine, sampling, elapsed_s, (first_token_time or started) - started):
@@ -166,7 +167,7 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader) -
             "tokenizer": config.tokenizer,
             "hf_overrides": config.hf_overrides,
             "logprobs_mode": config.logprobs_mode,
-            "sampling": reader.defaults,
+            "sampling": {**DEFAULTS, **reader.defaults},
             "beams": reader.beams,
             "use_chat": reader.use_chat,
             "system": reader.system,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -25,9 +25,7 @@ from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .flags import BEAM_FLAGS
 from .lines import HashTable, LineSource, line_digest
-
-if TYPE_CHECKING:
-    from .results import FinishedRecords
+from .resume import FinishedRecords
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
 """Keys of a line of a .jsonl file beside sampling parameters."""
@@ -64,7 +62,7 @@ class DoneLine:
 
     number: int
     entry: int
-    """The result, as `results.FinishedRecords` counts them."""
+    """The result, as `resume.FinishedRecords` counts them."""
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

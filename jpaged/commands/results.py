@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,27 +14,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..checks import refusal
 from ..errors import ConfigError
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from .jobs import Job
-from .lines import hash_of
-
-KEY_CHARS = 16
-"""Hexadecimal digits of the key of a run's options, the first half of a record's `resume_key`."""
+from .resume import resume_key
 
 MIN_LOGPROB = -9999.0
 """Written for logprobs of −∞, which JSON does not have; vLLM and OpenAI write the same."""
 
 
-def output_record(job: Job, output: RequestOutput, options_key: str) -> dict[str, Any]:
-    """Return the JSON object of one finished request of a run with these options."""
+def output_record(job: Job, output: RequestOutput, options: str) -> dict[str, Any]:
+    """Return the JSON object of one finished request of a run whose options have this `resume.options_key`."""
     record: dict[str, Any] = {
         "id": job.id,
         "prompt": output.prompt,
         "prompt_token_ids": list(output.prompt_token_ids),
         "outputs": [_completion_record(completion) for completion in output.outputs],
-        "metrics": {**asdict(output.metrics), "resume_key": f"{options_key}{job.digest:016x}"},
+        "metrics": {**asdict(output.metrics), "resume_key": resume_key(options, job.digest)},
     }
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [entries and _entries_record(entries) for entries in output.prompt_logprobs]
@@ -50,127 +44,6 @@ def dump_line(record: dict[str, Any], *, is_ascii: bool = False) -> str:
     """
     line = json.dumps(record, ensure_ascii=is_ascii, separators=(",", ":"))
     return line.encode(errors="backslashreplace").decode()
-
-
-def options_key(options: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that stand for all that decides, beside its line, what a result is."""
-    text = json.dumps(options, sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=KEY_CHARS // 2).hexdigest()
-
-
-class _RecordMetrics(msgspec.Struct, gc=False):
-    resume_key: str | None = None
-
-
-class _RecordHead(msgspec.Struct, gc=False):
-    """What a resumed run reads of a record."""
-
-    id: str | int | None = None
-    outputs: msgspec.Raw = msgspec.Raw()
-    metrics: _RecordMetrics | None = None
-
-
-_record_head = msgspec.json.Decoder(_RecordHead)
-
-
-class FinishedRecords:
-    """The results that an output file has from earlier runs, by their ids: 36 bytes for each.
-
-    An id is known by 64 bits of its hash, as in `lines.HashTable`.
-    """
-
-    def __init__(self, path: Path, options: str):
-        """Read the file of a run whose options have the key `options`; there may be none.
-
-        Errors are left out, so that they are tried again; so are a torn last line and any line that is no record. Raise
-        ConfigError if the file cannot be read, or holds results of other options.
-        """
-        self._id_hashes, self._digests = array("Q"), array("Q")
-        """Ascending hashes of the ids, and the digest of each result's line."""
-        self._offsets, self._lengths = array("q"), array("I")
-        self.end = 0
-        """Bytes of the file up to the end of its last whole line."""
-        try:
-            num_strange = self._read(path, options)
-        except OSError as error:
-            raise ConfigError(f"--resume: {path} cannot be read ({error}); give a readable file") from error
-        if num_strange:
-            got = f"{path}, with {num_strange} results of other options"
-            allowed = "results of this run's model, sampling and chat flags"
-            way_out = "give the flags of that run, or another --output"
-            raise refusal("--resume", got, allowed, way_out, error=ConfigError)
-        order = np.argsort(np.frombuffer(self._id_hashes, np.uint64), kind="stable")
-        for numbers in (self._id_hashes, self._digests, self._offsets, self._lengths):
-            numbers[:] = array(numbers.typecode, np.asarray(numbers)[order].tobytes())
-        self._takers = array("q", bytes(8 * len(order)))
-        """The number of the line that has taken each result; 0 for one that is not taken."""
-
-    def _read(self, path: Path, options: str) -> int:
-        """Read the results of these options, and return how many there are of others."""
-        if not path.exists():
-            return 0
-        num_strange = 0
-        with path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                offset, self.end = self.end, self.end + len(line)
-                if (head := _head(line)) is None or head.id is None or head.metrics is None:
-                    continue
-                key = head.metrics.resume_key or ""
-                try:
-                    digest = int(key[KEY_CHARS:], 16)
-                except ValueError:
-                    digest = None
-                if key[:KEY_CHARS] != options or digest is None:
-                    num_strange += 1
-                    continue
-                self._id_hashes.append(hash_of(repr(head.id)))
-                self._digests.append(digest)
-                self._offsets.append(offset)
-                self._lengths.append(len(line))
-        return num_strange
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def take(self, id_: str | int, digest: int, number: int) -> int | None:
-        """Return the entry of the result of line `number`, which no other line takes then; None if it has none.
-
-        `id_` is the line's id, `digest` its `lines.line_digest`.
-        """
-        hashes, hash_ = self._id_hashes, hash_of(repr(id_))
-        entry = bisect_left(hashes, hash_)
-        while entry < len(hashes) and hashes[entry] == hash_:
-            if self._digests[entry] == digest and not self._takers[entry]:
-                self._takers[entry] = number
-                return entry
-            entry += 1
-        return None
-
-    def taker_of(self, id_: str | int) -> int | None:
-        """Return the number of the line with this id whose result was taken; None if there is none."""
-        hashes, hash_ = self._id_hashes, hash_of(repr(id_))
-        first, end = bisect_left(hashes, hash_), bisect_right(hashes, hash_)
-        return next((number for number in self._takers[first:end] if number), None)
-
-    def place(self, entry: int) -> tuple[int, int]:
-        """Return the offset and the length of a result in the file, in bytes."""
-        return self._offsets[entry], self._lengths[entry]
-
-
-def _head(line: bytes) -> _RecordHead | None:
-    """Return what is read of a record with outputs; None for any other line."""
-    try:
-        head = _record_head.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        try:  # Python takes what msgspec refuses, such as lone surrogates and huge integers.
-            record = json.loads(line)
-            head = msgspec.convert({name: record[name] for name in ("id", "metrics")}, _RecordHead)
-            head.outputs = msgspec.Raw(json.dumps(record["outputs"]).encode())
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
-    return head if bytes(head.outputs) not in (b"", b"[]", b"null") else None
 
 
 class ResultFile:

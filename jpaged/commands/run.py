@@ -15,7 +15,8 @@ from ..checks import one_line
 from ..errors import InvalidRequestError
 from .jobs import BadLine, DoneLine, Job, error_record
 from .progress import ProgressReport, say
-from .results import FinishedRecords, ResultFile, dump_line, output_record
+from .results import ResultFile, dump_line, output_record
+from .resume import FinishedRecords
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -32,7 +33,7 @@ class Run:
     def __init__(
         self, results: ResultFile | None, printer: Printer | None, finished: FinishedRecords | None, options: str
     ):
-        """`finished` are the results of earlier runs, where one is gone on with; `options` is `results.options_key`."""
+        """`finished` are the results of earlier runs, where one is gone on with; `options` is `resume.options_key`."""
         self.results, self.printer, self.finished, self.options = results, printer, finished, options
         self.num_lines = self.num_failed = self._num_kept = 0
         self._is_started = results is None
@@ -40,6 +41,13 @@ class Run:
         """Whether every line that is no error has become a request."""
         self._held: list[tuple[int, dict[str, Any]]] = []
         """Numbers and records of lines that failed before the file was started."""
+        self._job_of: dict[str, Job] = {}
+        """The job of each request that was made and has not ended."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the engine has anything to do."""
+        return bool(self._job_of)
 
     def jobs(self, items: Iterator[Job | BadLine | DoneLine | None]) -> Iterator[Job | None]:
         """Yield the jobs among `items`, and None where none is there yet; give the others their results."""
@@ -80,7 +88,6 @@ class Run:
         """
         compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
         first_token_time: float | None = None
-        job_of: dict[str, Job] = {}
         num_done = 0
         progress = ProgressReport()
 
@@ -97,7 +104,7 @@ class Run:
                 except InvalidRequestError as error:  # It does not fit into an engine that was sized by earlier lines.
                     self.fail(job.id, job.number, error)
                     continue
-                job_of[request.request_id] = job
+                self._job_of[request.request_id] = job
                 yield request
             self._are_all_made = True
 
@@ -111,14 +118,14 @@ class Run:
                 num_done += 1
                 if (time_s := request.first_token_time) is not None:
                     first_token_time = time_s if first_token_time is None else min(first_token_time, time_s)
-                job = job_of.pop(output.request_id)
+                job = self._job_of.pop(output.request_id)
                 if output.error is None:
                     self.record(job.number, output_record(job, output, self.options))
                 else:
                     engine.log_failure(request)
                     self.fail(job.id, job.number, _told(output.error, request.failure))
                 if not is_stream:
-                    progress("requests", num_done, num_done + len(job_of) if self._are_all_made else None)
+                    progress("requests", num_done, num_done + len(self._job_of) if self._are_all_made else None)
         finally:
             progress.close()
         return time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s), first_token_time

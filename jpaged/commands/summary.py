@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """Sampling parameters that the summary always shows; it shows the others if they differ from the default."""
-_DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
+DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
+"""The value of each sampling parameter that no flag, no model and no line gives."""
 
 
 class SamplingSummary:
@@ -48,8 +49,8 @@ class SamplingSummary:
             source = "flag" if name in self._flags else "model" if name in self._model_defaults else "default"
             if name in self._varying:
                 shown.append(f"{name} varies (lines of the file)")
-            elif name in SHOWN_PARAMS or source != "default" or value != _DEFAULTS[name]:
-                known = {**_DEFAULTS, **self._model_defaults, **self._flags}[name]
+            elif name in SHOWN_PARAMS or source != "default" or value != DEFAULTS[name]:
+                known = {**DEFAULTS, **self._model_defaults, **self._flags}[name]
                 shown.append(f"{name} {value} ({source if value == known else 'line'})")
         return " · ".join(shown)
 

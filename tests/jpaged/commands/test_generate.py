@@ -9,14 +9,11 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,76 +22,14 @@ from safetensors.numpy import save_file
 from jpaged.commands.generate import main
 from jpaged.config import EngineConfig
 from jpaged.startup.open_model import open_model
-from jpaged.step.runner import Runner
 
 from ..tiny_model import SIZE_FLAGS, tensors, write_tiny_model
+from .command_line import BAD_LINE, NUM_LINES, ROOT, Run, generate, records
 
 pytestmark = pytest.mark.usefixtures("shared_executables")
 QUESTION = "What is the capital of France?"
-ROOT = Path(__file__).parents[3]
 OFFLINE = {"PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
 """Environment in which nothing can be fetched: the package index does not answer and the hub is said to be away."""
-NUM_LINES = 64
-BAD_LINE = 17
-
-
-class Run(NamedTuple):
-    """The exit status and the streams of one run."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def generate(*args: Any, stdin: str = "") -> Run:
-    """Run the command in this process."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
-        with redirect_stderr(io.StringIO()) as err:
-            status = main([str(arg) for arg in args])
-    return Run(status, out.getvalue(), err.getvalue())
-
-
-def command(*args: Any) -> list[str]:
-    """Return the command line of a process of its own."""
-    return [sys.executable, "-m", "jpaged.generate", *map(str, args)]
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def without_metrics(path: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in record.items() if key != "metrics"} for record in records(path)]
-
-
-@pytest.fixture(scope="module")
-def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write 64 lines of every form; one of them has no valid temperature."""
-    lines: list[dict[str, Any]] = []
-    for index in range(NUM_LINES):
-        text = f"Line {index} " + "says something " * (index % 3)
-        forms: list[dict[str, Any]] = [
-            {"prompt": text},
-            {"messages": [{"role": "user", "content": text}], "id": f"chat-{index}"},
-            {"prompt_token_ids": list(range(10, 30 + index // 2)), "temperature": 0.0},
-            {"prompt": text, "seed": index, "top_k": 20, "id": f"seeded-{index}"},
-        ]
-        lines.append({**forms[index % 4], "max_tokens": 5 + index, "ignore_eos": True})
-    lines[BAD_LINE]["temperature"] = -1
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture(scope="module")
-def unbroken(tiny: str, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("unbroken") / "out.jsonl"
-    run = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path)
-    assert run.returncode == 3, run.stderr
-    assert run.stdout == ""
-    assert "recompiles 0" in run.stderr
-    return path
 
 
 def test_the_default_model_answers_offline_in_a_process_of_its_own_without_torch() -> None:
@@ -131,100 +66,6 @@ def test_results_stand_in_input_order_with_the_bad_line_as_an_error(prompt_file:
         assert len(output["token_ids"]) == 5 + index
         assert output["finish_reason"] == "length"
         assert set(record) == {"id", "prompt", "prompt_token_ids", "outputs", "metrics"}
-
-
-def kill_half_way(args: list[Any], path: Path) -> int:
-    """Start a process, kill it when a quarter of the lines are there, and leave a torn line; return the whole lines."""
-    process = subprocess.Popen(command(*args, "--max-num-seqs", 1), cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
-    while not path.exists() or path.read_bytes().count(b"\n") < NUM_LINES // 4:
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    kept = path.read_bytes()
-    num_kept = kept.count(b"\n")
-    assert num_kept < NUM_LINES
-    path.write_bytes(kept + kept.splitlines()[0][:50])
-    return num_kept
-
-
-def test_a_killed_run_resumes_to_the_file_of_an_unbroken_one(
-    tiny: str, prompt_file: Path, unbroken: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "out.jsonl"
-    args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path]
-    num_kept = kill_half_way(args, path)
-    resumed = generate(*args, "--resume")
-    assert resumed.returncode == 3
-    # The bad line is there as an error from the start, and errors are tried again.
-    assert f"resume: {num_kept - 1} of {NUM_LINES} are there already" in resumed.stderr
-    assert without_metrics(path) == without_metrics(unbroken)
-
-
-@pytest.mark.slow
-def test_the_default_model_resumes_to_the_file_of_an_unbroken_run_too(tmp_path: Path) -> None:
-    """The file has 64 prompts of many lengths, half of them sampled, one of them bad."""
-    prompts = tmp_path / "prompts.jsonl"
-    workloads = json.loads((ROOT / "jpaged" / "commands" / "bench" / "workloads.json").read_text())
-    with prompts.open("w") as file:
-        for index, request in enumerate(workloads["B"]["requests"]):
-            sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.7, "top_p": 0.9}
-            line = {"prompt_token_ids": request["prompt"], "max_tokens": request["out"], **sampling}
-            file.write(json.dumps({**line, "top_p": 0} if index == BAD_LINE else line) + "\n")
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    assert generate("--prompt-file", prompts, "-o", whole).returncode == 3
-    kill_half_way(["--prompt-file", prompts, "-o", broken], broken)
-    assert generate("--prompt-file", prompts, "-o", broken, "--resume").returncode == 3
-    assert without_metrics(broken) == without_metrics(whole)
-    assert [record["id"] for record in records(whole)] == list(range(1, NUM_LINES + 1))
-    assert [index for index, record in enumerate(records(whole)) if "error" in record] == [BAD_LINE]
-
-
-def test_resuming_a_finished_run_loads_no_weights(tiny: str, prompt_file: Path, unbroken: Path, tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    shutil.copy(unbroken, path)
-    run = generate("-m", tiny, *SIZE_FLAGS, "--prompt-file", prompt_file, "-o", path, "--resume")
-    assert run.returncode == 3
-    assert "load:" not in run.stderr
-    assert path.read_bytes() == unbroken.read_bytes()
-
-
-def test_a_result_of_another_prompt_is_not_taken_over(tiny: str, tmp_path: Path) -> None:
-    prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
-    prompts.write_text("one\ntwo\n")
-    args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--resume"]
-    assert generate(*args).returncode == 0
-    first = without_metrics(path)
-    prompts.write_text("one\nthree\n")
-    run = generate(*args)
-    assert "resume: 1 of 2" in run.stderr
-    assert without_metrics(path)[0] == first[0]
-    assert "three" in records(path)[1]["prompt"]
-
-
-def test_an_interrupted_run_keeps_its_finished_results_and_can_be_resumed(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
-    prompts.write_text("one\ntwo\nthree\n")
-    args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--max-num-seqs", 1]
-    dispatch = Runner.dispatch
-
-    def interrupted(self: Runner, step: Any) -> Any:
-        if any(sequence.request.request_id == "2" for sequence in step.samples):
-            raise KeyboardInterrupt
-        return dispatch(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Runner, "dispatch", interrupted)
-        run = generate(*args)
-    assert (run.returncode, run.stderr.splitlines()[-1]) == (130, "interrupted")
-    assert [record["id"] for record in records(path)] == [1]
-    resumed = generate(*args, "--resume")
-    assert (resumed.returncode, [record["id"] for record in records(path)]) == (0, [1, 2, 3])
-    assert "resume: 1 of 3" in resumed.stderr
 
 
 def test_two_lines_with_one_id_are_an_error_and_not_one_result(tiny: str, tmp_path: Path) -> None:
