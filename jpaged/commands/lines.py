@@ -100,7 +100,7 @@ def _open(name: str) -> tuple[int, LineFormat]:
     path = Path(name)
     if name == STDIN and sys.stdin is None:
         raise refusal("--prompt-file", "-, and stdin is closed", "a file or an open pipe", error=ConfigError)
-    is_pipe = name == STDIN or path.is_fifo() or path.is_char_device() or path.is_socket()
+    is_pipe = name == STDIN or path.is_fifo() or path.is_relative_to("/dev")
     if path.suffix not in (".txt", ".jsonl") and not is_pipe:
         allowed = "a name ending in .txt or .jsonl, or a pipe of JSON lines"
         raise refusal("--prompt-file", shown(path.name), allowed, error=ConfigError)

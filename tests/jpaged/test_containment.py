@@ -3,7 +3,9 @@
 After loading, the embedding of one token is set to NaN: every sequence that reads this token computes NaN.
 """
 
+import io
 import json
+from contextlib import redirect_stderr
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,8 @@ import pytest
 from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.commands.generate import EXIT_SOME_FAILED, main
 from jpaged.request import RequestState
-from jpaged.step.runner import Runner
+from jpaged.step.runner import Runner, StepOutputs
+from jpaged.text.output_processor import OutputProcessor
 
 from .sampling.test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
 from .tiny_model import CONFIG, SIZE_FLAGS
@@ -303,6 +306,26 @@ def test_what_fails_and_is_returned_is_logged_once_with_its_traceback(engine, br
         assert error.endswith(": InjectedError")  # Without the message: it may hold what belongs to others.
     (logged,) = [record for record in caplog.records if record.exc_info]
     assert f"{fault} is broken" in logged.getMessage()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_command_says_what_has_failed_in_a_line_each_with_one_traceback(tiny, tmp_path, monkeypatch, caplog, fault):
+    def failing(*args, **kwargs):
+        raise InjectedError(f"{fault} is broken")
+
+    owner = {"dispatch": Runner, "read": StepOutputs}.get(fault, OutputProcessor)
+    monkeypatch.setattr(owner, fault, failing)
+    prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    prompts.write_text('{"prompt": "a", "max_tokens": 3}\n' * 3)
+    flags = ["-m", tiny, *SIZE_FLAGS, "--no-chat", "--prompt-file", str(prompts), "-o", str(results)]
+    with redirect_stderr(io.StringIO()) as stderr:
+        assert main(flags) == EXIT_SOME_FAILED
+    errors = [json.loads(line)["error"] for line in results.read_text().splitlines()]
+    assert [error["message"].endswith(f": InjectedError: {fault} is broken") for error in errors] == [True] * 3
+    assert [error["type"] for error in errors] == ["EngineError"] * 3
+    said = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
+    assert said == [f"error: {number}: {error['message']}" for number, error in enumerate(errors, 1)]
+    assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
 def _step_until_it_raises(engine, outputs):
