@@ -186,6 +186,7 @@ class JobReader:
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                     own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
+                assert id_ is not None
                 taker = None if finished is None else finished.taker_of(id_)
                 first = taker or number_of_id.set_default(repr(id_), number)
                 if first != number:
