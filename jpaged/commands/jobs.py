@@ -178,19 +178,16 @@ class JobReader:
                     continue
             id_: str | int | None = None if is_json else number
             try:
-                own_params: dict[str, Any] = {}
                 prompt: Any = _text(line)
+                record = _record(prompt) if is_json else {}
+                id_ = _id(record, number)
+                taker = None if finished is None else finished.taker_of(id_)
+                if (first := taker or number_of_id.set_default(repr(id_), number)) != number:
+                    raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
                 if is_json:
-                    record = _record(prompt)
-                    id_ = _id(record, number)
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
-                    own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
-                assert id_ is not None
-                taker = None if finished is None else finished.taker_of(id_)
-                first = taker or number_of_id.set_default(repr(id_), number)
-                if first != number:
-                    raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
+                own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
                 yield self.job(id_, number, prompt, own_params, digest)
             except InvalidRequestError as error:
                 if id_ is None:
