@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,24 @@ from ..checks import one_line
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.io.gguf import GGUFFile, read_gguf
 from .chat_template import render_chat_template, shorten
+from .directory_tokenizer import (
+    FETCH_AGAIN,
+    TOKENIZER_FILE,
+    apply_options,
+    read_chat_template,
+    read_options,
+    read_tokenizer_json,
+)
 from .gguf_tokenizer import build_gguf_backend
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a directory with a tokenizer has at least one."""
+VOCABULARY_FILES = (
+    "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken",
+    "tiktoken.model", "tekken.json",
+)  # fmt: skip
+"""Files of which a directory without tokenizer.json has at least one if it has a tokenizer."""
 MORE_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt",
     "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken", "tiktoken.model", "additional_chat_templates",
@@ -197,29 +211,13 @@ def load_tokenizer(path: Path, gguf: GGUFFile | None = None) -> Tokenizer:
 
 def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
     """Return the tokenizer of a Hugging Face directory, its special tokens by name, and its chat template."""
-    config = _read_json(path / "tokenizer_config.json")
-    has_file = (path / "tokenizer.json").is_file()
-    with _quiet_transformers():
-        import transformers
-
-        loader = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
-    try:
-        wrapped = loader.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        backend = getattr(wrapped, "backend_tokenizer", None)
-    except Exception as error:  # transformers and tokenizers raise errors of many types for a broken file.
-        reason = "it needs code of the model, which is never run" if "auto_map" in config else one_line(error)
-        raise ModelLoadError(
-            f"{path / 'tokenizer.json'}: {'cannot be read' if has_file else 'is missing'} ({reason}); "
-            "wanted the model's whole tokenizer: fetch its files again"
-        ) from error
-    if backend is None:
-        raise ModelLoadError(f"{path}: {type(wrapped).__name__} has no fast version; add the model's tokenizer.json")
-    template = wrapped.chat_template
-    if isinstance(template, dict):
-        template = template.get("default")
-    names = {name: str(token) for name, token in wrapped.special_tokens_map.items() if isinstance(token, str)}
+    options = read_options(path)
+    has_file = (path / TOKENIZER_FILE).is_file()
+    backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
+    special_tokens = apply_options(backend, path, options, is_converted=not has_file)
     # A special token must be found wherever it is written. One that is declared `normalized`, as in Llama 2, is
-    # searched for only after spaces became ▁: "</s><s>" between two turns of a chat would become eight other tokens.
+    # searched for only after spaces became ▁: "</s><s>" between two turns of a chat would become eight other tokens,
+    # as it does in transformers.
     backend.add_special_tokens(
         [
             tokenizers.AddedToken(
@@ -229,7 +227,49 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
             if t.special and t.normalized
         ]
     )
-    return backend, names, template
+    return backend, special_tokens, read_chat_template(path, options)
+
+
+def _convert_vocabulary(path: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Return what transformers makes of a directory's other files of a vocabulary, without tokenizer.json.
+
+    Where they are missing too, transformers 5 makes up a tokenizer of a few special tokens for most of its classes:
+    such a directory is refused.
+    """
+    needs_code = "auto_map" in options
+    there = [name for name in VOCABULARY_FILES if (path / name).is_file()]
+    if not there and not needs_code:
+        raise _no_vocabulary(path, f"it or one of {', '.join(VOCABULARY_FILES)}")
+    with _quiet_transformers():
+        import transformers
+
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+        try:
+            wrapped = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            backend = getattr(wrapped, "backend_tokenizer", None)
+        except Exception as error:  # transformers raises errors of many types.
+            reason = "it needs code of the model, which is never run" if needs_code else one_line(error)
+            if any(name.endswith(".model") for name in there) and find_spec("sentencepiece") is None:
+                reason = f"{' and '.join(there)} may need the package sentencepiece, which is not installed; {reason}"
+            way_out = f"{FETCH_AGAIN}, or give --tokenizer DIR"
+            raise ModelLoadError(f"{path / TOKENIZER_FILE}: is missing ({reason}); {way_out}") from error
+        finally:
+            transformers.logging.set_verbosity(verbosity)
+    # A class that names only tokenizer.json is Gemma's, which reads a SentencePiece model too.
+    files = [name for key, name in wrapped.vocab_files_names.items() if key != "tokenizer_file"] or ["tokenizer.model"]
+    if missing := [name for name in files if not (path / name).is_file()]:
+        wanted = f"it or {' and '.join(files)}, of which {' and '.join(missing)} is not there"
+        raise _no_vocabulary(path, wanted)
+    if backend is None:
+        raise ModelLoadError(f"{path}: {type(wrapped).__name__} has no fast version; add the model's {TOKENIZER_FILE}")
+    return backend
+
+
+def _no_vocabulary(path: Path, wanted: str) -> ModelLoadError:
+    fault = f"is missing, and so is any other vocabulary of a tokenizer; wanted {wanted}"
+    way_out = "put the files there, give --tokenizer DIR, or --skip-tokenizer-init to send token ids"
+    return ModelLoadError(f"{path / TOKENIZER_FILE}: {fault}: {way_out}")
 
 
 @contextmanager
@@ -245,16 +285,6 @@ def _quiet_transformers() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: cannot be read as JSON ({one_line(error)}); fetch it again") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path}: holds a {type(value).__name__}, wanted a JSON object; fetch it again")
-    return value
 
 
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:

@@ -82,6 +82,8 @@ def test_a_directory_encodes_as_its_tokenizer_json_says(family):
     for text in TEXTS.values():
         for add_special_tokens in (True, False):
             ids = tokenizer.encode(text, add_special_tokens)
+            if family == "deepseek" and add_special_tokens:
+                assert ids.pop(0) == tokenizer.bos_token_id, "its tokenizer_config.json adds BOS"
             assert ids == raw.encode(text, add_special_tokens=add_special_tokens).ids
             assert all(type(token_id) is int for token_id in ids)
     assert tokenizer.vocab_size == max(raw.get_vocab().values()) + 1
@@ -89,14 +91,18 @@ def test_a_directory_encodes_as_its_tokenizer_json_says(family):
 
 @pytest.mark.parametrize("family", ["deepseek", "llama3", "mistral", "qwen", *MOST_FAMILIES[3:4]])
 def test_a_directory_encodes_and_decodes_as_transformers_does(family):
-    """transformers loads these families from tokenizer.json; others it rebuilds from the vocabulary alone."""
+    """transformers 5 loads these families from tokenizer.json; others it rebuilds from the vocabulary alone.
+
+    It ignores DeepSeek's `add_bos_token`.
+    """
     from transformers import AutoTokenizer
 
     tokenizer, reference = load_family(family), AutoTokenizer.from_pretrained(family_directory(family))
+    first = [0] if family == "deepseek" else []
     rng = random.Random(family)
     for text in TEXTS.values():
         ids = tokenizer.encode(text)
-        assert ids == reference(text).input_ids
+        assert ids == first + reference(text).input_ids
         ids += [rng.randrange(tokenizer.vocab_size) for _ in range(8)]
         for skip in (True, False):
             assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
@@ -319,6 +325,57 @@ def test_a_bad_directory_is_an_error_of_one_line_that_names_the_file(tmp_path, f
     with pytest.raises(ModelLoadError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+QWEN_OPTIONS = json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})
+WITHOUT_VOCABULARY = {
+    "nothing": {},
+    "tokenizer_config.json": {"tokenizer_config.json": QWEN_OPTIONS},
+    "special_tokens_map.json": {"special_tokens_map.json": '{"eos_token": "<|im_end|>"}'},
+    "added_tokens.json": {"added_tokens.json": '{"<|im_end|>": 0}'},
+    "merges.txt": {"merges.txt": "#version: 0.2\na b\n"},
+    "vocab.json without merges.txt": {"vocab.json": '{"a": 0, "b": 1, "ab": 2}'},
+    "an empty tokenizer.json": {"tokenizer.json": ""},
+    "another class's vocabulary": {"vocab.txt": "[UNK]\na\nb\n"},
+}
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "gemma2")
+MODEL_TYPES += ("gemma3_text", "gpt2", "gpt_neox")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("files", WITHOUT_VOCABULARY.values(), ids=WITHOUT_VOCABULARY.keys())
+def test_no_tokenizer_is_made_up_for_a_directory_without_a_vocabulary(tmp_path, files, model_type):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: (is missing|cannot be read)") as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_error_for_a_missing_vocabulary_names_the_ways_out(tmp_path):
+    with pytest.raises(ModelLoadError, match="--tokenizer DIR, or --skip-tokenizer-init"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_sentence_piece_model_without_its_package_says_which_package(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.model may need the package sentencepiece"):
+        load_tokenizer(tmp_path)
+
+
+def test_vocab_json_and_merges_without_tokenizer_json_are_read(tmp_path):
+    alphabet = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = alphabet | {"ab": 256, "<|endoftext|>": 257}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("ab<|endoftext|>c") == [256, 257, alphabet["c"]]
+    assert tokenizer.eos_token_id == 257
 
 
 def test_a_missing_path_is_an_error(tmp_path):

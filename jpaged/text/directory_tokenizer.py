@@ -1,0 +1,329 @@
+"""Builds a tokenizer from a directory's `tokenizer.json` and the options in its `tokenizer_config.json`.
+
+The ids are those of transformers 4.57, which most published directories were written for and tested with. There the
+class that `tokenizer_config.json` names decides what the options mean: Llama's class puts BOS in front of a text unless
+`add_bos_token` is false, whatever `tokenizer.json` says, and Qwen2's class does not know that option. transformers 5
+has one class for all, which takes `tokenizer.json` as it is unless one of the options is there. This module needs
+neither version: it holds the rules of each class as data. It does not know chats or streams.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
+
+from ..checks import one_line
+from ..errors import ModelLoadError
+from ..models.io.fields import Fields
+from ..models.io.files import CONFIG_FILE
+
+TOKENIZER_FILE, OPTIONS_FILE = "tokenizer.json", "tokenizer_config.json"
+FETCH_AGAIN = "wanted the model's whole tokenizer: fetch its files again"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Options that name a special token, under the names that chat templates use."""
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What the options of `tokenizer_config.json` mean to one tokenizer class of transformers 4.57."""
+
+    default_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Special tokens of a file that does not name its own."""
+    extra_tokens: Mapping[str, str] = field(default_factory=dict)
+    """More options that name a special token, and the defaults of these."""
+    adds_bos: bool | None = None
+    """Default of `add_bos_token`. None: the class leaves BOS and EOS to `tokenizer.json` and ignores both options."""
+    converts_prefix_space: bool = False
+    """Whether `add_prefix_space` makes the class build its own normalizer, which depends on `legacy` too."""
+    keeps_prefix_space: bool = False
+    """Whether `tokenizer.json` decides on the space where `add_prefix_space` is not there."""
+    nests_prefix_space: bool = False
+    """Whether `add_prefix_space` true also reaches a byte-level step inside of a sequence."""
+    has_bert_options: bool = False
+    """Whether `do_lower_case`, `strip_accents` and `tokenize_chinese_chars` set the normalizer."""
+
+
+_LLAMA_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_GPT2_TOKENS = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
+_RULES = {
+    "BertTokenizer": _Rules(
+        {
+            "unk_token": "[UNK]",
+            "sep_token": "[SEP]",
+            "pad_token": "[PAD]",
+            "cls_token": "[CLS]",
+            "mask_token": "[MASK]",
+        },
+        has_bert_options=True,
+    ),
+    "BloomTokenizer": _Rules({**_LLAMA_TOKENS, "pad_token": "<pad>"}, nests_prefix_space=True),
+    "CodeLlamaTokenizer": _Rules(
+        _LLAMA_TOKENS,
+        {"prefix_token": "▁<PRE>", "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>"},
+        adds_bos=True,
+    ),
+    "CohereTokenizer": _Rules(
+        {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"},
+        adds_bos=True,
+        nests_prefix_space=True,
+    ),
+    "GPT2Tokenizer": _Rules(_GPT2_TOKENS),
+    "GPTNeoXTokenizer": _Rules(_GPT2_TOKENS, adds_bos=False),
+    "GemmaTokenizer": _Rules(
+        {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}, adds_bos=True
+    ),
+    "LlamaTokenizer": _Rules(_LLAMA_TOKENS, adds_bos=True, converts_prefix_space=True, keeps_prefix_space=True),
+    "Qwen2Tokenizer": _Rules(dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")),
+    "T5Tokenizer": _Rules({"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, keeps_prefix_space=True),
+}
+"""The classes that differ from PreTrainedTokenizerFast, without the `Fast` at the end of their names."""
+
+_CLASS_OF_MODEL_TYPE = {
+    "LlamaTokenizer": (
+        "arcee", "deepseek_v2", "deepseek_v3", "llama", "llama4", "llama4_text", "ministral", "mistral", "mistral3",
+        "mixtral", "phi3", "phimoe",
+    ),
+    "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"),
+    "CodeLlamaTokenizer": ("code_llama",),
+    "CohereTokenizer": ("cohere", "cohere2"),
+    "GPTNeoXTokenizer": ("gpt_neox", "mamba", "mpt", "olmo", "olmo2", "olmoe", "stablelm"),
+    "GPT2Tokenizer": (
+        "exaone4", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "granite", "granitemoe", "olmo3", "opt", "starcoder2",
+    ),
+    "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next"),
+    "BertTokenizer": ("bert",),
+    "BloomTokenizer": ("bloom",),
+    "T5Tokenizer": ("t5",),
+}  # fmt: skip
+"""Class → the `model_type`s of config.json that have it where no file names a class."""
+
+
+def read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer in the tokenizer.json of the directory `path`, without what the other files say.
+
+    Raises ModelLoadError, one line that names the file.
+    """
+    try:
+        raw = (path / TOKENIZER_FILE).read_bytes().removeprefix(codecs.BOM_UTF8)
+        return tokenizers.Tokenizer.from_buffer(raw)
+    except Exception as error:  # tokenizers raises errors of many types for a broken file.
+        raise ModelLoadError(f"{path / TOKENIZER_FILE}: cannot be read ({one_line(error)}); {FETCH_AGAIN}") from error
+
+
+def apply_options(
+    backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], *, is_converted: bool = False
+) -> dict[str, str]:
+    """Change `backend` as the options of the directory `path` say, and return the special tokens by name.
+
+    `is_converted` says that it was made of a tokenizer.model or of vocab.json, as there is no tokenizer.json. Raises
+    ModelLoadError, one line that names the file, for an option of a wrong type.
+    """
+    fields = Fields(options, path / OPTIONS_FILE)
+    rules = _RULES.get(_class_name(path, options), _Rules())
+    try:
+        special_tokens = _add_tokens(backend, path, options, rules)
+        _apply_prefix_space(backend, fields, rules, is_converted=is_converted)
+        if rules.has_bert_options:
+            _apply_bert_options(backend, fields)
+        if rules.adds_bos is not None:
+            _apply_bos_and_eos(backend, fields, special_tokens, adds_bos=rules.adds_bos)
+        backend.encode_special_tokens = fields.boolean("split_special_tokens", False)
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(
+            f"{path / OPTIONS_FILE}: does not fit the vocabulary ({one_line(error)}); {FETCH_AGAIN}"
+        ) from error
+    return special_tokens
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Return the object in the tokenizer_config.json of a directory; an empty one without the file."""
+    return _read_if_there(path / OPTIONS_FILE)
+
+
+def read_chat_template(path: Path, options: Mapping[str, Any]) -> str | None:
+    """Return the chat template of a directory; None if it has none that is the default.
+
+    It is in chat_template.jinja, in tokenizer_config.json (`options`), or in chat_template.json, which some models with
+    images have instead; the first of these counts. Raises ModelLoadError for a template that is no text.
+    """
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{file}: cannot be read ({one_line(error)}); fetch it again") from error
+    for name, data in ((OPTIONS_FILE, options), ("chat_template.json", _read_if_there(path / "chat_template.json"))):
+        template = data.get("chat_template")
+        if isinstance(template, list):
+            template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        if isinstance(template, dict):
+            template = template.get("default")
+        if template is not None and not isinstance(template, str):
+            fault = f"chat_template is a {type(template).__name__}, wanted a string"
+            raise ModelLoadError(f"{path / name}: {fault}: fetch it again")
+        if template is not None:
+            return template
+    return None
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, which may begin with a byte-order mark; an empty one without the file."""
+    try:
+        value = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: cannot be read as JSON ({one_line(error)}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path}: holds a {type(value).__name__}, wanted a JSON object; fetch it again")
+    return value
+
+
+def _class_name(path: Path, options: Mapping[str, Any]) -> str:
+    """Return the name of the tokenizer's class without `Fast`; "" if no file tells it."""
+    name = options.get("tokenizer_class")
+    if name is None:
+        config = _read_if_there(path / CONFIG_FILE)
+        name = config.get("tokenizer_class")
+        if name is None:
+            model_type = config.get("model_type")
+            name = next((name for name, types in _CLASS_OF_MODEL_TYPE.items() if model_type in types), None)
+    return name.removesuffix("Fast") if isinstance(name, str) else ""
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any], rules: _Rules) -> dict[str, str]:
+    """Add the tokens that the other files declare, and return the special tokens by name.
+
+    `added_tokens_decoder` of tokenizer_config.json, where it is there, replaces the older files special_tokens_map.json
+    and added_tokens.json. A special token that a class only supposes, and that the vocabulary does not have, is left
+    out: transformers 4.57 would give it an id that the model has no row for.
+    """
+    in_file = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    named: dict[str, Any] = dict(options)
+    if options.get("added_tokens_decoder") is not None:
+        declared = {int(index): _token(value) for index, value in options["added_tokens_decoder"].items()}
+    else:
+        named |= _read_if_there(path / "special_tokens_map.json")
+        if extra := options.get("additional_special_tokens"):
+            named["additional_special_tokens"] = [*extra, *(named.get("additional_special_tokens") or ())]
+        special = {_content(value) for value in _special_values(named)}
+        declared = {
+            index: AddedToken(text, normalized=text not in special, special=text in special)
+            for text, index in _read_if_there(path / "added_tokens.json").items()
+        }
+        declared |= backend.get_added_tokens_decoder()
+    by_content = {token.content: token for token in declared.values()}
+    vocabulary = backend.get_vocab()
+    for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
+        if name not in named and text in vocabulary:
+            named[name] = text
+    names = {name: _content(value) for name, value in named.items() if name in SPECIAL_NAMES and value is not None}
+    extra_names = named.get("extra_special_tokens")
+    if isinstance(extra_names, Mapping):
+        names |= {name: _content(value) for name, value in extra_names.items()}
+    special = {_content(value) for value in _special_values(named, *rules.extra_tokens)}
+    known = {repr(token) for token in in_file.values()}
+    to_add = [token for _, token in sorted(declared.items()) if repr(token) not in known]
+    texts = {*in_file, *(token.content for token in to_add)}
+    for value in _special_values(named, *rules.extra_tokens):
+        token = by_content.get(_content(value)) or _token(value)
+        if isinstance(value, Mapping) or token.content in by_content or token.content not in texts:
+            to_add.append(token)
+    for token in to_add:
+        token.special = token.special or token.content in special
+    backend.add_tokens(to_add)
+    return names
+
+
+def _special_values(named: Mapping[str, Any], *more_names: str) -> list[Any]:
+    """Return the special tokens that options name, as they stand there: strings, or mappings of a token's flags."""
+    values = [named.get(name) for name in (*SPECIAL_NAMES, *more_names)]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = named.get(name) or ()
+        values += more.values() if isinstance(more, Mapping) else more
+    return [value for value in values if value is not None]
+
+
+def _content(value: Any) -> str:
+    return str(value["content"] if isinstance(value, Mapping) else value)
+
+
+def _token(value: Any) -> AddedToken:
+    """Return the token of an option: a string is a special token, a mapping has flags."""
+    if isinstance(value, Mapping):
+        return AddedToken(**{name: flag for name, flag in value.items() if name not in ("__type", "id")})
+    return AddedToken(str(value), special=True, normalized=False)
+
+
+def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:
+    """Set whether a space is put before a text.
+
+    A class sets the flag of a pre-tokenizer that is a single step and has one, to false if the option is not there. An
+    option that is null leaves the flag as it is.
+    """
+    adds_space = fields.boolean("add_prefix_space", False)
+    is_set = fields.has("add_prefix_space")
+    state = None if backend.pre_tokenizer is None else json.loads(backend.pre_tokenizer.__getstate__())
+    is_left_alone = not is_set and (rules.keeps_prefix_space or "add_prefix_space" in fields.data)
+    if state is not None and not is_left_alone and state.get("add_prefix_space", adds_space) != adds_space:
+        kind = getattr(pre_tokenizers, state.pop("type"))
+        backend.pre_tokenizer = kind(**{**state, "add_prefix_space": adds_space})
+    elif state is not None and adds_space and rules.nests_prefix_space:
+        file = json.loads(backend.to_str())
+        for step in file["pre_tokenizer"].get("pretokenizers", ()):
+            step |= {"add_prefix_space": True} if "add_prefix_space" in step else {}
+        backend.pre_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(file)).pre_tokenizer
+    if rules.converts_prefix_space and (is_set or is_converted) and getattr(backend.model, "byte_fallback", False):
+        adds_space = fields.boolean("add_prefix_space", True)
+        _convert_prefix_space(backend, adds_space=adds_space, is_legacy=fields.boolean("legacy", True))
+
+
+def _convert_prefix_space(backend: tokenizers.Tokenizer, *, adds_space: bool, is_legacy: bool) -> None:
+    """Rebuild the steps around a SentencePiece model as transformers 4.57 converts them from a tokenizer.model.
+
+    A legacy tokenizer puts the space before each text between special tokens, any other one only before the first.
+    """
+    if is_legacy:
+        to_bar = normalizers.Replace(" ", "▁")
+        backend.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if adds_space else []), to_bar])
+        backend.pre_tokenizer = None
+    else:
+        backend.normalizer = None
+        scheme = "first" if adds_space else "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
+
+
+def _apply_bert_options(backend: tokenizers.Tokenizer, fields: Fields) -> None:
+    """Set the normalizer's options of BERT."""
+    wanted = {
+        "lowercase": fields.boolean("do_lower_case", True),
+        "strip_accents": fields.boolean("strip_accents", False) if fields.has("strip_accents") else None,
+        "handle_chinese_chars": fields.boolean("tokenize_chinese_chars", True),
+    }
+    state = {} if backend.normalizer is None else json.loads(backend.normalizer.__getstate__())
+    if any(state.get(name, value) != value for name, value in wanted.items()):
+        kind = getattr(normalizers, state.pop("type"))
+        backend.normalizer = kind(**{**state, **wanted})
+
+
+def _apply_bos_and_eos(
+    backend: tokenizers.Tokenizer, fields: Fields, special_tokens: Mapping[str, str], *, adds_bos: bool
+) -> None:
+    """Put BOS before and EOS after a text as the options say, in place of what tokenizer.json says."""
+    adds_bos = adds_bos and "add_bos_token" not in fields.data  # An option that is null counts as false.
+    first = special_tokens.get("bos_token") if fields.boolean("add_bos_token", adds_bos) else None
+    last = special_tokens.get("eos_token") if fields.boolean("add_eos_token", False) else None
+    ends = [token for token in (first, last) if token is not None]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([first] if first else []), "$A", *([last] if last else [])],
+        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(ends)],
+    )
