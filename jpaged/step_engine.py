@@ -278,6 +278,7 @@ class StepEngine:
             **self.core.stats(),
             "prompt_tokens": self._num_prompt_tokens,
             "requests": len(self.requests),
+            "end_tokens": len(self.handle.eos_token_ids),
             **self.scheduler.stats(),
             **self.blocks.stats(),
             "swap_bytes": self.runner.swap_bytes,

@@ -49,11 +49,11 @@ def write_gguf(path, metadata=(), tensors=(), *, architecture="llama"):
     return path
 
 
-def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32):
+def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32, metadata=()):
     """Write a model as llama.cpp's converter does, its matrices quantized to `kind`, and return `path`.
 
-    `config` is the content of config.json, and `tensors` are float32 under Hugging Face's names. Source of what the
-    converter changes: llama.cpp, conversion/llama.py and conversion/gemma.py.
+    `metadata` is added, such as that of a tokenizer. `config` is the content of config.json, and `tensors` are float32
+    under Hugging Face's names. Source of what the converter changes: llama.cpp, conversion/llama.py, gemma.py.
     """
     architecture = ARCHITECTURES[config["architectures"][0]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
@@ -65,7 +65,7 @@ def convert_to_gguf(path, config, tensors, *, kind=GGMLQuantizationType.F32):
             values = values + 1
         quantized = values if values.ndim == 1 else (gguf.quantize(values, kind), kind)
         stored[names.get_name(name, (".weight", ".bias"))] = quantized
-    metadata = {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
+    metadata = dict(metadata) | {f"{architecture}.{name}": config[key] for key, name in KEYS.items() if key in config}
     metadata[f"{architecture}.attention.value_length"] = config.get("head_dim")
     return write_gguf(path, metadata, stored, architecture=architecture)
 

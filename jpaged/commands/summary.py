@@ -68,6 +68,7 @@ def summary(engine: Engine, sampling: SamplingSummary, elapsed_s: float, first_t
         yield f"rotary embedding: {engine.handle.config.longrope}"
     yield f"memory: {engine.memory}"
     yield f"sampling: {sampling}"
+    yield f"ends: {engine.handle.ends or 'none'}"
     yield (
         f"start: load {engine.load_s:.1f} s · compile {stats['compile_seconds']:.1f} s · "
         f"first token {first_token_s:.1f} s after process start"

@@ -51,7 +51,10 @@ class ModelHandle:
     sampling_defaults: dict[str, Any]
     """SamplingParams fields that the model's generation config, or its model card, sets."""
     eos_token_ids: frozenset[int]
-    """Token ids of the model that end a reply: those of its config, the generation config and the tokenizer."""
+    """Token ids of the model that end a reply: those of its config, the generation config and the tokenizer.
+
+    The config of a GGUF file has all tokens that its metadata name as ends or that llama.cpp knows by their text.
+    """
 
     @property
     def spec(self) -> ModelSpec:
@@ -63,6 +66,15 @@ class ModelHandle:
         """Return the config of a model that was read from files."""
         assert isinstance(self.config, DecoderConfig), "a module of the caller's own"
         return self.config
+
+    @property
+    def ends(self) -> str:
+        """Return the tokens that end a reply, that of the tokenizer first, such as "2 (<|im_end|>), 0 (<|end|>)"."""
+        first = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        ids = sorted(self.eos_token_ids, key=lambda token_id: (token_id != first, token_id))
+        if self.tokenizer is None:
+            return ", ".join(map(str, ids))
+        return ", ".join(f"{token_id} ({self.tokenizer.backend.id_to_token(token_id)})" for token_id in ids)
 
     def check_weight_files(self) -> None:
         """Compare the files of the weights with the list of sums in the directory of the model; ModelLoadError.

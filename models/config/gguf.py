@@ -18,6 +18,7 @@ from ..families.table import BY_GGUF
 from ..io.fields import Fields
 from ..rope import inverse_frequencies
 from .decoder import DecoderConfig
+from .gguf_ends import end_token_ids
 from .hf import FULL, MAX_LAYERS, ROPE_OBJECTS, SLIDING
 from .reading import config_from_hf
 from .rope import DEFAULT_THETA, RopeConfig, checked_factors
@@ -39,8 +40,6 @@ Files do not say which, and llama.cpp knows the size by its number of layers too
 """
 GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
 """Gemma 3 with 4B, 12B and 27B parameters: layers without a window have a linear factor 8, which some files omit."""
-END_OF_TURN = "<end_of_turn>"
-"""The token that ends Gemma's replies. Files do not name it; llama.cpp looks for it too (src/llama-vocab.cpp)."""
 
 
 def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
@@ -99,7 +98,7 @@ class _Metadata:
             "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_output.bias"} & tensors.keys()),
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "dtype": self._dtype(),
-            "eos_token_id": self._stop_ids(vocab_size),
+            "eos_token_id": end_token_ids(fields, vocab_size),
             "bos_token_id": None,
         }
         if fields.has(self.names["bos_token_id"]):
@@ -116,12 +115,6 @@ class _Metadata:
     def _dtype(self) -> str:
         kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
         return "bfloat16" if kinds == {"BF16"} else "float16" if kinds == {"F16"} else "float32"
-
-    def _stop_ids(self, vocab_size: int) -> list[int]:
-        """Return the tokens that end a reply: the end of the text, of the turn, or of a message to a tool."""
-        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-        ids = [token_id for key in keys for token_id in self.fields.token_ids(key, vocab_size=vocab_size)]
-        return list(dict.fromkeys(ids))
 
     def _check_head_size(self, head_size: int) -> None:
         """Refuse values of another size than keys, and heads that are rotated in parts."""
@@ -186,12 +179,9 @@ class _Metadata:
         """Return what both versions have."""
         is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[self.architecture]
         per_head = config["hidden_size"] // config["num_attention_heads"]
-        tokens = self.fields.items("tokenizer.ggml.tokens", str, [])[: config["vocab_size"]]
-        turn_ids = [tokens.index(END_OF_TURN)] if END_OF_TURN in tokens else []
         return {
             "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
             "hidden_activation": "gelu_pytorch_tanh",
-            "eos_token_id": list(dict.fromkeys(config["eos_token_id"] + turn_ids)),
         }
 
     def _layer_types(self, num_layers: int, *, period: int) -> list[str]:

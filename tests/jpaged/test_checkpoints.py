@@ -8,12 +8,14 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import pre_tokenizers
 
 from jpaged import ConfigError, Engine, InvalidRequestError, ModelLoadError, SamplingParams
 from jpaged.models.io.files import write_manifest
 from jpaged.models.io.saving import save_checkpoint
 
-from .tiny_model import SIZES, tensors, write_tiny_model
+from ..gguf_file import convert_to_gguf
+from .tiny_model import CONFIG, SIZES, tensors, write_tiny_model
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = "The capital of France"
@@ -104,6 +106,29 @@ def test_without_a_tokenizer_requests_give_ids_and_want_no_text(model, wanted):
         ids = [byte for byte in range(5, 9)]
         output = engine.generate([ids], params, use_tqdm=False)[0].outputs[0]
         assert (output.text, len(output.token_ids)) == ("", len(wanted))
+
+
+def test_every_end_of_a_gguf_file_ends_a_request(tmp_path):
+    """The file names `<|im_end|>`; the other end is known by its text."""
+    vocabulary = ["<|im_end|>", "<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    values = {"model": "gpt2", "pre": "gpt-2", "tokens": vocabulary, "merges": ["a b"], "eos_token_id": 0}
+    values |= {"tokens": [*vocabulary[:-1], "ab"], "token_type": [3, 3, *[1] * 256]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    path = convert_to_gguf(tmp_path / "m.gguf", CONFIG, tensors(), metadata=metadata)
+    with Engine(path, **SIZES) as engine:
+        assert engine.handle.ends == "0 (<|im_end|>), 1 (<|endoftext|>)"
+        assert engine.stats()["end_tokens"] == 2
+
+        def ended(end, **options):
+            params = SamplingParams(temperature=0.0, max_tokens=6, logit_bias={end: 100.0}, **options)
+            return engine.generate(["x"], params, use_tqdm=False)[0].outputs[0]
+
+        for end in (0, 1):
+            assert (ended(end).token_ids, ended(end).finish_reason, ended(end).text) == ((end,), "stop", "")
+            assert ended(end, ignore_eos=True).token_ids == (end,) * 6
+            kept = ended(end, min_tokens=3)
+            assert (len(kept.token_ids), kept.token_ids[3:], kept.finish_reason) == (4, (end,), "stop")
+            assert not {0, 1} & set(kept.token_ids[:3])
 
 
 def changed(change):
