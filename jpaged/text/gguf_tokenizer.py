@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ..errors import ModelLoadError
 from ..models.io.fields import Fields
-from .chat_template import shorten
+from .chat_messages import shorten
 
 KEY = "tokenizer.ggml."
 OTHER_SOURCE = "use the model's Hugging Face directory instead"

@@ -24,6 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from .chat_messages import NoContent
+
 MAX_RENDER_S = 30.0
 """Time that rendering one chat may take, in seconds."""
 MAX_LEN = 8 << 20
@@ -31,6 +33,8 @@ MAX_LEN = 8 << 20
 dictionary, its entries plus the sizes of their values."""
 MAX_INT_BITS = 1 << 16
 """Largest size of an integer that a template computes, in bits."""
+
+BYTE_ORDER_MARK = "\ufeff"
 
 _deadline: ContextVar[float] = ContextVar("_deadline")
 """The time.monotonic() at which rendering in this context has to be done."""
@@ -52,9 +56,12 @@ def render(template: str, **names: Any) -> str:
 
 @lru_cache(maxsize=64)
 def compile_template(template: str) -> jinja2.Template:
-    """Compile `template`; the 64 templates used last are kept. Raises jinja2.TemplateSyntaxError."""
+    """Compile `template`; the 64 templates used last are kept. Raises jinja2.TemplateSyntaxError.
+
+    A byte-order mark at its head is dropped: some editors write it, and it would stand in every prompt.
+    """
     try:
-        return _environment().from_string(template)
+        return _environment().from_string(template.removeprefix(BYTE_ORDER_MARK))
     except jinja2.TemplateSyntaxError:
         raise
     except Exception as error:  # Python limits how deep blocks and brackets may nest.
@@ -70,6 +77,7 @@ def _environment() -> jinja2.Environment:
     )
     filters = {name: _limited(function) for name, function in environment.filters.items()}
     environment.filters |= {**filters, "tojson": _limited(_to_json), _TIMED: _timed, _BOUNDED: _bounded}
+    environment.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda format_: datetime.now().strftime(format_),

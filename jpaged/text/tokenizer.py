@@ -22,7 +22,8 @@ import tokenizers
 from ..checks import one_line
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.io.gguf import GGUFFile, read_gguf
-from .chat_template import render_chat_template, shorten
+from .chat_messages import shorten
+from .chat_template import render_chat_template
 from .directory_tokenizer import (
     FETCH_AGAIN,
     TOKENIZER_FILE,

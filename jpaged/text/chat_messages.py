@@ -1,0 +1,181 @@
+"""Checks the messages of a chat, and writes them in the one form that chat templates are written for.
+
+Clients write the same message in many forms: the package `openai` gives every field of a message that it dumps, most of
+them null; the arguments of a tool call are JSON in a string; a message that calls a tool has no content. Templates test
+these fields in as many ways. A template must therefore see no difference between forms that mean the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..checks import one_line
+from ..errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Names of the message field that holds what a model thought before it answered.
+
+Clients send any of the three; templates read one of the first two."""
+
+
+class NoContent(str):
+    """The content of a message that has none: an empty string for which the test `is none` holds too.
+
+    Some templates test for None, others join the content to other text without a test.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or other == ""
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("")
+
+
+class ToolArguments(dict[str, Any]):
+    """The arguments of a tool call: a mapping that is JSON wherever a template takes it as text.
+
+    Some templates read its items or put it through `tojson`, others join it to other text, as the string that OpenAI's
+    interface has there.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages as templates see them: plain JSON values, one string as content, no null or empty fields.
+
+    The model's reasoning is put under both of the names that templates read. `function_call` and the role function
+    become what replaced them, a tool call and the role tool. A refusal is the content of the message that has it, and
+    the arguments of a tool call are a mapping, whether they came as one or as JSON. Raises InvalidRequestError for
+    malformed messages, and names the first one by its index.
+    """
+    return [_with_calls(_plain_data(message, index), index) for index, message in enumerate(_checked(messages))]
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield each message as a dict without its empty fields; the first malformed one raises InvalidRequestError."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise _bad_messages(f"messages must be a list of at least one message, got {shorten(messages)}")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise _bad_messages(f"messages[{index}] must be a mapping with role and content, got {shorten(message)}")
+        role = message.get("role")
+        if role not in ROLES:
+            raise _bad_messages(f"messages[{index}].role is {shorten(role)}, allowed are {', '.join(ROLES)}")
+        fields = {name: value for name, value in message.items() if name == "content" or not _is_empty(value)}
+        content = fields.pop("content", None)
+        if content is None and role == "assistant":
+            content = fields.get("refusal")
+        has_other = any(fields.get(name) is not None for name in ("tool_calls", "function_call", *REASONING_NAMES))
+        if content is None and role == "assistant" and has_other:
+            yield fields
+        else:
+            yield {**fields, "content": _content_text(content, f"messages[{index}].content")}
+
+
+def _is_empty(value: object) -> bool:
+    """Return whether a field's value means that the field is not there."""
+    return value is None or (isinstance(value, Sequence) and not isinstance(value, str) and not value)
+
+
+def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Return a copy of `message` in plain JSON values: a template could call any method of the caller's objects."""
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    try:
+        return json.loads(json.dumps(message, default=_mapping_as_dict))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad_messages(
+            f"messages[{index}] holds a value that JSON cannot hold ({one_line(error)}); send strings, numbers, "
+            "booleans, null, and lists and mappings of them"
+        ) from error
+
+
+def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a message with its tool calls as templates want them, and a content."""
+    if message["role"] == "function":
+        message["role"] = "tool"
+    call = message.pop("function_call", None)
+    if call is not None:
+        message.setdefault("tool_calls", [{"type": "function", "function": call}])
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        name = f"messages[{index}].tool_calls"
+        message["tool_calls"] = [_normalized_call(call, f"{name}[{number}]") for number, call in enumerate(calls)]
+    message.setdefault("content", NoContent())
+    return message
+
+
+def _normalized_call(call: Any, name: str) -> Any:
+    """Return a tool call without null fields, its arguments as a mapping; one of another form as it is."""
+    if not isinstance(call, dict):
+        return call
+    call = {key: value for key, value in call.items() if value is not None}
+    function = call.get("function")
+    if isinstance(function, dict):
+        function = {key: value for key, value in function.items() if value is not None}
+        arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
+        call["function"] = {**function, "arguments": arguments}
+    return call
+
+
+def _arguments(value: Any, name: str) -> ToolArguments:
+    """Return the arguments of a call as a mapping; InvalidRequestError unless they are one or JSON of one."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value or "{}")
+        except (ValueError, RecursionError) as error:
+            fault = f"is no JSON ({one_line(error)}); send a JSON object, as text or as a mapping"
+            raise _bad_messages(f"{name} {fault}") from error
+    found = {} if found is None else found
+    if not isinstance(found, dict):
+        raise _bad_messages(f"{name} is {shorten(value)}, allowed is a JSON object, as text or as a mapping")
+    return ToolArguments(found)
+
+
+def _mapping_as_dict(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"an object of type {type(value).__name__}")
+
+
+def _content_text(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
+        raise _bad_messages(f'{name} is {shorten(content)}, allowed are a string or a list of {{"type": "text", …}}')
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            raise _bad_messages(f'{name}[{index}] is {shorten(part)}, allowed is {{"type": "text", "text": "…"}}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _bad_messages(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages")
+
+
+def shorten(value: object) -> str:
+    """Return Python's `ascii(value)` cut to 80 characters, which is safe to put into any error message."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
