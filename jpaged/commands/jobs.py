@@ -99,7 +99,7 @@ def _is_stdin_redirected() -> bool:
 
 def _read_stdin() -> str:
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")  # As at the head of a prompt file.
     except UnicodeError as error:  # That of UTF-16 without a byte-order mark has no reason of its own.
         reason = getattr(error, "reason", error)
         raise ConfigError(f"prompt: stdin is not {sys.stdin.encoding} ({reason}); give text") from error

@@ -175,9 +175,19 @@ class SamplingParams(
     )
     """The only token ids that may be generated; None allows all."""
     bad_words: tuple[str, ...] | list[str] | None = parameter(
-        None, words, Flag("TEXT", "never generate this (repeatable)"), is_rule=True
+        None,
+        words,
+        Flag(
+            "TEXT",
+            "never generate the tokens of this text, with or without a space before it; other tokens may still spell "
+            "it (repeatable)",
+        ),
+        is_rule=True,
     )
-    """Texts that are never generated, each with and without a space before it; at most 128."""
+    """Texts whose tokens are never generated in a row, each with and without a space before it; at most 128.
+
+    The same text may still come of other tokens, as may the text with other capitals.
+    """
     extra_args: Mapping[str, float] | None = parameter(None, or_none(arguments), is_rule=True, hash=False)
     """Arguments of the engine's `logits_processors`, by name."""
 

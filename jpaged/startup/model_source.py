@@ -30,6 +30,23 @@ HUB_FILES = ("*.json", WEIGHT_FILES, "*.jinja", "*.model", "*.tiktoken", "merges
 EXCLUDED_HUB_FILES = ("*/*", "consolidated*")
 """Files that are not downloaded though HUB_FILES match: second copies of the weights in other formats."""
 
+UNUSED_GENERATION_KEYS: Mapping[str, tuple[Any, ...]] = {
+    "max_new_tokens": (), "max_length": (20,), "max_time": (), "min_length": (0,), "min_new_tokens": (0,),
+    "stop_strings": ([],), "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,),
+    "length_penalty": (1,), "early_stopping": (False,), "num_return_sequences": (1,), "penalty_alpha": (0,),
+    "dola_layers": (), "presence_penalty": (0,), "frequency_penalty": (0,), "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,), "bad_words_ids": ([],),
+    "force_words_ids": ([],), "constraints": ([],), "suppress_tokens": ([],), "begin_suppress_tokens": ([],),
+    "sequence_bias": ([], {}), "forced_bos_token_id": (), "forced_eos_token_id": (), "forced_decoder_ids": ([],),
+    "exponential_decay_length_penalty": (), "guidance_scale": (1, 0), "watermarking_config": ({},),
+    "token_healing": (False,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (),
+}  # fmt: skip
+"""Keys of generation_config.json that transformers generates by and that have no effect here → values that mean off.
+
+Null means off for each of them; 20 is the maximum length that transformers wrote where none was set."""
+RANDOM_KEYS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+"""Those of them that only matter where tokens are drawn."""
+
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
@@ -132,7 +149,8 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
 
     Keys: temperature, top_p, top_k, min_p, repetition_penalty, and eos_token_id as a list of ids that end a reply.
     `do_sample: false` becomes temperature 0. With `only_eos` only eos_token_id is read. Without a file the result is
-    empty, or the model card's defaults of a built-in model. Raises ModelLoadError for a value of a wrong type.
+    empty, or the model card's defaults of a built-in model. A warning names the other keys that would change what
+    transformers generates. Raises ModelLoadError for a value of a wrong type.
     """
     path = source.path / GENERATION_FILE
     if source.kind == "gguf" or not path.exists():
@@ -151,7 +169,25 @@ def read_generation_defaults(source: ModelSource, *, only_eos: bool = False) -> 
         "repetition_penalty": partial(fields.number, above=0),
     }
     defaults |= {name: read(name) for name, read in readers.items() if fields.has(name)}
-    return defaults if fields.boolean("do_sample", True) else {**defaults, "temperature": 0.0}
+    is_random = fields.boolean("do_sample", True)
+    _warn_of_unused(path, fields.data, is_random=is_random)
+    return defaults if is_random else {**defaults, "temperature": 0.0}
+
+
+def _warn_of_unused(path: Path, data: Mapping[str, Any], *, is_random: bool) -> None:
+    """Name the keys of a generation config that are not used and whose values do not mean off."""
+    unused = [
+        f"{key} {shown(data[key])}"
+        for key, off_values in UNUSED_GENERATION_KEYS.items()
+        if data.get(key) is not None and data[key] not in off_values and (is_random or key not in RANDOM_KEYS)
+    ]
+    if unused:
+        logger.warning(
+            "%s: not used: %s; give what you want of it with each request (max_tokens, presence_penalty, stop, …). "
+            "vLLM ends outputs at max_new_tokens, this engine does not",
+            path,
+            ", ".join(unused),
+        )
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:

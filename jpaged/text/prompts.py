@@ -5,8 +5,10 @@ Only these checks keep out ids that are not in the vocabulary: JAX would clamp t
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import not_available
@@ -15,6 +17,8 @@ from ..errors import InvalidRequestError
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from .tokenizer import Tokenizer
+
+logger = logging.getLogger("jpaged")
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of a prompt's mapping, of which it has exactly one."""
@@ -51,6 +55,8 @@ class PromptEncoder:
     max_waiting_tokens: int | None = None
     """The engine's limit `waiting_tokens`: a longer prompt could never be queued."""
     eos_token_ids: frozenset[int] = frozenset()
+    _bos_warning: threading.Lock = field(default_factory=threading.Lock, init=False, compare=False, repr=False)
+    """Acquired by the first prompt with two BOS tokens, which is the only one that is warned of."""
 
     @property
     def vocab_size(self) -> int:
@@ -159,10 +165,22 @@ class PromptEncoder:
         if len(text) > (max_chars := self.max_model_len * MAX_CHARS_PER_TOKEN):
             allowed = f"at most {max_chars}, since the maximum context length is {self.max_model_len} tokens"
             raise refusal("prompt", f"{len(text)} characters", allowed, "shorten the prompt")
-        token_ids = self._tokenizer_for("prompt", "a text").encode(text, add_special_tokens=add_special_tokens)
+        tokenizer = self._tokenizer_for("prompt", "a text")
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self.check_len(len(token_ids), num_room)
         self._check_id(max(token_ids), "prompt")
+        if add_special_tokens and token_ids[:2] == [tokenizer.bos_token_id] * 2:
+            self._warn_of_two_bos(tokenizer.special_tokens["bos_token"])
         return token_ids
+
+    def _warn_of_two_bos(self, bos: str) -> None:
+        """Say once that a text that begins with BOS gets another one; threads may share the encoder."""
+        if self._bos_warning.acquire(blocking=False):
+            logger.warning(
+                "prompt: a text begins with %s, and the tokenizer puts another one in front, so that there are two, "
+                "as in vLLM; give a rendered chat as {'messages': …} or as token ids (this is said once)",
+                bos,
+            )
 
     def _ids(self, prompt: Any, num_room: int) -> list[int]:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt

@@ -166,6 +166,7 @@ PIPED = {
     "text and a dash": (("-",), b"piped\n", "['piped']"),
     "text and an argument, which goes alone": (("given",), b"piped", "['given']"),
     "text and a file of prompts": (("--prompt-file", "x.txt"), b"piped", "[]"),
+    "text behind a byte-order mark": ((), b"\xef\xbb\xbfpiped\n", "['piped']"),
     "nothing": ((), b"", USUAL),
     "an empty line": ((), b"\n", USUAL),
     "no text": ((), b"\xff\xfe", "prompt: stdin is not utf-8 (invalid start byte); give text"),

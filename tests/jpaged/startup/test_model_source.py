@@ -17,10 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from jpaged.checks import shown
 from jpaged.config import DEFAULT_MODEL
 from jpaged.errors import ConfigError, ModelLoadError
 from jpaged.startup.builtin_model import SMOLLM2_135M, BuiltinModel
-from jpaged.startup.model_source import ModelSource, read_generation_defaults, resolve_model
+from jpaged.startup.model_source import (
+    UNUSED_GENERATION_KEYS,
+    ModelSource,
+    read_generation_defaults,
+    resolve_model,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 MEMBER = Path(SMOLLM2_135M.member).name
@@ -243,6 +249,41 @@ GENERATION = {
 @pytest.mark.parametrize(("content", "defaults"), GENERATION.values(), ids=GENERATION.keys())
 def test_generation_defaults_are_the_keys_that_the_file_sets(tmp_path, content, defaults):
     assert defaults_of(tmp_path, content) == defaults
+
+
+UNUSED = {
+    "max_new_tokens": 512, "max_length": 4096, "min_new_tokens": 3, "num_beams": 4, "no_repeat_ngram_size": 3,
+    "typical_p": 0.9, "eta_cutoff": 1e-3, "presence_penalty": 1.5, "suppress_tokens": [5], "bad_words_ids": [[7]],
+    "stop_strings": ["x"], "forced_eos_token_id": 2, "sequence_bias": {"5": -1.0}, "guidance_scale": 1.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", UNUSED)
+def test_a_key_of_the_generation_config_that_is_not_used_is_named_once(tmp_path, caplog, key):
+    with caplog.at_level("WARNING", "jpaged"):
+        assert defaults_of(tmp_path, {key: UNUSED[key], "top_k": 5, "do_sample": True}) == {"top_k": 5}
+    (record,) = caplog.records
+    assert f"generation_config.json: not used: {key} {shown(UNUSED[key])};" in record.getMessage()
+
+
+def test_all_keys_that_are_not_used_are_named_in_one_line_with_what_vllm_does(tmp_path, caplog):
+    with caplog.at_level("WARNING", "jpaged"):
+        defaults_of(tmp_path, UNUSED)
+    (record,) = caplog.records
+    assert all(f"{key} {shown(value)}" in record.getMessage() for key, value in UNUSED.items())
+    assert "vLLM ends outputs at max_new_tokens, this engine does not" in record.getMessage()
+
+
+def test_keys_of_the_generation_config_that_change_nothing_are_not_named(tmp_path, caplog):
+    """Values that mean off, and names that have nothing to do with what is generated."""
+    off = {key: values[0] if values else None for key, values in UNUSED_GENERATION_KEYS.items()}
+    others = {"transformers_version": "4.57.0", "pad_token_id": 0, "bos_token_id": 1, "use_cache": True, "top_k": 5}
+    with caplog.at_level("INFO", "jpaged"):
+        defaults_of(tmp_path, off | others)
+        defaults_of(tmp_path, dict.fromkeys(UNUSED_GENERATION_KEYS))
+        defaults_of(tmp_path, {"do_sample": False, "typical_p": 0.9, "eta_cutoff": 0.1, "epsilon_cutoff": 0.1})
+        read_generation_defaults(ModelSource("m", "safetensors", tmp_path), only_eos=True)
+    assert not caplog.records
 
 
 def test_a_model_without_a_generation_config_has_no_defaults(tmp_path):

@@ -49,6 +49,36 @@ def test_the_built_in_model_has_the_sampling_of_its_model_card():
     assert open_model(EngineConfig(generation_config="none")).sampling_defaults == {}
 
 
+def test_json_files_may_begin_with_a_byte_order_mark(model):
+    generation_config(model, temperature=0.5, eos_token_id=[0, 1])
+    for path in model.glob("*.json"):
+        path.write_text("\ufeff" + path.read_text(), encoding="utf-8")
+    found = handle(model)
+    assert (found.sampling_defaults, found.eos_token_ids) == ({"temperature": 0.5}, {0, 1})
+    assert found.ends == "0 (<|end|>), 1 (<|start|>)"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_a_directory_without_a_tokenizer_is_refused_and_served_without_one(model, model_type):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    config = json.loads((model / "config.json").read_text())
+    if model_type == "qwen3":
+        config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="--tokenizer DIR, or --skip-tokenizer-init") as caught:
+        handle(model)
+    assert str(model) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ModelLoadError, match=r"the directory has no tokenizer, wanted one of tokenizer\.json"):
+        handle(model, tokenizer=str(model))
+    (model / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: is missing"):
+        handle(model, tokenizer=str(model))
+    if model_type == "llama":
+        assert handle(model, skip_tokenizer_init=True).tokenizer is None
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_refused(model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": CONFIG["vocab_size"] - 1}))

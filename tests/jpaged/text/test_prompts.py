@@ -2,6 +2,7 @@
 
 import array
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,8 @@ from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.text.prompts import MAX_CHARS_PER_TOKEN, MAX_SALT_CHARS, PROMPT_KEYS, PromptEncoder, check_priority
 from jpaged.text.tokenizer import Tokenizer
+
+from .published_tokenizers import load_family
 
 VOCAB, CONTEXT = 300, 50
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
@@ -349,3 +352,21 @@ def test_while_nothing_may_end_some_token_that_ends_nothing_must_be_allowed(toke
         ) as caught:
             check(allowed_token_ids=[2, 7], stop_token_ids=[7], min_tokens=1, ignore_eos=ignore_eos)
         assert caught.value.param == "allowed_token_ids"
+
+
+def test_a_rendered_chat_as_text_gets_a_second_bos_and_one_warning(caplog):
+    """As in vLLM, whose result is kept."""
+    deepseek = load_family("deepseek")
+    text = deepseek.render_chat([{"role": "user", "content": "Hi"}])
+    encoder = PromptEncoder(deepseek, LogitRulesSpec(129280), CONTEXT)
+    with caplog.at_level("WARNING", "jpaged"):
+        encoder.encode({"messages": [{"role": "user", "content": "Hi"}]})
+        encoder.encode("Hi")
+        encoder.encode([0, 0, 5])
+        assert not caplog.records
+        assert encoder.encode(text).token_ids[:3] == [0, 0, 128803]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(encoder.encode, [text] * 32))
+    (record,) = caplog.records
+    assert "begins with <｜begin▁of▁sentence｜>" in record.getMessage()
+    assert "{'messages': …} or as token ids" in record.getMessage()

@@ -143,6 +143,42 @@ def test_a_chat_template_is_read_from_its_own_file(tmp_path):
     assert load_tokenizer(tmp_path).render_chat(HELLO) == "Hello!"
 
 
+BOM = "\ufeff"
+MARKED = BOM + "{{ messages[0].content }}!"
+WAYS_IN = {
+    "chat_template.jinja": {"chat_template.jinja": MARKED},
+    "tokenizer_config.json": {"tokenizer_config.json": json.dumps({"chat_template": MARKED})},
+    "one of several": {
+        "tokenizer_config.json": json.dumps({"chat_template": [{"name": "default", "template": MARKED}]})
+    },
+    "chat_template.json": {"chat_template.json": json.dumps({"chat_template": MARKED})},
+    "a JSON file with a mark of its own": {"tokenizer_config.json": BOM + json.dumps({"chat_template": MARKED})},
+}
+
+
+@pytest.mark.parametrize("files", WAYS_IN.values(), ids=WAYS_IN.keys())
+def test_a_byte_order_mark_at_the_head_of_a_file_is_not_part_of_a_chat(tmp_path, files):
+    save(tmp_path, byte_tokenizer())
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert load_tokenizer(tmp_path).render_chat(HELLO) == "Hello!"
+
+
+def test_a_byte_order_mark_in_a_gguf_files_or_a_callers_template_is_not_part_of_a_chat(tmp_path):
+    tokenizer = load_tokenizer(spm_gguf(tmp_path, chat_template=MARKED))
+    assert tokenizer.render_chat(HELLO) == "Hello!"
+    assert tokenizer.render_chat(HELLO, template=MARKED + "?") == "Hello!?"
+    said = [{"role": "user", "content": BOM + "a"}]
+    assert tokenizer.render_chat(said) == BOM + "a!", "a user's own text is kept"
+
+
+def test_a_tokenizer_json_with_a_byte_order_mark_is_read(tmp_path):
+    save(tmp_path, byte_tokenizer())
+    file = tmp_path / "tokenizer.json"
+    file.write_text(BOM + file.read_text(), encoding="utf-8")
+    assert load_tokenizer(tmp_path).encode("a") == byte_tokenizer().encode("a")
+
+
 # GGUF files.
 
 
