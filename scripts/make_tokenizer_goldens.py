@@ -94,6 +94,29 @@ STEPS = {
 }
 
 
+FILES: dict[str, dict[str, Any]] = {
+    "special_tokens_map.json counts before the options": {
+        "config": {"add_eos_token": True},
+        "files": {"special_tokens_map.json": {"eos_token": "HELLO", "bos_token": {"content": "<s>", "rstrip": True}}},
+    },
+    "added_tokens.json": {"files": {"added_tokens.json": {"HELLO": 32000, "</s>": 2}}},
+    "added_tokens.json beside added_tokens_decoder": {
+        "config": {"added_tokens_decoder": {"32000": {"content": "HELLO", "special": False}}},
+        "files": {"added_tokens.json": {" fox": 32001}},
+    },
+    "special tokens with names of their own": {"config": {"extra_special_tokens": {"image_token": "HELLO"}}},
+    "the class of config.json": {
+        "config": {"tokenizer_class": ..., "add_bos_token": ...},
+        "files": {"config.json": {"model_type": "gpt_neox", "tokenizer_class": "GemmaTokenizer"}},
+    },
+    "the class of a model type": {
+        "config": {"tokenizer_class": ..., "add_bos_token": ...},
+        "files": {"config.json": {"model_type": "gpt_neox"}},
+    },
+}
+"""Variants of Llama 2's tokenizer that have more files."""
+
+
 def texts() -> list[str]:
     """Return the texts; the first ones after the first are those of the variants."""
     rng = random.Random(240)
@@ -125,8 +148,17 @@ def chats() -> list[list[dict[str, Any]]]:
     return [*found, *([{"role": "user", "content": text}] for text in odd)]
 
 
-def load(directory: Path, config: dict[str, Any], file: dict[str, Any] | None, mistral: Path) -> Any:
-    """Return the tokenizer of `directory` with another tokenizer_config.json and, if given, another tokenizer.json."""
+def load(
+    directory: Path,
+    config: dict[str, Any],
+    file: dict[str, Any] | None,
+    mistral: Path,
+    files: dict[str, Any] | None = None,
+) -> Any:
+    """Return the tokenizer of `directory` with another tokenizer_config.json and, if given, another tokenizer.json.
+
+    `files` are further ones.
+    """
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -136,14 +168,22 @@ def load(directory: Path, config: dict[str, Any], file: dict[str, Any] | None, m
             shutil.copy(directory / "tokenizer.json", folder)
         else:
             (Path(folder) / "tokenizer.json").write_text(json.dumps(file))
-        (Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
+        for name, content in {"tokenizer_config.json": config, **(files or {})}.items():
+            (Path(folder) / name).write_text(json.dumps(content))
         return AutoTokenizer.from_pretrained(folder)
 
 
-def ids_of(directory: Path, config: dict[str, Any], file: dict[str, Any] | None, some: list[str], mistral: Path) -> Any:
+def ids_of(
+    directory: Path,
+    config: dict[str, Any],
+    file: dict[str, Any] | None,
+    some: list[str],
+    mistral: Path,
+    files: dict[str, Any] | None = None,
+) -> Any:
     """Return the ids of texts, with and without special tokens; the name of the error that transformers raises."""
     try:
-        tokenizer = load(directory, config, file, mistral)
+        tokenizer = load(directory, config, file, mistral, files)
         with_ends = tokenizer(some).input_ids
         bare = tokenizer(some, add_special_tokens=False).input_ids
     except BaseException as error:  # One of tokenizers' errors is no Exception.
@@ -156,6 +196,8 @@ def variants(name: str, config: dict[str, Any], file: dict[str, Any]) -> dict[st
     found = {name: {"config": flags} for name, flags in FLAGS.items()}
     if name == "mistral":  # Converted from the SentencePiece model, transformers 4.57 counts 24 tokens twice.
         del found["a special token of its own"]
+    if name == "llama2":
+        found |= FILES
     if name in ("deepseek", "llama2"):
         for kind in CLASSES:
             found[kind] = {"config": {"tokenizer_class": kind}}
@@ -190,10 +232,10 @@ def main() -> None:
         file = json.loads((directory / "tokenizer.json").read_text())
         found: dict[str, Any] = {"ids": ids_of(directory, config, None, golden["texts"], mistral), "variants": {}}
         for name, change in variants(directory.name, config, file).items():
-            changed = {key: value for key, value in (config | change["config"]).items() if value is not ...}
+            changed = {key: value for key, value in (config | change.get("config", {})).items() if value is not ...}
             new_file = file | change["file"] if "file" in change else None
-            ids = ids_of(directory, changed, new_file, golden["variant_texts"], mistral)
-            options = {key: "absent" if value is ... else value for key, value in change["config"].items()}
+            ids = ids_of(directory, changed, new_file, golden["variant_texts"], mistral, change.get("files"))
+            options = {key: "absent" if value is ... else value for key, value in change.get("config", {}).items()}
             found["variants"][name] = {**change, "config": options, "ids": ids}
         golden["tokenizers"][directory.name] = found
         print(directory.name, {name: v["ids"] for name, v in found["variants"].items() if isinstance(v["ids"], str)})

@@ -72,9 +72,8 @@ class ModelHandle:
         """Return the tokens that end a reply, that of the tokenizer first, such as "2 (<|im_end|>), 0 (<|end|>)"."""
         first = None if self.tokenizer is None else self.tokenizer.eos_token_id
         ids = sorted(self.eos_token_ids, key=lambda token_id: (token_id != first, token_id))
-        if self.tokenizer is None:
-            return ", ".join(map(str, ids))
-        return ", ".join(f"{token_id} ({self.tokenizer.backend.id_to_token(token_id)})" for token_id in ids)
+        texts = [None if self.tokenizer is None else self.tokenizer.backend.id_to_token(token_id) for token_id in ids]
+        return ", ".join(f"{i} ({text})" if text else str(i) for i, text in zip(ids, texts, strict=True))
 
     def check_weight_files(self) -> None:
         """Compare the files of the weights with the list of sums in the directory of the model; ModelLoadError.

@@ -79,13 +79,13 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             raise _bad_messages(f"messages[{index}].role is {shorten(role)}, allowed are {', '.join(ROLES)}")
         fields = {name: value for name, value in message.items() if name == "content" or not _is_empty(value)}
         content = fields.pop("content", None)
-        if content is None and role == "assistant":
-            content = fields.get("refusal")
-        has_other = any(fields.get(name) is not None for name in ("tool_calls", "function_call", *REASONING_NAMES))
-        if content is None and role == "assistant" and has_other:
+        has_none = role == "assistant" and _is_empty(content)
+        if has_none and "refusal" in fields:
+            content = fields["refusal"]
+        elif has_none and not {"tool_calls", "function_call", *REASONING_NAMES}.isdisjoint(fields):
             yield fields
-        else:
-            yield {**fields, "content": _content_text(content, f"messages[{index}].content")}
+            continue
+        yield {**fields, "content": _content_text(content, f"messages[{index}].content")}
 
 
 def _is_empty(value: object) -> bool:

@@ -81,6 +81,8 @@ _RULES = {
     ),
     "LlamaTokenizer": _Rules(_LLAMA_TOKENS, adds_bos=True, converts_prefix_space=True, keeps_prefix_space=True),
     "Qwen2Tokenizer": _Rules(dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")),
+    # Written by transformers 5, and not known to 4.57.
+    "TokenizersBackend": _Rules(keeps_prefix_space=True),
     "T5Tokenizer": _Rules({"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}, keeps_prefix_space=True),
 }
 """The classes that differ from PreTrainedTokenizerFast, without the `Fast` at the end of their names."""
@@ -220,9 +222,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
         }
         declared |= backend.get_added_tokens_decoder()
     by_content = {token.content: token for token in declared.values()}
-    vocabulary = backend.get_vocab()
     for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
-        if name not in named and text in vocabulary:
+        if name not in named and backend.token_to_id(text) is not None:
             named[name] = text
     names = {name: _content(value) for name, value in named.items() if name in SPECIAL_NAMES and value is not None}
     extra_names = named.get("extra_special_tokens")

@@ -216,6 +216,11 @@ def _read_directory(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], s
     has_file = (path / TOKENIZER_FILE).is_file()
     backend = read_tokenizer_json(path) if has_file else _convert_vocabulary(path, options)
     special_tokens = apply_options(backend, path, options, is_converted=not has_file)
+    if backend.get_vocab_size(with_added_tokens=False) <= len(backend.get_added_tokens_decoder()):
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        if not backend.get_vocab(with_added_tokens=False).keys() - added:
+            fault = "the tokenizer has no vocabulary beside its special and added tokens"
+            raise ModelLoadError(f"{path}: {fault}; {FETCH_AGAIN}, or give --tokenizer DIR")
     # A special token must be found wherever it is written. One that is declared `normalized`, as in Llama 2, is
     # searched for only after spaces became ▁: "</s><s>" between two turns of a chat would become eight other tokens,
     # as it does in transformers.

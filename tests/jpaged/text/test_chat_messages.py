@@ -77,7 +77,7 @@ def test_empty_fields_render_as_if_they_were_absent(template, chat):
     text = render_in(template, chat)
     assert "None" not in text
     assert render_in(template, [dumped(message) for message in chat]) == text
-    for name in EMPTY:
+    for name in (*EMPTY, "content"):
         for empty in (None, []):
             given = [{name: empty, **message} for message in chat]
             assert render_in(template, given) == text, (name, empty)

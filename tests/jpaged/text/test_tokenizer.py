@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jpaged.errors import InvalidRequestError, ModelLoadError
 from jpaged.text import template_environment
@@ -388,6 +388,23 @@ def test_no_tokenizer_is_made_up_for_a_directory_without_a_vocabulary(tmp_path, 
         load_tokenizer(tmp_path)
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "vocab.json"])
+def test_a_vocabulary_of_special_tokens_alone_is_refused(tmp_path, kind):
+    if kind == "tokenizer.json":
+        backend = tokenizers.Tokenizer(models.BPE({"<|endoftext|>": 0}, []))
+        backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+        backend.save(str(tmp_path / kind))
+    else:
+        (tmp_path / kind).write_text("{}")
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+        (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(
+        ModelLoadError, match=r"(no vocabulary beside its special|is missing).*--tokenizer DIR"
+    ) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_the_error_for_a_missing_vocabulary_names_the_ways_out(tmp_path):

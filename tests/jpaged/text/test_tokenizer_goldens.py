@@ -64,7 +64,8 @@ def write_variant(folder, name, variant):
     options = json.loads((directory / "tokenizer_config.json").read_text())
     options.setdefault("tokenizer_class", "BertTokenizer")
     options = {key: value for key, value in (options | variant["config"]).items() if value != "absent"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    for file, content in {"tokenizer_config.json": options, **variant.get("files", {})}.items():
+        (folder / file).write_text(json.dumps(content))
     if "file" in variant:
         steps = json.loads((directory / "tokenizer.json").read_text()) | variant["file"]
         (folder / "tokenizer.json").write_text(json.dumps(steps))
@@ -90,6 +91,18 @@ def test_options_change_the_ids_as_in_transformers_4_57(tmp_path, name, label):
 
 def test_a_template_that_lacks_bos_does_not_hide_add_bos_token():
     assert load_family("deepseek").encode("Hello") == [0, 19923]
+
+
+@pytest.mark.parametrize("flags", [{}, {"add_eos_token": True}, {"add_bos_token": False}])
+def test_a_directory_that_transformers_5_wrote_has_the_ids_of_transformers_5(tmp_path, flags):
+    """4.57 does not know its class, which takes tokenizer.json as it is."""
+    from transformers import AutoTokenizer
+
+    config = {"tokenizer_class": "TokenizersBackend", "add_bos_token": "absent", "add_eos_token": "absent", **flags}
+    tokenizer = load_tokenizer(write_variant(tmp_path, "llama2", {"config": config}))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Hello", " fox", "héllo 世界"):
+        assert tokenizer.encode(text) == reference(text).input_ids
 
 
 @pytest.mark.parametrize("family", ["cl100k", "deepseek", "mistral", "qwen"])
