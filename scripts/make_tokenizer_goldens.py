@@ -1,7 +1,7 @@
 """Write the token ids of published tokenizers, and the chats of published templates, as transformers 4.57 gives them.
 
-    python -m venv /tmp/old && /tmp/old/bin/pip install 'transformers==4.57.*' sentencepiece protobuf jinja2
-    /tmp/old/bin/python scripts/make_tokenizer_goldens.py TOKENIZERS TEMPLATES MISTRAL tests/golden/tokenizers.json.xz
+    python -m venv old && old/bin/pip install 'transformers==4.57.*' sentencepiece protobuf jinja2
+    old/bin/python scripts/make_tokenizer_goldens.py TOKENIZERS TEMPLATES MISTRAL tests/golden/tokenizers.json.xz
 
 TOKENIZERS has a directory for each tokenizer and TEMPLATES has `.jinja` files: the tests fetch both into the user's
 cache, beside which `tests/jpaged/text/published_tokenizers.py` says where they come from. MISTRAL is

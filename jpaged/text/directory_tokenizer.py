@@ -3,8 +3,8 @@
 The ids are those of transformers 4.57, which most published directories were written for and tested with. There the
 class that `tokenizer_config.json` names decides what the options mean: Llama's class puts BOS in front of a text unless
 `add_bos_token` is false, whatever `tokenizer.json` says, and Qwen2's class does not know that option. transformers 5
-has one class for all, which takes `tokenizer.json` as it is unless one of the options is there. This module needs
-neither version: it holds the rules of each class as data. It does not know chats or streams.
+ignores it beside a `tokenizer.json`. This module needs neither version: it holds the rules of each class as data. It
+does not know how chats are rendered.
 """
 
 from __future__ import annotations
@@ -207,40 +207,48 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path, options: Mapping[str,
     and added_tokens.json. A special token that a class only supposes, and that the vocabulary does not have, is left
     out: transformers 4.57 would give it an id that the model has no row for.
     """
-    in_file = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    named: dict[str, Any] = dict(options)
-    if options.get("added_tokens_decoder") is not None:
-        declared = {int(index): _token(value) for index, value in options["added_tokens_decoder"].items()}
-    else:
-        named |= _read_if_there(path / "special_tokens_map.json")
-        if extra := options.get("additional_special_tokens"):
-            named["additional_special_tokens"] = [*extra, *(named.get("additional_special_tokens") or ())]
-        special = {_content(value) for value in _special_values(named)}
-        declared = {
-            index: AddedToken(text, normalized=text not in special, special=text in special)
-            for text, index in _read_if_there(path / "added_tokens.json").items()
-        }
-        declared |= backend.get_added_tokens_decoder()
-    by_content = {token.content: token for token in declared.values()}
+    named, declared = _declarations(backend, path, options)
     for name, text in {**rules.default_tokens, **rules.extra_tokens}.items():
         if name not in named and backend.token_to_id(text) is not None:
             named[name] = text
-    names = {name: _content(value) for name, value in named.items() if name in SPECIAL_NAMES and value is not None}
-    extra_names = named.get("extra_special_tokens")
-    if isinstance(extra_names, Mapping):
-        names |= {name: _content(value) for name, value in extra_names.items()}
-    special = {_content(value) for value in _special_values(named, *rules.extra_tokens)}
-    known = {repr(token) for token in in_file.values()}
-    to_add = [token for _, token in sorted(declared.items()) if repr(token) not in known]
-    texts = {*in_file, *(token.content for token in to_add)}
-    for value in _special_values(named, *rules.extra_tokens):
-        token = by_content.get(_content(value)) or _token(value)
-        if isinstance(value, Mapping) or token.content in by_content or token.content not in texts:
+    special_values = _special_values(named, *rules.extra_tokens)
+    present = backend.get_added_tokens_decoder().values()
+    present_forms = {repr(token) for token in present}
+    to_add = [token for _, token in sorted(declared.items()) if repr(token) not in present_forms]
+    present_texts = {token.content for token in (*present, *to_add)}
+    by_text = {token.content: token for token in declared.values()}
+    for value in special_values:
+        token = by_text.get(_content(value)) or _token(value)
+        # A token that is there keeps its flags if only its text is named, and no file declares it.
+        if isinstance(value, Mapping) or token.content in by_text or token.content not in present_texts:
             to_add.append(token)
+    special_texts = {_content(value) for value in special_values}
     for token in to_add:
-        token.special = token.special or token.content in special
+        token.special = token.special or token.content in special_texts
     backend.add_tokens(to_add)
-    return names
+    names = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name) is not None}
+    own_names = named.get("extra_special_tokens")
+    return names | (
+        {name: _content(value) for name, value in own_names.items()} if isinstance(own_names, Mapping) else {}
+    )
+
+
+def _declarations(
+    backend: tokenizers.Tokenizer, path: Path, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[int, AddedToken]]:
+    """Return the options with the special tokens that other files name, and the declared tokens by their ids."""
+    named = dict(options)
+    if options.get("added_tokens_decoder") is not None:
+        return named, {int(index): _token(value) for index, value in options["added_tokens_decoder"].items()}
+    named |= _read_if_there(path / "special_tokens_map.json")
+    if extra := options.get("additional_special_tokens"):
+        named["additional_special_tokens"] = [*extra, *(named.get("additional_special_tokens") or ())]
+    special_texts = {_content(value) for value in _special_values(named)}
+    declared = {
+        index: AddedToken(text, normalized=text not in special_texts, special=text in special_texts)
+        for text, index in _read_if_there(path / "added_tokens.json").items()
+    }
+    return named, declared | backend.get_added_tokens_decoder()
 
 
 def _special_values(named: Mapping[str, Any], *more_names: str) -> list[Any]:

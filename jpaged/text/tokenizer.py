@@ -1,9 +1,9 @@
 """Converts text to token ids and back, and chats to text.
 
-The package `tokenizers` does the work; transformers is imported only to read a Hugging Face directory. There the file
-`tokenizer.json` is used as it is, since transformers 5 rebuilds some classes (Llama, GPT-2) from the vocabulary alone
-and then splits numbers and leading spaces differently. This module knows nothing of requests; `detokenizer.py` turns a
-stream of ids into a stream of text.
+The package `tokenizers` does the work; transformers is imported only for a Hugging Face directory without the file
+`tokenizer.json`. transformers 5 rebuilds some classes (Llama, GPT-2) from the vocabulary alone and then splits numbers
+and leading spaces differently. This module knows nothing of requests; `detokenizer.py` turns a stream of ids into a
+stream of text.
 """
 
 from __future__ import annotations
