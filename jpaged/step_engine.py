@@ -417,7 +417,7 @@ class StepEngine:
         self._check_outside(call)
         if self._sleep.missing:
             got = f"an engine that sleeps, without {' and '.join(self._sleep.missing)}"
-            raise refusal(call, got, "one that is awake", "wake_up() first", error=ConfigError)
+            raise refusal(call, got, "one that is awake", self._sleep.way_out, error=ConfigError)
 
     def _check_outside(self, call: str) -> None:
         """Refuse a call from inside of a step, as from a scheduling policy; ConfigError."""

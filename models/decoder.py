@@ -183,12 +183,15 @@ class Decoder(nnx.Module):
         """Read the family's config. Raises ModelLoadError, which names the key."""
 
     @classmethod
-    def naming(cls, held: Collection[str]) -> Callable[[str], str]:
-        """Return the function from a tensor's name to that in a checkpoint, which holds tensors of the names `held`."""
+    def naming(cls, held: Collection[str], *, is_tied: bool = False) -> Callable[[str], str]:
+        """Return the function from a tensor's name to that in a checkpoint, which holds tensors of the names `held`.
+
+        With `is_tied` the embedding and the head have the name of the other where only the other is held.
+        """
         bases = (*cls.other_bases, cls.base)
         # A model without its head, as transformers' base classes save it, has names without `base`.
-        has_none = f"{cls.tensor_names['embed'].removeprefix(cls.base)}.weight" in held
-        otherwise = "" if has_none else cls.base
+        parts = (cls.tensor_names[module].removeprefix(cls.base) for module in ("embed", "norm"))
+        otherwise = "" if any(f"{part}.weight" in held for part in parts) else cls.base
         base = next((base for base in bases if any(name.startswith(base) for name in held)), otherwise)
 
         def stored_name(name: str) -> str:
@@ -197,7 +200,19 @@ class Decoder(nnx.Module):
             other = cls.other_names.get(name, name)
             return other if name not in held and other in held else name
 
-        return stored_name
+        if not is_tied:
+            return stored_name
+        embedding, head = (stored_name(f"{cls.tensor_names[module]}.weight") for module in ("embed", "head"))
+        # transformers ties a missing matrix to the one that is there, whichever of the two it is.
+        aliases = {}
+        if (embedding in held) is not (head in held):
+            aliases = {embedding: head} if head in held else {head: embedding}
+
+        def tied_name(name: str) -> str:
+            stored = stored_name(name)
+            return aliases.get(stored, stored)
+
+        return tied_name
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:

@@ -36,12 +36,25 @@ class Sleep:
         has = {WEIGHTS: self.runner.store.is_ready, KV_CACHE: self.runner.has_state}
         return [tag for tag in TAGS if not has[tag]]
 
+    @property
+    def way_out(self) -> str:
+        """Return which calls bring back what is missing."""
+        if WEIGHTS not in self.missing or self._has_weights_to_bring_back:
+            return "wake_up() first"
+        # Also where an update was interrupted, or a device failed in it: half of the weights are gone.
+        return "update_params() and then wake_up() first" if KV_CACHE in self.missing else "update_params() first"
+
+    @property
+    def _has_weights_to_bring_back(self) -> bool:
+        """Return whether weights that are away are in the host's memory, or in files that are read again."""
+        return bool(self.runner.store.leaves) or (self.reload is not None and not self.versions.num_updates)
+
     def check(self, level: Any, mode: Any) -> None:
         """Raise ConfigError for a level or a mode that does not exist, and for an engine that sleeps."""
         check("level", level, integer(1, 2), error=ConfigError)
         check("mode", mode, one_of(*MODES), error=ConfigError)
         if self.missing:
-            raise refusal("sleep", "an engine that sleeps", "one that is awake", "wake_up() first", error=ConfigError)
+            raise refusal("sleep", "an engine that sleeps", "one that is awake", self.way_out, error=ConfigError)
 
     def begin(self, level: int) -> None:
         """Free the pages, and the weights as the level says. No request may have pages, no step be in flight."""
@@ -73,6 +86,6 @@ class Sleep:
         with jax.transfer_guard("allow"):
             if store.leaves:
                 store.move(None)
-            elif self.reload is not None and not self.versions.num_updates:
+            elif self.reload is not None and self._has_weights_to_bring_back:
                 store.put(self.reload())
         return store.is_ready

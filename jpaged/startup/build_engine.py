@@ -211,7 +211,10 @@ def _reload_weights(config: EngineConfig, handle: ModelHandle, abstract: Weights
 
     def reload() -> Weights:
         checkpoint = checkpoint_again(config, handle)
-        return dummy_weights(abstract) if checkpoint is None else load_weights(abstract, handle.decoder, checkpoint)
+        if checkpoint is None:
+            return dummy_weights(abstract)
+        check_tensors(abstract, handle.decoder, checkpoint)  # The files may be others by now.
+        return load_weights(abstract, handle.decoder, checkpoint)
 
     return reload
 

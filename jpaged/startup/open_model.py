@@ -145,7 +145,11 @@ def checkpoint_again(config: EngineConfig, handle: ModelHandle) -> Checkpoint | 
     if handle.source is None or config.params is not None or config.load_format == "dummy":
         return None
     source = handle.source
-    return open_checkpoint(source.path, orbax=source.orbax, overrides=config.hf_overrides)[1]
+    model, checkpoint = open_checkpoint(source.path, orbax=source.orbax, overrides=config.hf_overrides)
+    if handle.decoder.tie_word_embeddings and not model.tie_word_embeddings:
+        fault = "its output matrix now differs from its embedding, and this engine has one matrix for both"
+        raise ModelLoadError(f"{checkpoint.path}: {fault}: start a new engine")
+    return checkpoint
 
 
 def _small_files(config: EngineConfig, source: ModelSource) -> list[PurePath]:

@@ -31,6 +31,7 @@ class DecoderConfig:
     max_context_len: int
     """Longest context, in positions, that the position embedding is made for."""
     tie_word_embeddings: bool
+    """Whether the output matrix is the embedding."""
     dtype: str
     """The checkpoint's."""
     bos_token_id: int | None
@@ -51,10 +52,18 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    has_head_though_tied: bool = False
+    """Whether config.json ties the output matrix to the embedding, and the weights hold another one, which counts. In
+    weights without a head it is the embedding all the same."""
     architecture: str = ""
     """The transformers class; `config_from_hf` sets it."""
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The content of config.json that this was read from, for `save_checkpoint`."""
+
+    @property
+    def may_lack_head(self) -> bool:
+        """Return whether the embedding is the output matrix of weights that hold one of the two alone."""
+        return self.tie_word_embeddings or self.has_head_though_tied
 
     def shares(self, num_shards: int) -> Shares:
         """Return the stored sizes on so many devices."""

@@ -170,14 +170,16 @@ def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> 
 def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
     """Return how the weights are made of this checkpoint's tensors."""
     model = model_class(config.architecture)
-    return make_recipes(abstract.state, model.sources(config), model.naming(checkpoint.names()))
+    stored_name = model.naming(checkpoint.names(), is_tied=config.may_lack_head)
+    return make_recipes(abstract.state, model.sources(config), stored_name)
 
 
 def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
     model = model_class(config.architecture)
     held = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
-    if config.tie_word_embeddings:  # Some checkpoints store a tied matrix twice.
-        held.discard(model.naming(held)(f"{model.tensor_names['head']}.weight"))
+    if config.tie_word_embeddings:
+        # Some checkpoints store a tied matrix twice: `open_checkpoint` has compared the two. One is stored as the head.
+        held -= {model.naming(held)(f"{model.tensor_names['head']}.weight")} - wanted
     if missing := sorted(wanted - held):
         fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
         if held.isdisjoint(wanted):

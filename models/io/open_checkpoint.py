@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ..config.decoder import DecoderConfig
 from ..config.gguf import config_from_gguf
 from ..config.quantization import read_quantization
 from ..config.reading import config_from_hf
-from ..decoder import Decoder
+from ..errors import ModelLoadError
 from ..families.table import model_class
 from .checkpoint import Checkpoint, Subtree
 from .fields import Fields, read_json_object
@@ -27,6 +28,10 @@ from .tree_checkpoint import TreeCheckpoint
 
 COMPARED_VALUES = 1 << 20
 """Values of each of two matrices that are compared at once."""
+PARAMS_KEY = "params"
+"""What training states call the weights themselves."""
+DERIVED_TREES = frozenset({"opt", "optimizer", "mu", "nu", "momentum", "ema", "avg", "grads", "gradients"})
+"""Words, in the keys of a training state, for trees that have the shape of the weights and are not the weights."""
 
 
 def open_checkpoint(
@@ -42,64 +47,99 @@ def open_checkpoint(
     such as `params` of a whole training state; the config is that of `path` all the same, with `overrides` as in
     `config_from_hf`. If config.json names no dtype, the embedding's dtype is used, as in transformers. And as there,
     input and output matrices that it calls tied are not tied if both are stored and differ, for which their values are
-    read. Raises ModelLoadError.
+    read, and either of them may be stored alone. Raises ModelLoadError.
     """
+    checkpoint: Checkpoint
     if not path.is_dir() and params is None:
         file = read_gguf(path)
         config = config_from_gguf(file, overrides)
-        return config, GGUFCheckpoint(file, config)
-    config = read_config(path, overrides)
-    model = model_class(config.architecture)
-    checkpoint: Checkpoint
-    if params is not None:
-        checkpoint = _model_tree(TreeCheckpoint(params), model)
-    elif orbax is not None:
-        checkpoint = _model_tree(OrbaxCheckpoint(orbax), model)
+        checkpoint = GGUFCheckpoint(file, config)
     else:
-        checkpoint = SafetensorsCheckpoint(path, read_quantization(Fields(config.source, path / CONFIG_FILE)))
-    stored_name = model.naming(checkpoint.names())
+        config = read_config(path, overrides)
+        if params is not None:
+            checkpoint = _model_tree(TreeCheckpoint(params), config)
+        elif orbax is not None:
+            checkpoint = _model_tree(OrbaxCheckpoint(orbax), config)
+        else:
+            checkpoint = SafetensorsCheckpoint(path, read_quantization(Fields(config.source, path / CONFIG_FILE)))
+    return _as_stored(config, checkpoint), checkpoint
+
+
+def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """Return the config with the dtype of the checkpoint where it names none, and untied where two matrices differ."""
+    model, names = model_class(config.architecture), checkpoint.names()
+    stored_name = model.naming(names, is_tied=config.tie_word_embeddings)
     embedding, head = (stored_name(f"{model.tensor_names[module]}.weight") for module in ("embed", "head"))
-    if embedding not in checkpoint.names():
-        return config, checkpoint  # `check_tensors` says so.
+    if embedding not in names:
+        return config  # `check_tensors` says so.
     if not (config.source.get("dtype") or config.source.get("torch_dtype")):
         config = replace(config, dtype=checkpoint.dtype(embedding))
-    if config.tie_word_embeddings and head in checkpoint.names() and not _are_equal(checkpoint, embedding, head):
-        config = replace(config, tie_word_embeddings=False)
-    return config, checkpoint
+    is_stored_twice = config.tie_word_embeddings and head in names and head != embedding
+    if is_stored_twice and not _are_equal(checkpoint, embedding, head):
+        config = replace(config, tie_word_embeddings=False, has_head_though_tied=True)
+    return config
 
 
-def _model_tree(checkpoint: Checkpoint, model: type[Decoder]) -> Checkpoint:
+def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:
     """Return the subtree that holds the model's tensors, or the checkpoint itself; see `model_prefix`."""
-    prefix = model_prefix(checkpoint.names(), model)
+    prefix = model_prefix(checkpoint.names(), config, str(checkpoint.path))
     return Subtree(checkpoint, prefix) if prefix else checkpoint
 
 
-def model_prefix(names: Collection[str], model: type[Decoder]) -> str:
+def model_prefix(names: Collection[str], config: DecoderConfig, path: str) -> str:
     """Return what stands before the names of the model's tensors in a tree: `params.` in a whole training state.
 
-    An optimizer may hold subtrees of the same names, so the highest one is taken. Nothing stands there in a tree
-    without one, or with two on one level.
+    Nothing stands there in a tree that holds them without a prefix, or not at all. A subtree is known by its embedding
+    and its last norm. Raises ModelLoadError, which names `path`, if several may be meant; see `the_prefix`.
     """
-    embedding = f"{model.tensor_names['embed']}.weight"
-    if model.naming(names)(embedding) in names:
-        return ""
-    ends = [base + embedding.removeprefix(model.base) for base in (*model.other_bases, model.base)]
-    prefixes = [
-        name.removesuffix(end)
-        for name in names
-        if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None
-    ]
-    level = min((prefix.count(".") for prefix in prefixes), default=0)
-    match [prefix for prefix in prefixes if prefix.count(".") == level]:
-        case [prefix]:
-            return prefix
-    return ""
+    model = model_class(config.architecture)
+    bases = *model.other_bases, model.base
+    found: dict[str, None] = {}
+    # A tied model may lack its embedding, and any subtree may lack something: what is missing is said later. A norm
+    # without a base may be another model's.
+    for module, own_bases in ("embed", (*bases, "")), ("norm", bases), ("norm", ("",)):
+        anchor = f"{model.tensor_names[module]}.weight"
+        if model.naming(names)(anchor) in names:
+            return ""
+        if found and own_bases == ("",):
+            break
+        ends = [base + anchor.removeprefix(model.base) for base in own_bases]
+        for name in names:
+            if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
+                found[name.removesuffix(end)] = None
+    return the_prefix(found, path) if found else ""
+
+
+def the_prefix(prefixes: Collection[str], path: str) -> str:
+    """Return which of these prefixes of equal subtrees is the model's, and not an average or an optimizer's.
+
+    That is the one on the highest level, and of those on one level the one that is called `params` where they differ.
+    Raises ModelLoadError if several are left.
+    """
+    kept = [one for one in prefixes if DERIVED_TREES.isdisjoint(re.split(r"[._]", one.lower()))] or list(prefixes)
+    level = min(prefix.count(".") for prefix in kept)
+    kept = [prefix for prefix in kept if prefix.count(".") == level]
+    for keys in zip(*(prefix.split(".") for prefix in kept), strict=True):
+        if len(set(keys)) > 1:
+            named = [prefix for prefix, key in zip(kept, keys, strict=True) if key == PARAMS_KEY]
+            kept = named if len(named) == 1 else kept
+            break
+    if len(kept) > 1:
+        subtrees = ", ".join(sorted(prefix.removesuffix(".") for prefix in kept))
+        raise ModelLoadError(
+            f"{path}: {len(kept)} subtrees hold the tensors of the model, {subtrees}, allowed: one, or one called "
+            f"{PARAMS_KEY} beside them; give that subtree alone"
+        )
+    return kept[0]
 
 
 def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Return whether two tensors have the same shape, dtype and bits; values of matrices alone are compared."""
+    """Return whether two tensors have the same shape and bits, as float32 if their dtypes differ.
+
+    Values of matrices alone are compared.
+    """
     shape = checkpoint.shape(first)
-    if checkpoint.shape(second) != shape or checkpoint.dtype(second) != checkpoint.dtype(first):
+    if checkpoint.shape(second) != shape:
         return False
     if len(shape) != 2:
         return True  # `check_tensors` refuses the shape.
@@ -110,6 +150,8 @@ def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
             rows = slice(row, row + num_rows)
             found = one.submit(checkpoint.read, first, rows), other.submit(checkpoint.read, second, rows)
             here, there = (future.result() for future in found)
+            if here.dtype != there.dtype:
+                here, there = here.astype(np.float32), there.astype(np.float32)
             bits = f"u{here.itemsize}"  # Numbers of 16 bits are slow to compare.
             if not np.array_equal(here.view(bits), there.view(bits)):
                 return False

@@ -7,7 +7,8 @@ share programs, so there are few, and all are known before the first update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -25,10 +26,10 @@ from ...sharding import replicated
 from ..families.table import model_class
 from ..io.checkpoint import DTYPES
 from ..io.loading import Weights
-from ..io.open_checkpoint import model_prefix
+from ..io.open_checkpoint import model_prefix, the_prefix
 from ..io.recipe import Path, Piece, make_recipes
 from ..own_model import with_value
-from .tree import CheckedTree, TreeLayout, WantedTree, check_tree, named_arrays
+from .tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree, named_arrays
 
 Key = Hashable
 
@@ -106,17 +107,25 @@ class LiveWeights:
         arrays = self._own_part(named_arrays(tree))
         # Of two layouts that a tree fits equally, or not at all, the names of checkpoints are those that errors tell.
         layouts = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
-        unread = self._unread(arrays)
-        wanted = [self._wanted(layout, origins, unread) for layout, origins in layouts.items()]
+        unread, twin = self._unread(arrays), self._twin(arrays)
+        wanted = [self._wanted(layout, origins, unread, twin) for layout, origins in layouts.items()]
         best = max(wanted, key=lambda one: sum(name in arrays for name in one.shapes))
         origins = layouts[best.layout]
         return check_tree(arrays, best, [origin.names for origin in origins.values()]), origins
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Return the arrays of the model, of a tree that may be a whole training state; see `model_prefix`."""
-        if self.abstract.config is None:
-            return arrays
-        prefix = model_prefix(arrays, model_class(self.abstract.config.architecture))
+        """Return the arrays of the model, of a tree that may be a whole training state.
+
+        See `model_prefix` for the names of checkpoints. Of the engine's own paths most must stand in a subtree.
+        """
+        own = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
+        starts = (name[:start] for name in arrays for start in _starts_of_parts(name) if name[start:] in own)
+        found = [start for start, count in Counter(starts).items() if 2 * count > len(own)]
+        config = self.abstract.config
+        if found:
+            prefix = "" if "" in found else the_prefix(found, "params")
+        else:
+            prefix = "" if config is None else model_prefix(arrays, config, "params")
         return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
 
     def make(
@@ -205,21 +214,36 @@ class LiveWeights:
         return isinstance(array, jax.Array) and array.sharding.is_equivalent_to(self._whole, array.ndim)
 
     def _unread(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of the names that checkpoints may have and that are no weights, or are tied to another."""
+        """Return those of the names that checkpoints may have and that are no weights."""
         config = self.abstract.config
         if config is None:
             return frozenset()
-        model = model_class(config.architecture)
-        head = f"{model.tensor_names['head']}.weight" if config.tie_word_embeddings else None
-        return frozenset(name for name in names if name == head or model.ignored_tensors.search(name))
+        ignored = model_class(config.architecture).ignored_tensors
+        return frozenset(name for name in names if ignored.search(name))
 
-    def _wanted(self, layout: TreeLayout, origins: Origins, unread: frozenset[str]) -> WantedTree:
+    def _twin(self, names: Collection[str]) -> Twin | None:
+        """Return the head of a tree for a tied model, which may be stored beside the embedding; None if there is none.
+
+        Trees of the engine's own paths have no place for it.
+        """
+        config = self.abstract.config
+        if config is None or not config.tie_word_embeddings:
+            return None
+        model = model_class(config.architecture)
+        stored_name = model.naming(names, is_tied=True)
+        embedding, head = (stored_name(f"{model.tensor_names[module]}.weight") for module in ("embed", "head"))
+        if head == embedding or head not in names:
+            return None
+        dtype = next(leaf.dtype for path, leaf in self._leaves.items() if path[0] == "embed")
+        return Twin(head, embedding, dtype)
+
+    def _wanted(self, layout: TreeLayout, origins: Origins, unread: frozenset[str], twin: Twin | None) -> WantedTree:
         """Return the arrays of a tree of this layout."""
         shapes: dict[str, tuple[int, ...]] = {}
         for origin in origins.values():
             depth = () if origin.layer is None else (self._num_layers,)
             shapes |= {name: (*depth, *shape) for name, shape in zip(origin.names, origin.recipe.tensors, strict=True)}
-        return WantedTree(layout, shapes, unread)
+        return WantedTree(layout, shapes, unread, None if layout is TreeLayout.OWN else twin)
 
     def _checkpoint_origins(self, held: Any) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees with the names of checkpoints, those that `held` has among them."""
@@ -227,7 +251,9 @@ class LiveWeights:
         if config is None:
             return {}
         model = model_class(config.architecture)
-        recipes = make_recipes(self.abstract.state, model.sources(config), model.naming(held))
+        recipes = make_recipes(
+            self.abstract.state, model.sources(config), model.naming(held, is_tied=config.may_lack_head)
+        )
         tensors, stacked = {}, {}
         for path, pieces in recipes.pieces.items():
             names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
@@ -238,6 +264,11 @@ class LiveWeights:
             tensors[path] = _Origin(recipe, names)
             stacked[path] = _Origin(recipe, tuple(recipes.stacked[name][0] for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
+
+
+def _starts_of_parts(name: str) -> list[int]:
+    """Return where each part of a dotted name begins."""
+    return [0, *(index + 1 for index, letter in enumerate(name) if letter == ".")]
 
 
 def _recipe(leaf: Any, shapes: tuple[tuple[int, ...], ...], pieces: tuple[Piece, ...]) -> WeightRecipe:

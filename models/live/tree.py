@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,10 @@ import numpy as np
 
 from ..errors import ModelLoadError
 from ..io.checkpoint import DTYPES
-from ..io.tree_checkpoint import flat_leaves, is_on_host
+from ..io.tree_checkpoint import TreeCheckpoint, flat_leaves, is_on_host
 
+COMPARED_VALUES = 1 << 20
+"""Values of each of two matrices that are compared at once on the host."""
 MAX_NAMED = 50
 """Faults of one kind that an error names; the rest is counted."""
 
@@ -31,6 +34,17 @@ class TreeLayout(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Twin:
+    """A matrix that a tree may hold twice, and that the model has once: both must be equal as the model keeps them."""
+
+    name: str
+    of: str
+    """Name of the matrix that is read."""
+    dtype: Any
+    """The dtype of the model's weight."""
+
+
+@dataclass(frozen=True)
 class WantedTree:
     """The arrays that a tree of one layout has."""
 
@@ -38,6 +52,7 @@ class WantedTree:
     shapes: Mapping[str, tuple[int, ...]]
     may_have: frozenset[str] = frozenset()
     """Names that may be in the tree and are not read."""
+    twin: Twin | None = None
 
 
 @dataclass(frozen=True)
@@ -65,18 +80,29 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
 
     Arrays of one of `parts` make one weight together, so they need one dtype. Every value is read once.
     """
+    twin, shapes = wanted.twin, dict(wanted.shapes)
+    if twin is not None:
+        shapes[twin.name] = shapes[twin.of]
     faults = [
-        *_listed("missing", wanted.shapes.keys() - arrays.keys()),
-        *_listed("without a place in the model", arrays.keys() - wanted.shapes.keys() - wanted.may_have),
+        *_listed("missing", shapes.keys() - arrays.keys()),
+        *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
     ]
-    kept = {name: arrays[name] for name in wanted.shapes if name in arrays}
-    misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, wanted.shapes[name]))}
+    kept = {name: arrays[name] for name in shapes if name in arrays}
+    misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, shapes[name]))}
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
     faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
     sound = {name: leaf for name, leaf in kept.items() if name not in misfits}
     mixed = [names for names in parts if len({sound[name].dtype for name in names if name in sound}) > 1]
     faults += _listed("of another dtype than other parts of one weight", {name for names in mixed for name in names})
     faults += _listed("holding a NaN or an infinity", set(_not_finite(sound)))
+    if twin is not None and not misfits.keys() & {twin.name, twin.of} and twin.of in kept:
+        if not _are_equal(kept[twin.name], kept[twin.of], twin.dtype):
+            faults.append(
+                f"{twin.name} differs from {twin.of}, wanted equal ones: this engine has one matrix for both "
+                "(tie_word_embeddings), so start an engine with these params, or with hf_overrides "
+                "{'tie_word_embeddings': False}"
+            )
+        del kept[twin.name]
     if faults:
         way_out = "nothing was changed; give all arrays of the model that the engine serves"
         raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
@@ -101,6 +127,29 @@ def _misfit(leaf: Any, shape: tuple[int, ...]) -> str | None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return "lies in part on devices of other processes"
     return None if tuple(leaf.shape) == shape else f"has shape {tuple(leaf.shape)}, wanted {shape}"
+
+
+def _are_equal(first: Any, second: Any, dtype: Any) -> bool:
+    """Return whether two matrices of one shape have equal values once they are of this dtype.
+
+    Matrices that lie in the same place are compared there, others block by block on the host.
+    """
+    if first is second:
+        return True
+    if isinstance(first, jax.Array) and isinstance(second, jax.Array) and first.sharding == second.sharding:
+        return bool(_equal_on_device(first, second, jnp.dtype(dtype)))
+    tree = TreeCheckpoint({"first": first, "second": second})
+    num_rows, width = first.shape
+    step = max(1, COMPARED_VALUES // max(1, width))
+    return all(
+        np.array_equal(*(tree.read(name, slice(row, row + step)).astype(dtype) for name in ("first", "second")))
+        for row in range(0, num_rows, step)
+    )
+
+
+@partial(jax.jit, static_argnums=2)
+def _equal_on_device(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.all(first.astype(dtype) == second.astype(dtype))
 
 
 def _not_finite(arrays: Mapping[str, np.ndarray | jax.Array]) -> Iterator[str]:

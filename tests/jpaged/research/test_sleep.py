@@ -179,3 +179,48 @@ def test_while_the_engine_sleeps_an_update_aborts_or_recomputes(tiny, drawn):
             reasons = {output.outputs[0].finish_reason for output in step(engine).values()}
             assert reasons == {"abort" if in_flight == "abort" else "length"}
             assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
+
+
+def interrupted_after(engine: Engine, num_weights: int) -> None:
+    """Update an engine's weights, and be interrupted once so many of them are made."""
+    made = count(1)
+
+    def interrupted(key):
+        if next(made) > num_weights:
+            raise KeyboardInterrupt
+        return get(key)
+
+    get, engine.plan.get = engine.plan.get, interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_params(NEW, in_flight="keep")
+    finally:
+        engine.plan.get = get
+
+
+def test_an_error_names_what_brings_the_weights_back(tiny, drawn):
+    """After an update that was interrupted, and for weights of a checkpoint, of a tree, or of an update."""
+    for options, is_updated, way_out in (
+        ({}, False, "wake_up"), ({"params": OLD}, False, "update_params"), ({}, True, "update_params"),
+    ):  # fmt: skip
+        with Engine(tiny, **options, **SIZES) as engine:
+            if is_updated:
+                engine.update_params(OLD)
+            begin(engine)
+            interrupted_after(engine, 3)
+            calls = engine.step, engine.sleep, lambda: engine.generate(PROMPTS), lambda: engine.logprobs([1, 2])
+            for call in calls:
+                with pytest.raises(ConfigError, match=rf"sleeps.*; {way_out}\(\) first$"):
+                    call()
+            if way_out == "update_params":
+                with pytest.raises(ConfigError, match=r"; update_params\(\) refills them$"):
+                    engine.wake_up()
+                engine.update_params(OLD, in_flight="keep")
+            else:
+                engine.wake_up()
+            found = step(engine)
+            assert [found[request_id].outputs[0].token_ids for request_id in IDS] == drawn["old"]
+            engine.update_params(NEW)
+            engine.sleep(2)
+            with pytest.raises(ConfigError, match=r"; update_params\(\) and then wake_up\(\) first$"):
+                engine.generate(PROMPTS)

@@ -11,10 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jpaged import BeamSearchParams, ConfigError, Engine, ModelLoadError, SamplingParams
 
-from ..tiny_model import CONFIG, SIZES, reference_logits
+from ..tiny_model import CONFIG, SIZES, reference_logits, write_tiny_model
 from .trainer_requests import IDS, NEW, OLD, PARAMS, PROMPTS, begin, step, tokens
 
 README = Path(__file__).parents[3] / "README.md"
@@ -366,3 +367,43 @@ def test_arrays_that_are_taken_as_they_are_stay_the_callers(tiny, drawn):
         engine.wake_up()
         assert tokens(engine.generate(PROMPTS, PARAMS)) == drawn["new"]
     assert not any(leaf.is_deleted() for leaf in leaves)
+
+
+def test_a_head_of_its_own_counts_on_every_way_in_or_is_refused(tmp_path):
+    """At start it unties a model whose config ties it; a running engine with one matrix refuses it."""
+    directory = write_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    tied = {name: leaf for name, leaf in OLD.items() if name != "lm_head.weight"}
+    tied["model.embed_tokens.weight"] = 0.1 * tied["model.embed_tokens.weight"]
+    twice, ids = {**tied, "lm_head.weight": 2 * tied["model.embed_tokens.weight"]}, [5, 99, 200, 7, 31]
+    save_file(tied, directory / "model.safetensors")
+    with Engine(directory, params=twice, **SIZES) as engine:
+        untied = np.asarray(engine.logprobs(ids))
+        engine.update_params(tied)  # As a trainer has them that ties them.
+        wanted = np.asarray(engine.logprobs(ids))
+        engine.update_params(twice)
+        assert np.array_equal(engine.logprobs(ids), untied)
+    with Engine(directory, **SIZES) as engine:
+        assert np.abs(engine.logprobs(ids) - wanted).max() < 1e-4 < np.abs(untied - wanted).max()
+        with pytest.raises(ModelLoadError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            engine.update_params(twice)
+        assert engine.weights_version == 0
+        engine.update_params({**tied, "lm_head.weight": tied["model.embed_tokens.weight"].copy()})
+        assert np.abs(engine.logprobs(ids) - wanted).max() < 1e-4
+
+
+def test_files_that_have_been_untied_are_not_read_into_a_tied_engine(tmp_path):
+    directory = write_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    tied = {name: leaf for name, leaf in OLD.items() if name != "lm_head.weight"}
+    save_file(tied, directory / "model.safetensors")
+    with Engine(directory, **SIZES) as engine:
+        engine.sleep(2)
+        save_file({**tied, "lm_head.weight": OLD["lm_head.weight"]}, directory / "model.safetensors")
+        with pytest.raises(ModelLoadError, match="its output matrix now differs from its embedding"):
+            engine.wake_up()
+        del tied["model.norm.weight"]
+        save_file(tied, directory / "model.safetensors")
+        with pytest.raises(ModelLoadError, match=r"tensor model\.norm\.weight is missing"):
+            engine.wake_up()
+        engine.update_params({**tied, "model.norm.weight": OLD["model.norm.weight"]})
+        engine.wake_up()
+        assert len(engine.generate(PROMPTS[:1], PARAMS)) == 1

@@ -165,3 +165,88 @@ def test_parts_of_one_weight_need_one_dtype():
     tree["model.layers.0.self_attn.k_proj.weight"] = tree["model.layers.0.self_attn.k_proj.weight"].astype(np.float16)
     with pytest.raises(ModelLoadError, match=r"of another dtype than other parts of one weight: .*k_proj\.weight"):
         live.check(tree)
+
+
+def made_of(live: LiveWeights, tree) -> dict[str, np.ndarray]:
+    """Return the weights that a tree becomes, by their paths."""
+    state = live.weights(live.check(tree), compiled(live)).state
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(state)}
+
+
+def are_same(first, second) -> bool:
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+
+
+LAYOUTS = {"tensors": lambda tree: tree, "stacked": stacked}
+PLACES = {"numpy": np.asarray, "JAX": jnp.asarray}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_tied_model_takes_a_head_that_is_its_embedding_and_refuses_another(layout, place):
+    live, _ = live_and_loaded("llama_tied", dtype="bfloat16")
+    tree = layout({name: place(leaf) for name, leaf in tensors_of("llama_tied").items()})
+    wanted, embedding = made_of(live, tree), tree["model.embed_tokens.weight"]
+    for head in (embedding, place(embedding + 0), place(embedding.astype(np.float32) * (1 + 2**-12))):
+        assert are_same(made_of(live, {**tree, "lm_head.weight": head}), wanted), "equal as bfloat16"
+    for other in (PLACES["numpy"], PLACES["JAX"]):
+        words = r"^params, a tree of \w+: lm_head\.weight differs from model\.embed_tokens\.weight, wanted equal ones: "
+        with pytest.raises(ModelLoadError, match=words + r".*start an engine with these params"):
+            live.check({**tree, "lm_head.weight": other(2 * np.asarray(embedding))})
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight has shape \(3,\), wanted \(96, 64\)"):
+        live.check({**tree, "lm_head.weight": place(np.zeros(3, np.float32))})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "gpt_neox_gelu_fast_tied"])
+def test_a_tied_models_matrix_may_come_as_its_head_alone(name, layout):
+    live, _ = live_and_loaded(name)
+    tree = tensors_of(name)
+    wanted = made_of(live, tree)
+    embedding, head = {
+        "llama_tied": ("model.embed_tokens.weight", "lm_head.weight"),
+        "gpt2": ("wte.weight", "lm_head.weight"),
+        "gpt_neox_gelu_fast_tied": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    }[name]
+    tree[head] = tree.pop(embedding)
+    assert are_same(made_of(live, layout(tree)), wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_model_that_was_untied_by_its_weights_takes_those_of_a_tied_trainer(layout):
+    tree = tensors_of("llama_tied")
+    twice = {"lm_head.weight": 2 * tree["model.embed_tokens.weight"]}
+    config, _ = open_checkpoint(GOLDEN / "llama_tied", params={**tree, **twice})
+    live = LiveWeights(abstract_weights(config, "float32", MESH, XLA_OPS), MESH)
+    own = {"lm_head.weight": tree["model.embed_tokens.weight"]}
+    assert are_same(made_of(live, layout(tree)), made_of(live, layout({**tree, **own})))
+    assert not are_same(made_of(live, layout(tree)), made_of(live, layout({**tree, **twice})))
+
+
+def test_one_that_its_config_unties_wants_its_head():
+    live, _ = live_and_loaded("llama")
+    tree = tensors_of("llama")
+    del tree["lm_head.weight"]
+    with pytest.raises(ModelLoadError, match=r"^params, a tree of tensors: missing: lm_head\.weight"):
+        live.check(tree)
+
+
+@pytest.mark.parametrize("layout", ["tensors", "stacked", "own"])
+def test_the_weights_are_found_in_a_training_state_whatever_their_layout(layout):
+    live, loaded = live_and_loaded("llama")
+    tensors = tensors_of("llama")
+    own = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(loaded.state)}
+    tree = {"tensors": tensors, "stacked": stacked(tensors), "own": own}[layout]
+    other = {name: 2 * leaf for name, leaf in tree.items()}
+    for state in (
+        {"params": tree, "ema_params": other},
+        {"step": 3, "params": tree, "opt_state": {"mu": other, "nu": other}},
+        {"mu": other, "train": {"model": tree}},
+    ):
+        assert are_same(made_of(live, state), own), list(state)
+    with pytest.raises(ModelLoadError, match=r"^params: 2 subtrees hold the tensors of the model, actor, critic, "):
+        live.check({"actor": tree, "critic": other})
+    dropped = max(tree)
+    partial = {name: leaf for name, leaf in tree.items() if name != dropped}
+    with pytest.raises(ModelLoadError, match=f": missing: {dropped}; "):
+        live.check({"params": partial, "opt_state": [{"mu": other}]})
