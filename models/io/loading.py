@@ -28,6 +28,7 @@ from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..layers import Axes, WeightMaker
+from ..subtree import ambiguity, model_prefixes
 from .checkpoint import Checkpoint
 from .recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
 
@@ -181,6 +182,8 @@ def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint
         # Some checkpoints store a tied matrix twice: `open_checkpoint` has compared the two. One is stored as the head.
         held -= {model.naming(held)(f"{model.tensor_names['head']}.weight")} - wanted
     if missing := sorted(wanted - held):
+        if len(prefixes := model_prefixes(checkpoint.names(), config)) > 1:
+            raise ModelLoadError(f"{checkpoint.path}: {ambiguity(prefixes)}")
         fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
         if held.isdisjoint(wanted):
             first = repr(min(held)) if held else "no tensor"

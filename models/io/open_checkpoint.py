@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from ..config.decoder import DecoderConfig
 from ..config.gguf import config_from_gguf
 from ..config.quantization import read_quantization
 from ..config.reading import config_from_hf
-from ..errors import ModelLoadError
 from ..families.table import model_class
+from ..subtree import model_prefixes
 from .checkpoint import Checkpoint, Subtree
 from .fields import Fields, read_json_object
 from .files import CONFIG_FILE
@@ -28,10 +27,6 @@ from .tree_checkpoint import TreeCheckpoint
 
 COMPARED_VALUES = 1 << 20
 """Values of each of two matrices that are compared at once."""
-PARAMS_KEY = "params"
-"""What training states call the weights themselves."""
-DERIVED_TREES = frozenset({"opt", "optimizer", "mu", "nu", "momentum", "ema", "avg", "grads", "gradients"})
-"""Words, in the keys of a training state, for trees that have the shape of the weights and are not the weights."""
 
 
 def open_checkpoint(
@@ -81,56 +76,12 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
 
 
 def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:
-    """Return the subtree that holds the model's tensors, or the checkpoint itself; see `model_prefix`."""
-    prefix = model_prefix(checkpoint.names(), config, str(checkpoint.path))
-    return Subtree(checkpoint, prefix) if prefix else checkpoint
+    """Return the subtree that holds the model's tensors; the checkpoint itself if there is none, or several.
 
-
-def model_prefix(names: Collection[str], config: DecoderConfig, path: str) -> str:
-    """Return what stands before the names of the model's tensors in a tree: `params.` in a whole training state.
-
-    Nothing stands there in a tree that holds them without a prefix, or not at all. A subtree is known by its embedding
-    and its last norm. Raises ModelLoadError, which names `path`, if several may be meant; see `the_prefix`.
+    `check_tensors` then says so.
     """
-    model = model_class(config.architecture)
-    bases = *model.other_bases, model.base
-    found: dict[str, None] = {}
-    # A tied model may lack its embedding, and any subtree may lack something: what is missing is said later. A norm
-    # without a base may be another model's.
-    for module, own_bases in ("embed", (*bases, "")), ("norm", bases), ("norm", ("",)):
-        anchor = f"{model.tensor_names[module]}.weight"
-        if model.naming(names)(anchor) in names:
-            return ""
-        if found and own_bases == ("",):
-            break
-        ends = [base + anchor.removeprefix(model.base) for base in own_bases]
-        for name in names:
-            if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
-                found[name.removesuffix(end)] = None
-    return the_prefix(found, path) if found else ""
-
-
-def the_prefix(prefixes: Collection[str], path: str) -> str:
-    """Return which of these prefixes of equal subtrees is the model's, and not an average or an optimizer's.
-
-    That is the one on the highest level, and of those on one level the one that is called `params` where they differ.
-    Raises ModelLoadError if several are left.
-    """
-    kept = [one for one in prefixes if DERIVED_TREES.isdisjoint(re.split(r"[._]", one.lower()))] or list(prefixes)
-    level = min(prefix.count(".") for prefix in kept)
-    kept = [prefix for prefix in kept if prefix.count(".") == level]
-    for keys in zip(*(prefix.split(".") for prefix in kept), strict=True):
-        if len(set(keys)) > 1:
-            named = [prefix for prefix, key in zip(kept, keys, strict=True) if key == PARAMS_KEY]
-            kept = named if len(named) == 1 else kept
-            break
-    if len(kept) > 1:
-        subtrees = ", ".join(sorted(prefix.removesuffix(".") for prefix in kept))
-        raise ModelLoadError(
-            f"{path}: {len(kept)} subtrees hold the tensors of the model, {subtrees}, allowed: one, or one called "
-            f"{PARAMS_KEY} beside them; give that subtree alone"
-        )
-    return kept[0]
+    prefixes = model_prefixes(checkpoint.names(), config)
+    return Subtree(checkpoint, prefixes[0]) if len(prefixes) == 1 else checkpoint
 
 
 def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:

@@ -23,12 +23,13 @@ from jax.sharding import Mesh
 
 from ...pallas_kernels.layer_ops import LayerOps
 from ...sharding import replicated
+from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..io.checkpoint import DTYPES
 from ..io.loading import Weights
-from ..io.open_checkpoint import model_prefix, the_prefix
 from ..io.recipe import Path, Piece, make_recipes
 from ..own_model import with_value
+from ..subtree import ambiguity, likeliest, model_prefixes
 from .tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree, named_arrays
 
 Key = Hashable
@@ -116,16 +117,19 @@ class LiveWeights:
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of the model, of a tree that may be a whole training state.
 
-        See `model_prefix` for the names of checkpoints. Of the engine's own paths most must stand in a subtree.
+        See `model_prefixes` for the names of checkpoints. Of the engine's own paths most must stand in a subtree.
         """
         own = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
         starts = (name[:start] for name in arrays for start in _starts_of_parts(name) if name[start:] in own)
         found = [start for start, count in Counter(starts).items() if 2 * count > len(own)]
         config = self.abstract.config
         if found:
-            prefix = "" if "" in found else the_prefix(found, "params")
+            prefixes = [] if "" in found else likeliest(found)
         else:
-            prefix = "" if config is None else model_prefix(arrays, config, "params")
+            prefixes = [] if config is None else model_prefixes(arrays, config)
+        if len(prefixes) > 1:
+            raise ModelLoadError(f"params: {ambiguity(prefixes)}")
+        prefix = prefixes[0] if prefixes else ""
         return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
 
     def make(
@@ -147,7 +151,7 @@ class LiveWeights:
         for path, origin in origins.items():
             leaf, recipe, layer = self._leaves[path], origin.recipe, origin.layer
             old = take(path)
-            sources = [tree.arrays[name] for name in origin.names]
+            sources = [_narrowed(tree.arrays[name]) for name in origin.names]
             first = sources[0]
             if not copy and recipe.is_copy and layer is None and isinstance(first, jax.Array) and _fits(first, leaf):
                 if old is not None:
@@ -243,7 +247,10 @@ class LiveWeights:
         for origin in origins.values():
             depth = () if origin.layer is None else (self._num_layers,)
             shapes |= {name: (*depth, *shape) for name, shape in zip(origin.names, origin.recipe.tensors, strict=True)}
-        return WantedTree(layout, shapes, unread, None if layout is TreeLayout.OWN else twin)
+        is_own = layout is TreeLayout.OWN
+        # Modules of a caller's own have arrays of numpy among their attributes, or were made with x64.
+        dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
+        return WantedTree(layout, shapes, unread, None if is_own else twin, dtypes)
 
     def _checkpoint_origins(self, held: Any) -> dict[TreeLayout, Origins]:
         """Return where each weight is in trees with the names of checkpoints, those that `held` has among them."""
@@ -283,6 +290,11 @@ def _own_origin(path: Path, leaf: Any) -> _Origin:
     shape = tuple(leaf.shape)
     recipe = WeightRecipe((shape,), (Piece("0", whole, whole),), shape, np.dtype(leaf.dtype), leaf.sharding)
     return _Origin(recipe, (".".join(map(str, path)),))
+
+
+def _narrowed(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Return an array of at most 32 bits a number: programs take no others."""
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _layer_of(stack: np.ndarray | jax.Array, layer: int) -> np.ndarray | jax.Array:

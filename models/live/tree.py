@@ -53,6 +53,8 @@ class WantedTree:
     may_have: frozenset[str] = frozenset()
     """Names that may be in the tree and are not read."""
     twin: Twin | None = None
+    dtypes: tuple[str, ...] = DTYPES
+    """Names of the dtypes that the arrays may have."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
         *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
     ]
     kept = {name: arrays[name] for name in shapes if name in arrays}
-    misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, shapes[name]))}
+    misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
     faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
     sound = {name: leaf for name, leaf in kept.items() if name not in misfits}
@@ -116,12 +118,12 @@ def _listed(fault: str, names: set[str]) -> list[str]:
     return [f"{fault}: {', '.join(sorted(names)[:MAX_NAMED])}{rest}"]
 
 
-def _misfit(leaf: Any, shape: tuple[int, ...]) -> str | None:
+def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
     """Return what is wrong with a leaf that is to have this shape, but for its values; None if nothing is."""
     if not isinstance(leaf, np.ndarray | jax.Array):
         return f"is a {type(leaf).__name__}, wanted an array of numpy or JAX"
-    if leaf.dtype.name not in DTYPES or not leaf.dtype.isnative:
-        return f"is {leaf.dtype}, wanted {', '.join(DTYPES)}"
+    if leaf.dtype.name not in dtypes or not leaf.dtype.isnative:
+        return f"is {leaf.dtype}, wanted {', '.join(dtypes)}"
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "was deleted or donated"
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -141,10 +143,11 @@ def _are_equal(first: Any, second: Any, dtype: Any) -> bool:
     tree = TreeCheckpoint({"first": first, "second": second})
     num_rows, width = first.shape
     step = max(1, COMPARED_VALUES // max(1, width))
-    return all(
-        np.array_equal(*(tree.read(name, slice(row, row + step)).astype(dtype) for name in ("first", "second")))
-        for row in range(0, num_rows, step)
-    )
+    for row in range(0, num_rows, step):
+        here, there = (tree.read(name, slice(row, row + step)).astype(dtype) for name in ("first", "second"))
+        if not np.array_equal(here, there):
+            return False
+    return True
 
 
 @partial(jax.jit, static_argnums=2)
