@@ -70,7 +70,7 @@ def set_rules(rules: LogitRulesState, packed: Int[Array, " n"], slot: Int[Array,
     leaves = {}
     for name, leaf in vars(rules).items():
         row = lax.bitcast_convert_type(packed[start : start + leaf.shape[1]], leaf.dtype)
-        leaves[name] = lax.dynamic_update_slice(leaf, row[None], (slot, 0))
+        leaves[name] = lax.dynamic_update_slice(leaf, row[None], (slot, jnp.int32(0)))  # One dtype, also with x64.
         start += leaf.shape[1]
     return LogitRulesState(**leaves)
 

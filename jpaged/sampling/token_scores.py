@@ -114,4 +114,4 @@ def _ranks_and_log_totals(
     counts, totals = lax.reduce(
         operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
     )
-    return 1 + jnp.sum(counts, axis=1), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
+    return 1 + jnp.sum(counts, axis=1, dtype=jnp.int32), jnp.log(jnp.sum(totals, axis=1, keepdims=True))

@@ -73,7 +73,7 @@ class BlockRows(NamedTuple):
         num_rows, most = maxima.shape
         if most <= num_blocks:
             numbers = jnp.broadcast_to(jnp.arange(most)[None], (num_rows, most))
-            return TopBlocks(self.values, numbers, jnp.full(num_rows, -jnp.inf))
+            return TopBlocks(self.values, numbers, jnp.full(num_rows, -jnp.inf, jnp.float32))
         largest, numbers = _top_k(maxima, num_blocks + 1)
         numbers = jnp.sort(numbers[:, :num_blocks], axis=-1)
         return TopBlocks(self.taken(numbers).reshape(num_rows, -1), numbers, largest[:, num_blocks])

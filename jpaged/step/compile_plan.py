@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 
 import jax
@@ -182,7 +182,8 @@ class CompilePlan:
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         try:
-            compiled = (self.programs.get(key) or self._occasional[key])().compile()
+            with in_32_bits():
+                compiled = (self.programs.get(key) or self._occasional[key])().compile()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
             return compiled
@@ -194,6 +195,15 @@ class CompilePlan:
         # The plan compiles on its own threads, and other code in this process on others: neither is a step.
         if event == BACKEND_COMPILE_EVENT and threading.get_ident() in self._serving:
             self.num_outside += 1
+
+
+def in_32_bits() -> AbstractContextManager[None]:
+    """Return a context in which JAX traces without x64, whatever the process has set.
+
+    An engine's arrays are of 32 bits at most, and its kernels are written for indices of 32 bits. `jax_enable_x64`
+    would widen what a program computes between them, and so draw other tokens, or none.
+    """
+    return jax.enable_x64(False)
 
 
 def _unregister(listen: Callable[..., None]) -> None:

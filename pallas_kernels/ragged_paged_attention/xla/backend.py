@@ -163,7 +163,7 @@ class XlaBackend(TiledBackend):
         # The output has room for what the last query tile computes past the end.
         tile_q = min(sizes.queries, num_tokens)
         room = max(num_tokens, num_rows) + tile_q
-        out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:])), decoded.result(), 0, 0)
+        out = lax.dynamic_update_slice_in_dim(jnp.zeros((room, *q_TKGH.shape[1:]), jnp.float32), decoded.result(), 0, 0)
         if not step.decodes_only:
             out = prefill(tiles, q_TKGH, out, tables, plan, step, sinks_KG, tile_q, in_one_loop=sizes.has_few_loops)
         return out[:num_tokens].reshape(inputs.q.shape).astype(inputs.q.dtype), (layer.keys, layer.values)

@@ -83,7 +83,7 @@ class KVSplits:
         most += -most % width
         # The last state is never written: it is empty, and is merged into rows that have no split left. The others
         # begin as copies of a query, which is never read: XLA:CPU would keep zeros for every layer at once.
-        states = Softmax.start(jnp.zeros((most + 1, *q.shape[1:])), None)
+        states = Softmax.start(jnp.zeros((most + 1, *q.shape[1:]), jnp.float32), None)
         states = replace(states, values=jnp.concatenate([jnp.repeat(q[:1], most, axis=0), states.values[-1:]]))
         num_batches = most // width if self.has_static_counts else (ends[-1] + width - 1) // width
         states = lax.fori_loop(0, num_batches, see_splits, states)
