@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from ..sharding import LOGICAL_TO_MESH, sharding_of
 from .config.shares import Shares
-from .config.spec import ModelSpec
+from .config.spec import AttentionLayer, ModelSpec
 from .errors import ModelLoadError
 from .io.checkpoint import DTYPES
 from .io.loading import Weights
@@ -121,13 +122,29 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
             raise ModelLoadError(f"model: {name}.{key} {fault}: build it without random streams and counters")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
-        abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype))
+        dtype = jnp.float32 if value.dtype == np.float64 else value.dtype  # An engine computes in 32 bits.
+        abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
 
 
 def with_value(leaf: Any, value: Any) -> Any:
     """Return a leaf of a state with another value: a variable of nnx, or the value itself for a plain array."""
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
+    """Return what is wrong with the window, the cap or the pages of a layer; None if nothing is."""
+    layer, name = layers[index], f"layers[{index}]"
+    window, soft_cap, owner = layer.window, layer.soft_cap, layer.pages_of
+    if window is not None and (not isinstance(window, int) or window < 1):
+        return f"{name}.window is {window!r}, wanted an integer ≥ 1, or None for full attention"
+    if soft_cap is not None and (not isinstance(soft_cap, int | float) or soft_cap <= 0):
+        return f"{name}.soft_cap is {soft_cap!r}, wanted a number above 0, or None"
+    if owner is None:
+        return None
+    if not isinstance(owner, int) or not 0 <= owner < index or layers[owner].pages_of is not None:
+        return f"{name}.pages_of is {owner!r}, wanted the index of an earlier layer that has keys of its own, or None"
+    return None
 
 
 def _spec_fault(spec: ModelSpec) -> str | None:
@@ -145,6 +162,8 @@ def _spec_fault(spec: ModelSpec) -> str | None:
             return f"{field} is {size!r}, wanted an integer ≥ 1"
     if not isinstance(spec.layers, tuple) or not spec.layers:
         return f"layers is {spec.layers!r}, wanted a tuple of AttentionLayer, one for each"
+    if fault := next(filter(None, map(partial(_layer_fault, spec.layers), range(len(spec.layers)))), None):
+        return fault
     if odd := [layer for layer in spec.layers if layer.num_heads % layer.num_kv_heads]:
         return f"a layer has {odd[0].num_heads} heads for {odd[0].num_kv_heads} KV heads, wanted a multiple"
     if spec.dtype not in DTYPES:

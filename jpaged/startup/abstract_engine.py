@@ -7,12 +7,14 @@ build the programs of a TPU on a machine without one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from ..checks import one_line, shown
@@ -26,7 +28,7 @@ from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
-from ..step.compile_plan import Key
+from ..step.compile_plan import Key, in_32_bits
 from ..step.programs import ProgramOptions, Programs, cache_arrays
 from ..step.step import trial
 from ..step.step_inputs import StepInputBuilder
@@ -103,38 +105,54 @@ class AbstractEngine:
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None
         cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
+        options: dict[str, Any] = {
+            "hidden_size": self.model.hidden_size,
+            "options": ProgramOptions(settings, self.num_decode_steps, num_host_blocks),
+        }
         weights = self.weights(sizes.dtype)
         if isinstance(self.model, OwnModel):
-            weights = replace(weights, stream_dtype=self._stream_dtype(weights, cache, builder))
-        return Programs(
-            weights,
-            cache,
-            self.mesh,
-            builder,
-            hidden_size=self.model.hidden_size,
-            options=ProgramOptions(settings, self.num_decode_steps, num_host_blocks),
-        )
+            return self._checked_programs(weights, cache, builder, **options)
+        return Programs(weights, cache, self.mesh, builder, **options)
 
-    def _stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> Any:
-        """Return the dtype of the hidden states of a caller's own model, which is traced for it.
+    def _checked_programs(
+        self, weights: Weights, cache: PagedCache, builder: StepInputBuilder, **options: Any
+    ) -> Programs:
+        """Return the programs of a caller's own model, each kind of which has been traced.
 
-        Raises ModelLoadError if it cannot be traced, or what it returns has other shapes than its spec says.
+        Raises ModelLoadError if the model cannot be traced in one of them, does not attend as its spec says, or returns
+        other shapes.
         """
-        spec, layout = self.model.spec, min(builder.layouts.values(), key=lambda one: one.num_tokens)
-        cache = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
+        spec, buckets = self.model.spec, builder.buckets
+        paged = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
         tables = jax.ShapeDtypeStruct(builder.tables.shape, jnp.int32)
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        kinds = [(size, False) for size in buckets.forward_tokens]
+        kinds += [(size, True) for size in dict.fromkeys((*buckets.forward_decode_tokens, *buckets.decode_sizes))]
+        found = {}
+        for kind in sorted(kinds):
+            layout = builder.layouts[kind]
+            packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+            step = partial(trial, weights.graph, layout, spec.layers)
+            found[kind] = self._traced("a step of it", step, weights.state, paged, tables, packed)
+            _check_floats("hidden states", found[kind], (layout.num_tokens, spec.hidden_size))
+        dtypes = {jnp.dtype(one.dtype) for one in found.values()}
+        stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+        programs = Programs(replace(weights, stream_dtype=stream_dtype), cache, self.mesh, builder, **options)
+        for num_rows in sorted({*buckets.num_samples, *(builder.layouts[kind].num_rows for kind in kinds)}):
+            hidden = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), stream_dtype)
+            logits = self._traced("its `logits`", partial(_logits, weights.graph), weights.state, hidden)
+            _check_floats("logits", logits, (num_rows, spec.vocab_size))
+        for name, run, arguments in programs.kinds():
+            self._traced(f"its {name} program", run, *arguments)
+        return programs
+
+    def _traced(self, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the shapes that a function of a caller's own model gives; ModelLoadError if it cannot be traced."""
         try:
-            with jax.set_mesh(self.mesh):
-                found = jax.eval_shape(partial(trial, weights.graph, layout), weights.state, cache, tables, packed)
+            with in_32_bits(), jax.set_mesh(self.mesh):
+                return jax.eval_shape(run, *arguments)
         except Exception as error:  # A caller's code may raise anything.
             reason = f"{type(error).__name__}: {one_line(error)}"
-            raise ModelLoadError(f"model: a step of it cannot be traced: {reason}") from error
-        wanted = (layout.num_tokens, spec.hidden_size), (1, spec.vocab_size)
-        for name, shaped, shape in zip(("hidden states", "logits"), found, wanted, strict=True):
-            if getattr(shaped, "shape", None) != shape:
-                raise ModelLoadError(f"model: its {name} are {shown(shaped)}, its spec wants the shape {shape}")
-        return found[0].dtype
+            raise ModelLoadError(f"model: {name} cannot be traced: {reason}") from error
 
     def _shape_on_chip(self, kv_dtype: str) -> AttentionShape:
         """Return what a chip's attention computes: its own heads."""
@@ -149,6 +167,18 @@ class AbstractEngine:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return replace(layout, num_kv_heads=layout.num_kv_heads * self.num_chips)
+
+
+def _logits(graph: Any, weights: Any, hidden: Any) -> Any:
+    return nnx.merge(graph, weights).logits(hidden)
+
+
+def _check_floats(name: str, found: Any, shape: tuple[int, ...]) -> None:
+    """Raise ModelLoadError unless a model's result is an array of floats of this shape."""
+    if getattr(found, "shape", None) != shape:
+        raise ModelLoadError(f"model: its {name} are {shown(found)}, its spec wants the shape {shape}")
+    if not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ModelLoadError(f"model: its {name} are {shown(found)}, wanted floats")
 
 
 class StepMemoryCheck:

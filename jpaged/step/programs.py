@@ -16,10 +16,10 @@ need, because taking a tree of modules apart would cost each call more than the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import jax
@@ -116,6 +116,7 @@ class Programs:
         """Shapes of the weights with their placement."""
         self._num_changes, self._rules_spec = builder.num_changes, builder.rules_spec
         self._buckets = buckets = builder.buckets
+        self._layouts = builder.layouts
         self._num_slots = num_slots = builder.tables.shape[1]
         self._options, self._mesh = options, mesh if mesh.size > 1 else None
         self._device_kind = mesh.devices.flat[0].device_kind
@@ -158,8 +159,16 @@ class Programs:
         run.__name__ = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
-    def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
-        """Lower the decode program of one mode for steps of one layout."""
+    def kinds(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+        """Yield one program of each kind that draws tokens, to be traced: its name, the function and its arguments."""
+        mode = self._buckets.modes[0]
+        yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
+        decodes = (key for key in self.lower if isinstance(key, tuple) and key[0] == "decode")
+        for _, size, mode in islice(decodes, 1):
+            yield "decode", *self._decode_program(self._layouts[size, True], mode)
+
+    def _decode_program(self, layout: StepLayout, mode: SampleMode) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the decode program of one mode for steps of one layout, and the shapes of its arguments."""
         leaves, tree = jax.tree.flatten(self.weights.state)
         sampling = DecodeSampling(mode, self._options.settings, self._options.num_decode_steps, self._mesh)
 
@@ -169,15 +178,20 @@ class Programs:
 
         run.__name__ = f"decode_{layout.num_tokens}_{mode.value}"
         state, packed = (self.state, self._rules_of(mode)), self._shape((layout.size,), jnp.int32)
+        return run, (tuple(leaves), state, packed)
+
+    def _lower_decode(self, layout: StepLayout, mode: SampleMode) -> jax.stages.Lowered:
+        """Lower the decode program of one mode for steps of one layout."""
+        run, arguments = self._decode_program(layout, mode)
         options = TPU7X_LOOP_OPTIONS if self._device_kind == "TPU7x" else None
-        return jax.jit(run, donate_argnums=1, compiler_options=options).lower(tuple(leaves), state, packed)
+        return jax.jit(run, donate_argnums=1, compiler_options=options).lower(*arguments)
 
     def _rules_of(self, mode: SampleMode) -> LogitRulesState | None:
         """Return the shapes of the logit rules for a program of that mode; None if it reads none."""
         return self._rules if mode is SampleMode.FULL else None
 
-    def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
-        """Lower the sampler of this many rows."""
+    def _sample_program(self, num_rows: int, mode: SampleMode) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the sampler of this many rows, and the shapes of its arguments."""
         leaves, unflatten = self.weights.split_logits()
 
         def run(leaves: tuple[Any, ...], state: Any, hidden: Any, columns: Any) -> Any:
@@ -188,7 +202,12 @@ class Programs:
         run.__name__ = f"sample_{num_rows}_{mode.value}"
         state = self.state.last_tokens, self._rules_of(mode)
         columns = self._shape((len(SAMPLE_FIELDS), self._buckets.max_samples), jnp.int32)
-        return jax.jit(run, donate_argnums=1).lower(tuple(leaves), state, self.state.hidden, columns)
+        return run, (tuple(leaves), state, self.state.hidden, columns)
+
+    def _lower_sample(self, num_rows: int, mode: SampleMode) -> jax.stages.Lowered:
+        """Lower the sampler of this many rows."""
+        run, arguments = self._sample_program(num_rows, mode)
+        return jax.jit(run, donate_argnums=1).lower(*arguments)
 
     def _lower_tables(self) -> jax.stages.Lowered:
         changes = self._shape((len(CHANGE_FIELDS), self._num_changes), jnp.int32)

@@ -24,6 +24,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from ..models.checked_cache import CheckedCache, check_end
+from ..models.config.spec import AttentionLayer
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
@@ -81,25 +83,38 @@ def forward(
     tables = update_tables(state.page_tables, view["changes"])
     ids = view["token_ids"]
     from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
-    model = nnx.merge(graph, weights)
+    model = _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
     hidden_TD, cache = model(jnp.where(ids <= -2, from_slot, ids), state.cache, step)
-    hidden = lax.dynamic_update_slice(state.hidden, hidden_TD, (0, 0))
+    hidden = lax.dynamic_update_slice(state.hidden, hidden_TD.astype(state.hidden.dtype), (0, 0))
     return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
 
 
 def trial(
-    graph: Any, layout: StepLayout, weights: Any, cache: PagedCache, tables: Any, packed: Any
-) -> tuple[Float[Array, "T D"], Float[Array, "1 V"]]:
-    """Return the hidden states of a step, and the logits of its first token: to trace a model without running it.
+    graph: Any,
+    layout: StepLayout,
+    layers: tuple[AttentionLayer, ...],
+    weights: Any,
+    cache: PagedCache,
+    tables: Any,
+    packed: Any,
+) -> Float[Array, "T D"]:
+    """Return the hidden states of a step: to trace a model without running it.
 
-    Raises ValueError for a model that returns something other than the cache of its last `attend`.
+    Raises ValueError for a model that does not attend as `layers` say, or that returns something other than the cache
+    of its last `attend`.
     """
-    view, model = layout.view(packed), nnx.merge(graph, weights)
-    hidden_TD, new = model(view["token_ids"], cache, _metadata(view, tables, decodes_only=layout.decodes_only))
-    if not isinstance(new, PagedCache) or any(a is b for a, b in zip(new.pages, cache.pages, strict=True)):
-        raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
-    return hidden_TD, model.logits(hidden_TD[:1])
+    view, model = layout.view(packed), _merged(graph, weights)
+    step = _metadata(view, tables, decodes_only=layout.decodes_only)
+    hidden_TD, new = model(view["token_ids"], CheckedCache(cache, layers), step)
+    check_end(new, layers)
+    return hidden_TD
+
+
+def _merged(graph: Any, weights: Any) -> Any:
+    """Return the model, with variables that belong to JAX's present trace."""
+    # Flattening and unflattening makes new variables; `nnx.merge` alone would take those of the state as they are.
+    return nnx.merge(graph, jax.tree.map(lambda leaf: leaf, weights))
 
 
 def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
@@ -138,7 +153,7 @@ def sample_rows(
     `columns` are the SAMPLE_FIELDS of the rows; they say which hidden state each row is drawn from, or scored.
     """
     slots, rows = columns[SLOT], SamplingRows.from_columns(columns)
-    logits_RV = _whole_logits(nnx.merge(graph, weights), hidden_TD[columns[TOKEN]], mesh)
+    logits_RV = _whole_logits(_merged(graph, weights), hidden_TD[columns[TOKEN]], mesh)
     last_tokens, rules = state
     sampled = sample_logits(logits_RV, rows, mode, settings, rules)
     if rules is not None:
@@ -147,7 +162,9 @@ def sample_rows(
 
 
 def _whole_logits(model: Any, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
-    """Return the logits of the whole vocabulary on every chip of a mesh, where each has computed those of a part.
+    """Return the logits of the whole vocabulary in float32, whatever dtype a caller's own module gives them in.
+
+    They are on every chip of a mesh, where each has computed those of a part.
 
     Every chip then draws the same tokens. The gather stands outside of loops and branches of the sampler: a TPU's
     compiler hangs on communication inside of a branch. It is explicit, because XLA by itself would gather the head's
@@ -155,13 +172,14 @@ def _whole_logits(model: Any, hidden_RD: Float[Array, "R D"], mesh: Mesh | None)
     """
     logits_RX = model.logits(hidden_RD)
     if mesh is None:
-        return logits_RX
+        return logits_RX.astype(jnp.float32)
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
     on_chips = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
     # Without what pads the vocabulary of a Decoder; a caller's own module pads nothing. Row by row: XLA would leave
     # them as they were gathered, column by column, and a GPU's sampler sums along rows.
-    return with_layout_constraint(on_chips(logits_RX)[:, : getattr(model, "vocab_size", None)], Layout((0, 1)))
+    whole_RV = on_chips(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
+    return with_layout_constraint(whole_RV, Layout((0, 1)))
 
 
 @dataclass(frozen=True)
@@ -201,7 +219,6 @@ def decode(
     slots, params = samples[SLOT], SamplingRows.from_columns(samples)
     stops = samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :]
     num_steps = jnp.where(jnp.arange(layout.num_rows) < counts["num_samples"], view["decode_lens"][row_of_sample], 0)
-    model = nnx.merge(graph, weights)
 
     def stays_live(token_ids: Int[Array, " R"], num_done: Int[Array, ""]) -> Bool[Array, " R"]:
         return (num_done < num_steps) & (token_ids[None] != stops).all(axis=0)
@@ -217,8 +234,10 @@ def decode(
             slot_mapping=jnp.where(is_row[None], pages * page_size + (positions % page_size)[None], 0),
             context_lens=step.context_lens + carry.num_ahead,
         )
+        # In the loop's own trace: nnx's transforms, which a caller's own module may use, refuse variables of another.
+        model = _merged(graph, weights)
         hidden_RD, cache = model(carry.token_ids, carry.cache, now)
-        logits_RV = _whole_logits(model, hidden_RD[row_of_sample], sampling.mesh)
+        logits_RV = _whole_logits(model, hidden_RD[row_of_sample].astype(state.hidden.dtype), sampling.mesh)
         rows = replace(params, output_index=params.output_index + carry.num_done)
         drawn = sample_logits(logits_RV, rows, sampling.mode, sampling.settings, carry.rules)
         is_live, rules = carry.is_live, carry.rules
@@ -241,7 +260,11 @@ def decode(
 
     drawn = jax.eval_shape(
         lambda hidden_RD: sample_logits(
-            _whole_logits(model, hidden_RD, sampling.mesh), params, sampling.mode, sampling.settings, rules
+            _whole_logits(_merged(graph, weights), hidden_RD, sampling.mesh),
+            params,
+            sampling.mode,
+            sampling.settings,
+            rules,
         ),
         jax.ShapeDtypeStruct((layout.num_rows, state.hidden.shape[1]), state.hidden.dtype),
     )

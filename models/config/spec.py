@@ -14,7 +14,8 @@ class AttentionLayer:
     num_kv_heads: int
     head_size: int
     window: int | None = None
-    """Latest positions that a query attends to, its own included; None for all."""
+    """Latest positions that a query attends to, its own included; None for all. Pages are freed by it, so a module's
+    `attend` has to say the same, as it has for what stands below."""
     soft_cap: float | None = None
     """Bound of the scores, by a hyperbolic tangent; None for none."""
     pages_of: int | None = None

@@ -1,0 +1,119 @@
+"""Compares the `attend` calls of a module with its spec while JAX traces it: each layer once, in order, as specified.
+
+An engine gives pages back, and shares them out, by the spec: a call that differs would read pages that are gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
+from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
+from .config.spec import AttentionLayer
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CheckedCache:
+    """A cache whose `attend` raises ValueError for a call that the layers of a spec do not describe.
+
+    How many layers have attended is a part of the pytree's structure, so a module may jit, rematerialise or wrap the
+    calls as it likes: what JAX has traced before is found again only for the same layers.
+    """
+
+    cache: AttentionCache
+    layers: tuple[AttentionLayer, ...] = field(metadata={"static": True})
+    num_attended: int = field(default=0, metadata={"static": True})
+    """Layers whose keys and values are in the cache; the next call is that of the layer with this number."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K H"] | None,
+        step: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "T N H"], CheckedCache]:
+        """Check the call, and attend.
+
+        A layer that reads another's keys may give its own number, or that of the other, as `PagedCache.attend` has it.
+        """
+        if k is None and v is None and isinstance(layer, int | np.integer) and self.num_attended < len(self.layers):
+            layer = self.num_attended if layer == self.layers[self.num_attended].pages_of else layer
+        self._check_layer(layer)
+        self._check_options(layer, window, soft_cap)
+        self._check_heads(layer, q, k, v, step)
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        out, cache = self.cache.attend(layer, q, k, v, step, **options)
+        return out, replace(self, cache=cache, num_attended=self.num_attended + 1)
+
+    def _check_layer(self, layer: Any) -> None:
+        count = len(self.layers)
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+            got = "a traced number" if isinstance(layer, jax.core.Tracer) else repr(layer)
+            raise ValueError(f"attend: got {got} for the layer, wanted an integer of Python, as the spec counts layers")
+        if not 0 <= layer < count:
+            raise ValueError(f"attend: got layer {layer}, wanted one of the spec's {count}, from 0 on")
+        if layer < self.num_attended:
+            fault = f"got layer {layer} a second time"
+        elif layer > self.num_attended:
+            fault = f"got layer {layer} in a cache that has no keys and values of layer {self.num_attended}"
+        else:
+            return
+        wanted = (
+            f"layer {self.num_attended}" if self.num_attended < count else f"no more than the spec's {count} layers"
+        )
+        way_out = "give each layer its own number, and the cache that the last `attend` returned"
+        raise ValueError(f"attend: {fault}, wanted {wanted}: each layer once, in the order of the spec; {way_out}")
+
+    def _check_options(self, layer: int, window: Any, soft_cap: Any) -> None:
+        spec = self.layers[layer]
+        for name, got, wanted, kind in (
+            ("window", window, spec.window, Integral),
+            ("soft_cap", soft_cap, spec.soft_cap, Real),
+        ):
+            if isinstance(got, jax.core.Tracer) or (got is not None and not isinstance(got, kind)):
+                raise ValueError(f"attend: got {got!r} for the {name} of layer {layer}, wanted {wanted}, a constant")
+            if got != wanted:
+                way_out = f"pass {name}={wanted}, or correct the spec"
+                raise ValueError(f"attend: got {name} {got} in layer {layer}, its spec wants {wanted}: {way_out}")
+
+    def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
+        spec, num_tokens = self.layers[layer], step.positions.shape[0]
+        wanted = {"queries": (num_tokens, spec.num_heads, spec.head_size)}
+        if spec.pages_of is None:
+            wanted |= dict.fromkeys(("keys", "values"), (num_tokens, spec.num_kv_heads, spec.head_size))
+        elif k is not None or v is not None:
+            fault = f"got keys or values of its own in layer {layer}, wanted None, since the spec says that it reads"
+            raise ValueError(f"attend: {fault} those of layer {spec.pages_of}")
+        for name, array in ("queries", q), ("keys", k), ("values", v):
+            shape = wanted.get(name)
+            if shape is not None and getattr(array, "shape", None) != shape:
+                got = "no" if array is None else ""
+                got = f"{got} {name} {list(getattr(array, 'shape', ())) or ''}".strip()
+                raise ValueError(
+                    f"attend: got {got} in layer {layer}, its spec wants {list(shape)} for {num_tokens} tokens"
+                )
+
+
+def check_end(cache: Any, layers: tuple[AttentionLayer, ...]) -> Any:
+    """Return the cache inside of the one that a module has returned. ValueError unless all layers have attended."""
+    if not isinstance(cache, CheckedCache) or not cache.num_attended:
+        raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
+    if cache.num_attended < len(layers):
+        raise ValueError(
+            f"the model returns a cache with new keys and values of {cache.num_attended} layers, wanted those of the "
+            f"spec's {len(layers)}: attend once in each, and return the cache that `attend` gave last"
+        )
+    return cache.cache
