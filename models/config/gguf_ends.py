@@ -3,8 +3,8 @@
 The file names one or a few by id, and the converters that wrote published files often missed others: Qwen2.5-Coder's
 names `<|im_end|>`, which ends a turn of a chat, and not `<|endoftext|>`, which ends a completion. llama.cpp therefore
 knows ends by their text too. This module follows its list and its exceptions (`src/llama-vocab.cpp`, of the version in
-llama-cpp-python 0.3.36), with one difference: tokens that pad or separate the files of a repository, such as
-`<|file_sep|>`, are no ends here, since a completion may go on after them.
+llama-cpp-python 0.3.36): tokens that pad or separate the files of a repository end a completion too. It differs in one
+thing: an ordinary token, which a text may hold, is no end.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from __future__ import annotations
 from ..io.fields import Fields
 
 KEY = "tokenizer.ggml."
-NAMED_ENDS = ("eos", "eot", "eom")
-"""Ends of the text, of a turn, and of a message to a tool, as the metadata call them."""
+NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Ends of the text, of a turn, and of a message to a tool, then the padding, the name of a repository and the separator
+of files, as the metadata call them."""
 MARKED_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 """Texts of tokens that end a reply. No ordinary text has them."""
-WRITABLE_TEXTS = ("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "[e~[")
+WRITABLE_TEXTS = (
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
 """Texts of tokens that end a reply unless the token is an ordinary one, which a text may hold."""
 HTML_TEXT = "</s>"
 """The text of a token that ends a reply if it is a control token: Gemma has it as a token of HTML."""

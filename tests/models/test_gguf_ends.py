@@ -25,7 +25,7 @@ def test_a_control_token_with_a_known_text_ends_a_reply(text):
 
 def test_qwen_coder_ends_at_the_end_of_a_completion_too():
     tokens = ["a", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_pad|>", "<|file_sep|>"]
-    assert ends(tokens, eos_token_id=3, padding_token_id=1) == [3, 1]
+    assert ends(tokens, eos_token_id=3, padding_token_id=1) == [3, 1, 5, 6]
 
 
 def test_ends_that_the_file_names_come_first_and_once():

@@ -42,7 +42,7 @@ def test_the_default_model_answers_offline_in_a_process_of_its_own_without_torch
     assert run.stdout == "The capital of France is Paris.\n0 False\n"
     for shown in ("attention: ", "tokens/s", "recompiles 0", "temperature 0.0 (flag)", "top_p 0.9 (model)"):
         assert shown in run.stderr
-    assert "ends: 2 (<|im_end|>), 0 (<|endoftext|>)" in run.stderr
+    assert "ends: 2 (<|im_end|>), 0 (<|endoftext|>), 4 (<reponame>)" in run.stderr
 
 
 def test_output_goes_on_where_stdout_knows_no_unicode(tiny: str) -> None:
