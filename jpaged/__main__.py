@@ -1,6 +1,7 @@
 """The entry of `python -m jpaged COMMAND …`, and of the console script `jpaged`.
 
-Nothing else is imported before `main` runs: an interrupt while modules are imported ends the process in one line too.
+This module imports the standard library alone, and `main` the rest: an interrupt during those imports ends the process
+with one line too.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from importlib import import_module
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
+"""As in `commands.process`, whose import may be what is interrupted."""
 
 
 def main(module: str = "cli") -> NoReturn:
     """Run the command of this process, in this module of `commands`, and end with its exit status.
 
-    Results are complete then, and an interrupt changes nothing any more. After an interrupt the process ends at once:
-    neither threads that compile nor a device that computes are waited for.
+    Once the command has returned, its results are complete, and a later interrupt is ignored. After an interrupt the
+    process ends at once: neither threads that compile nor a device that computes are waited for.
     """
     try:
         from .commands.process import run_command

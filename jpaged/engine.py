@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, overload
 
@@ -116,9 +116,9 @@ class Engine(StepEngine):
     ) -> tuple[dict[str, RequestOutput], list[Request]]:
         """Compute one request for each prompt; return their outputs by id in the order of the prompts.
 
-        The second result are the requests in that order, for forms of results that are read from requests; empty for
-        the form ENTRIES. `call` is what errors name; `form` and `options` are those of `RequestBuilder.check`. The rest
-        is as in `generate`.
+        The second value holds the requests in the order of the prompts, and is empty if `form` is ENTRIES, whose
+        results are the outputs. `call` is what errors name; `form` and `options` are those of `RequestBuilder.check`.
+        The rest is as in `generate`.
         """
         self._check_ready(call)
         if on_error not in ("raise", "return"):
@@ -146,7 +146,8 @@ class Engine(StepEngine):
                 outputs[request_id] = error_output(request_id, prompt, str(error))
         kept: dict[str, Request] = {}
         with progress_bar(len(checked), is_shown=use_tqdm) as bar:
-            for request, output in self.run_requests(self._in_policy_order(checked), on_error=on_error):
+            in_order = sorted(checked, key=lambda request: request.policy_key)
+            for request, output in self.run_requests(map(self._make_request, in_order), on_error=on_error):
                 if request.failure is not None and on_error == "raise":
                     request.failure.add_note(f"{request.request_id}: {output.error}")
                     raise request.failure
@@ -156,12 +157,6 @@ class Engine(StepEngine):
                 outputs[request.request_id] = output
                 bar.update()
         return outputs, [kept[request_id] for request_id in outputs if request_id in kept]
-
-    def _in_policy_order(self, checked: list[CheckedRequest]) -> Iterator[Request]:
-        """Yield the requests in the order of the scheduling policy. Each is made when it is asked for."""
-        if self.config.scheduling_policy != "fcfs":
-            checked = sorted(checked, key=lambda one: self._make_request(one).policy_key)
-        return map(self._make_request, checked)
 
     def chat(
         self,

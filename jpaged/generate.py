@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import __main__ as process
+from .__main__ import main as end_with_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,4 +15,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    process.main("generate")
+    end_with_command("generate")

@@ -74,6 +74,6 @@ def one_for_each(values: Any, num_prompts: int, name: str, kind: Any, kind_name:
 
 
 def progress_bar(num_requests: int, *, is_shown: bool) -> tqdm:
-    """Return a progress bar, which is shown if stderr is a terminal. It never is where stderr is closed."""
+    """Return a progress bar. It is shown only if `is_shown` is true and stderr is an open terminal."""
     is_open = sys.stderr is not None and not sys.stderr.closed
     return tqdm(total=num_requests, desc="requests", unit="req", disable=None if is_shown and is_open else True)

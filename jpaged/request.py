@@ -256,8 +256,8 @@ class Request:
     # Written by engine_core.
     first_token_time: float | None = None
     failure: Exception | None = None
-    """The exception that ended it, for the owner of the engine. `error`, which others may be shown, has its type alone:
-    the text of an exception may hold what belongs to other requests."""
+    """The exception that ended this request. Only the owner of the engine may see its text, which may quote other
+    requests; `error` names its type."""
 
     # Written by step_engine.
     last_token_time: float | None = None

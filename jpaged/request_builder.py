@@ -36,6 +36,8 @@ class CheckedRequest:
     arrival_time: float
     """In seconds of `time.monotonic()`."""
     form: ResultForm
+    policy_key: Any = None
+    """The key that the scheduling policy gives the request, where it was asked for."""
 
     @classmethod
     def of(
@@ -48,7 +50,10 @@ class CheckedRequest:
         arrival_time: float | None = None,
         form: ResultForm = ResultForm.ENTRIES,
     ) -> Self:
-        """Return what a prompt that was encoded and checked, with its parameters, makes; it arrives now by default."""
+        """Return the checked request for an encoded prompt and its parameters.
+
+        `arrival_time` is in seconds of `time.monotonic()`; None means now.
+        """
         return cls(
             request_id=request_id,
             number=number,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import jax
@@ -155,7 +156,7 @@ class StepEngine:
         error. If several fail alone, all unfinished requests end with errors and the exception is raised; the next
         step returns their outputs. An interrupt such as KeyboardInterrupt is raised at once, and later steps go on.
 
-        `error` of an output names the type of what has failed; its message and traceback are logged, once.
+        `error` of an output names the type of what has failed; its message is logged, see `log_failure`.
         """
         try:
             changed = self._advance()
@@ -183,7 +184,7 @@ class StepEngine:
     ) -> Iterator[tuple[Request, RequestOutput]]:
         """Step until no request is left; yield each request with its last output, with `stream` with all outputs.
 
-        `requests`, of `prepare_request`, are read while fewer than `request_source.READ_AHEAD` wait. Those that were
+        `requests`, of `prepare_request`, are read while fewer than max(1000, 2 × `max_num_seqs`) wait. Those that were
         read are queued in the order of the scheduling policy, as soon as the queue's limits leave room. None among them
         says that the next one is not there yet: it is asked for again after a step.
 
@@ -203,13 +204,19 @@ class StepEngine:
         finally:
             self.abort_request(list(self.requests))
 
-    def log_failure(self, request: Request) -> None:
-        """Log the exception that has ended a request, with its traceback; the same one for several requests once."""
+    def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
+        """Log the exception that has ended a request, with its traceback.
+
+        One fault may end many requests: if the failure logged last has the same type and text, the traceback is left
+        out, and without `is_repeat_logged` the line too.
+        """
         if (failure := request.failure) is None:
             return
-        if (text := _failure_text(failure)) != self._last_failure:
-            self._last_failure = text
-            logger.error("request %s failed: %s", request.request_id, one_line(text), exc_info=failure)
+        text = _failure_text(failure)
+        is_repeat, self._last_failure = text == self._last_failure, text
+        if is_repeat_logged or not is_repeat:
+            traced = None if is_repeat else failure
+            logger.error("request %s failed: %s", request.request_id, one_line(text), exc_info=traced)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
@@ -393,7 +400,7 @@ class StepEngine:
         is_counted = number is None
         number = self._num_requests if is_counted else number
         checked = self._builder.check(request_id, prompt, params, number=number, **options)
-        self._make_request(checked)
+        checked = replace(checked, policy_key=self._make_request(checked).policy_key)
         self._num_requests += is_counted
         return checked
 

@@ -1,4 +1,4 @@
-"""The console script `jpaged COMMAND …`, which finds the commands by the first lines of their modules.
+"""Finds the commands of `jpaged COMMAND …` by the first lines of their modules.
 
 A module of this folder or of `bench` is a command if its docstring begins with "`jpaged NAME`: HELP."; NAME is one
 word, or `bench` and a word. Its `main(argv)` returns the exit status. Only the called module is imported.

@@ -17,7 +17,7 @@ from ..checks import check, check_name, integer, or_none, refusal, shown
 from ..config import ALIASES, PYTHON_ONLY, EngineConfig
 from ..errors import ConfigError
 from ..sampling.parameter import Flag
-from ..sampling.sampling_params import BeamSearchParams, SamplingParams
+from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 
 
 def _flags_of(params: type[SamplingParams | BeamSearchParams]) -> dict[str, Flag]:
@@ -25,6 +25,8 @@ def _flags_of(params: type[SamplingParams | BeamSearchParams]) -> dict[str, Flag
 
 
 SAMPLING_FLAGS, BEAM_FLAGS = _flags_of(SamplingParams), _flags_of(BeamSearchParams)
+SAMPLING_DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
+"""The value of each sampling parameter that no flag, model or line gives: outputs have no limit but the context."""
 FIRST_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
 """Sampling parameters that --help shows first, because most users want them."""
 

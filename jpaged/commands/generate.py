@@ -1,8 +1,8 @@
 """`jpaged generate`: complete prompts from the command line or a file.
 
 Everything that can be wrong with flags, prompts and the model's files is found before weights are loaded. Exit status:
-0 if every request succeeded, 1 if the run could not start (one line on stderr, no output file), 3 if some requests
-failed, 130 after an interrupt.
+0 if every request succeeded, 1 if the run could not start (one line on stderr, no output file) or could not go on (a
+full disk), 3 if some requests failed, 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..checks import refusal
 from ..errors import ConfigError
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
-from .flags import beam_flags, engine_config, parse_generate, sampling_flags
+from .flags import SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import Job, JobReader, read_prompts
 from .lines import LineSource
 from .process import interrupts_held, run_command
@@ -29,7 +29,7 @@ from .progress import ProgressReport, say, seconds_since_start
 from .results import ResultFile
 from .resume import FinishedRecords, options_key
 from .run import Printer, Run
-from .summary import DEFAULTS, SamplingSummary, summary
+from .summary import SamplingSummary, summary
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -52,30 +52,19 @@ def _run(argv: list[str]) -> int:
     """Check everything, start an engine for the jobs without a result, run them; return the exit status."""
     args = parse_generate(argv)
     config = engine_config(args)
-    flags = sampling_flags(args)
-    SamplingParams(**flags)  # Wrong flags are refused before the model is opened.
-    beams = beam_flags(args)
-    if beams is not None:
-        BeamSearchParams(**{"max_tokens": None, **beams})
+    flags, beams = sampling_flags(args), beam_flags(args)
+    _check_flags(args, flags, beams)
     prompts = read_prompts(args)
-    if args.resume and args.output is None:
-        raise ConfigError("--resume: needs --output F, the file to go on with")
-    for name in ("logprobs", "prompt_logprobs"):
-        if name in flags and args.output is None and not args.json:
-            raise ConfigError(f"--{name.replace('_', '-')}: is not shown in plain text; add --json or --output F")
-    if sys.stdout is None and (args.json or args.output is None):
-        raise refusal("stdout", "a closed one", "an open one", "give --output F instead", error=ConfigError)
     prompt_file = None if args.prompt_file is None else Path(args.prompt_file)
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
-    template = None if args.chat_template is None else _template(args.chat_template)
+    template = None if args.chat_template is None else _read_template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
-
     with interrupts_held():
         from ..startup.open_model import open_model
 
     with closing(lines) if lines else nullcontext(), closing(results) if results else nullcontext():
         handle = open_model(config)
-        reader = _reader(args, config, handle, flags, beams, template)
+        reader = _job_reader(args, config, handle, flags, beams, template)
         options = _options_key(config, handle, reader)
         finished = FinishedRecords(results.path, options) if results and args.resume else None
         reader = replace(reader, finished=finished)
@@ -87,23 +76,55 @@ def _run(argv: list[str]) -> int:
             raise ConfigError(f"--prompt-file: {args.prompt_file} holds no prompt; give at least one line")
         if printer is not None and is_whole and run.num_lines == 1:
             params = head[0].params if head else None
-            printer.has_many = False
-            printer.is_stream = not args.json and isinstance(params, SamplingParams) and params.n == 1
+            printer.expect_no_more(has_one_sample=isinstance(params, SamplingParams) and params.n == 1)
         if head:
-            sampling = SamplingSummary(flags, handle.sampling_defaults)
             with _start_engine(config, handle, head, is_whole=is_whole) as engine:
-                run.start()
-                if lines is not None:
-                    lines.wait_s = lambda: 0.0 if run.is_busy else None
-                elapsed_s, first_token_time = run.compute(engine, head, jobs, sampling)
-                started = time.monotonic() - seconds_since_start()
-                for line in summary(engine, sampling, elapsed_s, (first_token_time or started) - started):
-                    say(line)
+                _compute(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
         else:
             run.start()
         if results is not None:
             results.finish()
     return EXIT_SOME_FAILED if run.num_failed else 0
+
+
+def _check_flags(args: argparse.Namespace, flags: Mapping[str, Any], beams: Mapping[str, Any] | None) -> None:
+    """Refuse what is wrong with the flags by themselves, before the model is opened."""
+    SamplingParams(**flags)
+    if beams is not None:
+        BeamSearchParams(**{"max_tokens": None, **beams})
+    if args.resume and args.output is None:
+        raise ConfigError("--resume: needs --output F, the file to go on with")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in flags and args.output is None and not args.json:
+            raise ConfigError(f"--{name.replace('_', '-')}: is not shown in plain text; add --json or --output F")
+    if sys.stdout is None and (args.json or args.output is None):
+        raise refusal("stdout", "a closed one", "an open one", "give --output F instead", error=ConfigError)
+
+
+def _compute(
+    run: Run,
+    engine: Engine,
+    head: deque[Job],
+    jobs: Iterator[Job | None],
+    lines: LineSource | None,
+    sampling: SamplingSummary,
+) -> None:
+    """Run the jobs, and print the summary. An error of the system, such as a full disk, says how to go on."""
+    try:
+        run.start()
+        if lines is not None:
+            lines.wait_for(lambda: 0.0 if run.is_busy else None)
+        times = run.compute(engine, head, jobs, sampling)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if run.results is None:
+            raise
+        text = f"{error}; {run.results.path} keeps every finished request: go on with --resume"
+        raise OSError(text) from error
+    started = time.monotonic() - seconds_since_start()
+    for line in summary(engine, sampling, times.elapsed_s, (times.first_token_time or started) - started):
+        say(line)
 
 
 def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[deque[Job], bool]:
@@ -113,7 +134,7 @@ def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[de
     """
     head: deque[Job] = deque()
     if lines is not None:
-        lines.wait_s = lambda: PAUSE_S if head else None
+        lines.wait_for(lambda: PAUSE_S if head else None)
     for job in jobs:
         if job is None:
             return head, False
@@ -123,7 +144,7 @@ def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[de
     return head, True
 
 
-def _reader(
+def _job_reader(
     args: argparse.Namespace,
     config: EngineConfig,
     handle: ModelHandle,
@@ -157,7 +178,7 @@ def _reader(
 
 
 def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader) -> str:
-    """Return the key of all options that decide what results are: which model, how it is asked, how it samples."""
+    """Return the key of the options that results are bound to: which model, how it is asked, how it samples."""
     source, tokenizer = handle.source, handle.tokenizer
     assert source is not None, "a command serves models from files"
     template = reader.encoder.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
@@ -167,7 +188,7 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader) -
             "tokenizer": config.tokenizer,
             "hf_overrides": config.hf_overrides,
             "logprobs_mode": config.logprobs_mode,
-            "sampling": {**DEFAULTS, **reader.defaults},
+            "sampling": {**SAMPLING_DEFAULTS, **reader.defaults},
             "beams": reader.beams,
             "use_chat": reader.use_chat,
             "system": reader.system,
@@ -193,7 +214,7 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
         return Engine.from_engine_args(config, handle, demands=demands, modes=modes, progress=progress)
 
 
-def _template(path: str) -> str:
+def _read_template(path: str) -> str:
     """Read a chat template; raise ConfigError if it is no readable UTF-8 file or no valid Jinja2."""
     import jinja2
 

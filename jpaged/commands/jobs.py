@@ -24,7 +24,7 @@ from ..errors import ConfigError, InvalidRequestError
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
 from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
 from .flags import BEAM_FLAGS
-from .lines import HashTable, LineSource, line_digest
+from .lines import IdTable, LineSource, line_digest
 from .resume import FinishedRecords
 
 LINE_KEYS = (*PROMPT_KEYS, *PROMPT_EXTRAS, "id")
@@ -51,7 +51,8 @@ class BadLine:
     """A line of a file that cannot become a request, and why."""
 
     id: str | int | None
-    """None for a line that is no JSON object with an id, or without one: its number may be another line's id."""
+    """None where the line is no JSON object, or where its `id` is neither a string nor an integer. Its number is not
+    used instead, because another line may have that number as its id."""
     number: int
     error: InvalidRequestError
 
@@ -163,27 +164,22 @@ class JobReader:
 
         A line that has not changed since its result was written is not read any further.
         """
-        number_of_id, finished, is_json = HashTable(), self.finished, lines.format == "jsonl"
+        ids, is_json = IdTable(), lines.format == "jsonl"
         for numbered in lines:
             if numbered is None:
                 yield None
                 continue
             number, line = numbered
             digest = line_digest(line)
-            if finished is not None and (known_id := _known_id(line, number) if is_json else number) is not None:
-                is_new_id = not number_of_id or number_of_id.get(repr(known_id)) is None
-                entry = finished.take(known_id, digest, number) if is_new_id else None
-                if entry is not None:
-                    yield DoneLine(number, entry)
-                    continue
+            if (entry := self._finished_entry(line, number, digest, ids, is_json)) is not None:
+                yield DoneLine(number, entry)
+                continue
             id_: str | int | None = None if is_json else number
             try:
-                prompt: Any = _text(line)
-                record = _record(prompt) if is_json else {}
-                id_ = _id(record, number)
-                taker = None if finished is None else finished.taker_of(id_)
-                if (first := taker or number_of_id.set_default(repr(id_), number)) != number:
-                    raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
+                prompt: Any = _decoded(line)
+                record = _parsed_record(prompt) if is_json else {}
+                id_ = _read_id(record, number)
+                self._refuse_taken_id(id_, number, ids)
                 if is_json:
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
@@ -194,6 +190,25 @@ class JobReader:
                     text = str(error).removeprefix("line: ")
                     error = InvalidRequestError(f"line {number}: {text}", param=error.param)
                 yield BadLine(id_, number, error)
+
+    def _finished_entry(self, line: bytes, number: int, digest: int, ids: IdTable, is_json: bool) -> int | None:
+        """Return the entry of an earlier run's result of this line, if the line has not changed; None otherwise.
+
+        Of two lines with one id only the first has a result.
+        """
+        if self.finished is None:
+            return None
+        id_ = _id_of_known_line(line, number) if is_json else number
+        if id_ is None or ids.get(id_) is not None:
+            return None
+        return self.finished.take(id_, digest, number)
+
+    def _refuse_taken_id(self, id_: str | int, number: int, ids: IdTable) -> None:
+        """Note that a line has this id; InvalidRequestError if an earlier line has it."""
+        first = None if self.finished is None else self.finished.taker_of(id_)
+        first = first or ids.set_default(id_, number)
+        if first != number:
+            raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
 
     def _as_chat(self, prompt: Any) -> Any:
         """Return a text prompt as chat messages, if that is wanted; any other prompt as it is."""
@@ -221,26 +236,26 @@ class _LineId(msgspec.Struct, gc=False):
     id: str | int | None = None
 
 
-_line_id = msgspec.json.Decoder(_LineId)
+_LINE_ID_DECODER = msgspec.json.Decoder(_LineId)
 
 
-def _known_id(line: bytes, number: int) -> str | int | None:
+def _id_of_known_line(line: bytes, number: int) -> str | int | None:
     """Return the id of a line of JSON, its number where it has none; None if a closer look is needed."""
     try:
-        id_ = _line_id.decode(line).id
+        id_ = _LINE_ID_DECODER.decode(line).id
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return number if id_ is None else id_
 
 
-def _text(line: bytes) -> str:
+def _decoded(line: bytes) -> str:
     try:
         return line.decode("utf-8-sig")  # Some editors begin a file with a byte-order mark.
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"line: is not UTF-8 ({error}); save the file as UTF-8") from error
 
 
-def _record(line: str) -> dict[str, Any]:
+def _parsed_record(line: str) -> dict[str, Any]:
     """Return the JSON object of a line."""
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
@@ -267,7 +282,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _id(record: dict[str, Any], number: int) -> str | int:
+def _read_id(record: dict[str, Any], number: int) -> str | int:
     """Return the line's `id`, or its number where it has none."""
     id_ = record.get("id", number)
     if not isinstance(id_, str | int) or isinstance(id_, bool):

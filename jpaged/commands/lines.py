@@ -46,8 +46,14 @@ class LineSource:
         self._parts: list[bytes] = []
         """What was read of a line whose end was not."""
         self._is_at_end = False
-        self.wait_s: Callable[[], float | None] = lambda: None
-        """Returns for how many seconds to wait for a line that is not there yet; None to wait for it or the end."""
+        self._wait_s: Callable[[], float | None] = lambda: None
+
+    def wait_for(self, wait_s: Callable[[], float | None]) -> None:
+        """From now on, ask `wait_s` for how many seconds to wait for a line that is not there yet.
+
+        None means to wait for it or for the end of the file, as at first.
+        """
+        self._wait_s = wait_s
 
     def __iter__(self) -> Iterator[tuple[int, bytes] | None]:
         """Yield number and bytes of each line that is not blank; None after having waited in vain. Numbers begin at 1.
@@ -70,19 +76,20 @@ class LineSource:
 
     def close(self) -> None:
         """Close the file; stdin stays open."""
-        if self._descriptor > 0:
+        if self._descriptor > 0:  # 0 is stdin, which this object has not opened.
             os.close(self._descriptor)
         self._descriptor, self._is_at_end = -1, True
 
     def _read(self) -> bool:
         """Read what is there, or wait for it; return False if nothing has come."""
-        wait_s = self.wait_s()
+        wait_s = self._wait_s()
         try:
             if not self._poll.poll(None if wait_s is None else wait_s * 1000):
                 return False
             data = os.read(self._descriptor, READ_BYTES)
         except OSError as error:
             raise ConfigError(f"--prompt-file: {self.name} cannot be read ({error}); give a readable file") from error
+        # An empty read is the end: `_parts` then hold the last line, which may be empty, and is passed over as blank.
         self._is_at_end = not data
         *lines, rest = data.split(b"\n")
         if lines or self._is_at_end:
@@ -113,56 +120,59 @@ def _open(name: str) -> tuple[int, LineFormat]:
     return descriptor, "txt" if path.suffix == ".txt" else "jsonl"
 
 
-class HashTable:
-    """Maps texts to numbers in 24 to 48 bytes an entry, where a dictionary takes over 100.
+def id_hash(id_: str | int) -> int:
+    """Return 64 bits that stand for an id in this process; the integer 2 and the string "2" differ.
 
-    A text is known by the 64 bits of its hash alone. Of a million texts, two have the same with a probability of 3e-8.
+    They are never 0. Of a million ids, two have the same hash with a probability of 3e-8.
+    """
+    return hash(repr(id_)) & 0xFFFFFFFFFFFFFFFF or 1
+
+
+class IdTable:
+    """Maps ids to numbers of lines in 24 to 48 bytes an entry, where a dictionary takes over 100.
+
+    A hash table with linear probing in two arrays, which knows an id by its `id_hash` alone.
     """
 
     def __init__(self) -> None:
         self._num_entries = 0
         self._clear(1 << 10)
 
-    def _clear(self, num_places: int) -> None:
-        self._hashes, self._values = array("Q", bytes(8 * num_places)), array("q", bytes(8 * num_places))
+    def _clear(self, num_slots: int) -> None:
+        self._hashes, self._values = array("Q", bytes(8 * num_slots)), array("q", bytes(8 * num_slots))
 
     def __len__(self) -> int:
         return self._num_entries
 
-    def get(self, text: str) -> int | None:
-        """Return the number of a text; None for a text without one."""
-        place = self._place(hash_ := hash_of(text))
-        return self._values[place] if self._hashes[place] == hash_ else None
+    def get(self, id_: str | int) -> int | None:
+        """Return the number of an id; None for an id without one."""
+        slot = self._slot(hash_ := id_hash(id_))
+        return self._values[slot] if self._hashes[slot] == hash_ else None
 
-    def set_default(self, text: str, value: int) -> int:
-        """Return the number of a text, which is `value` if it had none."""
-        hash_ = hash_of(text)
-        place = self._place(hash_)
-        if self._hashes[place] == hash_:
-            return self._values[place]
-        self._hashes[place], self._values[place] = hash_, value
+    def set_default(self, id_: str | int, value: int) -> int:
+        """Return the number of an id, which is `value` if it had none."""
+        hash_ = id_hash(id_)
+        slot = self._slot(hash_)
+        if self._hashes[slot] == hash_:
+            return self._values[slot]
+        self._hashes[slot], self._values[slot] = hash_, value
         self._num_entries += 1
         if 3 * self._num_entries > 2 * len(self._hashes):
             self._grow()
         return value
 
-    def _place(self, hash_: int) -> int:
+    def _slot(self, hash_: int) -> int:
         """Return where a hash is, or where it would be put: linear probing."""
         hashes, mask = self._hashes, len(self._hashes) - 1
-        place = hash_ & mask
-        while hashes[place] and hashes[place] != hash_:
-            place = (place + 1) & mask
-        return place
+        slot = hash_ & mask
+        while hashes[slot] and hashes[slot] != hash_:
+            slot = (slot + 1) & mask
+        return slot
 
     def _grow(self) -> None:
         hashes, values = self._hashes, self._values
         self._clear(2 * len(hashes))
         for hash_, value in zip(hashes, values, strict=True):
             if hash_:
-                place = self._place(hash_)
-                self._hashes[place], self._values[place] = hash_, value
-
-
-def hash_of(text: str) -> int:
-    """Return 64 bits that stand for a text in this process; never 0, which marks an empty place."""
-    return hash(text) & 0xFFFFFFFFFFFFFFFF or 1
+                slot = self._slot(hash_)
+                self._hashes[slot], self._values[slot] = hash_, value

@@ -8,19 +8,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from types import FrameType
+from typing import Self
 
 from ..checks import one_line
 from ..errors import JpagedError, ModelLoadError
 from ..startup.device_memory import reserve_device_memory
 from .progress import say
 
-EXIT_BAD_START = 1
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-LOST_S = 0.01
+REPEAT_DROPPED_S = 0.01
 """Seconds after which an interrupt that Python has dropped is raised again."""
-IGNORED_S = 3.0
-"""Seconds after which an interrupt is raised again if the command goes on all the same."""
+REPEAT_S = 3.0
+"""Seconds after which an interrupt is raised again if the command still runs."""
 
 
 def run_command(run: Callable[[list[str]], int], argv: Sequence[str]) -> int:
@@ -45,10 +46,10 @@ def _status_of(error: BaseException) -> int:
     elif isinstance(error, BrokenPipeError):  # The reader of stdout has closed it, as `| head` does.
         sys.stdout = None  # type: ignore[assignment]
     elif isinstance(error, OSError):  # A full disk, a device that went away.
-        say(f"error: {error}; an output file keeps every finished request: go on with --resume")
+        say(f"error: {error}")
     else:
         raise error
-    return EXIT_BAD_START
+    return EXIT_FAILED
 
 
 def prepare_streams() -> None:
@@ -90,40 +91,44 @@ class Interrupts:
     """Makes sure that an interrupt ends the body of a `with`, wherever it comes.
 
     Python drops an exception in a finalizer or in a callback of its garbage collector, such as JAX's, and a library in
-    C may turn it into another one. So `have_come` says whether there was an interrupt, and one that has no effect is
-    raised again. Outside of the main thread, and where interrupts are ignored, it does nothing.
+    C may turn it into another one. So `have_come` says whether there was an interrupt. Each one also arms the interval
+    timer of the process: if the body has not ended after REPEAT_S, SIGALRM raises KeyboardInterrupt again. An interrupt
+    that Python reports as dropped arms the timer for REPEAT_DROPPED_S. The body must not use SIGALRM itself. Outside of
+    the main thread, and where interrupts are ignored, nothing is done.
     """
 
     def __init__(self) -> None:
         self.have_come = False
+        self._is_installed = False
         self._handler = signal.getsignal(signal.SIGINT)
-        self._before: tuple[Any, Any] | None = None
+        self._alarm_handler = signal.getsignal(signal.SIGALRM)
+        self._hook = sys.unraisablehook
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and callable(self._handler) and hasattr(signal, "setitimer"):
-            self._before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+        if is_main and callable(self._handler):
+            self._is_installed = True
             sys.unraisablehook = self._note_dropped
             signal.signal(signal.SIGALRM, self._interrupt)
             signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._before is not None:
+        if self._is_installed:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, self._handler)
-            sys.unraisablehook, alarm_handler = self._before
-            signal.signal(signal.SIGALRM, alarm_handler)
+            signal.signal(signal.SIGALRM, self._alarm_handler)
+            sys.unraisablehook = self._hook
 
-    def _interrupt(self, number: int, frame: Any) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.have_come = True
-        signal.setitimer(signal.ITIMER_REAL, IGNORED_S)
+        signal.setitimer(signal.ITIMER_REAL, REPEAT_S)
         if callable(self._handler):
             self._handler(number, frame)
 
-    def _note_dropped(self, unraisable: Any) -> None:
+    def _note_dropped(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Raise a dropped interrupt again, but later: this function itself is called where exceptions are dropped."""
         if unraisable.exc_type is KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, LOST_S)
-        elif self._before is not None:
-            self._before[0](unraisable)
+            signal.setitimer(signal.ITIMER_REAL, REPEAT_DROPPED_S)
+        else:
+            self._hook(unraisable)

@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..outputs import CompletionOutput, Logprob, RequestOutput
 from .jobs import Job
-from .resume import resume_key
+from .resume import RecordSpan, resume_key
 
 MIN_LOGPROB = -9999.0
 """Written for logprobs of −∞, which JSON does not have; vLLM and OpenAI write the same."""
@@ -49,7 +49,7 @@ def dump_line(record: dict[str, Any], *, is_ascii: bool = False) -> str:
 class ResultFile:
     """The JSON lines of one run. A record appears whole or not at all, whenever the process is killed.
 
-    Of a record that was written, only its line's number and its place in the file are kept: 20 bytes.
+    Of a record that was written, only its line's number and its span in the file are kept: 20 bytes.
     """
 
     def __init__(self, path: Path, *, prompt_file: Path | None = None):
@@ -80,26 +80,27 @@ class ResultFile:
         """Write the record of this line's number behind the others."""
         assert self._descriptor is not None, "start comes before append"
         data = dump_line(record).encode() + b"\n"
-        self.keep(number, (self._end, len(data)))
+        self.keep(number, RecordSpan(self._end, len(data)))
         self._end += len(data)
         while data:  # A full disk or a signal may cut a write short.
             data = data[os.write(self._descriptor, data) :]
 
-    def keep(self, number: int, place: tuple[int, int]) -> None:
-        """Note that the result of a line lies at this offset of the file, with this length in bytes."""
+    def keep(self, number: int, span: RecordSpan) -> None:
+        """Note that the result of a line is there in the file."""
         self._numbers.append(number)
-        self._offsets.append(place[0])
-        self._lengths.append(place[1])
+        self._offsets.append(span.offset)
+        self._lengths.append(span.num_bytes)
 
-    def read(self, place: tuple[int, int]) -> bytes:
-        """Return the bytes of a record at this offset, of this length."""
-        assert self._descriptor is not None, "start comes before read"
-        return os.pread(self._descriptor, place[1], place[0])
+    def read(self, span: RecordSpan) -> bytes:
+        """Return a record of the file, which need not have been opened by `start`."""
+        with open(self.path, "rb") as file:
+            return os.pread(file.fileno(), span.num_bytes, span.offset)
 
     def finish(self) -> None:
         """Replace the file by one with all records in the order of their numbers, in one atomic step."""
-        order = np.argsort(np.frombuffer(self._numbers, np.int64), kind="stable")
-        self._replace(self.read((self._offsets[entry], self._lengths[entry])) for entry in map(int, order))
+        assert self._descriptor is not None, "start comes before finish"
+        descriptor, order = self._descriptor, np.argsort(np.frombuffer(self._numbers, np.int64), kind="stable")
+        self._replace(os.pread(descriptor, self._lengths[entry], self._offsets[entry]) for entry in map(int, order))
         self.close()
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from ..checks import refusal
 from ..errors import ConfigError
-from .lines import hash_of
+from .lines import id_hash
 
 KEY_CHARS = 16
 """Hexadecimal digits of the key of a run's options, the first half of a `resume_key`."""
@@ -30,8 +30,8 @@ def resume_key(options: str, digest: int) -> str:
 
 
 def options_key(options: Mapping[str, Any]) -> str:
-    """Return 16 hexadecimal digits that stand for all that decides, beside its line, what a result is."""
-    text = json.dumps(options, sort_keys=True, default=repr)
+    """Return 16 hexadecimal digits that stand for the options that results are bound to; see `generate`."""
+    text = json.dumps(options, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=KEY_CHARS // 2).hexdigest()
 
 
@@ -47,13 +47,20 @@ class _RecordHead(msgspec.Struct, gc=False):
     metrics: _RecordMetrics | None = None
 
 
-_record_head = msgspec.json.Decoder(_RecordHead)
+_RECORD_HEAD_DECODER = msgspec.json.Decoder(_RecordHead)
+
+
+class RecordSpan(NamedTuple):
+    """Where a record is in an output file, its newline included."""
+
+    offset: int
+    num_bytes: int
 
 
 class FinishedRecords:
     """The results that an output file has from earlier runs, by their ids: 36 bytes for each.
 
-    An id is known by 64 bits of its hash, as in `lines.HashTable`.
+    An id is known by 64 bits of its hash, as in `lines.IdTable`.
     """
 
     def __init__(self, path: Path, options: str):
@@ -68,11 +75,11 @@ class FinishedRecords:
         self.end = 0
         """Bytes of the file up to the end of its last whole line."""
         try:
-            num_strange = self._read(path, options)
+            num_of_other_options = self._read(path, options)
         except OSError as error:
             raise ConfigError(f"--resume: {path} cannot be read ({error}); give a readable file") from error
-        if num_strange:
-            got = f"{path}, with {num_strange} results of other options"
+        if num_of_other_options:
+            got = f"{path}, with {num_of_other_options} results of other options"
             allowed = "results of this run's model, sampling and chat flags"
             way_out = "give the flags of that run, or another --output"
             raise refusal("--resume", got, allowed, way_out, error=ConfigError)
@@ -86,13 +93,13 @@ class FinishedRecords:
         """Read the results of these options, and return how many there are of others."""
         if not path.exists():
             return 0
-        num_strange = 0
+        num_of_other_options = 0
         with path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 offset, self.end = self.end, self.end + len(line)
-                if (head := _head(line)) is None or head.id is None or head.metrics is None:
+                if (head := _decode_head(line)) is None or head.id is None or head.metrics is None:
                     continue
                 key = head.metrics.resume_key or ""
                 try:
@@ -100,13 +107,13 @@ class FinishedRecords:
                 except ValueError:
                     digest = None
                 if key[:KEY_CHARS] != options or digest is None:
-                    num_strange += 1
+                    num_of_other_options += 1
                     continue
-                self._id_hashes.append(hash_of(repr(head.id)))
+                self._id_hashes.append(id_hash(head.id))
                 self._digests.append(digest)
                 self._offsets.append(offset)
                 self._lengths.append(len(line))
-        return num_strange
+        return num_of_other_options
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -116,7 +123,7 @@ class FinishedRecords:
 
         `id_` is the line's id, `digest` its `lines.line_digest`.
         """
-        hashes, hash_ = self._id_hashes, hash_of(repr(id_))
+        hashes, hash_ = self._id_hashes, id_hash(id_)
         entry = bisect_left(hashes, hash_)
         while entry < len(hashes) and hashes[entry] == hash_:
             if self._digests[entry] == digest and not self._takers[entry]:
@@ -127,19 +134,19 @@ class FinishedRecords:
 
     def taker_of(self, id_: str | int) -> int | None:
         """Return the number of the line with this id whose result was taken; None if there is none."""
-        hashes, hash_ = self._id_hashes, hash_of(repr(id_))
+        hashes, hash_ = self._id_hashes, id_hash(id_)
         first, end = bisect_left(hashes, hash_), bisect_right(hashes, hash_)
         return next((number for number in self._takers[first:end] if number), None)
 
-    def place(self, entry: int) -> tuple[int, int]:
-        """Return the offset and the length of a result in the file, in bytes."""
-        return self._offsets[entry], self._lengths[entry]
+    def span(self, entry: int) -> RecordSpan:
+        """Return where a result is in the file."""
+        return RecordSpan(self._offsets[entry], self._lengths[entry])
 
 
-def _head(line: bytes) -> _RecordHead | None:
+def _decode_head(line: bytes) -> _RecordHead | None:
     """Return what is read of a record with outputs; None for any other line."""
     try:
-        head = _record_head.decode(line)
+        head = _RECORD_HEAD_DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:  # Python takes what msgspec refuses, such as lone surrogates and huge integers.
             record = json.loads(line)

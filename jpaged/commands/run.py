@@ -8,8 +8,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checks import one_line
 from ..errors import InvalidRequestError
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 
 MAX_UNPRINTED = 10_000
 """Results that may wait for an earlier one to be printed: while there are more, no further line is read."""
+
+
+class RunTimes(NamedTuple):
+    """How long a run took."""
+
+    elapsed_s: float
+    """Seconds without those of compilation."""
+    first_token_time: float | None
+    """When the first token came, in seconds of `time.monotonic()`; None if none came."""
 
 
 class Run:
@@ -80,37 +90,15 @@ class Run:
 
     def compute(
         self, engine: Engine, head: deque[Job], rest: Iterator[Job | None], sampling: SamplingSummary
-    ) -> tuple[float, float | None]:
-        """Run all jobs and record each result as it comes.
-
-        Return the seconds that it took, without those of compilation, and when the first token came, in seconds of
-        `time.monotonic()`.
-        """
+    ) -> RunTimes:
+        """Run all jobs, those of `head` first, and record each result as it comes."""
         compiled_s, start = engine.stats()["compile_seconds"], time.monotonic()
         first_token_time: float | None = None
         num_done = 0
-        progress = ProgressReport()
-
-        def requests() -> Iterator[Request | None]:
-            for job in chain(_drained(head), rest):
-                while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
-                    yield None
-                if job is None:
-                    yield None
-                    continue
-                sampling.note(job.params)
-                try:
-                    request = engine.prepare_request(str(job.number), job.prompt, job.params, number=job.number)
-                except InvalidRequestError as error:  # It does not fit into an engine that was sized by earlier lines.
-                    self.fail(job.id, job.number, error)
-                    continue
-                self._job_of[request.request_id] = job
-                yield request
-            self._are_all_made = True
-
-        try:
-            is_stream = self.printer is not None and self.printer.is_stream
-            for request, output in engine.run_requests(requests(), stream=is_stream, on_error="return"):
+        is_stream = self.printer is not None and self.printer.is_stream
+        with closing(ProgressReport()) as progress:
+            requests = self._requests(engine, chain(_drained(head), rest), sampling)
+            for request, output in engine.run_requests(requests, stream=is_stream, on_error="return"):
                 if is_stream and self.printer is not None:
                     self.printer.stream(output.outputs[0].text)
                 if not output.finished:
@@ -122,13 +110,35 @@ class Run:
                 if output.error is None:
                     self.record(job.number, output_record(job, output, self.options))
                 else:
-                    engine.log_failure(request)
-                    self.fail(job.id, job.number, _told(output.error, request.failure))
+                    engine.log_failure(request, is_repeat_logged=False)  # The error itself is said below.
+                    self.fail(job.id, job.number, _message_with_cause(output.error, request.failure))
                 if not is_stream:
                     progress("requests", num_done, num_done + len(self._job_of) if self._are_all_made else None)
-        finally:
-            progress.close()
-        return time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s), first_token_time
+        elapsed_s = time.monotonic() - start - (engine.stats()["compile_seconds"] - compiled_s)
+        return RunTimes(elapsed_s, first_token_time)
+
+    def _requests(
+        self, engine: Engine, jobs: Iterator[Job | None], sampling: SamplingSummary
+    ) -> Iterator[Request | None]:
+        """Yield a request for each job, and None while the next one is not there yet, or results wait to be printed.
+
+        A job that does not fit into the engine, which was sized by earlier ones, gets an error as its result.
+        """
+        for job in jobs:
+            while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
+                yield None
+            if job is None:
+                yield None
+                continue
+            sampling.note(job.params)
+            try:
+                request = engine.prepare_request(str(job.number), job.prompt, job.params, number=job.number)
+            except InvalidRequestError as error:
+                self.fail(job.id, job.number, error)
+                continue
+            self._job_of[request.request_id] = job
+            yield request
+        self._are_all_made = True
 
     def fail(self, id_: str | int | None, number: int, error: InvalidRequestError | str) -> None:
         """Record an error as the result of a line, and say it on stderr."""
@@ -153,11 +163,11 @@ class Run:
         """Take over the result of an earlier run."""
         assert self.results is not None
         assert self.finished is not None
-        place = self.finished.place(line.entry)
+        span = self.finished.span(line.entry)
         self._num_kept += 1
-        self.results.keep(line.number, place)
+        self.results.keep(line.number, span)
         if self.printer is not None:
-            self.printer.give(line.number, self.results.read(place))
+            self.printer.give(line.number, self.results.read(span))
 
 
 class Printer:
@@ -167,7 +177,7 @@ class Printer:
         self.is_json = is_json
         self.is_stream = False
         """Whether the text of the only sample of the only job is printed as it comes."""
-        self.has_many = True
+        self._has_many = True
         """Whether there are several jobs, whose texts are labelled."""
         self._is_ascii = is_json and not _knows_unicode(sys.stdout)
         self._expected: deque[int] = deque()
@@ -178,6 +188,11 @@ class Printer:
     def num_waiting(self) -> int:
         """Return the number of results that an earlier one, which is not there yet, keeps from being printed."""
         return len(self._ready)
+
+    def expect_no_more(self, *, has_one_sample: bool) -> None:
+        """Note that the job that was read is the only one: its text has no label, and that of one sample streams."""
+        self._has_many = False
+        self.is_stream = has_one_sample and not self.is_json
 
     def expect(self, number: int) -> None:
         """Note that this line comes next; lines are printed in this order."""
@@ -206,7 +221,7 @@ class Printer:
         else:
             for output in record.get("outputs", ()):
                 # The job's id and the sample's index label the text, each where there are several of it.
-                labels = [(record["id"], self.has_many), (output["index"], len(record["outputs"]) > 1)]
+                labels = [(record["id"], self._has_many), (output["index"], len(record["outputs"]) > 1)]
                 label = ".".join(str(name) for name, is_needed in labels if is_needed)
                 print(f"[{label}] {output['text']}", flush=True)
 
@@ -223,6 +238,6 @@ def _knows_unicode(stream: Any) -> bool:
     return encoding is None or codecs.lookup(encoding).name == "utf-8"
 
 
-def _told(error: str, failure: Exception | None) -> str:
-    """Return what the command's user reads of a failure: the message of the exception too."""
+def _message_with_cause(error: str, failure: Exception | None) -> str:
+    """Return an output's error with the text of the exception behind it, which the command's own user may see."""
     return error if failure is None or not str(failure) else f"{error}: {one_line(failure)}"

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
+from .flags import SAMPLING_DEFAULTS
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
 SHOWN_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 """Sampling parameters that the summary always shows; it shows the others if they differ from the default."""
-DEFAULTS = {name: getattr(SamplingParams(max_tokens=None), name) for name in FIELDS}
-"""The value of each sampling parameter that no flag, no model and no line gives."""
 
 
 class SamplingSummary:
@@ -49,8 +48,8 @@ class SamplingSummary:
             source = "flag" if name in self._flags else "model" if name in self._model_defaults else "default"
             if name in self._varying:
                 shown.append(f"{name} varies (lines of the file)")
-            elif name in SHOWN_PARAMS or source != "default" or value != DEFAULTS[name]:
-                known = {**DEFAULTS, **self._model_defaults, **self._flags}[name]
+            elif name in SHOWN_PARAMS or source != "default" or value != SAMPLING_DEFAULTS[name]:
+                known = {**SAMPLING_DEFAULTS, **self._model_defaults, **self._flags}[name]
                 shown.append(f"{name} {value} ({source if value == known else 'line'})")
         return " · ".join(shown)
 

@@ -12,8 +12,9 @@ from typing import Any
 from ..errors import QueueFullError
 from ..request import Request
 
-READ_AHEAD = 1000
-"""Requests that are read before the engine has begun them. The scheduling policy orders these."""
+MIN_READ_AHEAD = 1000
+"""Requests that are read before the engine has begun them; twice `max_num_seqs` if that is more. The scheduling policy
+orders these."""
 _END = object()
 
 
@@ -23,9 +24,9 @@ class RequestSource:
     def __init__(self, requests: Iterable[Request | None], *, max_num_seqs: int):
         """None among `requests` says that the next one is not there yet: it is asked for again later.
 
-        `max_num_seqs` is that of the engine, for which enough is read ahead that no step lacks work.
+        `max_num_seqs` is that of the engine: with twice as many requests read ahead, no step lacks work.
         """
-        self._iterator, self._max_waiting = iter(requests), max(READ_AHEAD, 2 * max_num_seqs)
+        self._iterator, self._max_waiting = iter(requests), max(MIN_READ_AHEAD, 2 * max_num_seqs)
         self._heap: list[tuple[Any, int, Request]] = []
         """(policy key, place in the order of reading, request) of those that were read and are not queued."""
         self._num_read, self._is_at_end = 0, False
@@ -36,7 +37,10 @@ class RequestSource:
         return self._is_at_end and not self._heap
 
     def read(self, num_waiting: int) -> None:
-        """Read requests until READ_AHEAD wait or none is there; `num_waiting` are queued already."""
+        """Read requests until `max(MIN_READ_AHEAD, 2 × max_num_seqs)` wait, or none is there.
+
+        `num_waiting` counts those that are queued already.
+        """
         while not self._is_at_end and len(self._heap) + num_waiting < self._max_waiting:
             request: Any = next(self._iterator, _END)
             if request is _END:
@@ -50,7 +54,7 @@ class RequestSource:
     def queue(self, add: Callable[[Request], Any], *, is_idle: bool) -> None:
         """Give the requests to `add` in the order of the policy until it raises QueueFullError.
 
-        In an engine that `is_idle` a queue without room stays so for ever: the error is raised.
+        With `is_idle` no running request will ever make room, so the error is raised.
         """
         while self._heap:
             try:

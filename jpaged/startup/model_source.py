@@ -45,7 +45,7 @@ UNUSED_GENERATION_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 Null means off for each of them; 20 is the maximum length that transformers wrote where none was set."""
 RANDOM_KEYS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-"""Those of them that only matter where tokens are drawn."""
+"""Keys of UNUSED_GENERATION_KEYS that have an effect only where tokens are drawn."""
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -64,7 +64,10 @@ class ModelSource:
 
     @property
     def identity(self) -> str:
-        """Return what tells the model from others: where its files are, or its name with the hub's revision."""
+        """Return a name that tells this model from others: its resolved path, or its hub name with the revision.
+
+        Files that change under the same path keep the same identity.
+        """
         if self.name in BUILTIN_MODELS:
             return self.name
         is_local = Path(self.name).expanduser().exists()
@@ -182,12 +185,9 @@ def _warn_of_unused(path: Path, data: Mapping[str, Any], *, is_random: bool) -> 
         if data.get(key) is not None and data[key] not in off_values and (is_random or key not in RANDOM_KEYS)
     ]
     if unused:
-        logger.warning(
-            "%s: not used: %s; give what you want of it with each request (max_tokens, presence_penalty, stop, …). "
-            "vLLM ends outputs at max_new_tokens, this engine does not",
-            path,
-            ", ".join(unused),
-        )
+        as_in_vllm = "; vLLM ends outputs at max_new_tokens, this engine does not" if "max_new_tokens" in data else ""
+        way_out = f"set what you need with each request (max_tokens, presence_penalty, stop, …){as_in_vllm}"
+        logger.warning("%s: keys that are not used: %s; %s", path, ", ".join(unused), way_out)
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:

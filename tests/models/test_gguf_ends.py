@@ -53,7 +53,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize(("kind", "wanted"), TYPES.values(), ids=TYPES.keys())
-def test_text_that_a_writer_may_mean_ends_nothing(kind, wanted):
+def test_the_type_of_a_token_decides_whether_its_text_ends_a_reply(kind, wanted):
     tokens = ["</s>", "<EOT>", "<|im_end|>"]
     assert [tokens[index] for index in ends(tokens, types=[kind] * 3)] == wanted
 

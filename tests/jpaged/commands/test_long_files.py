@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("shared_executables")
 def short_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the start look at four lines, and eight requests wait."""
     monkeypatch.setattr(command_module, "HEAD_JOBS", 4)
-    monkeypatch.setattr(request_source, "READ_AHEAD", 8)
+    monkeypatch.setattr(request_source, "MIN_READ_AHEAD", 8)
 
 
 def write(path: Path, lines: list[object]) -> Path:
@@ -85,7 +85,9 @@ def test_a_pipe_is_answered_while_it_stays_open(tiny: str) -> None:
     process = subprocess.Popen(
         command(*args), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    threading.Timer(60, process.kill).start()
+    timer = threading.Timer(60, process.kill)  # A hang must not block `readline` for ever.
+    timer.daemon = True
+    timer.start()
     assert process.stdin is not None
     assert process.stdout is not None
     for number in (1, 2, 3):
@@ -95,6 +97,7 @@ def test_a_pipe_is_answered_while_it_stays_open(tiny: str) -> None:
     process.stdin.close()
     assert process.wait(60) == 0
     assert process.stdout.read() == ""
+    timer.cancel()
 
 
 def test_a_closed_pipe_of_prompts_ends_the_start(tiny: str, tmp_path: Path) -> None:

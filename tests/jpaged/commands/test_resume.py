@@ -49,7 +49,7 @@ def test_a_killed_run_resumes_to_the_file_of_an_unbroken_one(
 
 
 @pytest.mark.slow
-def test_the_default_model_resumes_to_the_file_of_an_unbroken_run_too(tmp_path: Path) -> None:
+def test_the_default_model_resumes_to_the_file_of_an_unbroken_run(tmp_path: Path) -> None:
     """The file has 64 prompts of many lengths, half of them sampled, one of them bad."""
     prompts = tmp_path / "prompts.jsonl"
     workloads = json.loads((ROOT / "jpaged" / "commands" / "bench" / "workloads.json").read_text())

@@ -62,7 +62,7 @@ def test_a_tied_matrix_may_be_stored_as_the_head_alone(name, tmp_path):
     assert bits(load(GOLDEN / name, params={"step": 3, "params": tensors})) == wanted
 
 
-def test_so_may_that_of_orbax(tmp_path):
+def test_an_orbax_tree_may_store_a_tied_matrix_as_the_head_alone(tmp_path):
     tensors = load_file(GOLDEN / "llama_tied" / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
