@@ -196,6 +196,12 @@ def shown(value: Any) -> str:
         return f"a huge {type(value).__name__}"
 
 
+def shorten(value: object) -> str:
+    """Return Python's `ascii(value)` cut to 80 characters, which is safe to put into any error message."""
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def one_line(error: object, max_chars: int = 300) -> str:
     """Return the text of `error` on one line of at most `max_chars` characters."""
     text = " ".join(str(error).split())

@@ -107,8 +107,8 @@ class CheckedCache:
                 )
 
 
-def check_end(cache: Any, layers: tuple[AttentionLayer, ...]) -> Any:
-    """Return the cache inside of the one that a module has returned. ValueError unless all layers have attended."""
+def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:
+    """Raise ValueError unless `cache`, which a module has returned, is a CheckedCache in which all layers attended."""
     if not isinstance(cache, CheckedCache) or not cache.num_attended:
         raise ValueError("the model returns no cache with new keys and values, wanted the one that `attend` gave last")
     if cache.num_attended < len(layers):
@@ -116,4 +116,3 @@ def check_end(cache: Any, layers: tuple[AttentionLayer, ...]) -> Any:
             f"the model returns a cache with new keys and values of {cache.num_attended} layers, wanted those of the "
             f"spec's {len(layers)}: attend once in each, and return the cache that `attend` gave last"
         )
-    return cache.cache

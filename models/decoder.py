@@ -186,7 +186,8 @@ class Decoder(nnx.Module):
     def naming(cls, held: Collection[str], *, is_tied: bool = False) -> Callable[[str], str]:
         """Return the function from a tensor's name to that in a checkpoint, which holds tensors of the names `held`.
 
-        With `is_tied` the embedding and the head have the name of the other where only the other is held.
+        With `is_tied`, a checkpoint that holds only one of the embedding and the head gives its name for both, as
+        transformers ties a missing matrix to the one that is there.
         """
         bases = (*cls.other_bases, cls.base)
         # A model without its head, as transformers' base classes save it, has names without `base`.
@@ -200,19 +201,17 @@ class Decoder(nnx.Module):
             other = cls.other_names.get(name, name)
             return other if name not in held and other in held else name
 
-        if not is_tied:
+        embedding, head = cls.embedding_and_head(stored_name)
+        if not is_tied or (embedding in held) is (head in held):
             return stored_name
+        held_matrix, missing_matrix = (head, embedding) if head in held else (embedding, head)
+        return lambda name: held_matrix if stored_name(name) == missing_matrix else stored_name(name)
+
+    @classmethod
+    def embedding_and_head(cls, stored_name: Callable[[str], str]) -> tuple[str, str]:
+        """Return the names that a checkpoint has for the embedding and for the head; `stored_name` is of `naming`."""
         embedding, head = (stored_name(f"{cls.tensor_names[module]}.weight") for module in ("embed", "head"))
-        # transformers ties a missing matrix to the one that is there, whichever of the two it is.
-        aliases = {}
-        if (embedding in held) is not (head in held):
-            aliases = {embedding: head} if head in held else {head: embedding}
-
-        def tied_name(name: str) -> str:
-            stored = stored_name(name)
-            return aliases.get(stored, stored)
-
-        return tied_name
+        return embedding, head
 
     @classmethod
     def sources(cls, config: DecoderConfig) -> dict[str, Source]:

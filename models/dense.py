@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
-from .checked_cache import CheckedCache, check_end
+from .checked_cache import CheckedCache, check_all_layers_attended
 from .config.spec import ModelSpec
 
 
@@ -66,23 +66,22 @@ def dense_logits(
 ) -> Float[Array, "B N V"]:
     """Return the logits behind each token of B sequences.
 
-    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. ValueError for
-    one whose calls of `attend` differ from its `spec`, as engines refuse it. Sequences start
+    `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Sequences start
     at position 0 and may be padded at their ends, by any token ids; those that are padded in front need `positions_BN`,
-    and in `mask_BNN` which tokens each of them may see.
+    and in `mask_BNN` which tokens each of them may see. Raise ValueError if the module's calls of `attend` differ from
+    its `spec`; a module without a `ModelSpec` is not checked.
     """
     num_sequences, length = ids_BN.shape
     if positions_BN is None:
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
     none = jnp.zeros(0, jnp.int32)
     step = AttentionMetadata(positions_BN.reshape(-1), none, none, none, none, none, none, none)
-    attention: Any = DenseAttention(num_sequences, mask_BNN)
-    spec = getattr(model, "spec", None)
-    layers = spec.layers if isinstance(spec, ModelSpec) else None
-    attention = attention if layers is None else CheckedCache(attention, layers)
-    hidden_TD, attention = model(ids_BN.reshape(-1), attention, step)
-    if layers is not None:
-        check_end(attention, layers)
+    cache, spec = DenseAttention(num_sequences, mask_BNN), getattr(model, "spec", None)
+    if isinstance(spec, ModelSpec):
+        hidden_TD, returned = model(ids_BN.reshape(-1), CheckedCache(cache, spec.layers), step)
+        check_all_layers_attended(returned, spec.layers)
+    else:
+        hidden_TD, _ = model(ids_BN.reshape(-1), cache, step)
     return model.logits(hidden_TD).reshape(num_sequences, length, -1)
 
 

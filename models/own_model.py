@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -162,8 +161,9 @@ def _spec_fault(spec: ModelSpec) -> str | None:
             return f"{field} is {size!r}, wanted an integer ≥ 1"
     if not isinstance(spec.layers, tuple) or not spec.layers:
         return f"layers is {spec.layers!r}, wanted a tuple of AttentionLayer, one for each"
-    if fault := next(filter(None, map(partial(_layer_fault, spec.layers), range(len(spec.layers)))), None):
-        return fault
+    for index in range(len(spec.layers)):
+        if fault := _layer_fault(spec.layers, index):
+            return fault
     if odd := [layer for layer in spec.layers if layer.num_heads % layer.num_kv_heads]:
         return f"a layer has {odd[0].num_heads} heads for {odd[0].num_kv_heads} KV heads, wanted a multiple"
     if spec.dtype not in DTYPES:

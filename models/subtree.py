@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from .config.decoder import DecoderConfig
 from .families.table import model_class
@@ -13,31 +13,34 @@ DERIVED_TREES = frozenset({"opt", "optimizer", "mu", "nu", "momentum", "ema", "a
 
 
 def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
-    """Return what stands before the names of the model's tensors in a tree: `params.` in a whole training state.
+    """Return the prefixes under which a tree holds this model's tensors.
 
-    Nothing stands there in a tree that holds them without a prefix, or not at all: the list is empty. It has several
-    entries where nothing says which subtree is meant; see `likeliest`. A subtree is known by its embedding and its last
-    norm.
+    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`. The list is empty if the
+    names stand there without a prefix, or not at all. It has several entries if nothing says which subtree is meant,
+    see `likeliest_prefixes`. A subtree is known by its embedding and by its last norm, since a tied model may lack the
+    embedding, and any subtree may lack something that errors are to name.
     """
     model = model_class(config.architecture)
+    embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
+    if any(model.naming(names)(anchor) in names for anchor in (embedding, norm)):
+        return []
     bases = *model.other_bases, model.base
+    found = _prefixes_of(names, [base + embedding.removeprefix(model.base) for base in (*bases, "")])
+    found |= _prefixes_of(names, [base + norm.removeprefix(model.base) for base in bases])
+    # A norm without a base may be another model's: it counts where nothing else is found.
+    return likeliest_prefixes(found or _prefixes_of(names, [norm.removeprefix(model.base)]))
+
+
+def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]:
+    """Return what stands before the first of these ends in each name that has one, in the order of the names."""
     found: dict[str, None] = {}
-    # A tied model may lack its embedding, and any subtree may lack something: what is missing is said later. A norm
-    # without a base may be another model's.
-    for module, own_bases in ("embed", (*bases, "")), ("norm", bases), ("norm", ("",)):
-        anchor = f"{model.tensor_names[module]}.weight"
-        if model.naming(names)(anchor) in names:
-            return []
-        if found and own_bases == ("",):
-            break
-        ends = [base + anchor.removeprefix(model.base) for base in own_bases]
-        for name in names:
-            if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
-                found[name.removesuffix(end)] = None
-    return likeliest(found)
+    for name in names:
+        if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
+            found[name.removesuffix(end)] = None
+    return found
 
 
-def likeliest(prefixes: Collection[str]) -> list[str]:
+def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
     """Return those of the prefixes of equal subtrees that may be the model's, sorted.
 
     Averages and an optimizer's are passed over where there are others, and then all but those on the highest level.
@@ -47,7 +50,7 @@ def likeliest(prefixes: Collection[str]) -> list[str]:
     return sorted(prefix for prefix in kept if prefix.count(".") == level)
 
 
-def ambiguity(prefixes: Collection[str]) -> str:
+def ambiguity_message(prefixes: Collection[str]) -> str:
     """Return in words that several subtrees fit, and the way out."""
     subtrees = ", ".join(prefix.removesuffix(".") for prefix in prefixes)
     return f"{len(prefixes)} subtrees hold tensors of the model: {subtrees}; give one of them alone"

@@ -3,8 +3,8 @@
     python -m venv old && old/bin/pip install 'transformers==4.57.*' sentencepiece protobuf jinja2
     old/bin/python scripts/make_tokenizer_goldens.py TOKENIZERS TEMPLATES MISTRAL tests/golden/tokenizers.json.xz
 
-TOKENIZERS has a directory for each tokenizer and TEMPLATES has `.jinja` files: the tests fetch both into the user's
-cache, beside which `tests/jpaged/text/published_tokenizers.py` says where they come from. MISTRAL is
+TOKENIZERS has a directory for each tokenizer and TEMPLATES has `.jinja` files:
+`tests/jpaged/text/published_tokenizers.py` downloads both into the user's cache, and names their sources. MISTRAL is
 the SentencePiece model of Mistral v0.3 (`mistral_common/data/mistral_instruct_tokenizer_240323.model.v3` in the wheel
 mistral-common 1.13.1), without which transformers 4.57 refuses `add_prefix_space` there. A variant is a directory of
 the same vocabulary whose tokenizer_config.json, or the steps around the model in whose tokenizer.json, differ.
@@ -118,15 +118,16 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 def texts() -> list[str]:
-    """Return the texts; the first ones after the first are those of the variants."""
+    """Return the 240 texts: those written above, then random joins of PIECES from a fixed seed."""
     rng = random.Random(240)
     made = ["".join(rng.choices(PIECES, k=rng.randint(3, 24))) for _ in range(NUM_TEXTS - len(WRITTEN))]
     return [*WRITTEN, *made]
 
 
 def variant_texts() -> list[str]:
-    some = random.Random(20).sample(texts(), NUM_VARIANT_TEXTS - 4)
-    return [*some, "Hello", " Hello fox", "a</s><s>b", "Héllo HELLO 你好"]
+    """Return a sample of `texts()`, and four texts that show prefix spaces, special tokens and accents."""
+    sample = random.Random(20).sample(texts(), NUM_VARIANT_TEXTS - 4)
+    return [*sample, "Hello", " Hello fox", "a</s><s>b", "Héllo HELLO 你好"]
 
 
 def chats() -> list[list[dict[str, Any]]]:
@@ -193,7 +194,7 @@ def ids_of(
 
 def variants(name: str, config: dict[str, Any], file: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return name → what is put into tokenizer_config.json (`config`), and into tokenizer.json (`file`)."""
-    found = {name: {"config": flags} for name, flags in FLAGS.items()}
+    found = {label: {"config": flags} for label, flags in FLAGS.items()}
     if name == "mistral":  # Converted from the SentencePiece model, transformers 4.57 counts 24 tokens twice.
         del found["a special token of its own"]
     if name == "llama2":

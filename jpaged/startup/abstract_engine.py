@@ -28,7 +28,7 @@ from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
-from ..step.compile_plan import Key, in_32_bits
+from ..step.compile_plan import Key, without_x64
 from ..step.programs import ProgramOptions, Programs, cache_arrays
 from ..step.step import trial
 from ..step.step_inputs import StepInputBuilder
@@ -105,19 +105,18 @@ class AbstractEngine:
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None
         cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)
-        options: dict[str, Any] = {
-            "hidden_size": self.model.hidden_size,
-            "options": ProgramOptions(settings, self.num_decode_steps, num_host_blocks),
-        }
+        options = ProgramOptions(settings, self.num_decode_steps, num_host_blocks)
         weights = self.weights(sizes.dtype)
         if isinstance(self.model, OwnModel):
-            return self._checked_programs(weights, cache, builder, **options)
-        return Programs(weights, cache, self.mesh, builder, **options)
+            weights = replace(weights, stream_dtype=self._checked_stream_dtype(weights, cache, builder))
+        programs = Programs(weights, cache, self.mesh, builder, hidden_size=self.model.hidden_size, options=options)
+        if isinstance(self.model, OwnModel):
+            for name, run, arguments in programs.programs_to_trace():
+                self._traced(f"its {name} program", run, *arguments)
+        return programs
 
-    def _checked_programs(
-        self, weights: Weights, cache: PagedCache, builder: StepInputBuilder, **options: Any
-    ) -> Programs:
-        """Return the programs of a caller's own model, each kind of which has been traced.
+    def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> Any:
+        """Trace a caller's own model in steps of all sizes; return the dtype that its hidden states are kept in.
 
         Raises ModelLoadError if the model cannot be traced in one of them, does not attend as its spec says, or returns
         other shapes.
@@ -125,30 +124,28 @@ class AbstractEngine:
         spec, buckets = self.model.spec, builder.buckets
         paged = replace(cache, pages=cache_arrays(cache.layout, self.mesh))
         tables = jax.ShapeDtypeStruct(builder.tables.shape, jnp.int32)
-        kinds = [(size, False) for size in buckets.forward_tokens]
-        kinds += [(size, True) for size in dict.fromkeys((*buckets.forward_decode_tokens, *buckets.decode_sizes))]
-        found = {}
-        for kind in sorted(kinds):
-            layout = builder.layouts[kind]
+        layout_keys = {(size, False) for size in buckets.forward_tokens}
+        layout_keys |= {(size, True) for size in (*buckets.forward_decode_tokens, *buckets.decode_sizes)}
+        layouts = [builder.layouts[key] for key in sorted(layout_keys)]
+        dtypes = set()
+        for layout in layouts:
             packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             step = partial(trial, weights.graph, layout, spec.layers)
-            found[kind] = self._traced("a step of it", step, weights.state, paged, tables, packed)
-            _check_floats("hidden states", found[kind], (layout.num_tokens, spec.hidden_size))
-        dtypes = {jnp.dtype(one.dtype) for one in found.values()}
+            hidden = self._traced("a step of it", step, weights.state, paged, tables, packed)
+            _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
+            dtypes.add(jnp.dtype(hidden.dtype))
+        # Steps of different sizes may give different dtypes: float32 holds the values of all.
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
-        programs = Programs(replace(weights, stream_dtype=stream_dtype), cache, self.mesh, builder, **options)
-        for num_rows in sorted({*buckets.num_samples, *(builder.layouts[kind].num_rows for kind in kinds)}):
+        for num_rows in sorted({*buckets.num_samples, *(layout.num_rows for layout in layouts)}):
             hidden = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), stream_dtype)
             logits = self._traced("its `logits`", partial(_logits, weights.graph), weights.state, hidden)
             _check_floats("logits", logits, (num_rows, spec.vocab_size))
-        for name, run, arguments in programs.kinds():
-            self._traced(f"its {name} program", run, *arguments)
-        return programs
+        return stream_dtype
 
     def _traced(self, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
         """Return the shapes that a function of a caller's own model gives; ModelLoadError if it cannot be traced."""
         try:
-            with in_32_bits(), jax.set_mesh(self.mesh):
+            with without_x64(), jax.set_mesh(self.mesh):
                 return jax.eval_shape(run, *arguments)
         except Exception as error:  # A caller's code may raise anything.
             reason = f"{type(error).__name__}: {one_line(error)}"
@@ -178,7 +175,7 @@ def _check_floats(name: str, found: Any, shape: tuple[int, ...]) -> None:
     if getattr(found, "shape", None) != shape:
         raise ModelLoadError(f"model: its {name} are {shown(found)}, its spec wants the shape {shape}")
     if not jnp.issubdtype(found.dtype, jnp.floating):
-        raise ModelLoadError(f"model: its {name} are {shown(found)}, wanted floats")
+        raise ModelLoadError(f"model: its {name} are {shown(found)}, wanted floats; cast them, for example to float32")
 
 
 class StepMemoryCheck:

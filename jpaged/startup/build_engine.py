@@ -37,7 +37,7 @@ from ..scheduling.request_queue import POLICIES, QueueLimits
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..sharding import device_mesh, devices_of_a_chip, select_devices
-from ..step.compile_plan import CompilePlan, in_32_bits
+from ..step.compile_plan import CompilePlan, without_x64
 from ..step.programs import ALLOCATE_KEY
 from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
@@ -275,7 +275,7 @@ def _checked_engine(
     if engine.backend.check_guard is CheckGuard.CHILD:
         failure = check_in_subprocess(check_request(config, model, type(engine.backend), device.platform))
     else:
-        with in_32_bits():
+        with without_x64():
             failure = find_failure(engine.backend, model, step.dtype, step.kv_cache_dtype, step.block_size, device)
     if failure is None:
         return engine, sizes, str(choice)
@@ -291,7 +291,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
     row, argument = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     for processor in processors:
         try:
-            with in_32_bits():
+            with without_x64():
                 made = jax.eval_shape(processor.apply, row, *[argument] * len(processor.arguments))
         except Exception as error:  # A user's code may raise anything.
             raise ConfigError(

@@ -182,7 +182,7 @@ class CompilePlan:
 
     def _compile(self, key: Key) -> jax.stages.Compiled:
         try:
-            with in_32_bits():
+            with without_x64():
                 compiled = (self.programs.get(key) or self._occasional[key])().compile()
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
@@ -197,7 +197,7 @@ class CompilePlan:
             self.num_outside += 1
 
 
-def in_32_bits() -> AbstractContextManager[None]:
+def without_x64() -> AbstractContextManager[None]:
     """Return a context in which JAX traces without x64, whatever the process has set.
 
     An engine's arrays are of 32 bits at most, and its kernels are written for indices of 32 bits. `jax_enable_x64`

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import jax
@@ -159,12 +159,13 @@ class Programs:
         run.__name__ = "_".join(map(str, _forward_key(layout.num_tokens, layout.decodes_only)))
         return jax.jit(run, donate_argnums=1).lower(tuple(leaves), self.state, self._shape((layout.size,), jnp.int32))
 
-    def kinds(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+    def programs_to_trace(self) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
         """Yield one program of each kind that draws tokens, to be traced: its name, the function and its arguments."""
         mode = self._buckets.modes[0]
         yield "sample", *self._sample_program(self._buckets.sample_sizes(mode)[0], mode)
-        decodes = (key for key in self.lower if isinstance(key, tuple) and key[0] == "decode")
-        for _, size, mode in islice(decodes, 1):
+        decode: Any = next((key for key in self.lower if isinstance(key, tuple) and key[0] == "decode"), None)
+        if decode is not None:
+            _, size, mode = decode
             yield "decode", *self._decode_program(self._layouts[size, True], mode)
 
     def _decode_program(self, layout: StepLayout, mode: SampleMode) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -24,7 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ..models.checked_cache import CheckedCache, check_end
+from ..models.checked_cache import CheckedCache, check_all_layers_attended
 from ..models.config.spec import AttentionLayer
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -107,7 +107,7 @@ def trial(
     view, model = layout.view(packed), _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
     hidden_TD, new = model(view["token_ids"], CheckedCache(cache, layers), step)
-    check_end(new, layers)
+    check_all_layers_attended(new, layers)
     return hidden_TD
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..checks import one_line
+from ..checks import one_line, shorten
 from ..errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -173,9 +173,3 @@ def _content_text(content: object, name: str) -> str:
 
 def _bad_messages(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="messages")
-
-
-def shorten(value: object) -> str:
-    """Return Python's `ascii(value)` cut to 80 characters, which is safe to put into any error message."""
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."

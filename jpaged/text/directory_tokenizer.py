@@ -274,8 +274,9 @@ def _token(value: Any) -> AddedToken:
 def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _Rules, *, is_converted: bool) -> None:
     """Set whether a space is put before a text.
 
-    A class sets the flag of a pre-tokenizer that is a single step and has one, to false if the option is not there. An
-    option that is null leaves the flag as it is.
+    Every class sets the flag of a pre-tokenizer that is a single step and has one, to false if the option is not there;
+    an option that is null leaves the flag as it is. Cohere and Bloom set it in each step of a sequence too. Llama
+    rebuilds all steps around a SentencePiece model.
     """
     adds_space = fields.boolean("add_prefix_space", False)
     is_set = fields.has("add_prefix_space")
@@ -285,6 +286,7 @@ def _apply_prefix_space(backend: tokenizers.Tokenizer, fields: Fields, rules: _R
         kind = getattr(pre_tokenizers, state.pop("type"))
         backend.pre_tokenizer = kind(**{**state, "add_prefix_space": adds_space})
     elif state is not None and adds_space and rules.nests_prefix_space:
+        # The package `tokenizers` cannot change a step inside of a sequence, so the file is edited.
         file = json.loads(backend.to_str())
         for step in file["pre_tokenizer"].get("pretokenizers", ()):
             step |= {"add_prefix_space": True} if "add_prefix_space" in step else {}

@@ -17,9 +17,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from ..checks import shorten
 from ..errors import ModelLoadError
 from ..models.io.fields import Fields
-from .chat_messages import shorten
 
 KEY = "tokenizer.ggml."
 OTHER_SOURCE = "use the model's Hugging Face directory instead"

@@ -19,10 +19,9 @@ from typing import Any
 
 import tokenizers
 
-from ..checks import one_line
+from ..checks import one_line, shorten
 from ..errors import InvalidRequestError, ModelLoadError
 from ..models.io.gguf import GGUFFile, read_gguf
-from .chat_messages import shorten
 from .chat_template import render_chat_template
 from .directory_tokenizer import (
     FETCH_AGAIN,

@@ -61,8 +61,8 @@ class DecoderConfig:
     """The content of config.json that this was read from, for `save_checkpoint`."""
 
     @property
-    def may_lack_head(self) -> bool:
-        """Return whether the embedding is the output matrix of weights that hold one of the two alone."""
+    def may_store_one_matrix(self) -> bool:
+        """Return whether weights may hold only one of the embedding and the head, which then serves as both."""
         return self.tie_word_embeddings or self.has_head_though_tied
 
     def shares(self, num_shards: int) -> Shares:

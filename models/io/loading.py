@@ -28,7 +28,7 @@ from ..config.decoder import DecoderConfig
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..layers import Axes, WeightMaker
-from ..subtree import ambiguity, model_prefixes
+from ..subtree import ambiguity_message, model_prefixes
 from .checkpoint import Checkpoint
 from .recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
 
@@ -171,7 +171,7 @@ def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> 
 def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
     """Return how the weights are made of this checkpoint's tensors."""
     model = model_class(config.architecture)
-    stored_name = model.naming(checkpoint.names(), is_tied=config.may_lack_head)
+    stored_name = model.naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
     return make_recipes(abstract.state, model.sources(config), stored_name)
 
 
@@ -183,7 +183,7 @@ def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint
         held -= {model.naming(held)(f"{model.tensor_names['head']}.weight")} - wanted
     if missing := sorted(wanted - held):
         if len(prefixes := model_prefixes(checkpoint.names(), config)) > 1:
-            raise ModelLoadError(f"{checkpoint.path}: {ambiguity(prefixes)}")
+            raise ModelLoadError(f"{checkpoint.path}: {ambiguity_message(prefixes)}")
         fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
         if held.isdisjoint(wanted):
             first = repr(min(held)) if held else "no tensor"

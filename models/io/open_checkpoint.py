@@ -64,7 +64,7 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
     """Return the config with the dtype of the checkpoint where it names none, and untied where two matrices differ."""
     model, names = model_class(config.architecture), checkpoint.names()
     stored_name = model.naming(names, is_tied=config.tie_word_embeddings)
-    embedding, head = (stored_name(f"{model.tensor_names[module]}.weight") for module in ("embed", "head"))
+    embedding, head = model.embedding_and_head(stored_name)
     if embedding not in names:
         return config  # `check_tensors` says so.
     if not (config.source.get("dtype") or config.source.get("torch_dtype")):

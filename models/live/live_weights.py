@@ -29,7 +29,7 @@ from ..io.checkpoint import DTYPES
 from ..io.loading import Weights
 from ..io.recipe import Path, Piece, make_recipes
 from ..own_model import with_value
-from ..subtree import ambiguity, likeliest, model_prefixes
+from ..subtree import ambiguity_message, likeliest_prefixes, model_prefixes
 from .tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree, named_arrays
 
 Key = Hashable
@@ -117,18 +117,20 @@ class LiveWeights:
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of the model, of a tree that may be a whole training state.
 
-        See `model_prefixes` for the names of checkpoints. Of the engine's own paths most must stand in a subtree.
+        A tree has the engine's own paths or the names of checkpoints. A prefix is one of the first kind if more than
+        half of the engine's paths stand under it; otherwise `model_prefixes` looks for the second. Raise ModelLoadError
+        if several prefixes fit.
         """
         own = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
         starts = (name[:start] for name in arrays for start in _starts_of_parts(name) if name[start:] in own)
         found = [start for start, count in Counter(starts).items() if 2 * count > len(own)]
         config = self.abstract.config
         if found:
-            prefixes = [] if "" in found else likeliest(found)
+            prefixes = [] if "" in found else likeliest_prefixes(found)
         else:
             prefixes = [] if config is None else model_prefixes(arrays, config)
         if len(prefixes) > 1:
-            raise ModelLoadError(f"params: {ambiguity(prefixes)}")
+            raise ModelLoadError(f"params: {ambiguity_message(prefixes)}")
         prefix = prefixes[0] if prefixes else ""
         return {name.removeprefix(prefix): leaf for name, leaf in arrays.items() if name.startswith(prefix)}
 
@@ -234,8 +236,7 @@ class LiveWeights:
         if config is None or not config.tie_word_embeddings:
             return None
         model = model_class(config.architecture)
-        stored_name = model.naming(names, is_tied=True)
-        embedding, head = (stored_name(f"{model.tensor_names[module]}.weight") for module in ("embed", "head"))
+        embedding, head = model.embedding_and_head(model.naming(names, is_tied=True))
         if head == embedding or head not in names:
             return None
         dtype = next(leaf.dtype for path, leaf in self._leaves.items() if path[0] == "embed")
@@ -259,7 +260,7 @@ class LiveWeights:
             return {}
         model = model_class(config.architecture)
         recipes = make_recipes(
-            self.abstract.state, model.sources(config), model.naming(held, is_tied=config.may_lack_head)
+            self.abstract.state, model.sources(config), model.naming(held, is_tied=config.may_store_one_matrix)
         )
         tensors, stacked = {}, {}
         for path, pieces in recipes.pieces.items():

@@ -38,8 +38,8 @@ class Twin:
     """A matrix that a tree may hold twice, and that the model has once: both must be equal as the model keeps them."""
 
     name: str
-    of: str
-    """Name of the matrix that is read."""
+    kept_name: str
+    """Name of the equal matrix, which is read."""
     dtype: Any
     """The dtype of the model's weight."""
 
@@ -84,7 +84,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     """
     twin, shapes = wanted.twin, dict(wanted.shapes)
     if twin is not None:
-        shapes[twin.name] = shapes[twin.of]
+        shapes[twin.name] = shapes[twin.kept_name]
     faults = [
         *_listed("missing", shapes.keys() - arrays.keys()),
         *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
@@ -97,10 +97,10 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     mixed = [names for names in parts if len({sound[name].dtype for name in names if name in sound}) > 1]
     faults += _listed("of another dtype than other parts of one weight", {name for names in mixed for name in names})
     faults += _listed("holding a NaN or an infinity", set(_not_finite(sound)))
-    if twin is not None and not misfits.keys() & {twin.name, twin.of} and twin.of in kept:
-        if not _are_equal(kept[twin.name], kept[twin.of], twin.dtype):
+    if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in kept:
+        if not _are_equal(kept[twin.name], kept[twin.kept_name], twin.dtype):
             faults.append(
-                f"{twin.name} differs from {twin.of}, wanted equal ones: this engine has one matrix for both "
+                f"{twin.name} differs from {twin.kept_name}, wanted equal ones: this engine has one matrix for both "
                 "(tie_word_embeddings), so start an engine with these params, or with hf_overrides "
                 "{'tie_word_embeddings': False}"
             )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jpaged.models.checked_cache import CheckedCache, check_end
+from jpaged.models.checked_cache import CheckedCache, check_all_layers_attended
 from jpaged.models.config.spec import AttentionLayer
 from jpaged.models.dense import DenseAttention
 from jpaged.models.io.loading import abstract_weights
@@ -28,7 +28,7 @@ def test_a_decoder_attends_as_its_spec_says(name):
     def run(state, ids):
         step = AttentionMetadata(ids, *[jnp.zeros(0, jnp.int32)] * 7)
         hidden, cache = nnx.merge(weights.graph, state)(ids, CheckedCache(DenseAttention(1), layers), step)
-        check_end(cache, layers)
+        check_all_layers_attended(cache, layers)
         return hidden
 
     ids = jax.ShapeDtypeStruct((4,), jnp.int32)
