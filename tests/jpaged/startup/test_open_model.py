@@ -43,7 +43,7 @@ def test_the_built_in_model_has_the_sampling_of_its_model_card():
     found = open_model(EngineConfig())
     assert found.source.name == "smollm2-135m"
     assert found.tokenizer.vocab_size == found.config.vocab_size == 49152
-    assert found.eos_token_ids == {2, 0}
+    assert found.eos_token_ids == {2, 0, 4}
     assert found.ends == "2 (<|im_end|>), 0 (<|endoftext|>), 4 (<reponame>)"
     assert found.sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
     assert open_model(EngineConfig(generation_config="none")).sampling_defaults == {}
