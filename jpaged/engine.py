@@ -121,6 +121,7 @@ class Engine(StepEngine):
         The rest is as in `generate`.
         """
         self._check_ready(call)
+        self._last_fault = None  # Each call logs its first failure with a traceback.
         if on_error not in ("raise", "return"):
             raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
         if self.requests:

@@ -101,8 +101,8 @@ class StepEngine:
         self._num_requests = self._num_prompt_tokens = 0
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._is_open, self._is_computing = True, False
-        self._last_failure = ""
-        """Type and text of the failure whose traceback was logged last."""
+        self._last_fault: tuple[str, str, int] | None = None
+        """The fault whose traceback was logged, or raised, last."""
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
         self._live, self._versions = parts.live, WeightVersions(self.scheduler)
@@ -161,7 +161,7 @@ class StepEngine:
         try:
             changed = self._advance()
         except Exception as error:
-            self._last_failure = _failure_text(error)  # Its caller has it now: it is not logged as well.
+            self._last_fault = _fault_of(error)  # Its caller has the traceback now: the log needs none.
             raise
         outputs = [output for request in changed if (output := self._output_of(request)) is not None]
         for request in changed:
@@ -207,16 +207,16 @@ class StepEngine:
     def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
         """Log the exception that has ended a request, with its traceback.
 
-        One fault may end many requests: if the failure logged last has the same type and text, the traceback is left
-        out, and without `is_repeat_logged` the line too.
+        One fault may end many requests: if the failure logged last has the same type and comes from the same line of
+        code, the traceback is left out, and without `is_repeat_logged` the log has nothing of it.
         """
         if (failure := request.failure) is None:
             return
-        text = _failure_text(failure)
-        is_repeat, self._last_failure = text == self._last_failure, text
+        fault = _fault_of(failure)
+        is_repeat, self._last_fault = fault == self._last_fault, fault
         if is_repeat_logged or not is_repeat:
-            traced = None if is_repeat else failure
-            logger.error("request %s failed: %s", request.request_id, one_line(text), exc_info=traced)
+            text, traced = f"{type(failure).__name__}: {one_line(failure)}", None if is_repeat else failure
+            logger.error("request %s failed: %s", request.request_id, text, exc_info=traced)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has outputs to come."""
@@ -451,5 +451,10 @@ class StepEngine:
         self.scheduler.ended.pop(request, None)
 
 
-def _failure_text(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"
+def _fault_of(failure: BaseException) -> tuple[str, str, int]:
+    """Return what equal failures have in common: the type of the exception, and the line that has raised it."""
+    traceback = failure.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    place = ("", 0) if traceback is None else (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+    return type(failure).__name__, *place

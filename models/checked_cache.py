@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Float
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
@@ -55,7 +56,7 @@ class CheckedCache:
         self._check_options(layer, window, soft_cap)
         self._check_heads(layer, q, k, v, step)
         options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-        out, cache = self.cache.attend(layer, q, k, v, step, **options)
+        out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
         return out, replace(self, cache=cache, num_attended=self.num_attended + 1)
 
     def _check_layer(self, layer: Any) -> None:
@@ -105,6 +106,29 @@ class CheckedCache:
                 raise ValueError(
                     f"attend: got {got} in layer {layer}, its spec wants {list(shape)} for {num_tokens} tokens"
                 )
+
+
+@jax.jit
+def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+    """Return its argument: its name in a jaxpr tells where a module attends."""
+    return q
+
+
+def num_attention_calls(jaxpr: Jaxpr) -> int:
+    """Return how often a step attends that was traced with a CheckedCache; of branches, the one with the most counts.
+
+    The cache itself cannot count a call whose cache is dropped: another call may begin with the cache from before.
+    """
+    num_calls = 0
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == _attention_call.__name__:
+            num_calls += 1
+            continue
+        values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
+        inner = (part.jaxpr if isinstance(part, ClosedJaxpr) else part for parts in values for part in parts)
+        counts = [num_attention_calls(part) for part in inner if isinstance(part, Jaxpr)]
+        num_calls += max(counts, default=0) if equation.primitive.name == "cond" else sum(counts)
+    return num_calls
 
 
 def check_all_layers_attended(cache: Any, layers: tuple[AttentionLayer, ...]) -> None:

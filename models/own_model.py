@@ -6,8 +6,10 @@ the scores of chosen rows of them, and `spec` is a `ModelSpec`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Self
 
 import jax
@@ -118,7 +120,8 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
             raise ModelLoadError(f"model: {name}.{key} is a {type(value).__name__}, wanted an array")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             fault = f"holds {value.dtype}, wanted floats"
-            raise ModelLoadError(f"model: {name}.{key} {fault}: build it without random streams and counters")
+            way_out = "build it without random streams and counters, and make constants inside of its calls"
+            raise ModelLoadError(f"model: {name}.{key} {fault}: {way_out}")
         if not isinstance(value, jax.ShapeDtypeStruct):
             arrays[key] = value
         dtype = jnp.float32 if value.dtype == np.float64 else value.dtype  # An engine computes in 32 bits.
@@ -135,9 +138,9 @@ def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:
     """Return what is wrong with the window, the cap or the pages of a layer; None if nothing is."""
     layer, name = layers[index], f"layers[{index}]"
     window, soft_cap, owner = layer.window, layer.soft_cap, layer.pages_of
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if window is not None and (not isinstance(window, Integral) or isinstance(window, bool) or window < 1):
         return f"{name}.window is {window!r}, wanted an integer ≥ 1, or None for full attention"
-    if soft_cap is not None and (not isinstance(soft_cap, int | float) or soft_cap <= 0):
+    if soft_cap is not None and not (isinstance(soft_cap, int | float) and 0 < soft_cap < math.inf):
         return f"{name}.soft_cap is {soft_cap!r}, wanted a number above 0, or None"
     if owner is None:
         return None

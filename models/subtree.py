@@ -41,13 +41,8 @@ def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]
 
 
 def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
-    """Return those of the prefixes of equal subtrees that may be the model's, sorted.
-
-    Averages and an optimizer's are passed over where there are others, and then all but those on the highest level.
-    """
-    kept = [one for one in prefixes if DERIVED_TREES.isdisjoint(re.split(r"[._]", one.lower()))] or list(prefixes)
-    level = min((prefix.count(".") for prefix in kept), default=0)
-    return sorted(prefix for prefix in kept if prefix.count(".") == level)
+    """Return those of the prefixes of equal subtrees that may be the model's, sorted: no averages or optimizer's."""
+    return sorted(one for one in prefixes if DERIVED_TREES.isdisjoint(re.split(r"[._]", one.lower())))
 
 
 def ambiguity_message(prefixes: Collection[str]) -> str:

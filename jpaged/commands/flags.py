@@ -31,6 +31,15 @@ FIRST_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "
 """Sampling parameters that --help shows first, because most users want them."""
 
 
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one, which would hide the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, f"got {shown(values)} too, allowed: one; run the command for each")
+        setattr(namespace, self.dest, values)
+
+
 class FlagParser(argparse.ArgumentParser):
     """A parser that raises ConfigError where argparse would print its usage and exit with status 2."""
 
@@ -48,7 +57,8 @@ def generate_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; - reads one from stdin")
     parser.add_argument("-p", "--prompt", action="append", default=[], help="a prompt (repeatable)")
-    parser.add_argument("--prompt-file", metavar="F", help=".txt: a prompt per line; .jsonl: an object per line")
+    help = ".txt: a prompt per line; .jsonl: an object per line; - or a pipe: an object per line"
+    parser.add_argument("--prompt-file", metavar="F", action=_Once, help=help)
     parser.add_argument("-o", "--output", metavar="F", help="write JSON lines here, one per request, in input order")
     parser.add_argument("--resume", action="store_true", help="go on with what is missing from the output file")
     parser.add_argument("--json", action="store_true", help="write the JSON lines to stdout")

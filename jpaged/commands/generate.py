@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from .flags import SAMPLING_DEFAULTS, beam_flags, engine_config, parse_generate, sampling_flags
 from .jobs import Job, JobReader, read_prompts
-from .lines import LineSource
+from .lines import LineSource, stat_of
 from .process import interrupts_held, run_command
 from .progress import ProgressReport, say, seconds_since_start
 from .results import ResultFile
@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> int:
     flags, beams = sampling_flags(args), beam_flags(args)
     _check_flags(args, flags, beams)
     prompts = read_prompts(args)
-    prompt_file = None if args.prompt_file is None else Path(args.prompt_file)
+    prompt_file = None if args.prompt_file is None else stat_of(args.prompt_file)
     results = None if args.output is None else ResultFile(Path(args.output), prompt_file=prompt_file)
     template = None if args.chat_template is None else _read_template(args.chat_template)
     lines = None if args.prompt_file is None else LineSource(args.prompt_file)
@@ -65,7 +65,7 @@ def _run(argv: list[str]) -> int:
     with closing(lines) if lines else nullcontext(), closing(results) if results else nullcontext():
         handle = open_model(config)
         reader = _job_reader(args, config, handle, flags, beams, template)
-        options = _options_key(config, handle, reader)
+        options = _options_key(config, handle, reader, "arguments" if lines is None else lines.format)
         finished = FinishedRecords(results.path, options) if results and args.resume else None
         reader = replace(reader, finished=finished)
         printer = Printer(is_json=args.json) if args.json or results is None else None
@@ -136,8 +136,10 @@ def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[de
     if lines is not None:
         lines.wait_for(lambda: PAUSE_S if head else None)
     for job in jobs:
-        if job is None:
+        if job is None and head:
             return head, False
+        if job is None:
+            continue
         head.append(job)
         if len(head) == HEAD_JOBS:
             return head, False
@@ -177,9 +179,9 @@ def _job_reader(
     )
 
 
-def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader) -> str:
+def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, line_format: str) -> str:
     """Return the key of the options that results are bound to: which model, how it is asked, how it samples."""
-    source, tokenizer = handle.source, handle.tokenizer
+    source, tokenizer, beams = handle.source, handle.tokenizer, reader.beams
     assert source is not None, "a command serves models from files"
     template = reader.encoder.chat_template or (tokenizer.chat_template if tokenizer is not None else None)
     return options_key(
@@ -189,10 +191,11 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader) -
             "hf_overrides": config.hf_overrides,
             "logprobs_mode": config.logprobs_mode,
             "sampling": {**SAMPLING_DEFAULTS, **reader.defaults},
-            "beams": reader.beams,
+            "beams": None if beams is None else vars(BeamSearchParams(**{"max_tokens": None, **beams})),
             "use_chat": reader.use_chat,
             "system": reader.system,
             "template": template,
+            "format": line_format,
         }
     )
 

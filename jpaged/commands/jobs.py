@@ -244,7 +244,10 @@ def _id_of_known_line(line: bytes, number: int) -> str | int | None:
     try:
         id_ = _LINE_ID_DECODER.decode(line).id
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        try:  # Python takes what msgspec refuses, such as a byte-order mark and lone surrogates.
+            return _read_id(_parsed_record(_decoded(line)), number)
+        except InvalidRequestError:
+            return None
     return number if id_ is None else id_
 
 

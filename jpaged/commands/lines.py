@@ -102,6 +102,14 @@ class LineSource:
         return True
 
 
+def stat_of(name: str) -> os.stat_result | None:
+    """Return the `stat` of a prompt file, or of stdin for `-`; None if it cannot be had."""
+    try:
+        return os.fstat(0) if name == STDIN else os.stat(name)
+    except OSError:
+        return None
+
+
 def _open(name: str) -> tuple[int, LineFormat]:
     """Return a descriptor of a prompt file and what its lines are."""
     path = Path(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -52,29 +53,53 @@ class ResultFile:
     Of a record that was written, only its line's number and its span in the file are kept: 20 bytes.
     """
 
-    def __init__(self, path: Path, *, prompt_file: Path | None = None):
-        """Check the path; raise ConfigError if it cannot be written. Nothing is created or changed before `start`."""
-        is_file = path.is_file() or not path.exists()
-        self.path = path.resolve()
+    def __init__(self, path: Path, *, prompt_file: os.stat_result | None = None):
+        """Check the path; raise ConfigError if it cannot be written, or is the prompt file, whose `stat` may be given.
+
+        Nothing is created or changed before `start`.
+        """
+        is_there, self.path = path.exists(), path.resolve()
         folder = self.path.parent
-        if not is_file or (path.exists() and not os.access(path, os.W_OK)):
+        if is_there and not (path.is_file() and os.access(path, os.W_OK)):
             way_out = "give another name, or --json to write the lines to stdout"
             raise ConfigError(f"--output: {path} is no regular file that can be written; {way_out}")
         if not path.name or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise ConfigError(f"--output: {str(path)!r} cannot be written; give a file in an existing, writable folder")
-        if path.exists() and prompt_file is not None and prompt_file.exists() and self.path.samefile(prompt_file):
+        if is_there and prompt_file is not None and os.path.samestat(path.stat(), prompt_file):
             raise ConfigError(f"--output: {path} is the prompt file; give another name")
+        if is_there:
+            with path.open("rb") as file:
+                self._lock(file.fileno())
         self._descriptor: int | None = None
         self._end = 0
         self._numbers, self._offsets, self._lengths = array("q"), array("q"), array("I")
 
-    def start(self, kept_bytes: int | None) -> None:
-        """Open the file for `append`, with its first `kept_bytes` bytes; None for a new file in its place."""
-        if kept_bytes is None or not self.path.exists():
-            self._replace([])
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        self._end = kept_bytes or 0
-        os.ftruncate(self._descriptor, self._end)
+    def start(self, kept_bytes: int) -> None:
+        """Open the file for `append`, with its first `kept_bytes` bytes alone. Raise ConfigError if others write it."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            self._lock(descriptor)
+            if os.fstat(descriptor).st_size < kept_bytes:
+                raise self._changed()
+            os.ftruncate(descriptor, kept_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor, self._end = descriptor, kept_bytes
+
+    def _lock(self, descriptor: int) -> None:
+        """Lock the file until the descriptor is closed; ConfigError if another run has locked it."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            way_out = "wait for its end, or give another name"
+            raise ConfigError(f"--output: {self.path} is written by another run; {way_out}") from error
+        except OSError:  # A file system without locks.
+            return
+
+    def _changed(self) -> ConfigError:
+        way_out = "its lines stay as they are: go on with --resume"
+        return ConfigError(f"--output: {self.path} was changed by others while this run wrote it; {way_out}")
 
     def append(self, number: int, record: dict[str, Any]) -> None:
         """Write the record of this line's number behind the others."""
@@ -93,15 +118,29 @@ class ResultFile:
 
     def read(self, span: RecordSpan) -> bytes:
         """Return a record of the file, which need not have been opened by `start`."""
-        with open(self.path, "rb") as file:
-            return os.pread(file.fileno(), span.num_bytes, span.offset)
+        with self.path.open("rb") as file:
+            return self._record_at(file.fileno(), span)
 
     def finish(self) -> None:
-        """Replace the file by one with all records in the order of their numbers, in one atomic step."""
-        assert self._descriptor is not None, "start comes before finish"
-        descriptor, order = self._descriptor, np.argsort(np.frombuffer(self._numbers, np.int64), kind="stable")
-        self._replace(os.pread(descriptor, self._lengths[entry], self._offsets[entry]) for entry in map(int, order))
+        """Replace the file by one with all records in the order of their numbers, in one atomic step.
+
+        Raise ConfigError, and replace nothing, if others have changed the file.
+        """
+        descriptor = self._descriptor
+        assert descriptor is not None, "start comes before finish"
+        if os.fstat(descriptor).st_size != self._end:
+            raise self._changed()
+        order = map(int, np.argsort(np.frombuffer(self._numbers, np.int64), kind="stable"))
+        spans = (RecordSpan(self._offsets[entry], self._lengths[entry]) for entry in order)
+        self._replace(self._record_at(descriptor, span) for span in spans)
         self.close()
+
+    def _record_at(self, descriptor: int, span: RecordSpan) -> bytes:
+        """Return a record; ConfigError if a whole line is no longer there."""
+        record = os.pread(descriptor, span.num_bytes, span.offset)
+        if len(record) != span.num_bytes or not record.endswith(b"\n"):
+            raise self._changed()
+        return record
 
     def close(self) -> None:
         """Close the file; appended records stay."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from .lines import id_hash
 
 KEY_CHARS = 16
 """Hexadecimal digits of the key of a run's options, the first half of a `resume_key`."""
+
+_RESUME_KEY = re.compile(f"([0-9a-f]{{{KEY_CHARS}}})([0-9a-f]{{16}})")
 
 
 def resume_key(options: str, digest: int) -> str:
@@ -101,16 +104,12 @@ class FinishedRecords:
                 offset, self.end = self.end, self.end + len(line)
                 if (head := _decode_head(line)) is None or head.id is None or head.metrics is None:
                     continue
-                key = head.metrics.resume_key or ""
-                try:
-                    digest = int(key[KEY_CHARS:], 16)
-                except ValueError:
-                    digest = None
-                if key[:KEY_CHARS] != options or digest is None:
+                key = _RESUME_KEY.fullmatch(head.metrics.resume_key or "")
+                if key is None or key[1] != options:
                     num_of_other_options += 1
                     continue
                 self._id_hashes.append(id_hash(head.id))
-                self._digests.append(digest)
+                self._digests.append(int(key[2], 16))
                 self._offsets.append(offset)
                 self._lengths.append(len(line))
         return num_of_other_options
@@ -154,4 +153,5 @@ def _decode_head(line: bytes) -> _RecordHead | None:
             head.outputs = msgspec.Raw(json.dumps(record["outputs"]).encode())
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-    return head if bytes(head.outputs) not in (b"", b"[]", b"null") else None
+    outputs = bytes(head.outputs)
+    return head if outputs.startswith(b"[") and outputs != b"[]" else None

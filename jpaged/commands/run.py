@@ -7,8 +7,9 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from ..request import Request
     from .summary import SamplingSummary
 
+MAX_IN_A_ROW = 1000
+"""Lines without a request that are dealt with between two steps."""
+MAX_HELD = 10_000
+"""Errors of lines that are held back until the engine has started; with more, the output file is opened before."""
 MAX_UNPRINTED = 10_000
 """Results that may wait for an earlier one to be printed: while there are more, no further line is read."""
 
@@ -60,11 +65,20 @@ class Run:
         return bool(self._job_of)
 
     def jobs(self, items: Iterator[Job | BadLine | DoneLine | None]) -> Iterator[Job | None]:
-        """Yield the jobs among `items`, and None where none is there yet; give the others their results."""
+        """Yield the jobs among `items`, and give the others their results.
+
+        None is yielded where no item is there yet, while too many results wait to be printed, and now and then among
+        many items that are no jobs, so that steps are computed meanwhile.
+        """
+        num_in_a_row = 0
         for item in items:
-            if item is None:
+            num_in_a_row = 0 if isinstance(item, Job) else num_in_a_row + 1
+            if item is None or (num_in_a_row % MAX_IN_A_ROW == 0 and num_in_a_row):
                 yield None
+            if item is None:
                 continue
+            while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
+                yield None
             self.num_lines += 1
             if self.printer is not None:
                 self.printer.expect(item.number)
@@ -80,9 +94,10 @@ class Run:
             say(f"resume: {self._num_kept} of {self.num_lines} are there already{others}")
 
     def start(self) -> None:
-        """Open the output file, if there is one: from now on the run can no longer fail to start."""
-        if self.results is not None:
-            self.results.start(None if self.finished is None else self.finished.end)
+        """Open the output file, if there is one and it is not open yet."""
+        if self._is_started or self.results is None:
+            return
+        self.results.start(0 if self.finished is None else self.finished.end)
         self._is_started = True
         for number, record in self._held:
             self._append(number, record)
@@ -120,13 +135,11 @@ class Run:
     def _requests(
         self, engine: Engine, jobs: Iterator[Job | None], sampling: SamplingSummary
     ) -> Iterator[Request | None]:
-        """Yield a request for each job, and None while the next one is not there yet, or results wait to be printed.
+        """Yield a request for each job, and None where `jobs` has it.
 
         A job that does not fit into the engine, which was sized by earlier ones, gets an error as its result.
         """
         for job in jobs:
-            while self.printer is not None and self.printer.num_waiting > MAX_UNPRINTED:
-                yield None
             if job is None:
                 yield None
                 continue
@@ -150,6 +163,8 @@ class Run:
         """Note the result of a line."""
         if not self._is_started:
             self._held.append((number, record))
+            if len(self._held) > MAX_HELD:
+                self.start()
         else:
             self._append(number, record)
         if self.printer is not None:
@@ -167,7 +182,7 @@ class Run:
         self._num_kept += 1
         self.results.keep(line.number, span)
         if self.printer is not None:
-            self.printer.give(line.number, self.results.read(span))
+            self.printer.give(line.number, partial(self.results.read, span))
 
 
 class Printer:
@@ -181,7 +196,7 @@ class Printer:
         """Whether there are several jobs, whose texts are labelled."""
         self._is_ascii = is_json and not _knows_unicode(sys.stdout)
         self._expected: deque[int] = deque()
-        self._ready: dict[int, dict[str, Any] | bytes] = {}
+        self._ready: dict[int, dict[str, Any] | Callable[[], bytes]] = {}
         self._num_streamed_chars = 0
 
     @property
@@ -203,18 +218,15 @@ class Printer:
         print(text[self._num_streamed_chars :], end="", flush=True)
         self._num_streamed_chars = len(text)
 
-    def give(self, number: int, record: dict[str, Any] | bytes) -> None:
-        """Print the result of a line, and those that waited for it. A record of bytes is a line of JSON."""
+    def give(self, number: int, record: dict[str, Any] | Callable[[], bytes]) -> None:
+        """Print the result of a line, and those that waited for it. A function reads a record as a line of JSON."""
         self._ready[number] = record
         while self._expected and self._expected[0] in self._ready:
             self._print(self._ready.pop(self._expected.popleft()))
 
-    def _print(self, record: dict[str, Any] | bytes) -> None:
-        if isinstance(record, bytes) and self._is_ascii:
-            record = json.loads(record)
-        if isinstance(record, bytes):
-            print(record.decode(), end="", flush=True)
-        elif self.is_json:
+    def _print(self, result: dict[str, Any] | Callable[[], bytes]) -> None:
+        record: dict[str, Any] = json.loads(result()) if callable(result) else result
+        if self.is_json:
             print(dump_line(record, is_ascii=self._is_ascii), flush=True)
         elif self.is_stream:
             print(end="" if "error" in record else "\n", flush=True)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from ..checks import one_line, shown
 from ..errors import ConfigError, ModelLoadError
+from ..models.checked_cache import num_attention_calls
 from ..models.config.decoder import DecoderConfig
 from ..models.io.loading import Weights, abstract_weights
 from ..models.own_model import OwnModel
@@ -112,7 +113,7 @@ class AbstractEngine:
         programs = Programs(weights, cache, self.mesh, builder, hidden_size=self.model.hidden_size, options=options)
         if isinstance(self.model, OwnModel):
             for name, run, arguments in programs.programs_to_trace():
-                self._traced(f"its {name} program", run, *arguments)
+                self._traced(f"its {name} program", partial(jax.eval_shape, run), *arguments)
         return programs
 
     def _checked_stream_dtype(self, weights: Weights, cache: PagedCache, builder: StepInputBuilder) -> Any:
@@ -131,22 +132,27 @@ class AbstractEngine:
         for layout in layouts:
             packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
             step = partial(trial, weights.graph, layout, spec.layers)
-            hidden = self._traced("a step of it", step, weights.state, paged, tables, packed)
+            arguments = weights.state, paged, tables, packed
+            traced, hidden = self._traced("a step of it", jax.make_jaxpr(step, return_shape=True), *arguments)
+            if (num_calls := num_attention_calls(traced.jaxpr)) > len(spec.layers):
+                wanted = f"{len(spec.layers)}, each layer once, with the cache that the last call returned"
+                raise ModelLoadError(f"model: it calls attend {num_calls} times in a step, its spec wants {wanted}")
             _check_floats("hidden states", hidden, (layout.num_tokens, spec.hidden_size))
             dtypes.add(jnp.dtype(hidden.dtype))
         # Steps of different sizes may give different dtypes: float32 holds the values of all.
         stream_dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
         for num_rows in sorted({*buckets.num_samples, *(layout.num_rows for layout in layouts)}):
             hidden = jax.ShapeDtypeStruct((num_rows, spec.hidden_size), stream_dtype)
-            logits = self._traced("its `logits`", partial(_logits, weights.graph), weights.state, hidden)
+            scores = partial(jax.eval_shape, partial(_logits, weights.graph))
+            logits = self._traced("its `logits`", scores, weights.state, hidden)
             _check_floats("logits", logits, (num_rows, spec.vocab_size))
         return stream_dtype
 
-    def _traced(self, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the shapes that a function of a caller's own model gives; ModelLoadError if it cannot be traced."""
+    def _traced(self, name: str, trace: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what tracing a function of a caller's own model gives; ModelLoadError if it cannot be traced."""
         try:
             with without_x64(), jax.set_mesh(self.mesh):
-                return jax.eval_shape(run, *arguments)
+                return trace(*arguments)
         except Exception as error:  # A caller's code may raise anything.
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise ModelLoadError(f"model: {name} cannot be traced: {reason}") from error

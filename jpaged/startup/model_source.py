@@ -71,7 +71,7 @@ class ModelSource:
         if self.name in BUILTIN_MODELS:
             return self.name
         is_local = Path(self.name).expanduser().exists()
-        return str(self.path.resolve()) if is_local else f"{self.name}@{self.path.name}"
+        return str((self.orbax or self.path).resolve()) if is_local else f"{self.name}@{self.path.name}"
 
     @property
     def directory(self) -> Path:

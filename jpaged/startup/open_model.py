@@ -103,6 +103,8 @@ def open_model(config: EngineConfig) -> ModelHandle:
         model_config, checkpoint = open_checkpoint(
             source.path, orbax=source.orbax, params=config.params, overrides=config.hf_overrides
         )
+    if model_config.has_head_though_tied:
+        logger.warning("%s: tie_word_embeddings is true, and the weights have two matrices: both serve", source.path)
     tokenizer = _open_tokenizer(config, source, checkpoint)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, model_config.vocab_size, config.tokenizer or source.path)

@@ -19,6 +19,8 @@ from itertools import count
 
 import jax
 
+from ..checks import one_line
+
 BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 DEFERRED_START_S = 2.0
 """Seconds after which deferred keys are compiled even if no step has run."""
@@ -187,8 +189,9 @@ class CompilePlan:
             if self._on_compiled is not None:
                 self._on_compiled(key, compiled)
             return compiled
-        except Exception:
-            logger.exception("%s was not compiled", key)  # `get` raises it too, but may never be called.
+        except Exception as error:
+            # `get` raises it, with its traceback, but may never be called.
+            logger.error("%s was not compiled: %s: %s", key, type(error).__name__, one_line(error))
             raise
 
     def _on_event(self, event: str) -> None:

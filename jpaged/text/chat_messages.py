@@ -77,6 +77,8 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         role = message.get("role")
         if role not in ROLES:
             raise _bad_messages(f"messages[{index}].role is {shorten(role)}, allowed are {', '.join(ROLES)}")
+        if not _is_empty(message.get("audio")):
+            raise _bad_messages(f"messages[{index}].audio: not available in this version; send text")
         fields = {name: value for name, value in message.items() if name == "content" or not _is_empty(value)}
         content = fields.pop("content", None)
         has_none = role == "assistant" and _is_empty(content)
@@ -95,9 +97,9 @@ def _is_empty(value: object) -> bool:
 
 def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a copy of `message` in plain JSON values: a template could call any method of the caller's objects."""
-    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name)), None)
     if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        message = {**message, "thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
     try:
         return json.loads(json.dumps(message, default=_mapping_as_dict))
     except (TypeError, ValueError, RecursionError) as error:

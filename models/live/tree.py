@@ -101,8 +101,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
         if not _are_equal(kept[twin.name], kept[twin.kept_name], twin.dtype):
             faults.append(
                 f"{twin.name} differs from {twin.kept_name}, wanted equal ones: this engine has one matrix for both "
-                "(tie_word_embeddings), so start an engine with these params, or with hf_overrides "
-                "{'tie_word_embeddings': False}"
+                "(tie_word_embeddings), so start an engine with these params"
             )
         del kept[twin.name]
     if faults:

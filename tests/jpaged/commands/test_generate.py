@@ -249,6 +249,7 @@ BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "a flag of a line": (["--priority", "3", "hi"], ["--priority: unknown flag"]),
     "empty prompt": ([""], ["prompt: got", "empty"]),
     "no prompt": ([], ["prompt: got none", "--prompt-file F", "stdin", "What is the capital"]),
+    "two files": (["--prompt-file", "x.txt", "--prompt-file", "y.txt"], ["--prompt-file", "y.txt", "allowed: one"]),
     "a prompt and a file": (["hi", "--prompt-file", "x.txt"], ["--prompt-file"]),
     "a file of another kind": (["--prompt-file", "x.csv"], [".jsonl"]),
     "a file that is not there": (["--prompt-file", "nowhere.jsonl"], ["nowhere.jsonl"]),

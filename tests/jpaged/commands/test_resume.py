@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from jpaged.commands.results import ResultFile
+from jpaged.errors import ConfigError
+from jpaged.startup.model_source import resolve_model
 from jpaged.step.runner import Runner
 
 from ..tiny_model import CHAT_TEMPLATE, SIZE_FLAGS
@@ -112,6 +115,12 @@ def test_an_interrupted_run_keeps_its_finished_results_and_can_be_resumed(
     assert "resume: 1 of 3" in resumed.stderr
 
 
+def with_files(args: list[Any], prompts: Path, output: Path) -> list[Any]:
+    """Return the arguments with another prompt file and another output file."""
+    files = {"--prompt-file": prompts, "-o": output}
+    return [files.get(str(flag), value) for flag, value in zip(["", *args[:-1]], args, strict=True)]
+
+
 CHANGED_FLAGS = {
     "max_tokens": ["-n", 6], "temperature": ["--temperature", 0.5], "top_p": ["--top-p", 0.5], "top_k": ["--top-k", 5],
     "min_p": ["--min-p", 0.1], "seed": ["--seed", 1], "n": ["--num-samples", 2], "stop": ["--stop", "a"],
@@ -184,7 +193,7 @@ def test_a_line_that_has_changed_is_computed_anew(change, finished_run, tmp_path
     prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("\n".join([json.dumps(line), *others]))
     shutil.copy(path, output)
-    run = generate(*args, "-n", 5, "--prompt-file", prompts, "-o", output, "--scheduling-policy", "priority")
+    run = generate(*with_files(args, prompts, output), "-n", 5, "--scheduling-policy", "priority")
     assert run.returncode == 0, run.stderr
     assert "resume: 2 of 3 are there already; 1 of other prompts are dropped" in run.stderr
     assert without_metrics(output)[1:] == without_metrics(path)[1:]
@@ -202,3 +211,61 @@ def test_an_output_file_of_lines_that_are_no_results_is_gone_on_with(finished_ru
     assert run.returncode == 0, run.stderr
     assert "resume: 2 of 3 are there already; 1 of other prompts are dropped" in run.stderr
     assert without_metrics(output) == without_metrics(path)
+
+
+def test_kept_results_are_printed_in_their_order_too(finished_run, tmp_path):
+    args, path = finished_run
+    first, second, third = path.read_text().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text(third + first)
+    run = generate(*args, "-n", 5, "-o", tmp_path / "out.jsonl", "--json")
+    assert run.returncode == 0, run.stderr
+    printed = [json.loads(line)["id"] for line in run.stdout.splitlines()]
+    assert printed == [json.loads(line)["id"] for line in (first, second, third)]
+    assert without_metrics(tmp_path / "out.jsonl") == without_metrics(path)
+
+
+@pytest.mark.parametrize(
+    "line", [b'\xef\xbb\xbf{"prompt": "x"}', b'{"prompt": "x", "id": "\\ud800"}'], ids=["mark", "id"]
+)
+def test_lines_that_only_python_reads_are_kept(line, finished_run, tmp_path):
+    args, _ = finished_run
+    (tmp_path / "p.jsonl").write_bytes(line)
+    args = with_files(args, tmp_path / "p.jsonl", tmp_path / "out.jsonl")
+    for num_kept in (0, 1):
+        run = generate(*args, "-n", 2)
+        assert run.returncode == 0, run.stderr
+        assert f"resume: {num_kept} of 1 are there already" in run.stderr
+
+
+def test_a_file_of_texts_is_no_file_of_json_lines(finished_run, tmp_path):
+    args, _ = finished_run
+    for name, status in (("p.txt", 0), ("p.jsonl", 1)):
+        (tmp_path / name).write_text('{"prompt": "x"}')
+        run = generate(*with_files(args, tmp_path / name, tmp_path / "out.jsonl"), "-n", 2)
+        assert run.returncode == status, run.stderr
+
+
+def test_a_file_that_another_run_writes_is_refused_and_one_that_was_changed_is_not_replaced(finished_run, tmp_path):
+    args, _ = finished_run
+    output = tmp_path / "out.jsonl"
+    first = ResultFile(output)
+    first.start(0)
+    first.append(1, {"id": 1})
+    run = generate(*args, "-n", 2, "-o", output)
+    assert run.returncode == 1
+    assert "is written by another run; wait for its end, or give another name" in run.stderr
+    output.write_text('{"id": "longer"}\n')
+    with pytest.raises(ConfigError, match="was changed by others"):
+        first.finish()
+    assert output.read_text() == '{"id": "longer"}\n'
+    first.close()
+
+
+def test_each_checkpoint_of_orbax_is_a_model_of_its_own(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    folders = [tmp_path / str(step) / "default" for step in (100, 200)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "_METADATA").write_text("{}")
+    found = [resolve_model(str(path)).identity for path in (folders[0].parent, folders[1].parent, tmp_path)]
+    assert found == [str(folders[0]), str(folders[1]), str(folders[1])]

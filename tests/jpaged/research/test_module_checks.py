@@ -125,6 +125,21 @@ def test_heads_that_differ_from_the_spec_are_named_with_their_layer(words, field
         dense_logprobs(Small(layers=(replace(LAYER, **fields),) * 2), jnp.array([IDS[:4]]))
 
 
+@pytest.mark.parametrize("transform", [lambda run: run, nnx.remat, nnx.jit], ids=["plain", "remat", "jit"])
+def test_a_layer_that_attends_twice_from_one_cache_is_refused(transform):
+    """The keys and values of the two calls would lie in the same slots."""
+
+    class Twice(Small):
+        def __call__(self, token_ids, cache, step):
+            run = transform(lambda block, x, cache, step: block(x, cache, step, 0))
+            x, _ = run(self.blocks[0], self.tokens(token_ids), cache, step)
+            y, cache = run(self.blocks[0], 1 - 2 * x, cache, step)
+            return self.blocks[1](x + y, cache, step, 1)
+
+    with pytest.raises(ModelLoadError, match=r"calls attend 3 times in a step, its spec wants 2, each layer once"):
+        Engine(Twice(), **SIZES)
+
+
 def test_a_layer_without_keys_is_refused_where_its_spec_shares_none():
     class Keyless(Small):
         def block(self, block, x, cache, step, layer, options):

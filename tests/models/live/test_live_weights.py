@@ -238,6 +238,12 @@ def test_the_weights_are_found_in_a_training_state_whatever_their_layout(layout)
         assert are_same(made_of(live, state), own), list(state)
     with pytest.raises(ModelLoadError, match=r"^params: 2 subtrees hold tensors of the model: actor, critic; "):
         live.check({"actor": tree, "critic": other})
+    with pytest.raises(
+        ModelLoadError, match=r"^params: 2 subtrees hold tensors of the model: ref_model, state\.params; "
+    ):
+        live.check({"ref_model": other, "state": {"params": tree}})
+    with pytest.raises(ModelLoadError, match=r"missing: .*without a place in the model: grads\."):
+        live.check({"grads": other, "step": 1})
     dropped = max(tree)
     partial = {name: leaf for name, leaf in tree.items() if name != dropped}
     with pytest.raises(ModelLoadError, match=f": missing: {dropped}; "):
