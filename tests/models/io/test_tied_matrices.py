@@ -103,10 +103,7 @@ def test_the_subtree_that_holds_the_weights_is_found_beside_those_of_an_optimize
         with pytest.raises(ModelLoadError, match=r"^params: 2 subtrees hold tensors of the model: actor.*, critic"):
             load(GOLDEN / "llama", params=state)
     # Moments are not taken for weights that lack a tensor, or all that subtrees are known by.
-    for name, words in (
-        ("model.embed_tokens.weight", r"embed_tokens\.weight is missing"),
-        ("model.norm.weight", "is missing"),
-    ):
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
         del tensors[name]
-        with pytest.raises(ModelLoadError, match=words):
+        with pytest.raises(ModelLoadError, match=r"tensor .* is missing"):
             load(GOLDEN / "llama", params={"params": tensors, "opt_state": {"mu": others}})
