@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Float
 
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
@@ -114,19 +113,19 @@ def _attention_call(q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
     return q
 
 
-def num_attention_calls(jaxpr: Jaxpr) -> int:
-    """Return how often a step attends that was traced with a CheckedCache; of branches, the one with the most counts.
+def num_attention_calls(jaxpr: Any) -> int:
+    """Return how often a step attends whose jaxpr was traced with a CheckedCache; of branches, the most of one.
 
     The cache itself cannot count a call whose cache is dropped: another call may begin with the cache from before.
     """
     num_calls = 0
     for equation in jaxpr.eqns:
-        if equation.params.get("name") == _attention_call.__name__:
+        if equation.params.get("name") == "_attention_call":
             num_calls += 1
             continue
         values = (value if isinstance(value, tuple) else (value,) for value in equation.params.values())
-        inner = (part.jaxpr if isinstance(part, ClosedJaxpr) else part for parts in values for part in parts)
-        counts = [num_attention_calls(part) for part in inner if isinstance(part, Jaxpr)]
+        inner = (getattr(part, "jaxpr", part) for parts in values for part in parts)
+        counts = [num_attention_calls(part) for part in inner if hasattr(part, "eqns")]
         num_calls += max(counts, default=0) if equation.primitive.name == "cond" else sum(counts)
     return num_calls
 
