@@ -187,7 +187,7 @@ def _warn_of_unused(path: Path, data: Mapping[str, Any], *, is_random: bool) -> 
     if unused:
         as_in_vllm = "; vLLM ends outputs at max_new_tokens, this engine does not" if "max_new_tokens" in data else ""
         way_out = f"set what you need with each request (max_tokens, presence_penalty, stop, …){as_in_vllm}"
-        logger.warning("%s: keys that are not used: %s; %s", path, ", ".join(unused), way_out)
+        logger.warning("%s: not used: %s; %s", path, ", ".join(unused), way_out)
 
 
 def _refuse_revision(model: str, revision: str | None) -> None:
