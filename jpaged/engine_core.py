@@ -342,3 +342,12 @@ class EngineCore:
             self.scheduler.update_pages(sequence)
         if end is not None:
             self.scheduler.finish(sequence, end)
+
+
+def fault_of(failure: BaseException) -> tuple[str, str, int]:
+    """Return what equal failures have in common: the type of the exception, and the line that has raised it."""
+    traceback = failure.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    place = ("", 0) if traceback is None else (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+    return type(failure).__name__, *place

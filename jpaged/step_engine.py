@@ -13,7 +13,7 @@ from flax import nnx
 
 from .checks import one_line, refusal
 from .config import EngineConfig
-from .engine_core import OUTPUT_FAILED
+from .engine_core import OUTPUT_FAILED, fault_of
 from .errors import ConfigError
 from .outputs import RequestOutput, error_output
 from .request import Request, SampleSequence
@@ -101,8 +101,7 @@ class StepEngine:
         self._num_requests = self._num_prompt_tokens = 0
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._is_open, self._is_computing = True, False
-        self._last_fault: tuple[str, str, int] | None = None
-        """The fault whose traceback was logged, or raised, last."""
+        self._last_fault: tuple[str, str, int] | None = None  # Its traceback was logged, or raised, last.
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
         self._live, self._versions = parts.live, WeightVersions(self.scheduler)
@@ -161,7 +160,7 @@ class StepEngine:
         try:
             changed = self._advance()
         except Exception as error:
-            self._last_fault = _fault_of(error)  # Its caller has the traceback now: the log needs none.
+            self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
             raise
         outputs = [output for request in changed if (output := self._output_of(request)) is not None]
         for request in changed:
@@ -212,7 +211,7 @@ class StepEngine:
         """
         if (failure := request.failure) is None:
             return
-        fault = _fault_of(failure)
+        fault = fault_of(failure)
         is_repeat, self._last_fault = fault == self._last_fault, fault
         if is_repeat_logged or not is_repeat:
             text, traced = f"{type(failure).__name__}: {one_line(failure)}", None if is_repeat else failure
@@ -449,12 +448,3 @@ class StepEngine:
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
         self.scheduler.ended.pop(request, None)
-
-
-def _fault_of(failure: BaseException) -> tuple[str, str, int]:
-    """Return what equal failures have in common: the type of the exception, and the line that has raised it."""
-    traceback = failure.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    place = ("", 0) if traceback is None else (traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
-    return type(failure).__name__, *place
