@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -28,11 +29,13 @@ def main(module: str = "cli") -> NoReturn:
         status = run_command(lambda argv: import_module(f".commands.{module}", "jpaged").main(argv), sys.argv[1:])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if sys.stderr is not None:  # Without a file, `print` would write to stdout.
+            with suppress(OSError, ValueError):
+                print("interrupted", file=sys.stderr)
         status = EXIT_INTERRUPTED
     if status == EXIT_INTERRUPTED:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
+            with suppress(AttributeError, OSError, ValueError):  # A closed stream is None, or refuses what is left.
                 stream.flush()
         os._exit(status)
     sys.exit(status)

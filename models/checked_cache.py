@@ -40,12 +40,11 @@ class CheckedCache:
         v: Float[Array, "T K H"] | None,
         step: AttentionMetadata,
         *,
-        scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
-        sinks: Float[Array, " N"] | None = None,
+        **options: Any,
     ) -> tuple[Float[Array, "T N H"], CheckedCache]:
-        """Check the call, and attend.
+        """Check the call, and attend. `options` are the others of `PagedCache.attend`, which no spec describes.
 
         A layer that reads another's keys may give its own number, or that of the other, as `PagedCache.attend` has it.
         """
@@ -54,11 +53,12 @@ class CheckedCache:
         self._check_layer(layer)
         self._check_options(layer, window, soft_cap)
         self._check_heads(layer, q, k, v, step)
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        options |= {"window": window, "soft_cap": soft_cap}
         out, cache = self.cache.attend(layer, _attention_call(q), k, v, step, **options)
         return out, replace(self, cache=cache, num_attended=self.num_attended + 1)
 
     def _check_layer(self, layer: Any) -> None:
+        """Raise ValueError unless `layer` is the one that attends next."""
         count = len(self.layers)
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             got = "a traced number" if isinstance(layer, jax.core.Tracer) else repr(layer)
@@ -78,6 +78,7 @@ class CheckedCache:
         raise ValueError(f"attend: {fault}, wanted {wanted}: each layer once, in the order of the spec; {way_out}")
 
     def _check_options(self, layer: int, window: Any, soft_cap: Any) -> None:
+        """Raise ValueError unless a layer's window and soft cap are those of its spec."""
         spec = self.layers[layer]
         for name, got, wanted, kind in (
             ("window", window, spec.window, Integral),
@@ -90,21 +91,20 @@ class CheckedCache:
                 raise ValueError(f"attend: got {name} {got} in layer {layer}, its spec wants {wanted}: {way_out}")
 
     def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
+        """Raise ValueError unless queries, keys and values have the shapes that a layer's spec says."""
         spec, num_tokens = self.layers[layer], step.positions.shape[0]
-        wanted = {"queries": (num_tokens, spec.num_heads, spec.head_size)}
+        arrays = [("queries", q, (num_tokens, spec.num_heads, spec.head_size))]
         if spec.pages_of is None:
-            wanted |= dict.fromkeys(("keys", "values"), (num_tokens, spec.num_kv_heads, spec.head_size))
+            kv_shape = (num_tokens, spec.num_kv_heads, spec.head_size)
+            arrays += [("keys", k, kv_shape), ("values", v, kv_shape)]
         elif k is not None or v is not None:
             fault = f"got keys or values of its own in layer {layer}, wanted None, since the spec says that it reads"
             raise ValueError(f"attend: {fault} those of layer {spec.pages_of}")
-        for name, array in ("queries", q), ("keys", k), ("values", v):
-            shape = wanted.get(name)
-            if shape is not None and getattr(array, "shape", None) != shape:
-                got = "no" if array is None else ""
-                got = f"{got} {name} {list(getattr(array, 'shape', ())) or ''}".strip()
-                raise ValueError(
-                    f"attend: got {got} in layer {layer}, its spec wants {list(shape)} for {num_tokens} tokens"
-                )
+        for name, array, shape in arrays:
+            if array is None or array.shape != shape:
+                got = f"no {name}" if array is None else f"{name} {list(array.shape)}"
+                wanted = f"its spec wants {list(shape)} for {num_tokens} tokens"
+                raise ValueError(f"attend: got {got} in layer {layer}, {wanted}")
 
 
 @jax.jit

@@ -8,8 +8,12 @@ from collections.abc import Collection, Sequence
 from .config.decoder import DecoderConfig
 from .families.table import model_class
 
-DERIVED_TREES = frozenset({"opt", "optimizer", "mu", "nu", "momentum", "ema", "avg", "grads", "gradients"})
+OPTIMIZER_TREES = frozenset(
+    {"opt", "optim", "optimizer", "tx", "adam", "mu", "nu", "momentum", "grads", "gradients", "history"}
+)
 """Words, in the keys of a training state, for trees that have the shape of the weights and are not the weights."""
+AVERAGES = frozenset({"ema", "avg", "swa", "polyak", "shadow"})
+"""Words for trees of averaged weights, which are meant only where there are no others."""
 
 
 def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
@@ -41,8 +45,10 @@ def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]
 
 
 def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
-    """Return those of the prefixes of equal subtrees that may be the model's, sorted: no averages or optimizer's."""
-    return sorted(one for one in prefixes if DERIVED_TREES.isdisjoint(re.split(r"[._]", one.lower())))
+    """Return those of the prefixes of equal subtrees that may be the model's, sorted: averages only without others."""
+    words = {prefix: set(re.split(r"[._]", prefix.lower())) for prefix in prefixes}
+    weights = [prefix for prefix in prefixes if OPTIMIZER_TREES.isdisjoint(words[prefix])]
+    return sorted([prefix for prefix in weights if AVERAGES.isdisjoint(words[prefix])] or weights)
 
 
 def ambiguity_message(prefixes: Collection[str]) -> str:

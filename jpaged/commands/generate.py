@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 EXIT_SOME_FAILED = 3
 HEAD_JOBS = 1000
 """Jobs that are read before the engine is started: its sizes and its first programs are those that they need."""
-PAUSE_S = 1.0
-"""Seconds without a line after which the start no longer waits for those that a pipe may bring."""
+MAX_WAIT_S = 1.0
+"""Seconds after a pipe's first line in which the start waits for further ones, by which the engine is sized."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,8 +82,7 @@ def _run(argv: list[str]) -> int:
                 _compute(run, engine, head, jobs, lines, SamplingSummary(flags, handle.sampling_defaults))
         else:
             run.start()
-        if results is not None:
-            results.finish()
+        run.finish()
     return EXIT_SOME_FAILED if run.num_failed else 0
 
 
@@ -130,18 +129,25 @@ def _compute(
 def _read_head(jobs: Iterator[Job | None], lines: LineSource | None) -> tuple[deque[Job], bool]:
     """Return the first jobs, by which the engine is sized, and whether they are all.
 
-    Of a pipe that pauses they are those that have come.
+    Of a pipe they are those that have come MAX_WAIT_S after the first.
     """
     head: deque[Job] = deque()
+    end: float | None = None
+
+    def seconds_left() -> float | None:
+        return None if end is None else max(0.0, end - time.monotonic())
+
     if lines is not None:
-        lines.wait_for(lambda: PAUSE_S if head else None)
+        lines.wait_for(seconds_left)
+    is_pipe = lines is not None and lines.is_pipe
     for job in jobs:
         if job is None and head:
             return head, False
         if job is None:
             continue
         head.append(job)
-        if len(head) == HEAD_JOBS:
+        end = end or time.monotonic() + MAX_WAIT_S
+        if len(head) == HEAD_JOBS or (is_pipe and seconds_left() == 0):
             return head, False
     return head, True
 
@@ -187,6 +193,7 @@ def _options_key(config: EngineConfig, handle: ModelHandle, reader: JobReader, l
     return options_key(
         {
             "model": source.identity,
+            "has_random_weights": config.load_format == "dummy",
             "tokenizer": config.tokenizer,
             "hf_overrides": config.hf_overrides,
             "logprobs_mode": config.logprobs_mode,

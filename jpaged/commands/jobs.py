@@ -179,8 +179,8 @@ class JobReader:
                 prompt: Any = _decoded(line)
                 record = _parsed_record(prompt) if is_json else {}
                 id_ = _read_id(record, number)
-                self._refuse_taken_id(id_, number, ids)
-                if is_json:
+                if is_json:  # The ids of other lines are their numbers.
+                    self._refuse_taken_id(id_, number, ids)
                     _check_keys(record)
                     prompt = {key: record[key] for key in (*PROMPT_KEYS, *PROMPT_EXTRAS) if key in record}
                 own_params = {key: value for key, value in record.items() if key not in LINE_KEYS}
@@ -206,7 +206,8 @@ class JobReader:
     def _refuse_taken_id(self, id_: str | int, number: int, ids: IdTable) -> None:
         """Note that a line has this id; InvalidRequestError if an earlier line has it."""
         first = None if self.finished is None else self.finished.taker_of(id_)
-        first = first or ids.set_default(id_, number)
+        if first is None:
+            first = ids.set_default(id_, number)
         if first != number:
             raise refusal("id", f"{shown(id_)}, which line {first} has too", "an id of its own for each line")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import select
+import stat
 import sys
 from array import array
 from collections import deque
@@ -40,6 +41,8 @@ class LineSource:
         """
         self.name = name
         self._descriptor, self.format = _open(name)
+        self.is_pipe = not stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        """Whether lines may come later than they are asked for."""
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLIN)
         self._lines: deque[bytes] = deque()
@@ -116,9 +119,9 @@ def _open(name: str) -> tuple[int, LineFormat]:
     if name == STDIN and sys.stdin is None:
         raise refusal("--prompt-file", "-, and stdin is closed", "a file or an open pipe", error=ConfigError)
     is_pipe = name == STDIN or path.is_fifo() or path.is_relative_to("/dev")
-    if path.suffix not in (".txt", ".jsonl") and not is_pipe:
+    if path.suffix not in (".txt", ".jsonl") and not is_pipe and not path.is_dir():
         allowed = "a name ending in .txt or .jsonl, or a pipe of JSON lines"
-        raise refusal("--prompt-file", shown(path.name), allowed, error=ConfigError)
+        raise refusal("--prompt-file", shown(name), allowed, error=ConfigError)
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{name} is a directory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 from array import array
 from collections.abc import Iterable
@@ -59,6 +60,8 @@ class ResultFile:
         Nothing is created or changed before `start`.
         """
         is_there, self.path = path.exists(), path.resolve()
+        self.backup = self.path.with_name(f"{self.path.name}.bak")
+        """Where the lines go that a resumed run drops."""
         folder = self.path.parent
         if is_there and not (path.is_file() and os.access(path, os.W_OK)):
             way_out = "give another name, or --json to write the lines to stdout"
@@ -121,10 +124,11 @@ class ResultFile:
         with self.path.open("rb") as file:
             return self._record_at(file.fileno(), span)
 
-    def finish(self) -> None:
+    def finish(self, *, keeps_old: bool = False) -> None:
         """Replace the file by one with all records in the order of their numbers, in one atomic step.
 
-        Raise ConfigError, and replace nothing, if others have changed the file.
+        With `keeps_old` the file as it was becomes `backup`. Raise ConfigError, and replace nothing, if others have
+        changed the file.
         """
         descriptor = self._descriptor
         assert descriptor is not None, "start comes before finish"
@@ -132,6 +136,8 @@ class ResultFile:
             raise self._changed()
         order = map(int, np.argsort(np.frombuffer(self._numbers, np.int64), kind="stable"))
         spans = (RecordSpan(self._offsets[entry], self._lengths[entry]) for entry in order)
+        if keeps_old:
+            shutil.copyfile(self.path, self.backup)
         self._replace(self._record_at(descriptor, span) for span in spans)
         self.close()
 

@@ -48,6 +48,19 @@ class _RecordHead(msgspec.Struct, gc=False):
     id: str | int | None = None
     outputs: msgspec.Raw = msgspec.Raw()
     metrics: _RecordMetrics | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def has_outputs(self) -> bool:
+        """Return whether it is the record of a request that has ended well."""
+        outputs = bytes(self.outputs)
+        is_whole = outputs.startswith(b"[") and outputs != b"[]"
+        return is_whole and self.id is not None and self.metrics is not None
+
+    @property
+    def is_error(self) -> bool:
+        """Return whether it is the record of a request that has failed."""
+        return bytes(self.error).startswith(b"{")
 
 
 _RECORD_HEAD_DECODER = msgspec.json.Decoder(_RecordHead)
@@ -70,19 +83,25 @@ class FinishedRecords:
         """Read the file of a run whose options have the key `options`; there may be none.
 
         Errors are left out, so that they are tried again; so are a torn last line and any line that is no record. Raise
-        ConfigError if the file cannot be read, or holds results of other options.
+        ConfigError if the file cannot be read, or holds results of other options, or of a version without keys.
         """
         self._id_hashes, self._digests = array("Q"), array("Q")
         """Ascending hashes of the ids, and the digest of each result's line."""
         self._offsets, self._lengths = array("q"), array("I")
         self.end = 0
         """Bytes of the file up to the end of its last whole line."""
+        self.num_foreign = 0
+        """Whole lines that are neither results nor errors."""
+        self._num_of_other_options = self._num_without_key = 0
         try:
-            num_of_other_options = self._read(path, options)
+            self._read(path, options)
         except OSError as error:
             raise ConfigError(f"--resume: {path} cannot be read ({error}); give a readable file") from error
-        if num_of_other_options:
-            got = f"{path}, with {num_of_other_options} results of other options"
+        if self._num_without_key:
+            got = f"{path}, with {self._num_without_key} results without a resume_key, which earlier versions wrote"
+            raise refusal("--resume", got, "results of this version", "give another --output", error=ConfigError)
+        if self._num_of_other_options:
+            got = f"{path}, with {self._num_of_other_options} results of other options"
             allowed = "results of this run's model, sampling and chat flags"
             way_out = "give the flags of that run, or another --output"
             raise refusal("--resume", got, allowed, way_out, error=ConfigError)
@@ -92,27 +111,31 @@ class FinishedRecords:
         self._takers = array("q", bytes(8 * len(order)))
         """The number of the line that has taken each result; 0 for one that is not taken."""
 
-    def _read(self, path: Path, options: str) -> int:
-        """Read the results of these options, and return how many there are of others."""
+    def _read(self, path: Path, options: str) -> None:
+        """Read the results of these options, and count the other lines."""
         if not path.exists():
-            return 0
-        num_of_other_options = 0
+            return
         with path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 offset, self.end = self.end, self.end + len(line)
-                if (head := _decode_head(line)) is None or head.id is None or head.metrics is None:
+                head = _decode_head(line)
+                if head is None or not head.has_outputs:
+                    self.num_foreign += head is None or not head.is_error
                     continue
+                assert head.metrics is not None
+                assert head.id is not None
                 key = _RESUME_KEY.fullmatch(head.metrics.resume_key or "")
-                if key is None or key[1] != options:
-                    num_of_other_options += 1
-                    continue
-                self._id_hashes.append(id_hash(head.id))
-                self._digests.append(int(key[2], 16))
-                self._offsets.append(offset)
-                self._lengths.append(len(line))
-        return num_of_other_options
+                if key is None:
+                    self._num_without_key += 1
+                elif key[1] != options:
+                    self._num_of_other_options += 1
+                else:
+                    self._id_hashes.append(id_hash(head.id))
+                    self._digests.append(int(key[2], 16))
+                    self._offsets.append(offset)
+                    self._lengths.append(len(line))
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -143,15 +166,15 @@ class FinishedRecords:
 
 
 def _decode_head(line: bytes) -> _RecordHead | None:
-    """Return what is read of a record with outputs; None for any other line."""
+    """Return what is read of a record; None for a line that is no JSON object."""
     try:
-        head = _RECORD_HEAD_DECODER.decode(line)
+        return _RECORD_HEAD_DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:  # Python takes what msgspec refuses, such as lone surrogates and huge integers.
             record = json.loads(line)
-            head = msgspec.convert({name: record[name] for name in ("id", "metrics")}, _RecordHead)
-            head.outputs = msgspec.Raw(json.dumps(record["outputs"]).encode())
-        except (ValueError, TypeError, KeyError, RecursionError):
+            head = msgspec.convert({name: record.get(name) for name in ("id", "metrics")}, _RecordHead)
+            raw = (msgspec.Raw(json.dumps(record.get(name)).encode()) for name in ("outputs", "error"))
+            head.outputs, head.error = raw
+            return head
+        except (ValueError, TypeError, AttributeError, RecursionError):
             return None
-    outputs = bytes(head.outputs)
-    return head if outputs.startswith(b"[") and outputs != b"[]" else None

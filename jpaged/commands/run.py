@@ -89,9 +89,26 @@ class Run:
             else:
                 self._keep(item)
         if self.finished is not None:
-            num_others = len(self.finished) - self._num_kept
-            others = f"; {num_others} of other prompts are dropped" if num_others else ""
-            say(f"resume: {self._num_kept} of {self.num_lines} are there already{others}")
+            say(f"resume: {self._num_kept} of {self.num_lines} are there already{self._others}")
+
+    @property
+    def _others(self) -> str:
+        """Return what is said of the lines of the output file that the resumed run drops, once all lines are read."""
+        assert self.results is not None
+        assert self.finished is not None
+        num_results = len(self.finished) - self._num_kept
+        dropped = [
+            f"{num_results} of other prompts" if num_results else "",
+            f"{self.finished.num_foreign} lines that are no results" if self.finished.num_foreign else "",
+        ]
+        if not any(dropped):
+            return ""
+        return f"; {' and '.join(filter(None, dropped))} are dropped, {self.results.backup.name} keeps them"
+
+    def finish(self) -> None:
+        """Replace the output file, if there is one, by one with all results in the order of their lines."""
+        if self.results is not None:
+            self.results.finish(keeps_old=self.finished is not None and bool(self._others))
 
     def start(self) -> None:
         """Open the output file, if there is one and it is not open yet."""

@@ -81,18 +81,18 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             raise _bad_messages(f"messages[{index}].audio: not available in this version; send text")
         fields = {name: value for name, value in message.items() if name == "content" or not _is_empty(value)}
         content = fields.pop("content", None)
-        has_none = role == "assistant" and _is_empty(content)
+        has_none = role == "assistant" and (_is_empty(content) or content == "")
         if has_none and "refusal" in fields:
             content = fields["refusal"]
         elif has_none and not {"tool_calls", "function_call", *REASONING_NAMES}.isdisjoint(fields):
-            yield fields
+            yield fields if _is_empty(content) else {**fields, "content": content}
             continue
         yield {**fields, "content": _content_text(content, f"messages[{index}].content")}
 
 
 def _is_empty(value: object) -> bool:
     """Return whether a field's value means that the field is not there."""
-    return value is None or (isinstance(value, Sequence) and not isinstance(value, str) and not value)
+    return value is None or (isinstance(value, Sequence | Mapping) and not isinstance(value, str) and not value)
 
 
 def _plain_data(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -116,25 +116,30 @@ def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
     call = message.pop("function_call", None)
     if call is not None:
         message.setdefault("tool_calls", [{"type": "function", "function": call}])
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
+    if (calls := message.get("tool_calls")) is not None:
         name = f"messages[{index}].tool_calls"
+        if not isinstance(calls, list):
+            raise _bad_messages(f"{name} is {shorten(calls)}, allowed is a list of calls")
         message["tool_calls"] = [_normalized_call(call, f"{name}[{number}]") for number, call in enumerate(calls)]
     message.setdefault("content", NoContent())
     return message
 
 
-def _normalized_call(call: Any, name: str) -> Any:
-    """Return a tool call without null fields, its arguments as a mapping; one of another form as it is."""
-    if not isinstance(call, dict):
-        return call
-    call = {key: value for key, value in call.items() if value is not None}
-    function = call.get("function")
-    if isinstance(function, dict):
-        function = {key: value for key, value in function.items() if value is not None}
-        arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
-        call["function"] = {**function, "arguments": arguments}
-    return call
+def _normalized_call(call: Any, name: str) -> dict[str, Any]:
+    """Return a tool call without null fields, its arguments as a mapping.
+
+    A call may be the function itself, as in the examples of Qwen's templates. Raise InvalidRequestError for one that
+    names no function.
+    """
+    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else call
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        allowed = 'allowed is {"type": "function", "function": {"name": …, "arguments": …}}'
+        raise _bad_messages(f"{name} is {shorten(call)}, {allowed}")
+    function = {key: value for key, value in function.items() if value is not None}
+    path = f"{name}.function.arguments" if "function" in call else f"{name}.arguments"
+    function["arguments"] = _arguments(function.get("arguments"), path)
+    return {**call, "function": function} if "function" in call else function
 
 
 def _arguments(value: Any, name: str) -> ToolArguments:
@@ -159,10 +164,12 @@ def _mapping_as_dict(value: object) -> dict[Any, Any]:
 
 
 def _content_text(content: object, name: str) -> str:
+    """Return a message's content as one string; InvalidRequestError for parts that are no text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes) or not content:
-        raise _bad_messages(f'{name} is {shorten(content)}, allowed are a string or a list of {{"type": "text", …}}')
+        allowed = 'allowed are a string or a list of {"type": "text", …}'
+        raise _bad_messages(f"{name} is {shorten(content)}, {allowed}: give '', or leave out a message without any")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -330,6 +330,10 @@ def _apply_bos_and_eos(
     backend: tokenizers.Tokenizer, fields: Fields, special_tokens: Mapping[str, str], *, adds_bos: bool
 ) -> None:
     """Put BOS before and EOS after a text as the options say, in place of what tokenizer.json says."""
+    for name in ("bos", "eos"):
+        if fields.boolean(f"add_{name}_token", False) and f"{name}_token" not in special_tokens:
+            fault = f"add_{name}_token is true, and the tokenizer has no {name}_token"
+            raise ModelLoadError(f"{fields.path}: {fault}: name one that tokenizer.json has, or set it to false")
     adds_bos = adds_bos and "add_bos_token" not in fields.data  # An option that is null counts as false.
     first = special_tokens.get("bos_token") if fields.boolean("add_bos_token", adds_bos) else None
     last = special_tokens.get("eos_token") if fields.boolean("add_eos_token", False) else None

@@ -176,6 +176,7 @@ def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint
 
 
 def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Raise ModelLoadError unless a checkpoint has the tensors that are wanted and no others."""
     model = model_class(config.architecture)
     held = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
     if config.tie_word_embeddings:

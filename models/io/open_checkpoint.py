@@ -70,7 +70,7 @@ def _as_stored(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
     if not (config.source.get("dtype") or config.source.get("torch_dtype")):
         config = replace(config, dtype=checkpoint.dtype(embedding))
     is_stored_twice = config.tie_word_embeddings and head in names and head != embedding
-    if is_stored_twice and not _are_equal(checkpoint, embedding, head):
+    if is_stored_twice and not _have_equal_bits(checkpoint, embedding, head):
         config = replace(config, tie_word_embeddings=False, has_head_though_tied=True)
     return config
 
@@ -84,7 +84,7 @@ def _model_tree(checkpoint: Checkpoint, config: DecoderConfig) -> Checkpoint:
     return Subtree(checkpoint, prefixes[0]) if len(prefixes) == 1 else checkpoint
 
 
-def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+def _have_equal_bits(checkpoint: Checkpoint, first: str, second: str) -> bool:
     """Return whether two tensors have the same shape and bits, as float32 if their dtypes differ.
 
     Values of matrices alone are compared.

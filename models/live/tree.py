@@ -98,7 +98,7 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
     faults += _listed("of another dtype than other parts of one weight", {name for names in mixed for name in names})
     faults += _listed("holding a NaN or an infinity", set(_not_finite(sound)))
     if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in kept:
-        if not _are_equal(kept[twin.name], kept[twin.kept_name], twin.dtype):
+        if not _are_equal_as_weights(kept[twin.name], kept[twin.kept_name], twin.dtype):
             faults.append(
                 f"{twin.name} differs from {twin.kept_name}, wanted equal ones: this engine has one matrix for both "
                 "(tie_word_embeddings), so start an engine with these params"
@@ -130,8 +130,10 @@ def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str |
     return None if tuple(leaf.shape) == shape else f"has shape {tuple(leaf.shape)}, wanted {shape}"
 
 
-def _are_equal(first: Any, second: Any, dtype: Any) -> bool:
-    """Return whether two matrices of one shape have equal values once they are of this dtype.
+def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
+    """Return whether two matrices of one shape have equal values once they are of this dtype, the engine's.
+
+    A checkpoint's two matrices are compared bit by bit, as its engine's dtype is not known yet.
 
     Matrices that lie in the same place are compared there, others block by block on the host.
     """

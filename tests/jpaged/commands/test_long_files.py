@@ -4,12 +4,18 @@ import json
 import os
 import subprocess
 import threading
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from jpaged.commands import generate as command_module
+from jpaged.commands.jobs import Job
+from jpaged.commands.lines import LineSource
+from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.scheduling import request_source
+from jpaged.text.prompts import EncodedPrompt
 
 from ..tiny_model import SIZE_FLAGS
 from .command_line import ROOT, command, generate, records
@@ -98,6 +104,28 @@ def test_a_pipe_is_answered_while_it_stays_open(tiny: str) -> None:
     assert process.wait(60) == 0
     assert process.stdout.read() == ""
     timer.cancel()
+
+
+def test_a_pipe_that_never_pauses_is_waited_for_no_longer_than_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start takes what has come within its time, here of lines that come ten times as often."""
+    monkeypatch.setattr(command_module, "MAX_WAIT_S", 0.3)
+    reader, writer = os.pipe()
+
+    def write_on() -> None:
+        with suppress(BrokenPipeError), os.fdopen(writer, "wb", buffering=0) as pipe:
+            while True:
+                pipe.write(b"{}\n")
+                time.sleep(0.03)
+
+    thread = threading.Thread(target=write_on)
+    thread.start()
+    with closing(LineSource(f"/dev/fd/{reader}")) as lines:
+        os.close(reader)
+        jobs = (None if line is None else Job(0, 0, EncodedPrompt([1], None), SamplingParams()) for line in lines)
+        head, is_whole = command_module._read_head(jobs, lines)
+    thread.join()
+    assert not is_whole
+    assert 1 < len(head) <= 20
 
 
 def test_a_closed_pipe_of_prompts_ends_the_start(tiny: str, tmp_path: Path) -> None:

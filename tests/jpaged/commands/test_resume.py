@@ -132,6 +132,7 @@ CHANGED_FLAGS = {
     "chat": ["--no-chat"], "system": ["--system", "Be brief."], "template": ["--chat-template", "{}.jinja"],
     "generation_config": ["--generation-config", "none"], "logprobs_mode": ["--logprobs-mode", "tempered_logprobs"],
     "hf_overrides": ["--hf-overrides", '{"rope_theta": 5e5}'], "model": ["-m", "{}"],
+    "random weights": ["--load-format", "dummy"],
     "tokenizer": ["--tokenizer", "{}"],
 }  # fmt: skip
 """Flags that change what results are; {} is another directory with the same files."""
@@ -195,13 +196,14 @@ def test_a_line_that_has_changed_is_computed_anew(change, finished_run, tmp_path
     shutil.copy(path, output)
     run = generate(*with_files(args, prompts, output), "-n", 5, "--scheduling-policy", "priority")
     assert run.returncode == 0, run.stderr
-    assert "resume: 2 of 3 are there already; 1 of other prompts are dropped" in run.stderr
+    assert "2 of 3 are there already; 1 of other prompts are dropped, out.jsonl.bak keeps them" in run.stderr
+    assert without_metrics(tmp_path / "out.jsonl.bak")[:3] == without_metrics(path)
     assert without_metrics(output)[1:] == without_metrics(path)[1:]
     assert records(output)[0]["metrics"] != records(path)[0]["metrics"]
 
 
 def test_an_output_file_of_lines_that_are_no_results_is_gone_on_with(finished_run, tmp_path):
-    """Errors, torn and foreign lines are dropped; a result stands for one line alone."""
+    """Errors, torn and foreign lines are dropped, and a copy keeps what is no error; a result stands for one line."""
     args, path = finished_run
     output = tmp_path / "out.jsonl"
     first, second, third = path.read_text().splitlines()
@@ -209,8 +211,20 @@ def test_an_output_file_of_lines_that_are_no_results_is_gone_on_with(finished_ru
     output.write_text("\n".join([first, error, "[]", '{"id": 3}', "no JSON", first, third, second[:50]]))
     run = generate(*args, "-n", 5, "-o", output)
     assert run.returncode == 0, run.stderr
-    assert "resume: 2 of 3 are there already; 1 of other prompts are dropped" in run.stderr
+    others = "1 of other prompts and 3 lines that are no results are dropped, out.jsonl.bak keeps them"
+    assert f"resume: 2 of 3 are there already; {others}" in run.stderr
     assert without_metrics(output) == without_metrics(path)
+    assert "no JSON" in (tmp_path / "out.jsonl.bak").read_text().splitlines()
+
+
+def test_results_of_a_version_without_keys_are_refused_as_such(finished_run, tmp_path):
+    args, path = finished_run
+    record = json.loads(path.read_text().splitlines()[0])
+    del record["metrics"]["resume_key"]
+    (tmp_path / "out.jsonl").write_text(json.dumps(record) + "\n")
+    run = generate(*args, "-o", tmp_path / "out.jsonl")
+    assert run.returncode == 1
+    assert "with 1 results without a resume_key, which earlier versions wrote, allowed: results of" in run.stderr
 
 
 def test_kept_results_are_printed_in_their_order_too(finished_run, tmp_path):

@@ -114,6 +114,13 @@ def test_the_content_of_a_message_without_one_is_empty_text_and_none():
     assert render(tests, m=message) == 'True False True False True True ab True True False "" True False'
 
 
+def test_arguments_of_a_call_that_is_the_function_itself_are_a_mapping_too():
+    """Qwen's templates take such calls."""
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        chat = [USER, {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": arguments}]}, RESULT]
+        assert render_in("qwen", chat) == render_in("qwen", CHATS["assistant with calls"])
+
+
 def test_a_function_call_is_a_tool_call_and_a_refusal_is_content():
     call, result = normalize_messages(CHATS["function"][1:])
     assert call["tool_calls"] == [{"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}]
@@ -121,6 +128,7 @@ def test_a_function_call_is_a_tool_call_and_a_refusal_is_content():
     assert result == {"role": "tool", "name": "weather", "content": "18"}
     (said,) = normalize_messages([{"role": "assistant", "content": None, "refusal": "I cannot."}])
     assert said["content"] == "I cannot."
+    assert normalize_messages([{"role": "assistant", "content": "", "refusal": "No."}])[0]["content"] == "No."
     parts = [{"type": "refusal", "refusal": "I cannot."}]
     assert normalize_messages([{"role": "assistant", "content": parts}])[0]["content"] == "I cannot."
 
@@ -141,6 +149,15 @@ REFUSED = {
     "a number": (with_call(arguments=5), "function.arguments is 5, allowed is a JSON object"),
     "an assistant who says nothing": ([USER, {"role": "assistant", **EMPTY}], r"messages\[1\].content is None"),
     "a user who says nothing": ([{**EMPTY, "role": "user", "content": None}], r"messages\[0\].content is None"),
+    "calls that are no list": (
+        [USER, {"role": "assistant", "tool_calls": CALL}],
+        "tool_calls is {.*, allowed is a list",
+    ),
+    "a custom tool": (
+        [USER, {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f", "input": "x"}}]}],
+        r"messages\[1\].tool_calls\[0\] is \{'type': 'custom'.*, allowed is \{\"type\": \"function\"",
+    ),
+    "an empty call": ([USER, {"role": "assistant", "function_call": {}}], r"messages\[1\].content is None"),
     "no calls": ([USER, {"role": "assistant", "tool_calls": []}], r"messages\[1\].content is None"),
 }
 

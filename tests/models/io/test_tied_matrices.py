@@ -93,6 +93,9 @@ def test_the_subtree_that_holds_the_weights_is_found_beside_those_of_an_optimize
         {"ema": {"params": others}, "params": {"params": tensors}},
         {"step": 3, "params": {"params": tensors}, "opt_state": moments},
         {"mu": others, "train": {"state": {"model": tensors}}},
+        {"params": tensors, "optim": {"m": others, "v": others}},
+        {"ema_params": tensors},
+        {"avg": {"params": tensors}, "opt_state": moments},
         {"params": {name.removeprefix("model."): values for name, values in tensors.items()}, "opt_state": moments},
     ):
         assert bits(load(GOLDEN / "llama", params=state)) == wanted, list(state)

@@ -234,6 +234,7 @@ def test_the_weights_are_found_in_a_training_state_whatever_their_layout(layout)
         {"params": tree, "ema_params": other},
         {"step": 3, "params": tree, "opt_state": {"mu": other, "nu": other}},
         {"mu": other, "train": {"model": tree}},
+        {"ema_params": tree, "opt_state": {"mu": other}},
     ):
         assert are_same(made_of(live, state), own), list(state)
     with pytest.raises(ModelLoadError, match=r"^params: 2 subtrees hold tensors of the model: actor, critic; "):
