@@ -11,6 +11,8 @@ import pytest
 from hypothesis import Phase, settings
 from jaxtyping import install_import_hook
 
+from . import quick_compile
+
 # The hook must be installed before these modules are imported. It checks shapes while a step is traced, so that a
 # compiled step costs no more. Modules that define pytrees are left out: JAX builds those from shapes and numpy arrays.
 _CHECKED = (
@@ -40,6 +42,7 @@ for _name, _value in (
 # that need them use the fixture `optimized`. A run with JAX_DISABLE_MOST_OPTIMIZATIONS=False optimizes every program.
 IS_UNOPTIMIZED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "True").lower() not in ("false", "0")
 jax.config.update("jax_disable_most_optimizations", IS_UNOPTIMIZED)
+quick_compile.use_in_unoptimized_programs()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

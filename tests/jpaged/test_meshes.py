@@ -5,7 +5,6 @@ together, and Gemma's windows and heads of keys repeat. The reference is the sam
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +23,18 @@ from jpaged.models.io.open_checkpoint import read_config
 from jpaged.models.io.recipe import make_recipes
 from jpaged.sharding import device_mesh
 
+from .. import quick_compile
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "families"
-FAST = ("three_kv_heads", "four_kv_heads", "eight_kv_heads", "olmo2", "gemma3")
+FAST = {
+    "three_kv_heads": (1, 2, 8), "four_kv_heads": (1, 8), "eight_kv_heads": (1, 8), "olmo2": (1, 8), "gemma3": (1, 2),
+}  # fmt: skip
+"""Model → numbers of devices. The slow tests have all models and numbers."""
 SLOW = (
-    "llama", "llama_tied", "llama_bias", "llama_gelu_heads", "mistral_window", "qwen2",
-    "qwen2_layer_types_tied", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial", "smollm3", "granite",
-    "qwen3_head_dim",
+    "four_kv_heads", "eight_kv_heads", "olmo2", "gemma3", "llama", "llama_tied", "llama_bias", "llama_gelu_heads",
+    "mistral_window", "qwen2", "qwen2_layer_types_tied", "olmo3", "gemma2", "gpt2", "gpt_neox", "phi3_partial",
+    "smollm3", "granite", "qwen3_head_dim",
 )  # fmt: skip
 HEADS = {"three_kv_heads": (9, 3), "four_kv_heads": (12, 4), "eight_kv_heads": (8, 8)}
 
@@ -38,7 +42,7 @@ HEADS = {"three_kv_heads": (9, 3), "four_kv_heads": (12, 4), "eight_kv_heads": (
 def process(*arguments: str, num_threads: int = 16, given: str = "") -> str:
     """Run Python with 8 virtual devices, so many threads of XLA and an input, and return what it prints."""
     flags = "--xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(num_threads)}
+    environment = {**quick_compile.environment(flags), "NPROC": str(num_threads)}
     command = [sys.executable, *arguments]
     result = subprocess.run(
         command, input=given, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
@@ -169,10 +173,15 @@ def test_what_a_mesh_cannot_have_is_refused_by_name() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_engines_over_several_devices_draw_the_same_tokens(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(pytest.param(name, sizes, id=name) for name, sizes in FAST.items()),
+        *(pytest.param(name, (1, 2, 4, 8), id=f"{name}-all", marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
+def test_engines_over_several_devices_draw_the_same_tokens(name: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
     directory = random_model(tmp_path, *HEADS[name]) if name in HEADS else GOLDEN / name
-    sizes = (1, 2, 8) if name in FAST else (1, 2, 4, 8)
     whole, *spread = run(directory, *sizes)
     num_kv_heads = read_config(directory).num_kv_heads
     for num_devices, found in zip(sizes[1:], spread, strict=True):

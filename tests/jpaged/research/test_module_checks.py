@@ -1,7 +1,6 @@
 """A caller's own module is compared with its spec at start, in all kinds of steps, and may be written as others are."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from flax import nnx
 from jpaged import AttentionLayer, Engine, ModelLoadError, ModelSpec, SamplingParams
 from jpaged.models.dense import dense_logprobs
 
+from ... import quick_compile
 from .every_rule import tokens_by_every_rule
 
 ROOT = Path(__file__).parents[3]
@@ -300,7 +300,7 @@ def test_the_weights_of_a_module_are_found_in_a_training_state():
 
 
 def test_with_x64_an_engine_draws_the_same_tokens_by_every_rule(tiny):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
+    environment = {**quick_compile.environment(), "JAX_ENABLE_X64": "1"}
     command = [sys.executable, "-m", "tests.jpaged.research.every_rule", tiny]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-2000:]

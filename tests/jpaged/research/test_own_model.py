@@ -18,6 +18,8 @@ from flax import nnx
 from jpaged import ConfigError, Engine, ModelLoadError, SamplingParams
 from jpaged.models.dense import dense_logits, dense_logprobs
 
+from ... import quick_compile
+
 ROOT = Path(__file__).parents[3]
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -211,7 +213,7 @@ except ModelLoadError as error:
 
 def test_weights_are_spread_over_devices_by_the_axes_that_variables_name():
     flags = "--xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "4"}
+    environment = {**quick_compile.environment(flags), "NPROC": "4"}
     command = [sys.executable, "-c", OVER_TWO_DEVICES]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-2000:]

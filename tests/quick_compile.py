@@ -1,0 +1,34 @@
+"""Lets XLA compile programs for a CPU in two thirds of the time; they run slower, and round differently at most."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax._src import compiler
+
+OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+"""Loops by LLVM alone instead of MLIR, whose contexts and passes take longer than what they do for a small program; and
+one module of LLVM, since two test processes keep two cores busy."""
+
+
+def use_in_unoptimized_programs() -> None:
+    """Compile with OPTIONS in this process while `jax_disable_most_optimizations` is set.
+
+    JAX has no setting of its own for them: those of XLA_FLAGS hold for programs that are to be optimized too.
+    """
+    compile_options = compiler.get_compile_options
+
+    def quick_options(*arguments: Any, env_options_overrides: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        quick = OPTIONS if jax.config.read("jax_disable_most_optimizations") else {}
+        overrides = {**quick, **(env_options_overrides or {})}
+        return compile_options(*arguments, env_options_overrides=overrides or None, **options)
+
+    compiler.get_compile_options = quick_options
+
+
+def environment(*flags: str) -> dict[str, str]:
+    """Return the environment of a child whose programs need not be optimized, with further XLA flags."""
+    is_unoptimized = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "").lower() not in ("", "false", "0")
+    quick = [f"--{name}={str(value).lower()}" for name, value in OPTIONS.items()] if is_unoptimized else []
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join([*flags, *quick])}
