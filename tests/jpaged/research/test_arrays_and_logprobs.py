@@ -66,6 +66,7 @@ def test_the_mass_that_truncation_left_is_what_tempered_and_processed_logprobs_d
     for mode in MODES[1:]:
         with Engine(tiny, logprobs_mode=mode, **SIZES) as engine:
             arrays[mode] = engine.generate(PROMPTS, params, return_arrays=True)
+            engine.reset_prefix_cache()  # The same steps again.
             sample = engine.generate(PROMPTS, params)[0].outputs[0]
             greedy = engine.generate(PROMPTS[0], replace(params, temperature=0.0), return_arrays=True)
     tempered, processed = arrays.values()
