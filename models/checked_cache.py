@@ -93,6 +93,7 @@ class CheckedCache:
     def _check_heads(self, layer: int, q: Array, k: Array | None, v: Array | None, step: AttentionMetadata) -> None:
         """Raise ValueError unless queries, keys and values have the shapes that a layer's spec says."""
         spec, num_tokens = self.layers[layer], step.positions.shape[0]
+        arrays: list[tuple[str, Array | None, tuple[int, ...]]]
         arrays = [("queries", q, (num_tokens, spec.num_heads, spec.head_size))]
         if spec.pages_of is None:
             kv_shape = (num_tokens, spec.num_kv_heads, spec.head_size)

@@ -172,9 +172,8 @@ def _decode_head(line: bytes) -> _RecordHead | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:  # Python takes what msgspec refuses, such as lone surrogates and huge integers.
             record = json.loads(line)
-            head = msgspec.convert({name: record.get(name) for name in ("id", "metrics")}, _RecordHead)
-            raw = (msgspec.Raw(json.dumps(record.get(name)).encode()) for name in ("outputs", "error"))
-            head.outputs, head.error = raw
-            return head
+            raw = {name: msgspec.Raw(json.dumps(record.get(name)).encode()) for name in ("outputs", "error")}
+            known = msgspec.convert({name: record.get(name) for name in ("id", "metrics")}, _RecordHead)
+            return msgspec.structs.replace(known, **raw)
         except (ValueError, TypeError, AttributeError, RecursionError):
             return None
