@@ -125,21 +125,26 @@ def _with_calls(message: dict[str, Any], index: int) -> dict[str, Any]:
     return message
 
 
-def _normalized_call(call: Any, name: str) -> dict[str, Any]:
-    """Return a tool call without null fields, its arguments as a mapping.
+def _normalized_call(call: Any, name: str) -> Any:
+    """Return a tool call without null fields, its arguments as a mapping; one of a template's own form as it is.
 
-    A call may be the function itself, as in the examples of Qwen's templates. Raise InvalidRequestError for one that
-    names no function.
+    A call may be the function itself, with name and arguments, as Qwen's templates take it. Raise InvalidRequestError
+    for a call of another type than a function's, such as OpenAI's custom tools.
     """
-    call = {key: value for key, value in call.items() if value is not None} if isinstance(call, dict) else call
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(call, dict):
+        return call
+    call = {key: value for key, value in call.items() if value is not None}
+    function = call.get("function")
+    if function is None and call.get("type", "function") != "function":
         allowed = 'allowed is {"type": "function", "function": {"name": …, "arguments": …}}'
         raise _bad_messages(f"{name} is {shorten(call)}, {allowed}")
-    function = {key: value for key, value in function.items() if value is not None}
-    path = f"{name}.function.arguments" if "function" in call else f"{name}.arguments"
-    function["arguments"] = _arguments(function.get("arguments"), path)
-    return {**call, "function": function} if "function" in call else function
+    if isinstance(function, dict):
+        function = {key: value for key, value in function.items() if value is not None}
+        arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
+        call["function"] = {**function, "arguments": arguments}
+    elif "arguments" in call:
+        call["arguments"] = _arguments(call["arguments"], f"{name}.arguments")
+    return call
 
 
 def _arguments(value: Any, name: str) -> ToolArguments:
