@@ -21,9 +21,9 @@ from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from .activations import ACTIVATIONS
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
-from .io.fields import Fields
-from .io.recipe import Source
+from .fields import Fields
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
+from .recipe import Source
 from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
 
 

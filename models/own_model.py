@@ -22,9 +22,9 @@ from ..sharding import LOGICAL_TO_MESH, sharding_of
 from .config.shares import Shares
 from .config.spec import AttentionLayer, ModelSpec
 from .errors import ModelLoadError
-from .io.checkpoint import DTYPES
-from .io.loading import Weights
-from .io.recipe import Path
+from .formats.checkpoint import DTYPES
+from .recipe import Path
+from .weights.loading import Weights, with_value
 
 METHODS = ("__call__", "logits")
 AXES_KEYS = ("logical_axes", "out_sharding", "sharding_names")
@@ -127,11 +127,6 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
         dtype = jnp.float32 if value.dtype == np.float64 else value.dtype  # An engine computes in 32 bits.
         abstract[path] = with_value(leaf, jax.ShapeDtypeStruct(value.shape, dtype))
     return OwnModel(name, spec, graph, nnx.from_flat_state(abstract)), arrays
-
-
-def with_value(leaf: Any, value: Any) -> Any:
-    """Return a leaf of a state with another value: a variable of nnx, or the value itself for a plain array."""
-    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 def _layer_fault(layers: tuple[AttentionLayer, ...], index: int) -> str | None:

@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 
 from jpaged import Engine, SamplingParams
-from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.step.compile_plan import BACKEND_COMPILE_EVENT
 
 NUM_REQUESTS, MODES = 16, ("wait", "keep", "recompute", "abort")

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from jpaged.models.families.table import BY_ARCHITECTURE
-from jpaged.models.io.gguf_checkpoint import GGUFCheckpoint
-from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.opening.gguf_checkpoint import GGUFCheckpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.text.tokenizer import load_tokenizer
 
 NUM_OUTPUTS = 64

@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 
 from jpaged.config import DEFAULT_MODEL
 from jpaged.models.config.decoder import DecoderConfig
-from jpaged.models.io.gguf_checkpoint import GGUFCheckpoint
-from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.opening.gguf_checkpoint import GGUFCheckpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.startup.model_source import resolve_model
 from jpaged.text.tokenizer import load_tokenizer
 

@@ -75,7 +75,7 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
     import jax
 
     from jpaged import ConfigError, EngineConfig
-    from jpaged.models.config.reading import config_from_hf
+    from jpaged.models.opening.reading import config_from_hf
     from jpaged.sampling.logit_rules_spec import LogitRulesSpec
     from jpaged.sharding import device_mesh
     from jpaged.startup.abstract_engine import AbstractEngine

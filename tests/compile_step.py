@@ -181,7 +181,7 @@ def _count_text(dims):
 
 def cut(config, num_layers):
     """Return a public model's config with so many layers: one kind after the other, where it has several."""
-    from jpaged.models.config.reading import config_from_hf
+    from jpaged.models.opening.reading import config_from_hf
 
     whole = config_from_hf(config, Path("config.json"))
     kinds = list(dict.fromkeys(zip(whole.windows, (rope is None for rope in whole.ropes), strict=True)))
@@ -210,7 +210,7 @@ def main() -> None:
     mesh = mesh_of(gate, num_devices)
     import jax
 
-    from jpaged.models.config.reading import config_from_hf
+    from jpaged.models.opening.reading import config_from_hf
     from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
     from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
     from jpaged.sampling.logit_rules import rule_shapes

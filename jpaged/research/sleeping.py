@@ -10,7 +10,7 @@ import jax
 
 from ..checks import check, integer, one_of, refusal, shown
 from ..errors import ConfigError
-from ..models.io.loading import Weights
+from ..models.weights.loading import Weights
 from ..startup.build_engine import EngineComponents
 from .weight_updates import WeightVersions
 

@@ -21,8 +21,8 @@ from ..checks import one_line, shown
 from ..errors import ConfigError, ModelLoadError
 from ..models.checked_cache import num_attention_calls
 from ..models.config.decoder import DecoderConfig
-from ..models.io.loading import Weights, abstract_weights
 from ..models.own_model import OwnModel
+from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules_spec import LogitRulesSpec

@@ -23,10 +23,10 @@ from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
-from ..models.io.dummy import dummy_weights
-from ..models.io.loading import Weights, check_tensors, load_weights
-from ..models.live.live_weights import LiveWeights
 from ..models.own_model import OwnModel
+from ..models.weights.dummy import dummy_weights
+from ..models.weights.live_weights import LiveWeights
+from ..models.weights.loading import Weights, check_tensors, load_weights
 from ..pallas_kernels.ragged_paged_attention.interface import Backend, CheckGuard
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.logits_processor import LogitsProcessor

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from ..checks import nearest, one_line, refusal, shown
 from ..errors import ConfigError, ModelLoadError
-from ..models.io.fields import Fields, read_json_object
-from ..models.io.files import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, TREE_FILE, UNFINISHED_ORBAX
+from ..models.fields import Fields, read_json_object
+from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, INDEX_FILE, SINGLE_FILE, TREE_FILE, UNFINISHED_ORBAX
 from .builtin_model import BUILTIN_MODELS, fetch_builtin
 
 logger = logging.getLogger("jpaged")

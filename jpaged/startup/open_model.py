@@ -18,10 +18,10 @@ from ..config import EngineConfig
 from ..errors import ConfigError, InvalidRequestError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec
-from ..models.io.checkpoint import Checkpoint
-from ..models.io.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
-from ..models.io.gguf_checkpoint import GGUFCheckpoint
-from ..models.io.open_checkpoint import open_checkpoint, read_config
+from ..models.formats.checkpoint import Checkpoint
+from ..models.formats.files import CONFIG_FILE, GENERATION_FILE, MANIFEST_FILE, check_manifest
+from ..models.opening.gguf_checkpoint import GGUFCheckpoint
+from ..models.opening.open_checkpoint import open_checkpoint, read_config
 from ..models.own_model import OwnModel, open_own_model
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampling_params import SamplingParams

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..models.io.loading import Weights
+from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import KVLayout
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, copy_pages, put_pages, take_pages
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache

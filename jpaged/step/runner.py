@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..kv_cache.page_store import MoveKind, PageMove
-from ..models.io.loading import Weights
+from ..models.weights.loading import Weights
 from ..pallas_kernels.ragged_paged_attention.interface import NULL_PAGE
 from ..pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES, Page
 from ..sampling.logit_rules import LogitRulesState

@@ -21,8 +21,8 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, proces
 
 from ..checks import one_line
 from ..errors import ModelLoadError
-from ..models.io.fields import Fields
-from ..models.io.files import CONFIG_FILE
+from ..models.fields import Fields
+from ..models.formats.files import CONFIG_FILE
 
 TOKENIZER_FILE, OPTIONS_FILE = "tokenizer.json", "tokenizer_config.json"
 FETCH_AGAIN = "wanted the model's whole tokenizer: fetch its files again"

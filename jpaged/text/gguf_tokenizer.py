@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ..checks import shorten
 from ..errors import ModelLoadError
-from ..models.io.fields import Fields
+from ..models.fields import Fields
 
 KEY = "tokenizer.ggml."
 OTHER_SOURCE = "use the model's Hugging Face directory instead"

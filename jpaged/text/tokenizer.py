@@ -21,7 +21,7 @@ import tokenizers
 
 from ..checks import one_line, shorten
 from ..errors import InvalidRequestError, ModelLoadError
-from ..models.io.gguf import GGUFFile, read_gguf
+from ..models.formats.gguf import GGUFFile, read_gguf
 from .chat_template import render_chat_template
 from .directory_tokenizer import (
     FETCH_AGAIN,

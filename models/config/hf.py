@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ModelLoadError
-from ..io.checkpoint import DTYPES
-from ..io.fields import Fields
+from ..fields import Fields
+from ..formats.checkpoint import DTYPES
 
 MAX_LAYERS = 10_000
 SLIDING, FULL = "sliding_attention", "full_attention"

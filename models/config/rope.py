@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelLoadError
-from ..io.fields import Fields
+from ..fields import Fields
 from .hf import FULL, ROPE_OBJECTS
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")

@@ -16,7 +16,7 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_sizes, windows_by_type
 from ..config.rope import context_len, read_rope, read_ropes_by_type, rope_fields
 from ..decoder import Decoder, DecoderLayer
-from ..io.fields import Fields
+from ..fields import Fields
 from ..layers import RMSNormPlusOne, WeightMaker
 from .llama import TENSOR_NAMES
 from .qwen3 import QK_NORM_NAMES

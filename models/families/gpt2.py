@@ -14,9 +14,9 @@ from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..decoder import MLP, Decoder, DecoderLayer
-from ..io.fields import Fields
-from ..io.recipe import Source
+from ..fields import Fields
 from ..layers import Embedding, LayerNorm, WeightMaker
+from ..recipe import Source
 
 OLD_KEYS = {
     "n_embd": "hidden_size", "n_positions": "max_position_embeddings", "n_head": "num_attention_heads",

@@ -16,9 +16,9 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..config.rope import context_len, read_rope, rope_fields
 from ..decoder import MLP, Decoder, DecoderLayer
-from ..io.fields import Fields
-from ..io.recipe import Source
+from ..fields import Fields
 from ..layers import LayerNorm, WeightMaker
+from ..recipe import Source
 
 
 @dataclass(frozen=True, kw_only=True)

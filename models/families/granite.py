@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config.decoder import DecoderConfig
 from ..decoder import Decoder
-from ..io.fields import Fields
+from ..fields import Fields
 from .llama import TENSOR_NAMES, read_llama
 
 

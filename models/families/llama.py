@@ -12,7 +12,7 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_sizes
 from ..config.rope import RopeConfig, context_len, read_rope, rope_fields
 from ..decoder import Decoder
-from ..io.fields import Fields
+from ..fields import Fields
 
 TENSOR_NAMES = {
     "embed": "model.embed_tokens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types
 from ..decoder import Decoder
-from ..io.fields import Fields
+from ..fields import Fields
 from .llama import TENSOR_NAMES, read_llama
 from .table import IMAGE_TENSORS, LANGUAGE_MODEL_BASES
 

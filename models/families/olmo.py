@@ -12,7 +12,7 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_ropes_by_type
 from ..decoder import QKV, Decoder, DecoderLayer
-from ..io.fields import Fields
+from ..fields import Fields
 from ..layers import RMSNormFloat32
 from ..rope import Rotation
 from .llama import TENSOR_NAMES, read_llama

@@ -9,8 +9,8 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_head_size
 from ..config.rope import RopeConfig, read_rope, rope_fields
 from ..decoder import Decoder
-from ..io.fields import Fields
-from ..io.recipe import Source
+from ..fields import Fields
+from ..recipe import Source
 from .llama import TENSOR_NAMES, read_llama
 
 LONGROPE_NAMES = ("su", "yarn", "longrope")

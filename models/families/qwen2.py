@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, windows_by_type
 from ..decoder import Decoder
-from ..io.fields import Fields
+from ..fields import Fields
 from .llama import TENSOR_NAMES, read_llama
 
 

@@ -9,7 +9,7 @@ from ..config.decoder import DecoderConfig
 from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer_types, windows_by_type
 from ..config.rope import read_rope, rope_fields
 from ..decoder import Decoder
-from ..io.fields import Fields
+from ..fields import Fields
 from .llama import TENSOR_NAMES, read_llama
 
 

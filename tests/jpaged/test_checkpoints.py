@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 
 from jpaged import ConfigError, Engine, InvalidRequestError, ModelLoadError, SamplingParams
-from jpaged.models.io.files import write_manifest
-from jpaged.models.io.saving import save_checkpoint
+from jpaged.models.formats.files import write_manifest
+from jpaged.models.weights.saving import save_checkpoint
 
 from ..gguf_file import convert_to_gguf
 from .tiny_model import CONFIG, SIZES, tensors, write_tiny_model

@@ -16,11 +16,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jpaged import ConfigError, Engine
-from jpaged.models.config.reading import config_from_hf
 from jpaged.models.families.table import model_class
-from jpaged.models.io.loading import abstract_weights
-from jpaged.models.io.open_checkpoint import read_config
-from jpaged.models.io.recipe import make_recipes
+from jpaged.models.opening.open_checkpoint import read_config
+from jpaged.models.opening.reading import config_from_hf
+from jpaged.models.recipe import make_recipes
+from jpaged.models.weights.loading import abstract_weights
 from jpaged.sharding import device_mesh
 
 from .. import quick_compile
@@ -81,9 +81,9 @@ from pathlib import Path
 
 import jax
 
-from jpaged.models.io.loading import abstract_weights, load_weights
-from jpaged.models.io.open_checkpoint import open_checkpoint
-from jpaged.models.io.saving import save_checkpoint
+from jpaged.models.weights.loading import abstract_weights, load_weights
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.saving import save_checkpoint
 from jpaged.sharding import device_mesh
 from jpaged.startup.model_source import resolve_model
 

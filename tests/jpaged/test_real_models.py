@@ -14,9 +14,9 @@ import jax
 import pytest
 
 from jpaged import Engine, SamplingParams
-from jpaged.models.io.loading import abstract_weights, load_weights
-from jpaged.models.io.open_checkpoint import open_checkpoint
-from jpaged.models.io.saving import save_checkpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.loading import abstract_weights, load_weights
+from jpaged.models.weights.saving import save_checkpoint
 from jpaged.pallas_kernels.native.layer_ops import NATIVE_OPS
 from jpaged.sharding import device_mesh
 from jpaged.startup.model_source import resolve_model

@@ -10,8 +10,8 @@ from flax import nnx
 from jpaged.models.checked_cache import CheckedCache, check_all_layers_attended
 from jpaged.models.config.spec import AttentionLayer
 from jpaged.models.dense import DenseAttention
-from jpaged.models.io.loading import abstract_weights
-from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.loading import abstract_weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from jpaged.sharding import device_mesh
 

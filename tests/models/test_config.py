@@ -10,12 +10,12 @@ from gguf import GGMLQuantizationType
 from transformers import CONFIG_MAPPING
 
 from jpaged.models.config.decoder import DecoderConfig
-from jpaged.models.config.gguf import config_from_gguf
-from jpaged.models.config.reading import config_from_hf
 from jpaged.models.config.rope import RopeConfig
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.families.table import BY_ARCHITECTURE
-from jpaged.models.io.gguf import read_gguf
+from jpaged.models.formats.gguf import read_gguf
+from jpaged.models.opening.gguf_config import config_from_gguf
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.models.rope import inverse_frequencies
 
 from ..gguf_file import write_gguf

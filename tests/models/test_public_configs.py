@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jpaged.models.config.reading import config_from_hf
 from jpaged.models.families.table import BY_ARCHITECTURE
-from jpaged.models.io.loading import abstract_weights
+from jpaged.models.opening.reading import config_from_hf
+from jpaged.models.weights.loading import abstract_weights
 from jpaged.sharding import device_mesh
 
 PUBLISHED = {

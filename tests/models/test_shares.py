@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.models.config.shares import Shares
-from jpaged.models.io.open_checkpoint import read_config
+from jpaged.models.opening.open_checkpoint import read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 

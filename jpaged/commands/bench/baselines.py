@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from ...engine import Engine
 from ...models.config.spec import ModelSpec
-from ...models.io.loading import Weights
+from ...models.weights.loading import Weights
 from ...outputs import RequestMetrics
 from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ...sampling.sampler import SamplingRows, sample

@@ -33,7 +33,7 @@ from ...errors import ConfigError
 from ...kv_cache.block_manager import BlockManager
 from ...kv_cache.page_arithmetic import PageArithmetic
 from ...kv_cache.prefix_hash import extend_hashes
-from ...models.io.loading import Weights
+from ...models.weights.loading import Weights
 from ...pallas_kernels.ragged_paged_attention.interface import KVShape
 from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend

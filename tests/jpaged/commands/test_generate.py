@@ -225,7 +225,7 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "NaN in a weight": (nan_weight, ["model.norm.weight", "NaN"]),
     "corrupt tokenizer": (cut("tokenizer.json", 500), ["tokenizer.json"]),
 }  # fmt: skip
-"""One fault for each stage of a start; the others are those of tests/models/io and test_tokenizer.py."""
+"""One fault for each stage of a start; the others are those of tests/models and test_tokenizer.py."""
 
 BAD_FLAGS: dict[str, tuple[list[str], list[str]]] = {
     "missing directory": (["-m", "no/such/folder/here", "hi"], ["no/such/folder/here"]),

@@ -11,8 +11,8 @@ from flax import nnx
 
 from jpaged import Engine, SamplingParams
 from jpaged.models.dense import dense_logprobs
-from jpaged.models.io.loading import abstract_weights, load_weights
-from jpaged.models.io.open_checkpoint import open_checkpoint
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.loading import abstract_weights, load_weights
 from jpaged.sharding import device_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]

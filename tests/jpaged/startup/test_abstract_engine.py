@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
-from jpaged.models.config.reading import config_from_hf
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.startup.abstract_engine import AbstractEngine

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jpaged.errors import ConfigError
-from jpaged.models.config.reading import config_from_hf
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.pallas_kernels.native import ffi
 from jpaged.pallas_kernels.ragged_paged_attention.names import BACKENDS
 from jpaged.pallas_kernels.ragged_paged_attention.native import backend as native_backend

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError, ModelLoadError
-from jpaged.models.io.files import write_manifest
+from jpaged.models.formats.files import write_manifest
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sampling_params import SamplingParams
 from jpaged.startup.open_model import open_model

@@ -9,7 +9,7 @@ import pytest
 from jpaged.config import MAX_STEP_TOKENS, EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
-from jpaged.models.config.reading import config_from_hf
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.startup.sizing import GIB, MAX_SLOTS, Demand, FreeMemory, requested_max_seqs, size_engine
 
 from ..tiny_model import CONFIG

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged.kv_cache.page_store import MoveKind, PageMove
-from jpaged.models.config.reading import config_from_hf
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.page_moves import MAX_MOVES

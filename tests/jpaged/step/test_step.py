@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.models.config.reading import config_from_hf
+from jpaged.models.opening.reading import config_from_hf
 from jpaged.pallas_kernels.native.matmul import columns_of
 from jpaged.pallas_kernels.ragged_paged_attention.interface import LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
-from jpaged.models.config.reading import COMMON_FIXED_OPTIONS, COMMON_WITHOUT_EFFECT, config_from_hf
 from jpaged.models.errors import ModelLoadError
 from jpaged.models.families.table import FAMILIES
-from jpaged.models.io.fields import Fields
+from jpaged.models.fields import Fields
+from jpaged.models.opening.reading import COMMON_FIXED_OPTIONS, COMMON_WITHOUT_EFFECT, config_from_hf
 
 PATH = Path("config.json")
 

@@ -20,9 +20,9 @@ from safetensors.numpy import load_file
 from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.config.rope import ROPE_KINDS
 from jpaged.models.families.table import FAMILIES
-from jpaged.models.io.loading import Weights, abstract_weights, check_tensors, load_weights
-from jpaged.models.io.open_checkpoint import open_checkpoint
 from jpaged.models.layers import Embedding, WeightMaker
+from jpaged.models.opening.open_checkpoint import open_checkpoint
+from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import Backend, KVShape, LayerPlace
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache

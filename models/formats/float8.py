@@ -1,0 +1,106 @@
+"""Matrices that safetensors hold in float8_e4m3fn, turned to float32 as blocks of them are read.
+
+safetensors hands out no 8-bit floats by way of numpy, so their bytes are read from a memory map of the file, at the
+offsets in its header. Which scales there may be is `quantization.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ModelLoadError
+from .quantization import Float8Scheme
+
+STORED_DTYPE = "F8_E4M3"
+"""What safetensors call float8_e4m3fn."""
+WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+"""Ends of the names of scales that multiply a matrix, in spite of the first one's name."""
+_SCALE = re.compile(r"\.(weight_scale|weight_scale_inv|input_scale_ub|(input|output|activation|q|k|v|kv)_scale)$")
+"""Scales of matrices, and of activations, which are not quantized here."""
+
+
+def is_scale(name: str) -> bool:
+    """Return whether a tensor of a quantized checkpoint is a scale and no weight."""
+    return _SCALE.search(name) is not None
+
+
+def scale_of(weight: str, names: Collection[str]) -> str | None:
+    """Return the name of the scale of a quantized matrix; None if there is none."""
+    module = weight.removesuffix("weight")
+    return next((module + end for end in WEIGHT_SCALES if module + end in names), None)
+
+
+def shared_block(
+    scheme: Float8Scheme, matrix: tuple[int, ...], scale: tuple[int, ...], fault: Callable[[str], ModelLoadError]
+) -> tuple[int, int]:
+    """Return how many rows and columns of a matrix share a scale, from the shapes of both.
+
+    `fault` makes the error of a clause, which is raised for a shape that the scheme does not have.
+    """
+    if len(matrix) != 2:
+        raise fault(f"has the shape {matrix} and 8-bit floats, wanted a matrix")
+    blocks: dict[tuple[int, ...], tuple[int, ...]] = {(): matrix, (1,): matrix}
+    if scheme.block is not None:
+        by_block: dict[tuple[int, ...], tuple[int, ...]] = {
+            tuple(-(-size // step) for size, step in zip(matrix, scheme.block, strict=True)): scheme.block
+        }
+        blocks = blocks | by_block if scheme.has_row_scales else by_block
+    if scheme.has_row_scales:
+        blocks[(matrix[0], 1)] = (1, matrix[1])
+    if scale not in blocks:
+        shapes = " or ".join(map(str, blocks))
+        raise fault(f"has the shape {matrix} and a scale of the shape {scale}, wanted {shapes}")
+    rows, columns = blocks[scale]
+    return rows, columns
+
+
+def dequantize(stored: np.ndarray, scale: np.ndarray, block: tuple[int, int], first: tuple[int, int]) -> np.ndarray:
+    """Return a block of a matrix in float32.
+
+    `stored` are its bytes, `first` the row and the column of the matrix that it begins at. `scale` has one value for
+    each `block` of rows and columns of the whole matrix, in two dimensions.
+    """
+    values, (row, column) = _values()[stored], first
+    with np.errstate(invalid="ignore", over="ignore"):  # The loader looks for what is not finite.
+        if scale.shape[1] == 1:
+            values *= _spread(scale[:, 0], block[0], row, len(values))[:, None]
+            return values
+        for index in range(row // block[0], -(-(row + len(values)) // block[0])):
+            rows = slice(max(0, index * block[0] - row), (index + 1) * block[0] - row)
+            values[rows] *= _spread(scale[index], block[1], column, values.shape[1])
+    return values
+
+
+def _spread(scales: np.ndarray, step: int, first: int, count: int) -> np.ndarray:
+    """Return the scale of each of `count` rows or columns from `first` on, where `step` of them share one."""
+    return scales[np.arange(first, first + count) // step]
+
+
+@cache
+def _values() -> np.ndarray:
+    """Return the float32 value of each byte."""
+    import ml_dtypes
+
+    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def map_matrices(path: Path) -> dict[str, np.ndarray]:
+    """Return the bytes of all float8_e4m3fn tensors of a file, as arrays in a memory map.
+
+    safetensors has read the file before, and has compared the offsets in its header with its size.
+    """
+    data = np.memmap(path, np.uint8, "r")
+    header_bytes = int(data[:8].view("<u8")[0])
+    header = json.loads(data[8 : 8 + header_bytes].tobytes())
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["dtype"] == STORED_DTYPE:
+            start, stop = (8 + header_bytes + offset for offset in entry["data_offsets"])
+            found[name] = data[start:stop].reshape(entry["shape"])
+    return found

@@ -1,0 +1,231 @@
+"""Reads and writes the folders of orbax: trees of arrays in zarr, with one file that lists the keys.
+
+tensorstore, which orbax is built on, reads and writes the arrays: orbax's own interface restores and saves whole arrays
+only, and a loader needs slices of them. Source of the layout: https://orbax.readthedocs.io/en/latest/guides/checkpoint/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import local
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelLoadError
+from ..fields import Fields, read_json_object
+from .checkpoint import DTYPES, WHOLE, UnsavedTensor, block_of
+from .files import TREE_FILE, UNFINISHED_ORBAX
+
+STEP_FILE = "_CHECKPOINT_METADATA"
+ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
+EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
+STORE_ERRORS = (ValueError, OSError, IndexError, NotImplementedError)
+"""What tensorstore raises for files that are missing or damaged."""
+CHUNK_BYTES = 8 << 20
+"""Bytes, before compression, of the rows that are written as one file."""
+CACHE_BYTES, CACHE_OVERHEAD_BYTES = 64 << 20, 2 << 20
+"""Bytes of a tensor that stay decoded while its columns are read, and what tensorstore counts beside a tensor's pieces:
+a piece that does not fit is decoded again for every read."""
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array of the tree, as its own metadata describe it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    """The shape of a piece that is stored, and decoded, as one."""
+
+    def cache_bytes(self, *, by_columns: bool) -> int:
+        """Return the bytes that stay decoded, so that reading rows in order decodes each piece once.
+
+        Reading columns, some of all rows, does so only for a matrix of at most `CACHE_BYTES`.
+        """
+        row_bytes = math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+        band_bytes = row_bytes * (self.chunk[0] if self.chunk else 1)
+        return CACHE_OVERHEAD_BYTES + (max(CACHE_BYTES, band_bytes) if by_columns else band_bytes)
+
+
+class OrbaxCheckpoint:
+    """The arrays of an orbax folder. Keys of nested trees are joined by dots: {"model": {"norm": …}} is model.norm.
+
+    The constructor reads the metadata of every array. Each thread keeps what it has decoded of the tensor that it reads
+    until the tensor's last value is read, since orbax may store a tensor as one compressed piece. Each ModelLoadError
+    names the folder.
+    """
+
+    def __init__(self, directory: Path):
+        self.path = directory
+        self._check_finished()
+        fields = Fields(read_json_object(directory / TREE_FILE), directory / TREE_FILE)
+        self._driver = "zarr3" if fields.boolean("use_zarr3", False) else "zarr"
+        self._is_ocdbt = fields.boolean("use_ocdbt", True) and (directory / "manifest.ocdbt").is_file()
+        # Without this key, as older versions of orbax write, a piece of zeros is not stored. With it, a piece that is
+        # not there is lost, and an error.
+        self._omits_zeros = not fields.boolean("store_array_data_equal_to_fill_value", False)
+        self._arrays = self._open_all(_array_names(fields))
+        self._thread = local()
+
+    def names(self) -> Collection[str]:
+        """Return the names of all arrays."""
+        return self._arrays.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self._arrays[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return float32, bfloat16 or float16; raise ModelLoadError if the tensor is stored as anything else."""
+        found = self._arrays[name].dtype
+        if found not in DTYPES:
+            allowed = f"{', '.join(DTYPES)} are available in this version: save it in one of these"
+            raise ModelLoadError(f"{self.path}: tensor {name!r} is stored as {found}, {allowed}")
+        return found
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype."""
+        self.dtype(name)
+        shape = self.shape(name)
+        axes = block_of(shape, rows, columns)
+        if any(axis.start == axis.stop for axis in axes):
+            return np.empty([axis.stop - axis.start for axis in axes], self._arrays[name].dtype)
+        try:
+            by_columns = len(axes) > 1 and axes[1].stop - axes[1].start < shape[1]
+            values: np.ndarray = self._store(name, by_columns=by_columns)[axes].read().result()
+        except STORE_ERRORS as error:
+            raise self._fault(name, error) from error
+        if all(axis.stop == size for axis, size in zip(axes, shape, strict=False)):
+            self._thread.store = self._thread.key = None
+        return values
+
+    def files(self) -> list[Path]:
+        """Return the files of metadata, and the folders that the arrays are in."""
+        found = [self.path / TREE_FILE, self.path / STEP_FILE]
+        if self._is_ocdbt:
+            return [*found, self.path / "manifest.ocdbt", self.path / "d", *self.path.glob("ocdbt.process_*")]
+        return [*found, *(self.path / name for name in self._arrays)]
+
+    def _check_finished(self) -> None:
+        """Refuse a folder that orbax has begun and not finished."""
+        path = self.path / STEP_FILE
+        is_finished = UNFINISHED_ORBAX not in self.path.name
+        if is_finished and path.is_file():
+            is_finished = read_json_object(path).get("commit_timestamp_nsecs", 0) is not None
+        if not is_finished:
+            raise ModelLoadError(f"{self.path}: is an orbax checkpoint whose saving did not end; take another one")
+
+    def _open_all(self, names: list[str]) -> dict[str, _Array]:
+        """Read the metadata of each array, all at once."""
+        import ml_dtypes  # noqa: F401  (numpy knows bfloat16 from then on)
+        import tensorstore
+
+        for name in names:
+            if not self._is_ocdbt and ("/" in name or "\\" in name or name in ("", ".", "..")):
+                raise ModelLoadError(f"{self.path / TREE_FILE}: {name!r} is no name of an array: save the tree anew")
+        context = tensorstore.Context()
+        opened = {name: tensorstore.open(self._spec(name), context=context, open=True, read=True) for name in names}
+        found = {}
+        for name, future in opened.items():
+            try:
+                store = future.result()
+            except STORE_ERRORS as error:
+                raise self._fault(name, error) from error
+            shape, chunk = tuple(store.shape), tuple(size or 0 for size in store.chunk_layout.read_chunk.shape or ())
+            if len(chunk) != len(shape) or any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
+                fault = f"of the shape {shape} is stored in pieces of the shape {chunk}"
+                raise ModelLoadError(f"{self.path}: tensor {name!r} {fault}, which are larger; save it anew")
+            found[name] = _Array(shape, store.dtype.name, chunk)
+        return found
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        base = {"driver": "file", "path": f"{self.path.resolve()}/"}
+        if self._is_ocdbt:
+            kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        else:
+            kvstore = {**base, "path": f"{base['path']}{name}/"}
+        return {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": self._omits_zeros}
+
+    def _store(self, name: str, *, by_columns: bool) -> Any:
+        """Return this thread's opened array, with a cache of its own that goes when the thread reads another."""
+        import tensorstore
+
+        if getattr(self._thread, "key", None) != (name, by_columns):
+            self._thread.store = self._thread.key = None
+            limit = self._arrays[name].cache_bytes(by_columns=by_columns)
+            context = tensorstore.Context({"cache_pool": {"total_bytes_limit": limit}})
+            options = {"recheck_cached_data": False, "recheck_cached_metadata": False}
+            spec = {**self._spec(name), **options}
+            self._thread.store = tensorstore.open(spec, context=context, open=True, read=True).result()
+            self._thread.key = name, by_columns
+        return self._thread.store
+
+    def _fault(self, name: str, error: Exception) -> ModelLoadError:
+        reason = " ".join(str(error).split())[:200]
+        return ModelLoadError(f"{self.path}: tensor {name!r} cannot be read ({reason}); take another copy")
+
+
+def _array_names(fields: Fields) -> list[str]:
+    """Return the names of all arrays in the tree. ModelLoadError for other leaves, and for two of one name."""
+    tree = fields.mapping("tree_metadata")
+    names: dict[str, None] = {}
+    for entry in tree.data:
+        leaf = tree.mapping(entry)
+        keys = [Fields(key, fields.path) for key in leaf.items("key_metadata", dict)]
+        name = ".".join(str(key.data.get("key")) for key in keys)
+        kind = leaf.mapping("value_metadata").data.get("value_type")
+        if kind in EMPTY_TYPES:
+            continue
+        if kind not in ARRAY_TYPES or name in names:
+            fault = f"is a leaf of the type {kind!r}, wanted an array" if kind not in ARRAY_TYPES else "is there twice"
+            raise ModelLoadError(f"{fields.path}: {name!r} {fault}: save a tree of arrays under Hugging Face names")
+        names[name] = None
+    if not names:
+        raise ModelLoadError(f"{fields.path}: holds no array: save a tree of arrays under Hugging Face names")
+    return list(names)
+
+
+def write_orbax(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
+    """Write a flat tree {name: array} as orbax does without OCDBT, one tensor after the other.
+
+    Rows lie in files of about `CHUNK_BYTES` before compression, so that a reader decodes little more than it needs.
+    """
+    import tensorstore
+
+    for name, tensor in tensors.items():
+        row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+        num_rows = min(tensor.shape[0], max(1, CHUNK_BYTES // max(1, row_bytes)))
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": f"{directory.resolve()}/{name}/"},
+            "metadata": {
+                "shape": tensor.shape,
+                "chunks": [num_rows, *tensor.shape[1:]],
+                "compressor": {"id": "zstd", "level": 1},
+            },
+            "dtype": tensor.dtype.name,
+            "store_data_equal_to_fill_value": True,
+            "context": {"file_io_sync": False},  # The caller waits for the disk, once for all files.
+        }
+        store, values = tensorstore.open(spec, create=True).result(), tensor.make()
+        for start in range(0, len(values), num_rows):
+            stop = min(start + num_rows, len(values))
+            store[start:stop].write(values[start:stop]).result()
+        del values  # Before the next tensor is made.
+    leaves = {
+        str((name,)): {
+            "key_metadata": [{"key": name, "key_type": 2}],  # A key of a dict.
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for name in tensors
+    }
+    tree = {
+        "tree_metadata": leaves, "use_ocdbt": False, "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True, "custom_metadata": None,
+    }  # fmt: skip
+    (directory / TREE_FILE).write_text(json.dumps(tree))

@@ -1,0 +1,92 @@
+"""What config.json says of quantized safetensors: which 8-bit floats are read, and a refusal of everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from ..fields import Fields
+
+CONFIG_KEYS = ("quantization_config", "compression_config")
+METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "modelopt")
+WAY_OUT = "take the unquantized checkpoint or a .gguf file"
+
+
+@dataclass(frozen=True)
+class Float8Scheme:
+    """Matrices in float8_e4m3fn, each with scales that multiply it: one for the matrix, or one per row or block."""
+
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block that shares a scale, where there are scales per block."""
+    has_row_scales: bool = False
+    """Whether a matrix may have a scale per row; beside scales per block, it may also have one for all of it."""
+
+
+def read_quantization(fields: Fields) -> Float8Scheme | None:
+    """Return how matrices are quantized; None for a config that says nothing of it.
+
+    Raises ModelLoadError, which names the method and the way out, for any other way than 8-bit floats.
+    """
+    present = [key for key in CONFIG_KEYS if fields.has(key)]
+    if not present:
+        return None
+    found = fields.mapping(present[0])
+    if not found.has("quant_method") or found.data["quant_method"] not in METHODS:
+        raise found.wrong("quant_method", f"one of {', '.join(METHODS)}, with 8-bit floats: {WAY_OUT}")
+    method = str(found.data["quant_method"])
+    if method == "fp8":
+        return _read_fp8(found, method)
+    if method == "compressed-tensors":
+        return _read_compressed(found, method)
+    if method == "modelopt":
+        _check_only(found, "quant_algo", ("FP8",), method, is_required=True)
+        return Float8Scheme()
+    return Float8Scheme(has_row_scales=True)  # fbgemm_fp8, of which there is one kind.
+
+
+def _read_fp8(found: Fields, method: str) -> Float8Scheme:
+    """Read the object that DeepSeek's and Qwen's checkpoints have."""
+    _check_only(found, "fmt", ("e4m3",), method)
+    return Float8Scheme(block=_read_block(found, "weight_block_size") if found.has("weight_block_size") else None)
+
+
+def _read_compressed(found: Fields, method: str) -> Float8Scheme:
+    """Read the object that llm-compressor writes; its groups may differ only in what the scales themselves show."""
+    _check_only(found, "format", ("float-quantized", "naive-quantized"), method)
+    _check_only(found.mapping("sparsity_config"), "format", ("dense",), method)
+    _check_only(found, "transform_config", ({},), method)
+    groups = found.mapping("config_groups")
+    if not groups.data:
+        raise found.wrong("config_groups", f"at least one group of {method}: {WAY_OUT}")
+    scheme = Float8Scheme(has_row_scales=True)
+    for name in groups.data:
+        weights = groups.mapping(name).mapping("weights")
+        if not weights.data:
+            continue  # A group of activations.
+        required: dict[str, tuple[Any, ...]] = {
+            "num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel", "block"),
+        }  # fmt: skip
+        for key, allowed in required.items():
+            _check_only(weights, key, allowed, method, is_required=True)
+        _check_only(weights, "symmetric", (True,), method)
+        if weights.data["strategy"] == "block":
+            block = _read_block(weights, "block_structure")
+            if scheme.block not in (None, block):
+                raise weights.wrong("block_structure", f"{list(scheme.block or ())}, as in another group: {WAY_OUT}")
+            scheme = Float8Scheme(block=block, has_row_scales=True)
+    return scheme
+
+
+def _read_block(fields: Fields, key: str) -> tuple[int, int]:
+    block = fields.items(key, int)
+    if len(block) != 2 or min(block) < 1:
+        raise fields.wrong(key, "two integers from 1: rows and columns")
+    return block[0], block[1]
+
+
+def _check_only(fields: Fields, key: str, allowed: Collection[Any], method: str, *, is_required: bool = False) -> None:
+    """Refuse a value that is not allowed; an absent one only if it is required."""
+    if (fields.has(key) and fields.data[key] not in allowed) or (is_required and not fields.has(key)):
+        wanted = f"{' or '.join(map(str, allowed))}, since nothing else of {method} is read"
+        raise fields.wrong(key, f"{wanted}: {WAY_OUT}")

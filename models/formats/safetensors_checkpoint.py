@@ -1,0 +1,223 @@
+"""Reads the safetensors of a directory by the names of their tensors, a block of rows and columns at a time.
+
+Files are memory-mapped, so that only what is returned takes memory. All files are checked when the directory is opened.
+Matrices in 8-bit floats are returned as float32 (`float8.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelLoadError
+from ..fields import Fields, read_json_object
+from .checkpoint import WHOLE, UnsavedTensor, block_of
+from .files import INDEX_FILE, SINGLE_FILE
+from .float8 import STORED_DTYPE, dequantize, is_scale, map_matrices, scale_of, shared_block
+from .quantization import WAY_OUT, Float8Scheme
+
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class SafetensorsCheckpoint:
+    """The safetensors of a directory: `model.safetensors`, or else the shards that its index names.
+
+    If both exist, the single file is read, as in transformers. The constructor opens every file and compares every name
+    with the index, so that a bad download is found before memory is allocated. Each ModelLoadError names the file.
+    """
+
+    def __init__(self, directory: Path, scheme: Float8Scheme | None = None):
+        """`scheme` says which scales the matrices in 8-bit floats have; None for a checkpoint without such matrices."""
+        self.path = directory
+        self._scheme = scheme
+        self._matrices: dict[str, np.ndarray] = {}
+        """The bytes of each matrix in 8-bit floats."""
+        self._scales: dict[str, tuple[str, tuple[int, int]]] = {}
+        """Name of such a matrix → name of its scale, and how many rows and columns share one value of it."""
+        self._files: dict[str, Any] = {}
+        self._file_names: dict[str, str] = {}
+        index = None if (directory / SINGLE_FILE).is_file() else _read_index(directory)
+        for file_name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
+            self._add(file_name)
+        for name, file_name in (index or {}).items():
+            if self._file_names.get(name) != file_name:
+                found = self._file_names.get(name, "no shard")
+                raise ModelLoadError(
+                    f"{directory / INDEX_FILE}: places tensor {name!r} in {file_name}, it is in {found}; "
+                    "index and shards belong to different checkpoints: fetch them again"
+                )
+        if scheme is None:
+            self._refuse_float8()
+        else:
+            self._find_scales(scheme)
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors in all files, without the scales of quantized ones."""
+        return self._files.keys() if self._scheme is None else [name for name in self._files if not is_scale(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return float32, bfloat16 or float16; raise ModelLoadError if the tensor is stored as anything else."""
+        if name in self._scales:
+            return "float32"
+        stored = self._files[name].get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ModelLoadError(
+                f"{self.path / self._file_names[name]}: tensor {name!r} is stored as {stored}, "
+                f"{', '.join(_DTYPES)} are available in this version: {WAY_OUT}"
+            )
+        return _DTYPES[stored]
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return `rows` of the first axis, and `columns` of the second of a matrix, in the stored dtype."""
+        self.dtype(name)
+        part = self._files[name].get_slice(name)
+        axes = block_of(part.get_shape(), rows, columns)
+        if name in self._scales:
+            return self._read_float8(name, axes)
+        values: np.ndarray = part[axes]
+        return values
+
+    def files(self) -> list[Path]:
+        """Return the files that hold tensors, and the index that names them if it is read."""
+        names = sorted(set(self._file_names.values()))
+        return [self.path / name for name in (names if SINGLE_FILE in names else [INDEX_FILE, *names])]
+
+    def _read_float8(self, name: str, axes: tuple[slice, ...]) -> np.ndarray:
+        stored, (scale_name, block) = self._matrices[name], self._scales[name]
+        num_scales = [-(-size // step) for size, step in zip(stored.shape, block, strict=True)]
+        scale = self.read(scale_name, WHOLE).astype(np.float32).reshape(num_scales)
+        return dequantize(stored[axes], scale, block, (axes[0].start, axes[1].start))
+
+    def _refuse_float8(self) -> None:
+        """Refuse 8-bit floats of which the config says nothing: ModelLoadError."""
+        for name, file_name in self._file_names.items():
+            stored = self._files[name].get_slice(name).get_dtype()
+            if stored.startswith("F8_"):
+                raise ModelLoadError(
+                    f"{self.path / file_name}: tensor {name!r} holds 8-bit floats ({stored}), and config.json has no "
+                    f"quantization_config, which says how they are scaled: add it, or {WAY_OUT}"
+                )
+
+    def _find_scales(self, scheme: Float8Scheme) -> None:
+        """Find the scale of each matrix in 8-bit floats; ModelLoadError if one is missing, or has no such matrix."""
+        for file_name in sorted(set(self._file_names.values())):
+            self._matrices |= map_matrices(self.path / file_name)
+        for name in self._files:
+            scale = scale_of(name, self._files) if name.endswith(".weight") else None
+
+            def fault(clause: str, name: str = name) -> ModelLoadError:
+                file = self.path / self._file_names[name]
+                return ModelLoadError(f"{file}: tensor {name!r} {clause}: fetch it again, or {WAY_OUT}")
+
+            if name in self._matrices:
+                if scale is None:
+                    raise fault(f"is stored as {STORED_DTYPE} without a scale")
+                self._scales[name] = scale, shared_block(scheme, self.shape(name), self.shape(scale), fault)
+            elif scale is not None:
+                raise fault(f"has a scale, {scale!r}, and is stored as {self._files[name].get_slice(name).get_dtype()}")
+
+    def _add(self, file_name: str) -> None:
+        # safetensors needs the bfloat16 that ml_dtypes registers with numpy.
+        import ml_dtypes  # noqa: F401
+        from safetensors import SafetensorError, safe_open
+
+        path = self.path / file_name
+        try:
+            handle: Any = safe_open(path, "numpy")
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path}: {_file_fault(path, error)}") from error
+        for name in handle.keys():  # noqa: SIM118  (a safetensors handle is not a dict)
+            if name in self._files:
+                raise ModelLoadError(
+                    f"{path}: tensor {name!r} is in {self._file_names[name]} too; wanted each tensor in one shard"
+                )
+            self._files[name], self._file_names[name] = handle, file_name
+
+
+def write_safetensors(directory: Path, tensors: Mapping[str, UnsavedTensor]) -> None:
+    """Write `model.safetensors`, one tensor after the other: the package safetensors would need all of them at once.
+
+    Tensors are float32, bfloat16 or float16. Source: https://github.com/huggingface/safetensors#format
+    """
+    codes = {dtype: code for code, dtype in _DTYPES.items()}
+    # transformers reads no file without the entry "format".
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        start, offset = offset, offset + math.prod(tensor.shape) * tensor.dtype.itemsize
+        entry = {"dtype": codes[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, offset]}
+        header[name] = entry
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with (directory / SINGLE_FILE).open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for tensor in tensors.values():
+            # numpy has no buffers of bfloat16, but of its bytes.
+            file.write(np.ascontiguousarray(tensor.make()).reshape(-1).view(np.uint8).data)
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return the file name of each tensor.
+
+    Raises ModelLoadError if there is no index, or if it names a file that is missing or outside of `directory`.
+    """
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        raise ModelLoadError(f"{directory}: {_missing_weights(directory)}")
+    weight_map = Fields(read_json_object(path), path).mapping("weight_map").data
+    if not weight_map:
+        raise ModelLoadError(f"{path}: weight_map is empty or missing, wanted the file of each tensor: fetch it again")
+    for name, file_name in weight_map.items():
+        is_plain = isinstance(file_name, str) and PurePosixPath(file_name).name == file_name and "\\" not in file_name
+        if not is_plain or not file_name.endswith(".safetensors"):
+            raise ModelLoadError(
+                f"{path}: places tensor {name!r} in {file_name!r}, wanted the name of a .safetensors file beside it"
+            )
+    for file_name in sorted(set(weight_map.values())):
+        if not (directory / file_name).is_file():
+            raise ModelLoadError(f"{path}: names {file_name}, which is not in the directory: fetch it again")
+    return dict(weight_map)
+
+
+def _missing_weights(directory: Path) -> str:
+    """Return what a directory without readable safetensors holds instead, and the way out."""
+    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    wanted = f"wanted {SINGLE_FILE} or {INDEX_FILE}"
+    for name in names:
+        if name.endswith(".gguf"):
+            return f"holds no safetensors, {wanted}; there is a GGUF file, give that: {directory / name}"
+    for name in names:
+        if name.endswith(PICKLED_SUFFIXES):
+            return f"holds pickled weights only ({name}), which may run code and are never read; {wanted}: convert it"
+    for name in names:
+        if name.endswith(".safetensors"):
+            return f"holds {name} but {wanted}: fetch what is missing, or rename it if it is the whole model"
+    return f"holds no weights, {wanted}: fetch it again"
+
+
+def _file_fault(path: Path, error: Exception) -> str:
+    """Return why safetensors cannot read a file, and the way out."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as os_error:
+        return f"cannot be read ({os_error.strerror})"
+    if not head:
+        return "is empty: fetch it again"
+    if head.startswith(b"version https://git-lfs"):
+        return "is a git-LFS pointer, not the weights: run `git lfs pull` in its directory"
+    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "is an HTML page, not the weights: fetch it again"
+    reason = " ".join(str(error).split())
+    return f"is not a complete safetensors file ({reason}): fetch it again"

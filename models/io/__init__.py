@@ -1,1 +1,0 @@
-"""Checkpoints on disk (safetensors and GGUF), and how their tensors become weights."""

@@ -1,0 +1,1 @@
+"""Opens a checkpoint and reads its config: the one room that knows formats, weights and families."""

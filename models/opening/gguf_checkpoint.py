@@ -1,0 +1,126 @@
+"""A GGUF file as a checkpoint: its tensors under Hugging Face names, their rows in Hugging Face's order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..config.decoder import DecoderConfig
+from ..errors import ModelLoadError
+from ..formats.checkpoint import WHOLE, bounds_of
+from ..formats.gguf import GGUFFile
+
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.([a-z_]+)\.(weight|bias)")
+NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+QK_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+# Gemma has a norm behind attention too, which takes the name that the norm in front of the MLP has elsewhere.
+GEMMA_LAYER_NAMES = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Tensors that the config is read from: they are parts of the rotary embedding and not weights.
+CONFIG_TENSORS = ("rope_freqs.weight",)
+
+
+@dataclass(frozen=True)
+class GGUFFormat:
+    """How llama.cpp's converter writes the tensors of one architecture."""
+
+    layer_names: dict[str, str]
+    """Name in a layer → Hugging Face's name in a layer."""
+    permutes_heads: bool = False
+    """Rows of q and k interleave each head's two halves, for a rotary embedding that rotates neighbouring lanes."""
+    norms_hold_one_more: bool = False
+    """Gains of norms are stored as 1 + w."""
+
+
+FORMATS = {
+    "llama": GGUFFormat(LAYER_NAMES, permutes_heads=True),
+    "qwen2": GGUFFormat(LAYER_NAMES),
+    "qwen3": GGUFFormat(LAYER_NAMES | QK_NORM_NAMES),
+    "gemma2": GGUFFormat(GEMMA_LAYER_NAMES, norms_hold_one_more=True),
+    "gemma3": GGUFFormat(GEMMA_LAYER_NAMES | QK_NORM_NAMES, norms_hold_one_more=True),
+}
+"""`general.architecture` → format."""
+
+
+class GGUFCheckpoint:
+    """A GGUF file under Hugging Face names, de-quantized to float32 as it is read.
+
+    A tensor without a Hugging Face name keeps its own name. What the file stores in another form is turned back: see
+    `GGUFFormat`.
+    """
+
+    def __init__(self, file: GGUFFile, config: DecoderConfig):
+        self.file = file
+        self.path = file.path
+        self._head_size = config.head_size
+        self._format = FORMATS[file.metadata["general.architecture"]]
+        self._stored = {self._hf_name(name): name for name in file.tensors if name not in CONFIG_TENSORS}
+
+    def names(self) -> Collection[str]:
+        """Return the names of all tensors except those that belong to the config."""
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the whole tensor's shape."""
+        return self.file.tensors[self._stored[name]].shape
+
+    def dtype(self, name: str) -> str:
+        """Return float32, which `read` gives whatever the file stores."""
+        return "float32"
+
+    def read(self, name: str, rows: slice, columns: slice = WHOLE) -> np.ndarray:
+        """Return `rows` of the first axis as float32, in Hugging Face's order, and `columns` of them."""
+        stored, shape = self._stored[name], self.shape(name)
+        start, stop = bounds_of(rows, shape[0])
+        wanted: slice | np.ndarray = slice(start, stop)
+        if self._format.permutes_heads and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
+            wanted = self._stored_rows(np.arange(start, stop))
+        try:
+            if len(shape) > 1:
+                return self.file.read_rows(stored, wanted)[:, columns]
+            # A vector is stored as one row.
+            values = self.file.read_rows(stored, WHOLE)[0][wanted]
+        except NotImplementedError as error:
+            raise ModelLoadError(
+                f"{self.path}: tensor {stored!r} is stored as {self.file.tensors[stored].type_name}, which the "
+                "gguf package does not de-quantize: take a file of another quantization"
+            ) from error
+        return values - 1 if self._format.norms_hold_one_more and "norm" in name else values
+
+    def files(self) -> list[Path]:
+        """Return the file, or all parts of a split one."""
+        return list(self.file.paths)
+
+    def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return where llama.cpp's converter stored each of `rows`: row (half, i) of a head is at 2 i + half."""
+        head, row = np.divmod(rows, self._head_size)
+        half, i = np.divmod(row, self._head_size // 2)
+        return head * self._head_size + 2 * i + half
+
+    def _hf_name(self, gguf_name: str) -> str:
+        match = _LAYER.fullmatch(gguf_name)
+        if match and match[2] in self._format.layer_names:
+            return f"model.layers.{match[1]}.{self._format.layer_names[match[2]]}.{match[3]}"
+        return NAMES.get(gguf_name, gguf_name)

@@ -1,0 +1,264 @@
+"""From GGUF metadata to the config.json that the same model would have, which its family then reads.
+
+The size of the vocabulary, tied embeddings, biases and the dtype come from the list of tensors. Source of the keys:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config.decoder import DecoderConfig
+from ..config.hf import FULL, MAX_LAYERS, ROPE_OBJECTS, SLIDING
+from ..config.rope import DEFAULT_THETA, RopeConfig, checked_factors
+from ..errors import ModelLoadError
+from ..families.table import BY_GGUF
+from ..fields import Fields
+from ..rope import inverse_frequencies
+from .gguf_ends import end_token_ids
+from .reading import config_from_hf
+
+if TYPE_CHECKING:
+    from ..formats.gguf import GGUFFile
+
+SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+"""Key of config.json → key of the metadata behind the architecture's name."""
+NUM_LAYERS_27B = {"gemma2": 46, "gemma3": 62}
+"""Only the size of 27B parameters divides scores by √(hidden size ÷ heads) and not by √(head size).
+
+Files do not say which, and llama.cpp knows the size by its number of layers too (src/models/gemma2.cpp, gemma3.cpp).
+"""
+GEMMA3_LAYERS_OF_FACTOR_8 = (34, 48, 62)
+"""Gemma 3 with 4B, 12B and 27B parameters: layers without a window have a linear factor 8, which some files omit."""
+
+
+def config_from_gguf(file: GGUFFile, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
+    """Return the config in a GGUF file's metadata, with `overrides` as in `config_from_hf`. Raises ModelLoadError."""
+    fields = Fields(file.metadata, file.path)
+    architecture = fields.choice("general.architecture", BY_GGUF)
+    reader = _Metadata(file, fields, architecture)
+    config = config_from_hf(reader.config(), file.path, names=reader.names, overrides=overrides)
+    asked = [overrides[key] for key in ROPE_OBJECTS if key in overrides] if overrides else []
+    if reader.freq_factors is None or any(one is None or {"rope_type", "type"} & one.keys() for one in asked):
+        return config  # An override of the scaling counts before the file's own.
+    own: dict[str, Any] = {"kind": "llama3", "freq_factors": reader.freq_factors}
+    ropes = (None if rope is None else replace(rope, **own) for rope in config.ropes)
+    return replace(config, ropes=tuple(ropes))
+
+
+class _Metadata:
+    """The metadata of one file. `names` says what the file calls the keys of the config."""
+
+    def __init__(self, file: GGUFFile, fields: Fields, architecture: str):
+        self.file, self.fields, self.architecture = file, fields, architecture
+        self.freq_factors: tuple[float, ...] | None = None
+        """Divisors of the inverse frequencies that no llama3 scaling gives, for `RopeConfig`; None for none."""
+        self.names = {key: self.key(name) for key, name in SIZES.items()} | {
+            "num_key_value_heads": self.key("attention.head_count_kv"),
+            "head_dim": self.key("attention.key_length"),
+            "num_hidden_layers": self.key("block_count"),
+            "rms_norm_eps": self.key("attention.layer_norm_rms_epsilon"),
+            "sliding_window": self.key("attention.sliding_window"),
+            "attn_logit_softcapping": self.key("attn_logit_softcapping"),
+            "final_logit_softcapping": self.key("final_logit_softcapping"),
+            "eos_token_id": "tokenizer.ggml.eos_token_id",
+            "bos_token_id": "tokenizer.ggml.bos_token_id",
+        }
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def config(self) -> dict[str, Any]:
+        """Return the content of config.json. Raises ModelLoadError for metadata that is invalid or not supported."""
+        fields, tensors = self.fields, self.file.tensors
+        embedding = tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            reason = "so it holds no model (perhaps only a tokenizer)"
+            raise ModelLoadError(f"{self.file.path}: has no matrix token_embd.weight, {reason}")
+        if fields.integer(self.key("expert_count"), 0, min=0) > 0:
+            raise fields.wrong(self.key("expert_count"), "0: mixtures of experts are not supported")
+        config: dict[str, Any] = {key: fields.integer(name) for key, name in self.names.items() if key in SIZES}
+        vocab_size = embedding.shape[0]
+        config |= {
+            "architectures": [BY_GGUF[self.architecture].architecture],
+            "vocab_size": vocab_size,
+            "num_hidden_layers": fields.integer(self.key("block_count"), max=MAX_LAYERS),
+            "rms_norm_eps": fields.number(self.names["rms_norm_eps"], above=0),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_output.bias"} & tensors.keys()),
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "dtype": self._dtype(),
+            "eos_token_id": end_token_ids(fields, vocab_size),
+            "bos_token_id": None,
+        }
+        if fields.has(self.names["bos_token_id"]):
+            config["bos_token_id"] = fields.integer(self.names["bos_token_id"], min=0)
+        # Without these keys the file means what follows from its sizes, whatever the family's own default is.
+        hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
+        config["num_key_value_heads"] = fields.integer(self.names["num_key_value_heads"], num_heads)
+        share = None if hidden_size % num_heads else hidden_size // num_heads
+        config["head_dim"] = fields.integer(self.names["head_dim"], share)
+        self._check_head_size(config["head_dim"])
+        own = {"gemma2": self._gemma2, "gemma3": self._gemma3}.get(self.architecture, self._llama)
+        return config | own(config)
+
+    def _dtype(self) -> str:
+        kinds = {tensor.type_name for tensor in self.file.tensors.values() if len(tensor.shape) > 1}
+        return "bfloat16" if kinds == {"BF16"} else "float16" if kinds == {"F16"} else "float32"
+
+    def _check_head_size(self, head_size: int) -> None:
+        """Refuse values of another size than keys, and heads that are rotated in parts."""
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if self.fields.integer(self.key(name), head_size) != head_size:
+                raise self.fields.wrong(self.key(name), f"the head size, {head_size}")
+
+    def _llama(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what config.json says of Llama, Mistral and Qwen beside the sizes.
+
+        Mistral's files name the architecture llama: the two differ only in their windows.
+        """
+        found = {"rope_parameters": self._rope(DEFAULT_THETA, config["head_dim"])}
+        key = self.names["sliding_window"]
+        if not self.fields.has(key) or self.fields.data[key] == 0:
+            return found
+        if self.architecture != "llama" or self.fields.has(key + "_pattern"):
+            raise self.fields.wrong(key, "none: the file does not say which layers have it")
+        return {**found, "architectures": ["MistralForCausalLM"], "sliding_window": self.fields.integer(key)}
+
+    def _gemma2(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what config.json says of Gemma 2 beside the sizes; for an absent key what llama.cpp takes."""
+        fields, rope = self.fields, self._rope(DEFAULT_THETA, config["head_dim"])
+        local_base = self.key("rope.freq_base_swa")
+        if fields.number(local_base, rope["rope_theta"]) != rope["rope_theta"]:
+            raise fields.wrong(local_base, f"{rope['rope_theta']:g}, as on layers without a window")
+        return {
+            **self._gemma(config),
+            "rope_parameters": rope,
+            "sliding_window": fields.integer(self.names["sliding_window"], 4096),
+            "layer_types": self._layer_types(config["num_hidden_layers"], period=2),
+            "attn_logit_softcapping": fields.number(self.names["attn_logit_softcapping"], 50.0, above=0),
+            "final_logit_softcapping": fields.number(self.names["final_logit_softcapping"], 30.0, above=0),
+        }
+
+    def _gemma3(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what config.json says of Gemma 3 beside the sizes; for an absent key what llama.cpp takes.
+
+        A file without a window has layers of full attention only, and no soft cap means none.
+        """
+        fields, num_layers = self.fields, config["num_hidden_layers"]
+        # llama.cpp would take a base of 10,000 here; its converter, like config.json, takes 1,000,000.
+        full = self._rope(1e6, config["head_dim"])
+        scaling_keys = [self.key(f"rope.{name}") for name in ("scaling.type", "scaling.factor", "scale_linear")]
+        if num_layers in GEMMA3_LAYERS_OF_FACTOR_8 and not any(map(fields.has, scaling_keys)):
+            # No published model of these sizes goes without the factor, so the file has lost it. ollama does the same
+            # (model/models/gemma3/model_text.go); llama.cpp takes the file at its word.
+            full |= {"rope_type": "linear", "factor": 8.0}
+        local_base = fields.number(self.key("rope.freq_base_swa"), 1e4, above=1)
+        found = {
+            **self._gemma(config),
+            "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local_base}},
+            "layer_types": [FULL] * num_layers,
+        }
+        soft_cap = fields.number(self.names["final_logit_softcapping"], 0.0, min=0)
+        found["final_logit_softcapping"] = soft_cap or None
+        if window := fields.integer(self.names["sliding_window"], 0, min=0):
+            found |= {"sliding_window": window, "layer_types": self._layer_types(num_layers, period=6)}
+        return found
+
+    def _gemma(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what both versions have."""
+        is_27b = config["num_hidden_layers"] == NUM_LAYERS_27B[self.architecture]
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        return {
+            "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
+
+    def _layer_types(self, num_layers: int, *, period: int) -> list[str]:
+        """Return the type of each layer: the last of each `period` layers is full, unless the file says otherwise.
+
+        The file may give another period, in which 0 stands for no layer of full attention, or say for each layer
+        whether it has a window.
+        """
+        fields, key = self.fields, self.key("attention.sliding_window_pattern")
+        if isinstance(fields.data.get(key), list):
+            has_window = fields.items(key, (bool, int))
+            if len(has_window) != num_layers:
+                raise fields.wrong(key, f"a value for each of the {num_layers} layers")
+        else:
+            period = fields.integer(key, period, min=0)
+            has_window = [period == 0 or layer % period < period - 1 for layer in range(num_layers)]
+        return [SLIDING if has else FULL for has in has_window]
+
+    def _rope(self, default_theta: float, head_size: int) -> dict[str, Any]:
+        """Return the rotary embedding: unscaled, linear, yarn, or a factor per frequency (`rope_freqs.weight`)."""
+
+        def key(name: str) -> str:
+            return self.key(f"rope.{name}")
+
+        fields = self.fields
+        theta = {"rope_theta": fields.number(key("freq_base"), default_theta, above=1)}
+        kind = fields.choice(key("scaling.type"), ("none", "linear", "yarn"), "none")
+        factor = fields.number(key("scaling.factor"), fields.number(key("scale_linear"), 1.0, min=0), min=0)
+        # Older files have a factor without a type, which means linear; factors 0 and 1 both mean no scaling.
+        if kind == "none" and factor > 1 and not fields.has(key("scaling.type")):
+            kind = "linear"
+        if "rope_freqs.weight" in self.file.tensors:
+            if kind != "none":
+                raise fields.wrong(key("scaling.type"), "none beside a tensor rope_freqs.weight")
+            return theta | self._llama3(theta["rope_theta"], head_size)
+        if kind == "none":
+            return {**theta, "rope_type": "default"}
+        if kind == "linear":
+            return {**theta, "rope_type": "linear", "factor": max(factor, 1.0)}
+        return {**theta, "rope_type": "yarn", **self._yarn()}
+
+    def _llama3(self, theta: float, head_size: int) -> dict[str, Any]:
+        """Return the llama3 scaling whose divisors of the inverse frequencies are those of `rope_freqs.weight`.
+
+        All published models have three of its four parameters in common. Other divisors are kept as they are.
+        """
+        factors = self.file.read_rows("rope_freqs.weight", slice(None)).ravel().astype(np.float64)
+        checked = checked_factors(factors.tolist(), head_size, f"{self.file.path}: rope_freqs.weight")
+        largest = round(max(checked), 3)
+        published = RopeConfig(theta, "llama3", largest, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+        plain = inverse_frequencies(RopeConfig(theta), head_size)
+        if not np.allclose(plain / inverse_frequencies(published, head_size), factors, rtol=1e-4):
+            self.freq_factors = checked
+            return {"rope_type": "default"}
+        return {
+            "rope_type": "llama3",
+            "factor": published.factor,
+            "low_freq_factor": published.low_freq_factor,
+            "high_freq_factor": published.high_freq_factor,
+            "original_max_position_embeddings": published.original_max_position,
+        }
+
+    def _yarn(self) -> dict[str, Any]:
+        fields, prefix = self.fields, self.key("rope.scaling.")
+        for name, neutral in {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
+            if fields.number(prefix + name, neutral) != neutral:
+                raise fields.wrong(prefix + name, f"{neutral:g}: other values are not supported")
+        factor = fields.number(prefix + "factor", min=1)
+        context_len = fields.integer(self.key("context_length"))
+        found: dict[str, Any] = {
+            "factor": factor,
+            "original_max_position_embeddings": fields.integer(prefix + "original_context_length", context_len),
+            "beta_fast": fields.number(prefix + "yarn_beta_fast", 32.0, above=0),
+            "beta_slow": fields.number(prefix + "yarn_beta_slow", 1.0, above=0),
+        }
+        if fields.has(prefix + "attn_factor"):
+            # It is multiplied by YaRN's formula here; transformers' attention_factor replaces the formula.
+            scale = fields.number(prefix + "attn_factor", above=0)
+            found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+        return found

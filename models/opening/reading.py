@@ -1,0 +1,113 @@
+"""From the content of config.json to a family's config.
+
+config.json is read directly, with the keys that transformers 4 and 5 write, because AutoConfig would import
+transformers, which takes seconds. Keys that the family's transformers class does not know have no effect there, and
+none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config.decoder import DecoderConfig
+from ..config.overrides import check_overrides, override, paths
+from ..families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, LANGUAGE_MODELS, Family
+from ..fields import Fields
+from ..formats.quantization import CONFIG_KEYS, read_quantization
+
+COMMON_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "id2label", "initializer_range",
+    "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "return_dict", "transformers_version", "use_cache",
+})  # fmt: skip
+"""Keys of every transformers class that change nothing that is computed here."""
+COMMON_FIXED_OPTIONS = {"is_causal": True}
+TEXT_CONFIG = "text_config"
+"""The key under which a model with images has the config of its language model."""
+SHARED_KEYS = ("bos_token_id", "dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype", *CONFIG_KEYS)
+"""Keys of a model with images that count for its language model."""
+
+
+def config_from_hf(
+    data: Mapping[str, Any],
+    path: Path,
+    *,
+    names: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> DecoderConfig:
+    """Return the config in `data`, the JSON object of config.json. Raises ModelLoadError, which names `path`.
+
+    `names` says what the file calls a key, where `data` was made from another format. `overrides` replace values of
+    `data`, and are merged into its nested objects; a key that the family does not know is refused.
+    """
+    overrides = overrides or {}
+    if (wrapped := _wrapped_model_type(data)) is not None:
+        data, names = _language_model(Fields(data, path, names or {}), wrapped)
+        of_text = Fields(overrides, Path("hf_overrides")).mapping(TEXT_CONFIG).data
+        overrides = {key: value for key, value in overrides.items() if key != TEXT_CONFIG} | dict(of_text)
+    data = override(data, overrides)
+    leaves = {key.rpartition(".")[2] for key in paths(overrides)}
+    names = {**(names or {}), **{key: f"{key} of hf_overrides" for key in leaves}}
+    family = _family(Fields(data, path, names))
+    model = family.load()
+    fields = Fields(_with_defaults(data, model.config_defaults), path, names)
+    read_quantization(fields)  # It refuses what is quantized in a way that is not read.
+    for key, wanted in {**COMMON_FIXED_OPTIONS, **model.fixed_options}.items():
+        if fields.has(key) and fields.data[key] != wanted:
+            raise fields.wrong(key, f"{wanted!r}: this version has nothing else")
+    config = replace(model.read_config(fields), architecture=family.architecture, source=data)
+    check_overrides(overrides, fields.asked, COMMON_WITHOUT_EFFECT | model.without_effect, family.architecture)
+    return config
+
+
+def _wrapped_model_type(data: Mapping[str, Any]) -> str | None:
+    """Return the model type of the language model in a model with images; None for any other model."""
+    match data.get("architectures"):
+        case [str(name)]:
+            return LANGUAGE_MODELS.get(name)
+    return None
+
+
+def _language_model(fields: Fields, model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the config of the language model in a model with images, and what the file calls its keys."""
+    if not fields.has(TEXT_CONFIG):
+        raise fields.wrong(TEXT_CONFIG, "the config of the language model")
+    found = {"model_type": model_type, **fields.mapping(TEXT_CONFIG).data}
+    names = {key: f"{TEXT_CONFIG}.{key}" for key in found}
+    if fields.has("dtype") or fields.has("torch_dtype"):
+        found = {key: value for key, value in found.items() if key not in ("dtype", "torch_dtype")}
+    for key in SHARED_KEYS:
+        if fields.has(key):
+            found[key], names[key] = fields.data[key], key
+    family = BY_MODEL_TYPE[Fields(found, fields.path, names).choice("model_type", (model_type,))]
+    return found | {"architectures": [family.architecture]}, names
+
+
+def _with_defaults(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a file over its class's defaults.
+
+    A default token id that a smaller vocabulary does not have is left out, even where the file repeats it: no step can
+    draw it.
+    """
+    merged = {**defaults, **data}
+    vocab_size = merged.get("vocab_size")
+    beyond = {
+        key
+        for key, value in defaults.items()
+        if key.endswith("_token_id") and type(vocab_size) is int and value >= vocab_size
+    }
+    return {key: value for key, value in merged.items() if not (key in beyond and value == defaults[key])}
+
+
+def _family(fields: Fields) -> Family:
+    names = fields.data.get("architectures")
+    if not names:
+        family = BY_MODEL_TYPE.get(str(fields.data.get("model_type")))
+        names = [family.architecture] if family else names
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in BY_ARCHITECTURE:
+        return BY_ARCHITECTURE[names[0]]
+    wanted = f"one of {', '.join([*BY_ARCHITECTURE, *LANGUAGE_MODELS])}: give a model of one of these families"
+    raise fields.wrong("architectures", wanted)

@@ -1,0 +1,183 @@
+"""Trees of arrays that are to become a model's weights: which layout they have, and all that is wrong with them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ModelLoadError
+from ..formats.checkpoint import DTYPES
+from ..formats.tree_checkpoint import TreeCheckpoint, flat_leaves, is_on_host
+
+COMPARED_VALUES = 1 << 20
+"""Values of each of two matrices that are compared at once on the host."""
+MAX_NAMED = 50
+"""Faults of one kind that an error names; the rest is counted."""
+
+
+class TreeLayout(enum.Enum):
+    """How a tree holds the weights of a model."""
+
+    TENSORS = "tensors"
+    """Under the names of a Hugging Face checkpoint, a tensor each."""
+    STACKED = "stacked"
+    """Under these names without the layers' numbers, the tensors of all layers in one array [L, …]."""
+    OWN = "own"
+    """Under the paths of the engine's own weights, in their shapes."""
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A matrix that a tree may hold twice, and that the model has once: both must be equal as the model keeps them."""
+
+    name: str
+    kept_name: str
+    """Name of the equal matrix, which is read."""
+    dtype: Any
+    """The dtype of the model's weight."""
+
+
+@dataclass(frozen=True)
+class WantedTree:
+    """The arrays that a tree of one layout has."""
+
+    layout: TreeLayout
+    shapes: Mapping[str, tuple[int, ...]]
+    may_have: frozenset[str] = frozenset()
+    """Names that may be in the tree and are not read."""
+    twin: Twin | None = None
+    dtypes: tuple[str, ...] = DTYPES
+    """Names of the dtypes that the arrays may have."""
+
+
+@dataclass(frozen=True)
+class CheckedTree:
+    """A tree without faults."""
+
+    layout: TreeLayout
+    arrays: Mapping[str, np.ndarray | jax.Array]
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a nested tree by their names: keys and indices joined by dots. Raises ModelLoadError."""
+    if not isinstance(tree, Mapping):
+        raise ModelLoadError(f"params: got {type(tree).__name__}, wanted a flat or nested mapping of names to arrays")
+    found: dict[str, Any] = {}
+    for name, leaf in flat_leaves(tree):
+        if name in found:
+            raise ModelLoadError(f"params: two leaves have the name {name!r}; leave one of them out")
+        found[name] = leaf
+    return found
+
+
+def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
+    """Return the arrays that the model needs. Raises ModelLoadError, which lists everything that is wrong with them.
+
+    Arrays of one of `parts` make one weight together, so they need one dtype. Every value is read once.
+    """
+    twin, shapes = wanted.twin, dict(wanted.shapes)
+    if twin is not None:
+        shapes[twin.name] = shapes[twin.kept_name]
+    faults = [
+        *_listed("missing", shapes.keys() - arrays.keys()),
+        *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
+    ]
+    kept = {name: arrays[name] for name in shapes if name in arrays}
+    misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
+    faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
+    faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
+    sound = {name: leaf for name, leaf in kept.items() if name not in misfits}
+    mixed = [names for names in parts if len({sound[name].dtype for name in names if name in sound}) > 1]
+    faults += _listed("of another dtype than other parts of one weight", {name for names in mixed for name in names})
+    faults += _listed("holding a NaN or an infinity", set(_not_finite(sound)))
+    if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in kept:
+        if not _are_equal_as_weights(kept[twin.name], kept[twin.kept_name], twin.dtype):
+            faults.append(
+                f"{twin.name} differs from {twin.kept_name}, wanted equal ones: this engine has one matrix for both "
+                "(tie_word_embeddings), so start an engine with these params"
+            )
+        del kept[twin.name]
+    if faults:
+        way_out = "nothing was changed; give all arrays of the model that the engine serves"
+        raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
+    return CheckedTree(wanted.layout, kept)
+
+
+def _listed(fault: str, names: set[str]) -> list[str]:
+    if not names:
+        return []
+    rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return [f"{fault}: {', '.join(sorted(names)[:MAX_NAMED])}{rest}"]
+
+
+def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
+    """Return what is wrong with a leaf that is to have this shape, but for its values; None if nothing is."""
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        return f"is a {type(leaf).__name__}, wanted an array of numpy or JAX"
+    if leaf.dtype.name not in dtypes or not leaf.dtype.isnative:
+        return f"is {leaf.dtype}, wanted {', '.join(dtypes)}"
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "was deleted or donated"
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return "lies in part on devices of other processes"
+    return None if tuple(leaf.shape) == shape else f"has shape {tuple(leaf.shape)}, wanted {shape}"
+
+
+def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
+    """Return whether two matrices of one shape have equal values once they are of this dtype, the engine's.
+
+    A checkpoint's two matrices are compared bit by bit, as its engine's dtype is not known yet.
+
+    Matrices that lie in the same place are compared there, others block by block on the host.
+    """
+    if first is second:
+        return True
+    if isinstance(first, jax.Array) and isinstance(second, jax.Array) and first.sharding == second.sharding:
+        return bool(_equal_on_device(first, second, jnp.dtype(dtype)))
+    tree = TreeCheckpoint({"first": first, "second": second})
+    num_rows, width = first.shape
+    step = max(1, COMPARED_VALUES // max(1, width))
+    for row in range(0, num_rows, step):
+        here, there = (tree.read(name, slice(row, row + step)).astype(dtype) for name in ("first", "second"))
+        if not np.array_equal(here, there):
+            return False
+    return True
+
+
+@partial(jax.jit, static_argnums=2)
+def _equal_on_device(first: jax.Array, second: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.all(first.astype(dtype) == second.astype(dtype))
+
+
+def _not_finite(arrays: Mapping[str, np.ndarray | jax.Array]) -> Iterator[str]:
+    """Yield the names of arrays with a NaN or an infinity. Devices check theirs at the same time."""
+    on_device = {
+        name: _all_finite(leaf) for name, leaf in arrays.items() if isinstance(leaf, jax.Array) and not is_on_host(leaf)
+    }
+    for name, leaf in arrays.items():
+        if not (on_device[name] if name in on_device else _all_finite_on_host(np.asarray(leaf))):
+            yield name
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    # x × 0 is 0, or NaN for an infinity and a NaN.
+    return jnp.isfinite(jnp.sum(array * 0))
+
+
+def _all_finite_on_host(array: np.ndarray) -> bool:
+    # BLAS reads an array several times as fast as `isfinite`. A sum of squares that is finite has no other term; one
+    # that is not may also be too large.
+    if array.dtype == np.float32 and array.flags.c_contiguous:
+        flat = array.reshape(-1)
+        with np.errstate(all="ignore"):
+            if np.isfinite(np.dot(flat, flat)):
+                return True
+    return bool(np.isfinite(array).all())

@@ -1,0 +1,254 @@
+"""Loads a checkpoint's tensors into a model's weights, slice by slice, directly into their sharded arrays.
+
+Every tensor is read in chunks of rows into a buffer that JAX then owns (on a CPU JAX aliases the buffer). So anonymous
+memory holds the weights themselves and a few such chunks, and no second copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps, write_rows
+from ...sharding import TENSOR_AXIS, sharding_of
+from ..config.decoder import DecoderConfig
+from ..errors import ModelLoadError
+from ..families.table import model_class
+from ..formats.checkpoint import Checkpoint
+from ..layers import Axes, WeightMaker
+from ..recipe import Bounds, Path, Piece, Recipes, make_recipes, read_rows
+from .subtree import ambiguity_message, model_prefixes
+
+CHUNK_BYTES = 4 << 20
+"""Bytes, as float32, of the rows that are read from a tensor in one piece."""
+NUM_READERS = 2
+"""Threads that read weights."""
+LARGE_SHARE = 16
+"""A weight of more than 1 / LARGE_SHARE of all bytes is read alone, before the others: orbax decodes whole tensors, so
+that memory would hold two large ones, or a large one beside all other weights."""
+ALIGNMENT = 64
+"""Bytes. On a CPU JAX aliases host memory that is aligned so, and copies any other."""
+BLOCK_BYTES = 32 << 20
+"""Bytes of one allocation, in which small weights lie one after the other."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model as `nnx.split` gives it: `graph` is its structure, `state` holds its arrays or their abstract shapes."""
+
+    graph: Any
+    state: Any
+    stream_dtype: Any
+    """The dtype of the hidden states."""
+    logits_modules: tuple[str, ...]
+    """Names of the top-level modules that turn hidden states into logits."""
+    config: DecoderConfig | None = None
+    """The config of the model; None for weights that no config describes, which cannot be saved."""
+
+    def split_logits(self) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        """Return the leaves of `state` that logits need, and a function that makes a state of such leaves.
+
+        A program that samples takes only these leaves. In the state that the function makes, a scalar zero stands for
+        every other leaf.
+        """
+        flat = nnx.to_flat_state(self.state)
+        leaves, tree = jax.tree.flatten(self.state)
+        indices = [index for index, (path, _) in enumerate(flat) if path[0] in self.logits_modules]
+
+        def to_state(logits_leaves: Sequence[Any]) -> Any:
+            filled: list[Any] = [jnp.zeros(())] * len(leaves)
+            for index, leaf in zip(indices, logits_leaves, strict=True):
+                filled[index] = leaf
+            return jax.tree.unflatten(tree, filled)
+
+        return [leaves[index] for index in indices], to_state
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of all weights as they are stored: what pads and copies of KV heads, but no replicas."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+
+    @property
+    def chip_bytes(self) -> int:
+        """Return the bytes of the weights on one device."""
+        leaves = jax.tree.leaves(self.state)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+@lru_cache(maxsize=4)
+def abstract_weights(config: DecoderConfig, dtype: Any, mesh: Mesh, ops: LayerOps = XLA_OPS) -> Weights:
+    """Return the shapes, dtypes and shardings of a model's weights; nothing is allocated or traced."""
+
+    def new(shape: tuple[int, ...], axes: Axes, fill: float | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(mesh, axes))
+
+    model = model_class(config.architecture)
+    graph, state = nnx.split(model(config, make=WeightMaker(new, mesh.shape[TENSOR_AXIS], dtype, ops)))
+    return Weights(graph, state, ops.stream_dtype(dtype), model.logits_modules, config)
+
+
+def check_tensors(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Compare the checkpoint's names and shapes with the model's, before anything is allocated.
+
+    Raises ModelLoadError, which names the checkpoint and the tensor that is missing, left over, of another shape or in
+    a type that is not read.
+    """
+    shapes = recipes_for(abstract, config, checkpoint).shapes
+    _check_names(set(shapes), config, checkpoint)
+    for name, shape in shapes.items():
+        if checkpoint.shape(name) != shape:
+            raise ModelLoadError(
+                f"{checkpoint.path}: tensor {name} has shape {checkpoint.shape(name)}, the config asks "
+                f"for {shape}; config and weights belong to different models: take both of one model"
+            )
+        checkpoint.read(name, slice(0, 0))
+
+
+def load_weights(
+    abstract: Weights,
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """Return `abstract` with its arrays loaded in their dtypes and shardings. Call `check_tensors` before.
+
+    `progress(done, total)` is called after each weight and counts tensors. Raises ModelLoadError, which names the
+    checkpoint and the tensor, if a tensor holds a NaN or an infinity.
+    """
+    pieces, memory = recipes_for(abstract, config, checkpoint).pieces, _WeightMemory()
+    leaves = dict(nnx.to_flat_state(abstract.state))
+
+    def load(path: Path) -> jax.Array:
+        leaf = leaves[path]
+
+        def read(index: Any) -> np.ndarray:
+            bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
+            out = memory.allocate(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
+            _read_weight(checkpoint, pieces[path], bounds, out, leaf.get_metadata())
+            return out
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+
+    num_tensors = {path: len({piece.tensor for piece in pieces[path]}) for path in leaves}
+    loaded, done, total = {}, 0, sum(num_tensors.values())
+    for path, array in _load_all(leaves, load):
+        loaded[path] = leaves[path].replace(array)
+        for _ in range(num_tensors[path]):
+            done += 1
+            if progress is not None:
+                progress(done, total)
+    # Abstract weights are shared by configs that are equal but for the files they were read from.
+    state = nnx.from_flat_state({path: loaded[path] for path in leaves})
+    return replace(abstract, state=state, config=config)
+
+
+def with_value(leaf: Any, value: Any) -> Any:
+    """Return a leaf of a state with another value: a variable of nnx, or the value itself for a plain array."""
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> Iterator[tuple[Path, jax.Array]]:
+    """Yield the path and the array of each weight: large ones first and one by one, then the others."""
+    num_bytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
+    limit = sum(num_bytes.values()) // LARGE_SHARE
+    for path in leaves:
+        if num_bytes[path] > limit:
+            yield path, load(path)
+    others = [path for path in leaves if num_bytes[path] <= limit]
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        yield from zip(others, readers.map(load, others), strict=True)
+
+
+def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
+    """Return how the weights are made of this checkpoint's tensors."""
+    model = model_class(config.architecture)
+    stored_name = model.naming(checkpoint.names(), is_tied=config.may_store_one_matrix)
+    return make_recipes(abstract.state, model.sources(config), stored_name)
+
+
+def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Raise ModelLoadError unless a checkpoint has the tensors that are wanted and no others."""
+    model = model_class(config.architecture)
+    held = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
+    if config.tie_word_embeddings:
+        # Some checkpoints store a tied matrix twice: `open_checkpoint` has compared the two. One is stored as the head.
+        held -= {model.naming(held)(f"{model.tensor_names['head']}.weight")} - wanted
+    if missing := sorted(wanted - held):
+        if len(prefixes := model_prefixes(checkpoint.names(), config)) > 1:
+            raise ModelLoadError(f"{checkpoint.path}: {ambiguity_message(prefixes)}")
+        fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
+        if held.isdisjoint(wanted):
+            first = repr(min(held)) if held else "no tensor"
+            fault = f"the checkpoint holds {first}: give the tensors their Hugging Face names"
+        count = f"({len(missing)} of {len(wanted)} are)"
+        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {count}; {fault}")
+    if extra := sorted(held - wanted):
+        raise ModelLoadError(
+            f"{checkpoint.path}: tensor {extra[0]} has no place in the model ({len(extra)} such tensors); "
+            "the config lacks a feature, or names another architecture: correct the config"
+        )
+
+
+def _read_weight(
+    checkpoint: Checkpoint,
+    pieces: tuple[Piece, ...],
+    bounds: list[Bounds],
+    out: np.ndarray,
+    metadata: dict[str, Any],
+) -> None:
+    """Fill `out` with the slice `bounds` of one weight, from the pieces that the weight is made of.
+
+    `bounds` are (start, stop) for each axis of the weight, and `metadata` is the weight's.
+    """
+    write = partial(write_rows, out)
+    if "matrix" in metadata:
+        bounds, write = metadata["ops"].matrix_rows(out, bounds, metadata["matrix"])
+    first = bounds[0][0]
+    for row, values in read_rows(checkpoint, pieces, tuple(bounds), CHUNK_BYTES // 4):
+        write(row - first, values)
+
+
+class _WeightMemory:
+    """Allocates host memory for weights, in blocks that are large enough for the system's large pages.
+
+    Large pages cost a processor fewer address translations. Threads may share one instance.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._block, self._num_used = Lock(), np.empty(0, np.uint8), 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """Return an uninitialized array, aligned so that JAX aliases it. The array keeps its block alive."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            block, start = self._block, self._num_used
+            if start + num_bytes > len(block):
+                # A large array gets a block of its own; smaller ones go on in the current block.
+                block, start = _allocate_block(num_bytes if num_bytes > BLOCK_BYTES // 4 else BLOCK_BYTES), 0
+            if block is self._block or len(block) == BLOCK_BYTES:
+                self._block, self._num_used = block, start + -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return block[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _allocate_block(num_bytes: int) -> np.ndarray:
+    """Return `num_bytes` of anonymous memory, for which the system is asked to use large pages."""
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A system without large pages raises an error; the memory is usable all the same.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)

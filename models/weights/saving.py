@@ -1,0 +1,138 @@
+"""Saves weights as a checkpoint under Hugging Face names: recipes read backwards, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ...pallas_kernels.layer_ops import LayerOps
+from ..config.decoder import DecoderConfig
+from ..families.table import BY_ARCHITECTURE, model_class
+from ..formats.checkpoint import UnsavedTensor
+from ..formats.files import CONFIG_FILE, write_manifest
+from ..formats.orbax_checkpoint import write_orbax
+from ..formats.quantization import CONFIG_KEYS
+from ..formats.safetensors_checkpoint import write_safetensors
+from ..recipe import Piece, make_recipes
+from .loading import CHUNK_BYTES, Weights
+
+WRITERS: dict[str, Callable[[Path, Mapping[str, UnsavedTensor]], None]] = {
+    "orbax": write_orbax,
+    "safetensors": write_safetensors,
+}
+
+
+def save_checkpoint(weights: Weights, directory: str | Path, *, format: str = "orbax", manifest: bool = False) -> None:
+    """Save `weights` and their config.json to `directory`, which must not exist yet, or be empty.
+
+    `format` is orbax or safetensors. Tensors have their Hugging Face names, and the dtype of the weights. With
+    `manifest` a file SHA256SUMS lists every file. The tokenizer is not the weights': copy its files beside them.
+
+    The directory appears whole or not at all. One tensor is held in memory beside the weights. Raises ValueError for a
+    directory that is in use, for weights without a config and for a rotary embedding that config.json has no form for,
+    OSError if the files cannot be written.
+    """
+    directory = Path(directory).resolve()
+    if format not in WRITERS:
+        raise ValueError(f"format: got {format!r}, allowed: {', '.join(WRITERS)}")
+    if weights.config is None or not weights.config.source:
+        raise ValueError("weights: got some without the config.json of their model, wanted those of a loaded model")
+    if any(rope is not None and rope.freq_factors is not None for rope in weights.config.ropes):
+        fault = "got a rotary embedding with a divisor for each frequency, read from a GGUF file"
+        raise ValueError(f"weights: {fault}, which config.json has no form for: keep the GGUF file")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"directory: got {directory}, which is there already, wanted a new or an empty one")
+    # A folder of another name, which has no config.json until all else is there, is no checkpoint if this process ends.
+    unfinished = directory.with_name(f".{directory.name}.unfinished-{secrets.token_hex(4)}")
+    unfinished.mkdir(parents=True)
+    try:
+        tensors = _tensors(weights, weights.config)
+        WRITERS[format](unfinished, tensors)
+        content = _config(weights.config, {tensor.dtype.name for tensor in tensors.values()})
+        (unfinished / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        if manifest:
+            write_manifest(unfinished)
+        _sync(unfinished)
+        unfinished.rename(directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _config(config: DecoderConfig, dtypes: set[str]) -> dict[str, Any]:
+    """Return the content of config.json for these weights, which are not quantized whatever they were read from."""
+    dropped = (*CONFIG_KEYS, "torch_dtype")
+    kept = {key: value for key, value in config.source.items() if key not in dropped}
+    return {
+        **kept,
+        "architectures": [config.architecture],
+        "dtype": min(dtypes),
+        "model_type": BY_ARCHITECTURE[config.architecture].model_type,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+
+
+def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor]:
+    """Return the tensors that the weights are made of, by their Hugging Face names."""
+    recipes = make_recipes(weights.state, model_class(config.architecture).sources(config))
+    leaves = dict(nnx.to_flat_state(weights.state))
+    parts: defaultdict[str, list[tuple[Any, Piece]]] = defaultdict(list)
+    for path, pieces in recipes.pieces.items():
+        for piece in pieces:
+            parts[piece.tensor].append((leaves[path], piece))
+    found = {}
+    for name, shape in recipes.shapes.items():
+        dtype = np.dtype(parts[name][0][0].dtype)
+        found[name] = UnsavedTensor(shape, dtype, partial(_tensor, shape, dtype, parts[name]))
+    return found
+
+
+def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any, Piece]]) -> np.ndarray:
+    """Return a tensor that is made of these pieces of weights."""
+    tensor = np.zeros(shape, dtype)
+    for leaf, piece in parts:
+        out = tensor.T if piece.is_transposed else tensor
+        (row, _), (first, last) = piece.source[0], piece.target[0]
+        columns = tuple(slice(*bounds) for bounds in piece.source[1:])
+        wanted = tuple(slice(*bounds) for bounds in piece.target[1:])
+        width = piece.target[1][1] if wanted else 1
+        num_rows = min(last - first, max(1, CHUNK_BYTES // 4 // width))
+        for start in range(first, last, num_rows):
+            # The last rows are taken together with some before them: one shape is compiled once.
+            start = min(start, last - num_rows)
+            values = np.asarray(_rows_of(leaf, np.arange(start, start + num_rows, dtype=np.int32)))
+            place = row + start - first
+            out[(slice(place, place + num_rows), *columns)] = values[(slice(None), *wanted)]
+    return tensor
+
+
+def _rows_of(leaf: Any, rows: np.ndarray) -> jax.Array:
+    """Return rows of Wᵀ, of a table or of a vector."""
+    metadata = leaf.get_metadata()
+    if "matrix" not in metadata:
+        return _take(leaf[...], rows, None, 0)
+    return _take(leaf[...], rows, metadata["ops"], metadata["matrix"][0])
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _take(weight: jax.Array, rows: jax.Array, ops: LayerOps | None, num_in: int) -> jax.Array:
+    return weight[rows] if ops is None else ops.columns(weight, rows, num_in)
+
+
+def _sync(directory: Path) -> None:
+    """Wait until all files are on the disk, so that a directory with its final name has all of its content."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,57 @@
+"""Finds the weights in a training state: the subtree of a tree of arrays that holds a model's tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from ..config.decoder import DecoderConfig
+from ..families.table import model_class
+
+OPTIMIZER_TREES = frozenset(
+    {"opt", "optim", "optimizer", "tx", "adam", "mu", "nu", "momentum", "grads", "gradients", "history"}
+)
+"""Words, in the keys of a training state, for trees that have the shape of the weights and are not the weights."""
+AVERAGES = frozenset({"ema", "avg", "swa", "polyak", "shadow"})
+"""Words for trees of averaged weights, which are meant only where there are no others."""
+
+
+def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
+    """Return the prefixes under which a tree holds this model's tensors.
+
+    `params.model.embed_tokens.weight` and `mu.model.embed_tokens.weight` give `["params."]`. The list is empty if the
+    names stand there without a prefix, or not at all. It has several entries if nothing says which subtree is meant,
+    see `likeliest_prefixes`. A subtree is known by its embedding and by its last norm, since a tied model may lack the
+    embedding, and any subtree may lack something that errors are to name.
+    """
+    model = model_class(config.architecture)
+    embedding, norm = (f"{model.tensor_names[module]}.weight" for module in ("embed", "norm"))
+    if any(model.naming(names)(anchor) in names for anchor in (embedding, norm)):
+        return []
+    bases = *model.other_bases, model.base
+    found = _prefixes_of(names, [base + embedding.removeprefix(model.base) for base in (*bases, "")])
+    found |= _prefixes_of(names, [base + norm.removeprefix(model.base) for base in bases])
+    # A norm without a base may be another model's: it counts where nothing else is found.
+    return likeliest_prefixes(found or _prefixes_of(names, [norm.removeprefix(model.base)]))
+
+
+def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]:
+    """Return what stands before the first of these ends in each name that has one, in the order of the names."""
+    found: dict[str, None] = {}
+    for name in names:
+        if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
+            found[name.removesuffix(end)] = None
+    return found
+
+
+def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
+    """Return those of the prefixes of equal subtrees that may be the model's, sorted: averages only without others."""
+    words = {prefix: set(re.split(r"[._]", prefix.lower())) for prefix in prefixes}
+    weights = [prefix for prefix in prefixes if OPTIMIZER_TREES.isdisjoint(words[prefix])]
+    return sorted([prefix for prefix in weights if AVERAGES.isdisjoint(words[prefix])] or weights)
+
+
+def ambiguity_message(prefixes: Collection[str]) -> str:
+    """Return in words that several subtrees fit, and the way out."""
+    subtrees = ", ".join(prefix.removesuffix(".") for prefix in prefixes)
+    return f"{len(prefixes)} subtrees hold tensors of the model: {subtrees}; give one of them alone"
