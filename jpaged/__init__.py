@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
+    from .config.engine_config import EngineConfig
     from .engine import Engine
     from .errors import ConfigError, InvalidRequestError, JpagedError, ModelLoadError, QueueFullError
     from .llm import LLM
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "config": ("EngineConfig",),
+    "config.engine_config": ("EngineConfig",),
     "engine": ("Engine",),
     "errors": ("ConfigError", "InvalidRequestError", "JpagedError", "ModelLoadError", "QueueFullError"),
     "llm": ("LLM",),

@@ -11,11 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .checks import check, number, refusal, shown
+from .core.engine_loop import StepEngine
 from .errors import ConfigError, InvalidRequestError
-from .offline import as_conversations, as_prompts, as_sequences, one_for_each, progress_bar
+from .intake.offline import as_conversations, as_prompts, as_sequences, one_for_each, progress_bar
+from .intake.request_builder import CheckedRequest, Params
 from .outputs import RequestOutput, error_output
 from .request import Request, ResultForm
-from .request_builder import CheckedRequest, Params
 from .research.arrays import (
     GenerationArrays,
     LogprobComparison,
@@ -25,7 +26,6 @@ from .research.arrays import (
     scores_of_prompts,
 )
 from .sampling.sampling_params import BeamSearchParams, SamplingParams
-from .step_engine import StepEngine
 
 
 class Engine(StepEngine):

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jpaged.config import DEFAULT_MODEL
+from jpaged.config.engine_config import DEFAULT_MODEL
 from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.opening.gguf_checkpoint import GGUFCheckpoint
 from jpaged.models.opening.open_checkpoint import open_checkpoint

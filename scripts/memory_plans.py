@@ -79,8 +79,8 @@ def plan(config: dict[str, Any], chip_name: str) -> dict[str, Any]:
     from jpaged.sampling.logit_rules_spec import LogitRulesSpec
     from jpaged.sharding import device_mesh
     from jpaged.startup.abstract_engine import AbstractEngine
-    from jpaged.startup.attention_choice import attention_shape
-    from jpaged.startup.sizing import FreeMemory, size_engine
+    from jpaged.startup.attention.choice import attention_shape
+    from jpaged.startup.sizing.sizes import FreeMemory, size_engine
 
     chip, model = CHIPS[chip_name], config_from_hf(config, Path("config.json"))
     model = model.without_idle_windows(model.max_context_len)  # As an engine does.

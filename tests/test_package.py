@@ -26,28 +26,47 @@ ALLOWED = {
     "pallas_kernels": set(),
     "sharding": set(),
 }
-# Within jpaged, outermost first: a part may import only parts of the rows below its own. "" is the package itself.
-LAYERS = (
-    ("generate",),
-    ("__main__",),
-    ("commands",),
-    ("",),
-    ("llm",),
-    ("engine",),
-    ("step_engine",),
-    ("research",),
-    ("offline", "request_builder"),
-    ("startup",),
-    ("engine_core",),
-    ("step", "text"),
-    ("scheduling",),
-    ("kv_cache",),
-    ("request",),
-    ("config", "outputs"),
-    ("sampling",),
-    ("checks",),
-    ("errors", "not_available"),
-)
+# Within a room, outermost first: a part may import only parts of the rows below its own, and itself. A part is a module
+# or a folder, by its name in the room; a module belongs to the longest name that fits. "" is the room's __init__.
+LAYERS = {
+    "jpaged": (
+        ("generate",),
+        ("__main__",),
+        ("commands",),
+        ("",),
+        ("llm",),
+        ("engine",),
+        ("core.engine_loop",),
+        ("research",),
+        ("intake",),
+        ("startup",),
+        ("core",),
+        ("step", "text"),
+        ("scheduling",),
+        ("kv_cache",),
+        ("request",),
+        ("config", "outputs"),
+        ("sampling",),
+        ("checks",),
+        ("errors", "not_available"),
+    ),
+    "models": (
+        ("opening",),
+        ("own_model",),
+        ("weights",),
+        ("families",),
+        ("decoder", "dense"),
+        ("layers", "checked_cache", "rope", "activations"),
+        ("recipe",),
+        ("config",),
+        ("formats",),
+        ("fields",),
+        ("errors", ""),
+    ),
+}
+MAX_MODULES = 14
+"""Modules that a folder shows at most, its `__init__` and the families of models not counted."""
+MAX_LINES = 450
 # No module of these parts may load any of those packages: the host core's tests need no device and take milliseconds.
 HOST_CORE = ("request", "kv_cache", "scheduling")
 HOST_CORE_NEVER = {"jax", "numpy", "flax", "transformers"}
@@ -101,9 +120,12 @@ def imported_modules(module: str) -> set[str]:
     return (imports(MODULES[module]) & MODULES.keys()) - {module}
 
 
-def part_of(module: str) -> str:
-    """Return the part of jpaged that a module belongs to, as LAYERS names it."""
-    return module.split(".")[1] if "." in module else ""
+def part_of(module: str, room: str) -> str | None:
+    """Return the part of a room that a module belongs to, as LAYERS names it; None if no part is so named."""
+    name = module.removeprefix(ROOMS[room]).removeprefix(".")
+    names = (part for row in LAYERS[room] for part in row)
+    fitting = [part for part in names if name == part or (part and name.startswith(f"{part}."))]
+    return max(fitting, key=len, default=None)
 
 
 def room_of(module: str) -> str | None:
@@ -147,20 +169,28 @@ def test_imports_between_rooms_go_one_way(room: str) -> None:
         assert rooms <= ALLOWED[room], f"{path.relative_to(ROOT)} imports {rooms - ALLOWED[room]}"
 
 
-@pytest.mark.parametrize("part", [part for row in LAYERS for part in row])
-def test_parts_of_jpaged_import_only_parts_below_them(part: str) -> None:
-    row = next(row for row, parts in enumerate(LAYERS) if part in parts)
-    allowed = {part, *(below for parts in LAYERS[row + 1 :] for below in parts)}
-    modules = [module for module in MODULES if room_of(module) == "jpaged" and part_of(module) == part]
+@pytest.mark.parametrize(("room", "part"), [(room, part) for room in LAYERS for row in LAYERS[room] for part in row])
+def test_parts_of_a_room_import_only_parts_below_them(room: str, part: str) -> None:
+    rows = LAYERS[room]
+    row = next(index for index, parts in enumerate(rows) if part in parts)
+    allowed = {part, *(below for parts in rows[row + 1 :] for below in parts)}
+    modules = [module for module in MODULES if room_of(module) == room and part_of(module, room) == part]
     assert modules, "a layer without a module"
     for module in modules:
-        parts = {part_of(other) for other in imported_modules(module) if room_of(other) == "jpaged"}
+        parts = {part_of(other, room) for other in imported_modules(module) if room_of(other) == room}
         assert parts <= allowed, f"{module} imports {sorted(parts - allowed)}"
 
 
-def test_every_module_of_jpaged_belongs_to_a_layer() -> None:
-    parts = {part_of(module) for module in MODULES if room_of(module) == "jpaged"}
-    assert parts == {part for row in LAYERS for part in row}
+def test_every_module_belongs_to_a_layer() -> None:
+    modules = [(module, room) for module in MODULES if (room := room_of(module)) in LAYERS]
+    assert [module for module, room in modules if part_of(module, room) is None] == []
+
+
+def test_folders_and_modules_are_small() -> None:
+    for path in MODULES.values():
+        assert len(path.read_text().splitlines()) <= MAX_LINES, path
+    for folder in {path.parent for path in MODULES.values()} - {ROOT / "models" / "families"}:
+        assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= MAX_MODULES, folder
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -170,7 +200,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("part", HOST_CORE)
 def test_the_host_core_loads_neither_arrays_nor_models(part: str) -> None:
-    modules = ", ".join(module for module in MODULES if room_of(module) == "jpaged" and part_of(module) == part)
+    modules = ", ".join(
+        module for module in MODULES if room_of(module) == "jpaged" and part_of(module, "jpaged") == part
+    )
     code = f"import sys, {modules}; print(sorted({HOST_CORE_NEVER!r} & set(sys.modules)))"
     assert run(code) == "[]"
 

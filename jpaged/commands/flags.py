@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .. import not_available
 from ..checks import check, check_name, integer, or_none, refusal, shown
-from ..config import ALIASES, PYTHON_ONLY, EngineConfig
+from ..config.engine_config import ALIASES, PYTHON_ONLY, EngineConfig
 from ..errors import ConfigError
 from ..sampling.parameter import Flag
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams

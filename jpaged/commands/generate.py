@@ -32,7 +32,7 @@ from .run import Printer, Run
 from .summary import SamplingSummary, summary
 
 if TYPE_CHECKING:
-    from ..config import EngineConfig
+    from ..config.engine_config import EngineConfig
     from ..engine import Engine
     from ..startup.open_model import ModelHandle
 
@@ -162,7 +162,7 @@ def _job_reader(
 ) -> JobReader:
     """Return what makes jobs of prompts and lines; ConfigError for flags that the model cannot take."""
     from ..sampling.logit_rules_spec import LogitRulesSpec
-    from ..startup.sizing import requested_max_len, requested_max_seqs
+    from ..startup.sizing.sizes import requested_max_len, requested_max_seqs
 
     has_template = template is not None or (handle.tokenizer is not None and handle.tokenizer.has_chat_template)
     if args.chat and not has_template:
@@ -214,7 +214,7 @@ def _start_engine(config: EngineConfig, handle: ModelHandle, jobs: Collection[Jo
     """
     from ..engine import Engine
     from ..sampling.sampling_params import sample_mode
-    from ..startup.sizing import Demand
+    from ..startup.sizing.sizes import Demand
 
     demands = [Demand(len(job.prompt.token_ids), job.params.max_tokens, job.params.n) for job in jobs]
     if not is_whole:

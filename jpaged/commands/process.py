@@ -13,7 +13,7 @@ from typing import Self
 
 from ..checks import one_line
 from ..errors import JpagedError, ModelLoadError
-from ..startup.device_memory import reserve_device_memory
+from ..startup.sizing.device_memory import reserve_device_memory
 from .progress import say
 
 EXIT_FAILED = 1

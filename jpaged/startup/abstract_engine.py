@@ -34,8 +34,8 @@ from ..step.programs import ProgramOptions, Programs, cache_arrays
 from ..step.step import trial
 from ..step.step_inputs import StepInputBuilder
 from ..step.step_sizes import StepSizes
-from .attention_choice import attention_shape, block_size_of
-from .layer_groups import LayerGroups, group_layers
+from .attention.choice import attention_shape, block_size_of
+from .sizing.layer_groups import LayerGroups, group_layers
 
 logger = logging.getLogger("jpaged")
 

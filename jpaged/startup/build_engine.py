@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..checks import one_line, refusal, shown
-from ..config import EngineConfig
-from ..engine_core import EngineCore
+from ..config.engine_config import EngineConfig
+from ..core.engine_core import EngineCore
 from ..errors import ConfigError
 from ..kv_cache.block_manager import BlockManager
 from ..models.own_model import OwnModel
@@ -43,13 +43,13 @@ from ..step.runner import Runner
 from ..step.step_inputs import StepInputBuilder
 from ..text.output_processor import OutputProcessor
 from .abstract_engine import AbstractEngine, StepMemoryCheck
-from .attention_check import find_failure
-from .attention_choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
-from .check_process import check_before_opening, check_in_subprocess, check_request
-from .device_memory import unreserved_memory_note
-from .host_memory import free_host_bytes, num_host_cores
+from .attention.check import find_failure
+from .attention.check_process import check_before_opening, check_in_subprocess, check_request
+from .attention.choice import FALLBACK, attention_shape, backend_by_name, cannot_serve, choose_attention
 from .open_model import ModelHandle, checkpoint_again
-from .sizing import (
+from .sizing.device_memory import unreserved_memory_note
+from .sizing.host_memory import free_host_bytes, num_host_cores
+from .sizing.sizes import (
     Demand,
     EngineSizes,
     FreeMemory,

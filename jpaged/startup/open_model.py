@@ -14,7 +14,7 @@ from typing import Any
 from flax import nnx
 
 from ..checks import refusal, shown
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..errors import ConfigError, InvalidRequestError, ModelLoadError
 from ..models.config.decoder import DecoderConfig
 from ..models.config.spec import ModelSpec

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ..config import EngineConfig
+from ..config.engine_config import EngineConfig
 from ..sampling.sampling_params import SampleMode
 from ..scheduling.buckets import filled_tokens
 from ..step.compile_plan import Key
 from ..step.programs import ALLOCATE_KEY, Programs, decode_key, forward_key, sample_key
 from ..step.step_inputs import StepInputBuilder
-from .sizing import Demand
+from .sizing.sizes import Demand
 
 LONG_STEP = 1024
 """Tokens of a step from which on its forward program is compiled before the programs that decode."""

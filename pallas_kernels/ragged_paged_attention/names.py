@@ -53,6 +53,6 @@ BACKENDS = (
     ),
 )
 """Every backend, one entry each. `auto` takes the first that is a default of the device's platform and can serve, else
-the fallback: see `jpaged.startup.attention_choice`."""
+the fallback: see `jpaged.startup.attention.choice`."""
 
 BACKEND_NAMES = tuple(entry.name for entry in BACKENDS)

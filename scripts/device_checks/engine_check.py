@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from jpaged import Engine, RequestOutput, SamplingParams
-from jpaged.config import EngineConfig
+from jpaged.config.engine_config import EngineConfig
+from jpaged.startup.attention.check_process import check_before_opening
 from jpaged.startup.builtin_model import SMOLLM2_135M
-from jpaged.startup.check_process import check_before_opening
-from jpaged.startup.host_memory import free_host_bytes
 from jpaged.startup.open_model import open_model
+from jpaged.startup.sizing.host_memory import free_host_bytes
 from jpaged.startup.user_cache import user_cache
 
 from . import ROOT

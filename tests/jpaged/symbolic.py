@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jpaged.engine_core import EngineCore
+from jpaged.core.engine_core import EngineCore
 from jpaged.kv_cache.block_manager import BlockManager
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.kv_cache.page_store import MoveKind

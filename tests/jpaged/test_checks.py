@@ -22,7 +22,7 @@ from jpaged.checks import (
     shown,
     text,
 )
-from jpaged.config import OPTIONS
+from jpaged.config.engine_config import OPTIONS
 from jpaged.errors import ConfigError, InvalidRequestError
 from jpaged.sampling.sampling_params import FIELDS
 from jpaged.text.prompts import PROMPT_EXTRAS, PROMPT_KEYS

@@ -25,7 +25,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeS
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes, write_slots_of
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.startup.abstract_engine import AbstractEngine
-from jpaged.startup.attention_choice import AttentionChoice
+from jpaged.startup.attention.choice import AttentionChoice
 
 from .tiny_model import write_tiny_model
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from jpaged.config import EngineConfig
+from jpaged.config.engine_config import EngineConfig
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape
-from jpaged.startup import check_process
-from jpaged.startup.check_process import check_request
+from jpaged.startup.attention import check_process
+from jpaged.startup.attention.check_process import check_request
 from jpaged.startup.open_model import open_model
 
-from ..jpaged.startup import broken_kernels
+from ..jpaged.startup.attention import broken_kernels
 from .check_scripts import Script
 
 HLO = """HloModule step, is_scheduled=true

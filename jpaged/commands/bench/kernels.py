@@ -39,7 +39,7 @@ from ...pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKEN
 from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
 from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
-from ...startup.attention_choice import choose_attention
+from ...startup.attention.choice import choose_attention
 from ..flags import FlagParser
 from ..progress import say
 from .report import add_report_flags, machine, parse_bench, write_report

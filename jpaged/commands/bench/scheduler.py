@@ -27,8 +27,8 @@ import numpy as np
 from flax import nnx
 
 from ...checks import refusal
-from ...config import EngineConfig
-from ...engine_core import EngineCore
+from ...config.engine_config import EngineConfig
+from ...core.engine_core import EngineCore
 from ...errors import ConfigError
 from ...kv_cache.block_manager import BlockManager
 from ...kv_cache.page_arithmetic import PageArithmetic

@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from ...checks import check, integer, one_of, refusal, shown
-from ...config import EngineConfig
+from ...config.engine_config import EngineConfig
 from ...engine import Engine
 from ...errors import ConfigError
 from ...startup.open_model import ModelHandle, open_model

@@ -311,7 +311,7 @@ def _tune(args: Namespace, chip: str, compiler: Compiler | None) -> int:
 
     from ...pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
     from ...pallas_kernels.ragged_paged_attention.tpu.sizes import TpuShape, read_tuned, sizes_of
-    from ...startup.attention_choice import tuned_path, users_tuned
+    from ...startup.attention.choice import tuned_path, users_tuned
     from ...startup.user_cache import make_private
 
     shape = TpuShape(args.num_heads, args.num_kv_heads, args.head_size, args.dtype, args.block_size)

@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jpaged.commands.generate import main
-from jpaged.config import EngineConfig
+from jpaged.config.engine_config import EngineConfig
 from jpaged.startup.open_model import open_model
 
 from ..tiny_model import SIZE_FLAGS, tensors, write_tiny_model

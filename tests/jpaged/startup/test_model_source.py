@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from jpaged.checks import shown
-from jpaged.config import DEFAULT_MODEL
+from jpaged.config.engine_config import DEFAULT_MODEL
 from jpaged.errors import ConfigError, ModelLoadError
 from jpaged.startup.builtin_model import SMOLLM2_135M, BuiltinModel
 from jpaged.startup.model_source import (

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
-from jpaged.config import EngineConfig
+from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import InvalidRequestError, ModelLoadError
 from jpaged.models.formats.files import write_manifest
 from jpaged.sampling.logit_rules_spec import LogitRulesSpec

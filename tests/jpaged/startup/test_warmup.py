@@ -8,7 +8,7 @@ import pytest
 
 from jpaged import Engine, EngineConfig, SamplingParams
 from jpaged.sampling.sampling_params import SampleMode
-from jpaged.startup.sizing import Demand
+from jpaged.startup.sizing.sizes import Demand
 from jpaged.startup.warmup import warmup_keys
 
 from ..symbolic import Host

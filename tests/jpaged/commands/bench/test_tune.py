@@ -32,7 +32,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
     sizes_of,
 )
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
-from jpaged.startup.attention_choice import attention_shape, backend_by_name, choose_attention, tuned_path
+from jpaged.startup.attention.choice import attention_shape, backend_by_name, choose_attention, tuned_path
 
 from ...startup.test_attention_choice import model_with
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..checks import refusal
-from ..errors import ConfigError
+from ...checks import refusal
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
     import jax

@@ -22,7 +22,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.decode_refs import DecodeSizes
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import TpuSizes
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
-from jpaged.startup.attention_check import (
+from jpaged.startup.attention.check import (
     MAX_ERROR,
     check_key,
     check_steps,
@@ -31,7 +31,7 @@ from jpaged.startup.attention_check import (
     layer_error,
     source_digest,
 )
-from jpaged.startup.attention_choice import users_tuned
+from jpaged.startup.attention.choice import users_tuned
 from jpaged.startup.user_cache import user_cache
 
 from .test_attention_choice import CPU, MODEL, model_with

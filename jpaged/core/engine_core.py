@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .checks import one_line
-from .request import Request, RequestState, SampleSequence
-from .scheduling.beam_search import BeamSearch, BeamStep
-from .scheduling.quarantine import FailureVerdict, Quarantine
-from .scheduling.scheduler import Scheduler
-from .scheduling.scheduler_output import SchedulerOutput
+from ..checks import one_line
+from ..request import Request, RequestState, SampleSequence
+from ..scheduling.beam_search import BeamSearch, BeamStep
+from ..scheduling.quarantine import FailureVerdict, Quarantine
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
-    from .sampling.sampler import SampledRows
-    from .step.runner import Runner, StepOutputs
-    from .step.step_inputs import BuiltStep, StepInputBuilder
-    from .text.output_processor import OutputProcessor
+    from ..sampling.sampler import SampledRows
+    from ..step.runner import Runner, StepOutputs
+    from ..step.step_inputs import BuiltStep, StepInputBuilder
+    from ..text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")
 

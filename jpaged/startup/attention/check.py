@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import pallas_kernels
-from ..checks import one_line
-from ..models.config.spec import ModelSpec
-from ..pallas_kernels.layer_ops import XLA_OPS, LayerOps
-from ..pallas_kernels.ragged_paged_attention.interface import (
+from ... import pallas_kernels
+from ...checks import one_line
+from ...models.config.spec import ModelSpec
+from ...pallas_kernels.layer_ops import XLA_OPS, LayerOps
+from ...pallas_kernels.ragged_paged_attention.interface import (
     AttentionMetadata,
     AttentionShape,
     Backend,
@@ -36,11 +36,11 @@ from ..pallas_kernels.ragged_paged_attention.interface import (
     KVShape,
     LayerPlace,
 )
-from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
-from ..pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
-from ..pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
-from .attention_choice import attention_shape
-from .user_cache import make_private, user_cache
+from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from ...pallas_kernels.ragged_paged_attention.plain_steps import random_tables, step_of_rows
+from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
+from ..user_cache import make_private, user_cache
+from .choice import attention_shape
 
 logger = logging.getLogger("jpaged")
 

@@ -1,6 +1,6 @@
 """Compares a backend with `xla` in a subprocess, so that a crash or a hang there ends no engine.
 
-    parent ── CheckRequest, JSON on stdin ─▶ python -m jpaged.startup.check_process
+    parent ── CheckRequest, JSON on stdin ─▶ python -m jpaged.startup.attention.check_process
                                              compares         ── CheckResult, JSON on stdout ─▶ parent
 
 A start runs it before it opens a GPU itself: both processes need memory there, and the child takes no more of it than
@@ -28,21 +28,21 @@ from typing import IO, Any
 
 import jax
 
-from ..checks import one_line
-from ..config import EngineConfig
-from ..models.config.spec import ModelSpec
-from ..pallas_kernels.ragged_paged_attention.interface import (
+from ...checks import one_line
+from ...config.engine_config import EngineConfig
+from ...models.config.spec import ModelSpec
+from ...pallas_kernels.ragged_paged_attention.interface import (
     AttentionShape,
     Backend,
     BackendUnavailableError,
     CheckGuard,
 )
-from ..pallas_kernels.ragged_paged_attention.names import BACKENDS
-from ..sharding import select_devices, visible_accelerators
-from .attention_check import kernel_error, result_file, source_digest, too_different
-from .attention_choice import attention_shape, load_backend
-from .sizing import chosen_dtypes
-from .user_cache import make_private
+from ...pallas_kernels.ragged_paged_attention.names import BACKENDS
+from ...sharding import select_devices, visible_accelerators
+from ..sizing.sizes import chosen_dtypes
+from ..user_cache import make_private
+from .check import kernel_error, result_file, source_digest, too_different
+from .choice import attention_shape, load_backend
 
 logger = logging.getLogger("jpaged")
 

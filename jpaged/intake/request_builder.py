@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Self
 
-from .checks import is_integer, is_number, refusal, shown
-from .request import CacheKey, Request, ResultForm, SampleSequence
-from .sampling.sampling_params import BeamSearchParams, SamplingParams
-from .scheduling.beam_search import BeamSearch
-from .startup.build_engine import EngineComponents
-from .text.prompts import EncodedPrompt, check_num_samples, check_priority
+from ..checks import is_integer, is_number, refusal, shown
+from ..request import CacheKey, Request, ResultForm, SampleSequence
+from ..sampling.sampling_params import BeamSearchParams, SamplingParams
+from ..scheduling.beam_search import BeamSearch
+from ..startup.build_engine import EngineComponents
+from ..text.prompts import EncodedPrompt, check_num_samples, check_priority
 
 Params = SamplingParams | BeamSearchParams
 MAX_SAMPLE_INDEX = (1 << 31) - 1

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from jpaged import Engine
-from jpaged.config import EngineConfig
+from jpaged.config.engine_config import EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionShape
-from jpaged.startup import check_process
-from jpaged.startup.attention_check import MAX_ERROR
-from jpaged.startup.check_process import CheckRequest, check_before_opening, check_in_subprocess
+from jpaged.startup.attention import check_process
+from jpaged.startup.attention.check import MAX_ERROR
+from jpaged.startup.attention.check_process import CheckRequest, check_before_opening, check_in_subprocess
 
-from ..tiny_model import write_tiny_model
+from ...tiny_model import write_tiny_model
 from . import broken_kernels
 from .test_attention_choice import model_with
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_a_default_that_fails_in_its_child_is_replaced_and_one_asked_for_ends_th
 ) -> None:
     """A whole engine, whose default backend on this CPU crashes when it is checked."""
     tiny, sizes = str(write_tiny_model(tmp_path / "tiny")), {"max_num_seqs": 2, "max_model_len": 64}
-    monkeypatch.setattr("jpaged.startup.attention_choice.load_backend", lambda entry: {
+    monkeypatch.setattr("jpaged.startup.attention.choice.load_backend", lambda entry: {
         "native": broken_kernels.Crashes,
         "xla": broken_kernels.XlaBackend,
     }[entry.name])  # fmt: skip

@@ -1,6 +1,6 @@
 """Every engine option, checked before anything is loaded: one frozen object behind flags, keywords and files.
 
-Knows names, values and ranges; what they mean for a model and a device is `startup/sizing.py`'s business.
+Knows names, values and ranges; what they mean for a model and a device is the business of `startup/sizing`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
-from . import checks, not_available
-from .checks import INT64, CheckedFields, Rule, Unfit, boolean, integer, number, one_of, or_none, text
-from .errors import ConfigError
-from .pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
-from .sampling.logits_processor import LogitsProcessor
+from .. import checks, not_available
+from ..checks import INT64, CheckedFields, Rule, boolean, integer, number, one_of, or_none, text
+from ..errors import ConfigError
+from ..pallas_kernels.ragged_paged_attention.names import BACKEND_NAMES, BACKENDS
+from ..sampling.logits_processor import LogitsProcessor
+from . import option_rules as rules
+from .option_rules import COUNT, LIMITS, MAX_BLOCK_SIZE, MAX_DECODE_STEPS, SIZE
 
 DEFAULT_MODEL = "smollm2-135m"
 """The built-in model that serves where none is named."""
@@ -21,7 +23,6 @@ DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "hf", "safetensors", "orbax", "gguf", "dummy")
 """Formats of weights; hf and safetensors mean the same, since pickled weights are never read."""
 DEVICES = ("auto", "cpu", "gpu", "tpu")
-MAX_BLOCK_SIZE = 1024
 MAX_STEP_TOKENS = 1 << 20
 """Largest max_num_batched_tokens. A step's sizes are compiled shapes, and no memory holds one as large as this."""
 MAX_STEP_SEQS = 1 << 16
@@ -29,16 +30,10 @@ MAX_SWAP_SPACE = 10**6
 """Largest swap_space in GiB, far beyond the memory of one host."""
 MAX_DEVICES = 1 << 16
 """Largest tensor_parallel_size, far beyond the devices of one process."""
-MAX_DECODE_STEPS = 16
-"""Tokens that one dispatch decodes at most."""
 WARMUPS = ("lazy", "full", "off")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
-SCHEDULING_POLICIES = ("fcfs", "priority")
 LOGPROBS_MODES = ("raw_logprobs", "tempered_logprobs", "processed_logprobs")
-LIMITS = ("waiting_requests", "waiting_tokens")
-"""Keys of `limits`."""
 LIMITS_HELP = f"how much may wait before a request is refused: {', '.join(LIMITS)}; default: no limit"
-MAX_JSON_DEPTH = 16
 OVERRIDES_HELP = "values instead of those in config.json, on the command line a JSON object; objects are merged"
 MESH_HELP = "a jax.sharding.Mesh in Python, along whose axis tensor the model is spread"
 PARAMS_HELP = "weights, in Python: a tree of arrays under Hugging Face names, for the config of the model's directory"
@@ -50,114 +45,6 @@ ALIASES = {"gpu_memory_utilization": "device_memory_utilization"}
 def _option(default: Any, help_text: str, rule: Rule) -> Any:
     """Return the field of an option; one whose default is None takes None too."""
     return checks.checked(default, or_none(rule) if default is None else rule, help=help_text)
-
-
-def _block_size(value: Any) -> int:
-    size: int = integer(1, MAX_BLOCK_SIZE)(value)
-    if size & (size - 1):
-        raise Unfit(f"a power of two from 1 to {MAX_BLOCK_SIZE}, such as 16 or 64")
-    return size
-
-
-def _host_blocks(value: Any) -> int:
-    if _COUNT(value) == 1:
-        raise Unfit("0, or an integer ≥ 2, since the first page is the null page")
-    return int(value)
-
-
-def _policy(value: Any) -> Any:
-    """Take a policy's name, or a function of the caller's own."""
-    if not callable(value) and (not isinstance(value, str) or value not in SCHEDULING_POLICIES):
-        raise Unfit(f"{', '.join(SCHEDULING_POLICIES)}, or in Python a key function of a request")
-    return value
-
-
-def _decode_steps(value: Any) -> int | str:
-    if isinstance(value, str) and value == "auto":
-        return value
-    if not checks.is_integer(value) or not 1 <= value <= MAX_DECODE_STEPS:
-        raise Unfit(f"auto, or an integer in [1, {MAX_DECODE_STEPS}]")
-    return int(value)
-
-
-def _only_one(value: Any) -> int:
-    """Take 1 alone, for ways to spread an engine that this version does not have."""
-    if not checks.is_integer(value) or value != 1:
-        raise Unfit("1: more is not available in this version", "leave it out")
-    return 1
-
-
-def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
-    """Take a list of processors as a tuple; no two may share an argument's name."""
-    if not isinstance(value, list | tuple) or not all(isinstance(one, LogitsProcessor) for one in value):
-        raise Unfit("a list of LogitsProcessor")
-    arguments = [argument for processor in value for argument in processor.arguments]
-    if len(set(arguments)) < len(arguments):
-        raise Unfit("processors whose arguments all have different names")
-    return tuple(value)
-
-
-def _limits(value: Any) -> dict[str, int | None]:
-    """Take a mapping, and return every limit by its name; None means no limit."""
-    if not isinstance(value, Mapping):
-        raise Unfit(f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
-    limits: dict[str, int | None] = dict.fromkeys(LIMITS)
-    for name, limit in value.items():
-        checks.check_name(name, LIMITS, "key of limits", error=ConfigError)
-        if limit is not None and (not checks.is_integer(limit) or not 1 <= limit <= INT64[1]):
-            raise Unfit("an integer ≥ 1, or leave it out for no limit", got=f"{checks.shown(limit)} for {name}")
-        limits[name] = None if limit is None else int(limit)
-    return limits
-
-
-def _overrides(value: Any) -> dict[str, Any]:
-    """Take a mapping of values that JSON has, and return a copy."""
-    if not isinstance(value, Mapping):
-        raise Unfit("a mapping of keys of config.json to their values")
-    copied: dict[str, Any] = _plain(value, MAX_JSON_DEPTH)
-    return copied
-
-
-def _plain(value: Any, depth: int) -> Any:
-    """Return a copy of a value that JSON has, whose objects and lists lie at most so deep."""
-    if not depth:
-        raise Unfit(f"at most {MAX_JSON_DEPTH} levels")
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(inner, depth - 1) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner, depth - 1) for inner in value]
-    if not isinstance(value, str | int | float | None):
-        raise Unfit("values that JSON has, and strings as keys", got=f"{checks.shown(value)} among the values")
-    return value
-
-
-def _params(value: Any) -> Any:
-    """Take a tree of arrays; its leaves are checked when the model is opened."""
-    if not isinstance(value, Mapping | None):
-        raise Unfit("a flat or nested mapping of Hugging Face names to arrays", got=type(value).__name__)
-    return value
-
-
-def _mesh(value: Any) -> Any:
-    """Take a mesh that is spread along its tensor axis alone."""
-    if value is None:
-        return None
-    from jax.sharding import Mesh  # Not before: the command line reads its options without JAX.
-
-    from .sharding import DATA_AXIS, TENSOR_AXIS
-
-    allowed = f"a jax.sharding.Mesh with the axes {DATA_AXIS} and {TENSOR_AXIS}, all but {TENSOR_AXIS} of size 1"
-    if not isinstance(value, Mesh):
-        raise Unfit(allowed)
-    if not {DATA_AXIS, TENSOR_AXIS} <= set(value.shape) or value.size != value.shape[TENSOR_AXIS]:
-        raise Unfit(allowed, got=f"axes {dict(value.shape)}")
-    if not value.size or len(set(value.devices.flat)) < value.size:
-        raise Unfit("devices, each of them once", got="one device twice" if value.size else "no device")
-    return value
-
-
-_COUNT = integer(0, INT64[1])
-_SIZE = integer(1, INT64[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +76,16 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     """A format that the files do not have is refused. With dummy no weights are read. A directory then needs no more
     than config.json; without a tokenizer in it, requests give token ids and want no text."""
     hf_overrides: Mapping[str, Any] = field(
-        default_factory=dict, hash=False, metadata={"rule": _overrides, "help": OVERRIDES_HELP}
+        default_factory=dict, hash=False, metadata={"rule": rules.overrides, "help": OVERRIDES_HELP}
     )
     """Merged into the nested objects of config.json, before the model is read. A key that the model's family does not
     know is refused."""
     params: Mapping[str, Any] | None = field(
-        default=None, hash=False, compare=False, repr=False, metadata={"rule": _params, "help": PARAMS_HELP}
+        default=None,
+        hash=False,
+        compare=False,
+        repr=False,
+        metadata={"rule": rules.params_tree, "help": PARAMS_HELP},
     )
     """The engine copies the arrays, and keeps none of them."""
     dtype: str = _option(
@@ -216,19 +107,21 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         integer(1, MAX_DEVICES),
     )
     """Devices that the weights and the KV cache are spread over; more than 1 on a CPU is for tests, and serves xla."""
-    mesh: Any = field(default=None, metadata={"rule": _mesh, "help": MESH_HELP})
+    mesh: Any = field(default=None, metadata={"rule": rules.tensor_mesh, "help": MESH_HELP})
     """A `jax.sharding.Mesh` with the axes data and tensor, whose devices serve in their order; all lie in this process.
     Only the tensor axis may have more than one."""
     data_parallel_size: int = _option(
-        1, "copies of the model; 1, since more are not available in this version", _only_one
+        1, "copies of the model; 1, since more are not available in this version", rules.only_one
     )
     pipeline_parallel_size: int = _option(
-        1, "stages of layers on devices of their own; 1, since more are not available in this version", _only_one
+        1,
+        "stages of layers on devices of their own; 1, since more are not available in this version",
+        rules.only_one,
     )
     attention_backend: str = _option("auto", f"auto or {', '.join(BACKEND_NAMES)}", one_of("auto", *BACKEND_NAMES))
     """A backend that is named must pass its check at start; one that auto chooses is replaced by xla if it fails."""
     max_model_len: int | None = _option(
-        None, "longest sequence in tokens, prompt and output; default: the model's", _SIZE
+        None, "longest sequence in tokens, prompt and output; default: the model's", SIZE
     )
     """The default is the model's length. It is lowered, with a printed reason, where the page pool could not hold one
     such sequence."""
@@ -244,23 +137,27 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         one_of(*LOGPROBS_MODES),
     )
     logits_processors: tuple[LogitsProcessor, ...] = _option(
-        (), "rules of your own for logits, in Python; requests give arguments in extra_args", _processors
+        (), "rules of your own for logits, in Python; requests give arguments in extra_args", rules.processors
     )
     block_size: int | None = _option(
-        None, f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64, with pallas-tpu 128", _block_size
+        None,
+        f"tokens per page, a power of two up to {MAX_BLOCK_SIZE}; default 64, with pallas-tpu 128",
+        rules.block_size,
     )
     num_blocks: int | None = _option(
         None, "pages in the pool, the null page among them; default: from memory", integer(2, INT64[1])
     )
     kv_cache_memory_bytes: int | None = _option(
-        None, "memory of the page pool on each device in bytes; default: from free memory", _SIZE
+        None, "memory of the page pool on each device in bytes; default: from free memory", SIZE
     )
     device_memory_utilization: float = _option(
         0.92, "share of a device's free memory to use, in (0, 1]", number(0.0, 1.0, open_min=True)
     )
     """Share of the free memory, measured at start, that weights, steps and pages take together; not used on a CPU."""
     num_host_blocks: int | None = _option(
-        None, "pages in the host's memory, the null page among them; 0: none; default: from swap_space", _host_blocks
+        None,
+        "pages in the host's memory, the null page among them; 0: none; default: from swap_space",
+        rules.host_blocks,
     )
     swap_space: float | None = _option(
         None,
@@ -274,12 +171,12 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     enable_prefix_caching: bool = _option(True, "let requests share the pages of equal prefixes", boolean)
     max_cached_blocks: int | None = _option(
-        None, "most pages kept for later prefixes; default: all that are free", _COUNT
+        None, "most pages kept for later prefixes; default: all that are free", COUNT
     )
     enable_chunked_prefill: bool = _option(
         True, "compute long prompts in pieces beside decoding; without it prompts go first, each in one step", boolean
     )
-    long_prefill_token_threshold: int = _option(0, "most tokens of one prompt per step; 0: no limit of its own", _COUNT)
+    long_prefill_token_threshold: int = _option(0, "most tokens of one prompt per step; 0: no limit of its own", COUNT)
     max_num_batched_tokens: int | None = _option(
         None,
         "tokens per step; default 8192, on a CPU 1024, and max_model_len without chunked prefill",
@@ -287,7 +184,9 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
     )
     max_num_seqs: int | None = _option(None, "sequences per step; default 256, on a CPU 64", integer(1, MAX_STEP_SEQS))
     scheduling_policy: str | Callable[[Any], Any] = _option(
-        "fcfs", "which request goes first: fcfs, or priority (the lower value, then the earlier arrival)", _policy
+        "fcfs",
+        "which request goes first: fcfs, or priority (the lower value, then the earlier arrival)",
+        rules.policy,
     )
     """In Python this may also be a key function, which takes a request and returns what requests are sorted by."""
     scheduling_delay_factor: float = _option(
@@ -307,7 +206,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         "auto",
         f"tokens decoded per dispatch while nothing waits, 1 to {MAX_DECODE_STEPS}; auto is {MAX_DECODE_STEPS}, on a "
         "GPU 4",
-        _decode_steps,
+        rules.decode_steps,
     )
     deterministic: bool = _option(
         False,
@@ -327,7 +226,7 @@ class EngineConfig(CheckedFields, kind="option", error=ConfigError, not_availabl
         "auto", "auto: sampling defaults from the model; none: plain defaults", one_of("auto", "none")
     )
     limits: Mapping[str, int | None] = field(
-        default_factory=dict, hash=False, metadata={"rule": _limits, "help": LIMITS_HELP}
+        default_factory=dict, hash=False, metadata={"rule": rules.limits, "help": LIMITS_HELP}
     )
     gpu_memory_utilization: InitVar[float | None] = None
     """vLLM's name of `device_memory_utilization`."""

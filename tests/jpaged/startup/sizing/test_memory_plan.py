@@ -16,13 +16,13 @@ import pytest
 from jpaged import Engine
 from jpaged.sampling.sampling_params import SampleMode
 from jpaged.startup.abstract_engine import StepMemoryCheck, own_bytes
-from jpaged.startup.sizing import MemoryPlan
+from jpaged.startup.sizing.sizes import MemoryPlan
 
-from ..tiny_model import CONFIG, write_tiny_model
+from ...tiny_model import CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, "block_size": 16}
 
 

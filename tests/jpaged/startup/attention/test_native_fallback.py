@@ -14,9 +14,9 @@ from jpaged.errors import ConfigError
 from jpaged.pallas_kernels.native.layer_ops import NativeOps
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 
-from ..tiny_model import write_tiny_model
+from ...tiny_model import write_tiny_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZES = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 20, "block_size": 16}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WITHOUT_LLVMLITE = """

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jpaged import not_available
 from jpaged.checks import INT64, shown
-from jpaged.config import (
+from jpaged.config.engine_config import (
     LIMITS,
     MAX_BLOCK_SIZE,
     MAX_DECODE_STEPS,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from .checks import is_integer, refusal, shown
+from ..checks import is_integer, refusal, shown
 
 
 def as_prompts(prompts: Any) -> list[Any]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jpaged.startup.host_memory import free_host_bytes, num_host_cores
+from jpaged.startup.sizing.host_memory import free_host_bytes, num_host_cores
 
 GIB = 1 << 30
 

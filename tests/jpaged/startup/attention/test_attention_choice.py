@@ -15,9 +15,9 @@ from jpaged.pallas_kernels.ragged_paged_attention.native import backend as nativ
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.tpu.backend import TpuBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
-from jpaged.startup.attention_choice import attention_shape, block_size_of, choose_attention, load_backend
+from jpaged.startup.attention.choice import attention_shape, block_size_of, choose_attention, load_backend
 
-from ..tiny_model import CONFIG
+from ...tiny_model import CONFIG
 
 TINY = config_from_hf({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2}, Path("config.json"))
 MODEL = TINY.spec

@@ -11,13 +11,10 @@ from typing import Any, Self
 import jax
 from flax import nnx
 
-from .checks import one_line, refusal
-from .config import EngineConfig
-from .engine_core import OUTPUT_FAILED, fault_of
-from .errors import ConfigError
-from .outputs import RequestOutput, error_output
-from .request import Request, SampleSequence
-from .request_builder import (
+from ..checks import one_line, refusal
+from ..config.engine_config import EngineConfig
+from ..errors import ConfigError
+from ..intake.request_builder import (
     CheckedRequest,
     Params,
     RequestBuilder,
@@ -26,14 +23,17 @@ from .request_builder import (
     fork_source,
     unfinished_request,
 )
-from .research.sleeping import Sleep
-from .research.weight_updates import WeightVersions
-from .sampling.sampling_params import SampleMode
-from .scheduling.request_source import RequestSource
-from .startup.build_engine import EngineComponents, Progress, build_engine
-from .startup.open_model import ModelHandle, open_model, open_module
-from .startup.sizing import Demand
-from .text.prompts import EncodedPrompt
+from ..outputs import RequestOutput, error_output
+from ..request import Request, SampleSequence
+from ..research.sleeping import Sleep
+from ..research.weight_updates import WeightVersions
+from ..sampling.sampling_params import SampleMode
+from ..scheduling.request_source import RequestSource
+from ..startup.build_engine import EngineComponents, Progress, build_engine
+from ..startup.open_model import ModelHandle, open_model, open_module
+from ..startup.sizing.sizes import Demand
+from ..text.prompts import EncodedPrompt
+from .engine_core import OUTPUT_FAILED, fault_of
 
 logger = logging.getLogger("jpaged")
 

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-from ..models.config.spec import AttentionLayer
+from ...errors import ConfigError
+from ...models.config.spec import AttentionLayer
 
 MAX_GROUPS = 8
 """Most page-table groups of a model: every sequence has a page table in each, and every step a slot mapping."""

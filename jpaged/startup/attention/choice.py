@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 
-from ..checks import one_line
-from ..errors import ConfigError
-from ..models.config.spec import ModelSpec
-from ..pallas_kernels import ragged_paged_attention
-from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, BackendUnavailableError
-from ..pallas_kernels.ragged_paged_attention.names import BACKENDS, BackendEntry
-from ..scheduling.buckets import sample_sizes
-from .user_cache import user_cache
+from ...checks import one_line
+from ...errors import ConfigError
+from ...models.config.spec import ModelSpec
+from ...pallas_kernels import ragged_paged_attention
+from ...pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, BackendUnavailableError
+from ...pallas_kernels.ragged_paged_attention.names import BACKENDS, BackendEntry
+from ...scheduling.buckets import sample_sizes
+from ..user_cache import user_cache
 
 logger = logging.getLogger("jpaged")
 

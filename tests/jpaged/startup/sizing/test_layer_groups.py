@@ -8,7 +8,7 @@ import pytest
 
 from jpaged.errors import ConfigError
 from jpaged.models.config.spec import AttentionLayer
-from jpaged.startup.layer_groups import MAX_GROUPS, group_layers
+from jpaged.startup.sizing.layer_groups import MAX_GROUPS, group_layers
 
 
 def layers_of(windows, pages_of=None):

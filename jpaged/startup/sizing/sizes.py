@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..checks import refusal
-from ..config import MAX_DECODE_STEPS, MAX_STEP_TOKENS, EngineConfig
-from ..errors import ConfigError
-from ..kv_cache.page_arithmetic import PageArithmetic
-from ..models.config.spec import ModelSpec
-from ..sampling.logit_rules_spec import LogitRulesSpec
-from ..scheduling.buckets import deterministic_tokens
-from ..step.step_sizes import StepSizes
+from ...checks import refusal
+from ...config.engine_config import MAX_STEP_TOKENS, EngineConfig
+from ...config.option_rules import MAX_DECODE_STEPS
+from ...errors import ConfigError
+from ...kv_cache.page_arithmetic import PageArithmetic
+from ...models.config.spec import ModelSpec
+from ...sampling.logit_rules_spec import LogitRulesSpec
+from ...scheduling.buckets import deterministic_tokens
+from ...step.step_sizes import StepSizes
 from .layer_groups import group_layers
 
 GIB = 1 << 30

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.config import MAX_STEP_TOKENS, EngineConfig
+from jpaged.config.engine_config import MAX_STEP_TOKENS, EngineConfig
 from jpaged.errors import ConfigError
 from jpaged.kv_cache.page_arithmetic import PageArithmetic
 from jpaged.models.opening.reading import config_from_hf
-from jpaged.startup.sizing import GIB, MAX_SLOTS, Demand, FreeMemory, requested_max_seqs, size_engine
+from jpaged.startup.sizing.sizes import GIB, MAX_SLOTS, Demand, FreeMemory, requested_max_seqs, size_engine
 
-from ..tiny_model import CONFIG
+from ...tiny_model import CONFIG
 
 PAGE = 1 << 20
 """Bytes of a page of 64 tokens in float32."""

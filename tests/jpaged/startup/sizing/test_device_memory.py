@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jpaged.commands import cli, generate
-from jpaged.startup.device_memory import SETTINGS, unreserved_memory_note
+from jpaged.startup.sizing.device_memory import SETTINGS, unreserved_memory_note
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 

@@ -1,0 +1,1 @@
+"""Engine options: names, rules and help texts."""

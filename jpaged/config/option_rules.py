@@ -1,0 +1,128 @@
+"""Rules of engine options that say more than a type and a range. Each takes a value, and returns what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import checks
+from ..checks import INT64, Unfit, integer
+from ..errors import ConfigError
+from ..sampling.logits_processor import LogitsProcessor
+
+MAX_BLOCK_SIZE = 1024
+MAX_DECODE_STEPS = 16
+"""Tokens that one dispatch decodes at most."""
+SCHEDULING_POLICIES = ("fcfs", "priority")
+LIMITS = ("waiting_requests", "waiting_tokens")
+"""Keys of `limits`."""
+MAX_JSON_DEPTH = 16
+COUNT = integer(0, INT64[1])
+SIZE = integer(1, INT64[1])
+
+
+def block_size(value: Any) -> int:
+    """Take a power of two."""
+    size: int = integer(1, MAX_BLOCK_SIZE)(value)
+    if size & (size - 1):
+        raise Unfit(f"a power of two from 1 to {MAX_BLOCK_SIZE}, such as 16 or 64")
+    return size
+
+
+def host_blocks(value: Any) -> int:
+    """Take 0, or a pool that has a page beside the null page."""
+    if COUNT(value) == 1:
+        raise Unfit("0, or an integer ≥ 2, since the first page is the null page")
+    return int(value)
+
+
+def policy(value: Any) -> Any:
+    """Take a policy's name, or a function of the caller's own."""
+    if not callable(value) and (not isinstance(value, str) or value not in SCHEDULING_POLICIES):
+        raise Unfit(f"{', '.join(SCHEDULING_POLICIES)}, or in Python a key function of a request")
+    return value
+
+
+def decode_steps(value: Any) -> int | str:
+    """Take "auto" or a number of tokens."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    if not checks.is_integer(value) or not 1 <= value <= MAX_DECODE_STEPS:
+        raise Unfit(f"auto, or an integer in [1, {MAX_DECODE_STEPS}]")
+    return int(value)
+
+
+def only_one(value: Any) -> int:
+    """Take 1 alone, for ways to spread an engine that this version does not have."""
+    if not checks.is_integer(value) or value != 1:
+        raise Unfit("1: more is not available in this version", "leave it out")
+    return 1
+
+
+def processors(value: Any) -> tuple[LogitsProcessor, ...]:
+    """Take a list of processors as a tuple; no two may share an argument's name."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, LogitsProcessor) for one in value):
+        raise Unfit("a list of LogitsProcessor")
+    arguments = [argument for processor in value for argument in processor.arguments]
+    if len(set(arguments)) < len(arguments):
+        raise Unfit("processors whose arguments all have different names")
+    return tuple(value)
+
+
+def limits(value: Any) -> dict[str, int | None]:
+    """Take a mapping, and return every limit by its name; None means no limit."""
+    if not isinstance(value, Mapping):
+        raise Unfit(f"a mapping of any of {', '.join(LIMITS)} to integers ≥ 1")
+    limits: dict[str, int | None] = dict.fromkeys(LIMITS)
+    for name, limit in value.items():
+        checks.check_name(name, LIMITS, "key of limits", error=ConfigError)
+        if limit is not None and (not checks.is_integer(limit) or not 1 <= limit <= INT64[1]):
+            raise Unfit("an integer ≥ 1, or leave it out for no limit", got=f"{checks.shown(limit)} for {name}")
+        limits[name] = None if limit is None else int(limit)
+    return limits
+
+
+def overrides(value: Any) -> dict[str, Any]:
+    """Take a mapping of values that JSON has, and return a copy."""
+    if not isinstance(value, Mapping):
+        raise Unfit("a mapping of keys of config.json to their values")
+    copied: dict[str, Any] = _plain(value, MAX_JSON_DEPTH)
+    return copied
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """Return a copy of a value that JSON has, whose objects and lists lie at most so deep."""
+    if not depth:
+        raise Unfit(f"at most {MAX_JSON_DEPTH} levels")
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(inner, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, depth - 1) for inner in value]
+    if not isinstance(value, str | int | float | None):
+        raise Unfit("values that JSON has, and strings as keys", got=f"{checks.shown(value)} among the values")
+    return value
+
+
+def params_tree(value: Any) -> Any:
+    """Take a tree of arrays; its leaves are checked when the model is opened."""
+    if not isinstance(value, Mapping | None):
+        raise Unfit("a flat or nested mapping of Hugging Face names to arrays", got=type(value).__name__)
+    return value
+
+
+def tensor_mesh(value: Any) -> Any:
+    """Take a mesh that is spread along its tensor axis alone."""
+    if value is None:
+        return None
+    from jax.sharding import Mesh  # Not before: the command line reads its options without JAX.
+
+    from ..sharding import DATA_AXIS, TENSOR_AXIS
+
+    allowed = f"a jax.sharding.Mesh with the axes {DATA_AXIS} and {TENSOR_AXIS}, all but {TENSOR_AXIS} of size 1"
+    if not isinstance(value, Mesh):
+        raise Unfit(allowed)
+    if not {DATA_AXIS, TENSOR_AXIS} <= set(value.shape) or value.size != value.shape[TENSOR_AXIS]:
+        raise Unfit(allowed, got=f"axes {dict(value.shape)}")
+    if not value.size or len(set(value.devices.flat)) < value.size:
+        raise Unfit("devices, each of them once", got="one device twice" if value.size else "no device")
+    return value

@@ -1,0 +1,1 @@
+"""The front: checks what callers give, and makes requests of it."""

@@ -1,0 +1,1 @@
+"""Which attention backend serves, and the check of it at start."""

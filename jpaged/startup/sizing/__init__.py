@@ -1,0 +1,1 @@
+"""Sizes of an engine: steps, pages, and the memory that they take."""
