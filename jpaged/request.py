@@ -91,7 +91,7 @@ class SampleSequence:
     max_len: int
     """Tokens that it has when it ends by length: its prompt and `Request.max_tokens` output tokens."""
 
-    # Written by engine_core.
+    # Written by core/engine_core.
     token_ids: array[int]
     """Prompt and output tokens, as far as the host knows them. An array: lists of 10⁵ queued requests would keep the
     garbage collector busy."""
@@ -253,13 +253,13 @@ class Request:
     live: list[SampleSequence] = field(default_factory=list)
     """Samples that have not ended. The first one has no parent among them."""
 
-    # Written by engine_core.
+    # Written by core/engine_core.
     first_token_time: float | None = None
     failure: Exception | None = None
     """The exception that ended this request. Only the owner of the engine may see its text, which may quote other
     requests; `error` names its type."""
 
-    # Written by step_engine.
+    # Written by core/engine_loop.
     last_token_time: float | None = None
 
     # Written by text/output_processor.

@@ -28,7 +28,7 @@ from ..scheduling.scheduler_output import SchedulerOutput
 if TYPE_CHECKING:
     from ..sampling.sampler import SampledRows
     from ..step.runner import Runner, StepOutputs
-    from ..step.step_inputs import BuiltStep, StepInputBuilder
+    from ..step.step_inputs import StepInputBuilder, StepInputs, StepRows
     from ..text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")
@@ -43,8 +43,9 @@ class StepInFlight(NamedTuple):
     """A step that was dispatched and has not retired."""
 
     work: SchedulerOutput
-    step: BuiltStep
-    results: StepOutputs
+    inputs: StepInputs
+    rows: StepRows
+    outputs: StepOutputs
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,28 +122,28 @@ class EngineCore:
         if work.is_empty:
             self._check_progress(work)
             return work
-        step = self.builder.build(work)
-        self.in_flight.append(StepInFlight(work, step, self.runner.dispatch(step)))
+        inputs, rows = self.builder.build(work)
+        self.in_flight.append(StepInFlight(work, inputs, rows, self.runner.dispatch(inputs)))
         self.num_steps += 1
         self.num_step_tokens += work.num_tokens
-        if step.layout is not None:
-            self.num_padded_tokens += step.layout.num_tokens * max(step.decode_lens, default=1)
+        if inputs.layout is not None:
+            self.num_padded_tokens += inputs.layout.num_tokens * max(inputs.decode_lens, default=1)
         return work
 
     def retire(self) -> list[SampleSequence]:
         """Wait for the oldest step in flight, append its tokens, and return the sequences that it sampled for."""
-        work, step, results = self.in_flight[0]
-        sampled, scores = results.read(), results.read_scores() if step.scored else None
+        work, inputs, rows, outputs = self.in_flight[0]
+        sampled, scores = outputs.read(), outputs.read_scores() if rows.scored else None
         self.in_flight.popleft()
         if scores is not None:
-            self._append_scores(step, scores)  # Before they count as delivered: an interrupt may come.
+            self._append_scores(rows, scores)  # Before they count as delivered: an interrupt may come.
         self.scheduler.retire(work)
-        if sampled is not None and step.decode_lens:
-            self._append_decode_steps(step, sampled)
+        if sampled is not None and inputs.decode_lens:
+            self._append_decode_steps(rows.samples, inputs.decode_lens, sampled)
         elif sampled is not None:
-            rows = slice(len(step.samples))
-            self._append_sampled(step.samples, sampled.token_ids[rows], sampled.is_finite[rows], sampled)
-        return step.samples
+            count = len(rows.samples)
+            self._append_sampled(rows.samples, sampled.token_ids[:count], sampled.is_finite[:count], sampled)
+        return rows.samples
 
     def drop_finished(self) -> None:
         """Retire, without reading, the oldest steps whose sequences have all ended.
@@ -213,10 +214,10 @@ class EngineCore:
             cause = "this is a defect of jpaged, or an admission gate that never opens"
             raise RuntimeError(f"the scheduler has unfinished requests and no work for them: {cause}")
 
-    def _append_scores(self, step: BuiltStep, scores: SampledRows) -> None:
+    def _append_scores(self, step_rows: StepRows, scores: SampledRows) -> None:
         """Give each request the logprobs of its prompt tokens that the step has scored."""
         row = 0
-        for request, positions in step.scored:
+        for request, positions in step_rows.scored:
             rows = range(row, row := row + len(positions))
             if request.state.is_finished:
                 continue
@@ -228,9 +229,11 @@ class EngineCore:
             except Exception as exception:  # Whatever one request does to its output, the others go on.
                 self.fail(request, OUTPUT_FAILED, cause=exception)
 
-    def _append_decode_steps(self, step: BuiltStep, sampled: SampledRows) -> None:
-        """Append the tokens of a step that decoded several times, in their order; none behind a sequence's end."""
-        samples, lens = step.samples, step.decode_lens
+    def _append_decode_steps(self, samples: list[SampleSequence], lens: list[int], sampled: SampledRows) -> None:
+        """Append the tokens of a step that decoded several times, in their order; none behind a sequence's end.
+
+        `lens` has the most tokens that the step has drawn for each sequence.
+        """
         for index in range(max(lens)):
             rows = [row for row, one in enumerate(samples) if index < lens[row] and not one.state.is_finished]
             live, num_left = [samples[row] for row in rows], [lens[row] - index - 1 for row in rows]
@@ -287,9 +290,10 @@ class EngineCore:
         `num_left` is the number of tokens that the interrupted step has for the sequence behind that one.
         """
         num_to_come = num_left
-        for _, step, _ in self.in_flight:
-            counts = step.decode_lens or [1] * len(step.samples)
-            num_to_come += sum(count for one, count in zip(step.samples, counts, strict=True) if one is sequence)
+        for step in self.in_flight:
+            samples = step.rows.samples
+            counts = step.inputs.decode_lens or [1] * len(samples)
+            num_to_come += sum(count for one, count in zip(samples, counts, strict=True) if one is sequence)
         if sequence in sequence.request.live and sequence.request.beams is None:
             del sequence.token_ids[sequence.num_tokens - num_to_come - 1 :]
             for numbers in (sequence.token_logprobs, sequence.token_log_masses):

@@ -42,7 +42,7 @@ from .programs import (
     sample_key,
 )
 from .step import DeviceState
-from .step_inputs import BuiltStep
+from .step_inputs import StepInputs
 from .weight_store import WeightStore
 
 MAX_STAGED = 4
@@ -109,7 +109,7 @@ class Runner:
         """Return the model's weights."""
         return self.store.weights
 
-    def dispatch(self, step: BuiltStep) -> StepOutputs:
+    def dispatch(self, step: StepInputs) -> StepOutputs:
         """Start a step: its page moves in order, its page-table changes and logit rules, then its rows.
 
         Returns before the device is done, unless more than MAX_STAGED batches of pages would be under way.
@@ -125,7 +125,7 @@ class Runner:
         if step.decode_lens:
             return StepOutputs(self._decode(step))
         columns = self._forward(step)
-        sampled = self._sample(columns, len(step.samples), step.mode) if step.samples else None
+        sampled = self._sample(columns, step.num_samples, step.mode) if step.num_samples else None
         return StepOutputs(sampled, tuple(self._score(step)))
 
     def measure_swap(self) -> float:
@@ -142,7 +142,7 @@ class Runner:
 
         return 2 * MAX_MOVES * self.page_bytes / _shortest_s(round_trip)
 
-    def measure_forward(self, step: BuiltStep) -> float:
+    def measure_forward(self, step: StepInputs) -> float:
         """Return the seconds that the forward program of a step takes, such as `StepInputBuilder.null_prefill`.
 
         Waits for the device; must not be called while a step is in flight.
@@ -161,7 +161,7 @@ class Runner:
         self.drop_state()
         self.store.drop()
 
-    def _forward(self, step: BuiltStep) -> Any:
+    def _forward(self, step: StepInputs) -> Any:
         """Start the forward program of a step and return the columns of its samplers."""
         assert step.layout is not None
         assert step.packed is not None
@@ -169,7 +169,7 @@ class Runner:
         self.state, columns = run(self.store.leaves, self.state, self._put(step.packed))
         return columns
 
-    def _decode(self, step: BuiltStep) -> SampledRows:
+    def _decode(self, step: StepInputs) -> SampledRows:
         """Start the decode program of a step and return its sampled rows, [K, R]."""
         assert step.layout is not None
         assert step.packed is not None
@@ -180,9 +180,9 @@ class Runner:
         self.rules = rules or self.rules
         return sampled
 
-    def _score(self, step: BuiltStep) -> Iterator[SampledRows]:
+    def _score(self, step: StepInputs) -> Iterator[SampledRows]:
         """Start a sampler for each batch of prompt tokens that the step scores."""
-        num_left = sum(len(positions) for _, positions in step.scored)
+        num_left = step.num_scored
         for columns in step.score_columns:
             num_rows = min(num_left, columns.shape[1])
             yield self._sample(self._put(columns), num_rows, SampleMode.FULL)

@@ -1,6 +1,7 @@
 """Builds the input of each step: the scheduler's lists become one padded int32 buffer here, and nowhere else.
 
-    SchedulerOutput ─▶ StepInputBuilder.build ─▶ BuiltStep (numpy, on the host) ─▶ Runner.dispatch
+    SchedulerOutput ─▶ StepInputBuilder.build ─▶ StepInputs (numbers and numpy) ─▶ Runner.dispatch
+                                               └▶ StepRows (sequences and requests), kept until the step retires
 
 step_layout.py describes the buffer. Most of what a row needs is the same from step to step, so the builder keeps it in
 numpy tables indexed by state slot, and packs hundreds of rows by a few array operations (15 µs; rebuilding everything
@@ -35,8 +36,8 @@ KEEP_ALL = int(np.float32(1.0).view(np.int32))
 
 
 @dataclass(frozen=True)
-class BuiltStep:
-    """A step as the runner executes it: page moves, then page-table changes, then its rows.
+class StepInputs:
+    """All that a runner reads of a step, in numbers and numpy arrays: page moves, then page-table changes, then rows.
 
     `packed` and `layout` are None for a step without rows, which only moves pages and changes page tables.
     """
@@ -50,22 +51,36 @@ class BuiltStep:
     packed: np.ndarray | None = None
     """The packed buffer, int32 [layout.size]."""
     layout: StepLayout | None = None
-    samples: list[SampleSequence] = field(default_factory=list)
-    """Sequences that get a token, in the order of the sampled rows."""
+    num_samples: int = 0
+    """Rows that get a token."""
     mode: SampleMode = SampleMode.GREEDY
-    """Cheapest sampling mode that serves all of `samples`."""
+    """Cheapest sampling mode that serves all of them."""
     decode_lens: list[int] = field(default_factory=list)
-    """Most tokens that each of `samples` gets from this step; empty if each gets one."""
-    scored: list[tuple[Request, range]] = field(default_factory=list)
-    """Requests whose prompt tokens are scored, each with the positions whose next token is, in the order of the
-    rows of scores."""
+    """Most tokens that each of these rows gets from this step; empty if each gets one."""
+    num_scored: int = 0
+    """Prompt tokens that are scored."""
     score_columns: list[np.ndarray] = field(default_factory=list)
     """SAMPLE_FIELDS of the rows that are scored, int32 [fields, S] each, as many rows as one sampler takes; only the
     last array is padded."""
 
 
 @dataclass(frozen=True)
-class _Rows:
+class StepRows:
+    """Which sequences and requests the results of a step belong to."""
+
+    samples: list[SampleSequence] = field(default_factory=list)
+    """Sequences that get a token, in the order of the sampled rows."""
+    scored: list[tuple[Request, range]] = field(default_factory=list)
+    """Requests whose prompt tokens are scored, each with the positions whose next token is, in the order of the
+    rows of scores."""
+
+
+NO_ROWS = StepRows()
+"""The rows of a step that only moves pages and changes page tables."""
+
+
+@dataclass(frozen=True)
+class _RowVectors:
     """The rows of a step as vectors, in the order in which they are packed: rows with one token first."""
 
     seq_slots: np.ndarray
@@ -111,7 +126,7 @@ class _Rows:
         return self.query_starts[self.row_of_work[len(self.row_of_work) - num_chunks :]].tolist()
 
 
-_Packed = tuple[BuiltStep, _Rows]
+_Packed = tuple[StepInputs, StepRows, _RowVectors]
 """A step, and its rows before they were packed."""
 _View = dict[str, np.ndarray]
 """Section of a step's buffer → its part of the buffer."""
@@ -159,8 +174,8 @@ class StepInputBuilder:
         self._last_decode: _Packed | None = None
         """The previous step and its rows, if each row decoded one token and every sequence still has its slot."""
 
-    def build(self, work: SchedulerOutput) -> BuiltStep:
-        """Pack the scheduler's work into one step.
+    def build(self, work: SchedulerOutput) -> tuple[StepInputs, StepRows]:
+        """Pack the scheduler's work into one step; return what the device computes, and whose results these are.
 
         Rows with one token come first, longest context first, so that a backend can process rows of similar length
         together. Sampled rows keep the order of the work: decodes, then the samplers of each chunk. In deterministic
@@ -176,16 +191,17 @@ class StepInputBuilder:
             self._last_decode = None
         changes = self._change_tables(work.table_changes)
         if not work.decodes and not work.chunks:
-            return BuiltStep(work.moves, self._split_changes(changes), rules)
+            return StepInputs(work.moves, self._split_changes(changes), rules), NO_ROWS
         is_plain_decode = not (work.chunks or work.decode_lens)
-        if is_plain_decode and self._last_decode is not None and self._last_decode[0].samples == work.decodes:
-            step, rows = self._next_decode(*self._last_decode, changes, work.moves)
+        if is_plain_decode and self._last_decode is not None and self._last_decode[1].samples == work.decodes:
+            packed = self._next_decode(*self._last_decode, changes, work.moves)
         else:
-            step, rows = self._pack(work, changes, rules)
-        self._last_decode = (step, rows) if is_plain_decode else None
-        return step
+            packed = self._pack(work, changes, rules)
+        self._last_decode = packed if is_plain_decode else None
+        inputs, rows, _ = packed
+        return inputs, rows
 
-    def null_prefill(self, num_tokens: int) -> tuple[BuiltStep, int]:
+    def null_prefill(self, num_tokens: int) -> tuple[StepInputs, int]:
         """Build a prefill that fills this token bucket, for measuring; return it and its number of tokens.
 
         Its rows are as long as page tables allow. All of them stand in state slot 0, whose pages are null pages, so
@@ -197,12 +213,14 @@ class StepInputBuilder:
         layout = self.layouts[num_tokens, row_len == 1 and self.buckets.has_decodes_apart(num_tokens)]
         num_rows = min(num_tokens // row_len, layout.num_rows)
         zeros = np.zeros(num_rows, np.intp)
-        rows = _Rows(zeros, zeros, np.full(num_rows, row_len), np.arange(num_rows), num_rows if row_len == 1 else 0)
+        rows = _RowVectors(
+            zeros, zeros, np.full(num_rows, row_len), np.arange(num_rows), num_rows if row_len == 1 else 0
+        )
         packed = np.zeros(layout.size, np.int32)
         view = layout.view(packed)
         self._fill_rows(view, rows, layout)
         view["counts"][:] = rows.num_tokens, num_rows, rows.num_decode_rows, 0
-        return BuiltStep([], (), {}, packed, layout), rows.num_tokens
+        return StepInputs([], (), {}, packed, layout), rows.num_tokens
 
     def _pack(self, work: SchedulerOutput, changes: np.ndarray, rules: dict[int, np.ndarray]) -> _Packed:
         """Pack a step with rows."""
@@ -218,18 +236,35 @@ class StepInputBuilder:
         samples, mode = self._fill_samples(view["samples"], rows, work)
         view["counts"][:] = rows.num_tokens, len(rows.seq_slots), rows.num_decode_rows, len(samples)
         scored, score_columns = self._score_rows(rows, work.chunks)
-        decode_lens = work.decode_lens
-        step = BuiltStep(work.moves, updates, rules, packed, layout, samples, mode, decode_lens, scored, score_columns)
-        return step, rows
+        inputs = StepInputs(
+            moves=work.moves,
+            table_updates=updates,
+            rules=rules,
+            packed=packed,
+            layout=layout,
+            num_samples=len(samples),
+            mode=mode,
+            decode_lens=work.decode_lens,
+            num_scored=sum(len(positions) for _, positions in scored),
+            score_columns=score_columns,
+        )
+        return inputs, StepRows(samples, scored), rows
 
-    def _next_decode(self, last: BuiltStep, last_rows: _Rows, changes: np.ndarray, moves: list[PageMove]) -> _Packed:
+    def _next_decode(
+        self,
+        last: StepInputs,
+        last_rows: StepRows,
+        last_vectors: _RowVectors,
+        changes: np.ndarray,
+        moves: list[PageMove],
+    ) -> _Packed:
         """Return what `_pack` would return for a step in which the rows of the previous step decode their next token.
 
         Most steps are of this kind, and differ from the one before only in positions, pages and the plan.
         """
         assert last.packed is not None
         assert last.layout is not None
-        rows, layout, packed = replace(last_rows, starts=last_rows.starts + 1), last.layout, last.packed.copy()
+        rows, layout, packed = replace(last_vectors, starts=last_vectors.starts + 1), last.layout, last.packed.copy()
         view, num_rows = layout.view(packed), len(rows.seq_slots)
         view["changes"][:] = 0
         view["plan"][:] = 0
@@ -239,9 +274,10 @@ class StepInputBuilder:
         self._fill_positions(view, rows)
         view["samples"][OUTPUT_INDEX, :num_rows] += 1
         self.next_positions[rows.seq_slots] = rows.context_lens
-        return BuiltStep(moves, updates, {}, packed, layout, last.samples, last.mode), rows
+        inputs = StepInputs(moves, updates, {}, packed, layout, num_samples=last.num_samples, mode=last.mode)
+        return inputs, last_rows, rows
 
-    def _layout_key(self, rows: _Rows) -> tuple[int, bool]:
+    def _layout_key(self, rows: _RowVectors) -> tuple[int, bool]:
         """Return the key in `layouts` of a step with these rows."""
         num_tokens = self.buckets.tokens_for(rows.num_tokens)
         if rows.decode_lens is not None:
@@ -300,7 +336,7 @@ class StepInputBuilder:
         parts = [changes[:, at : at + self.num_changes] for at in range(0, changes.shape[1], self.num_changes)]
         return tuple(np.pad(part, ((0, 0), (0, self.num_changes - part.shape[1]))) for part in parts)
 
-    def _rows(self, work: SchedulerOutput) -> _Rows:
+    def _rows(self, work: SchedulerOutput) -> _RowVectors:
         """Order the rows: those of one token first, then chunks, each kind by descending position.
 
         A chunk of one token runs as a decode row; unlike that of a decode, its token is known to the host.
@@ -316,7 +352,7 @@ class StepInputBuilder:
         row_of_work[order] = np.arange(len(order))
         num_decode_rows = int(np.count_nonzero(query_lens == 1))
         decode_lens = np.array(work.decode_lens, np.intp)[order] if work.decode_lens else None
-        return _Rows(slots[order], starts[order], query_lens[order], row_of_work, num_decode_rows, decode_lens)
+        return _RowVectors(slots[order], starts[order], query_lens[order], row_of_work, num_decode_rows, decode_lens)
 
     def _fill_changes(self, view: _View, changes: np.ndarray, layout: StepLayout) -> tuple[np.ndarray, ...]:
         """Write the page-table changes into the buffer; if they are too many, return all of them in batches instead."""
@@ -325,7 +361,7 @@ class StepInputBuilder:
         view["changes"][:, : changes.shape[1]] = changes
         return ()
 
-    def _fill_rows(self, view: _View, rows: _Rows, layout: StepLayout) -> None:
+    def _fill_rows(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
         """Write what is one number per row, the plan, and the positions."""
         num_rows = len(rows.seq_slots)
         view["query_starts"][1 : num_rows + 1] = rows.query_ends
@@ -337,7 +373,7 @@ class StepInputBuilder:
         self._fill_plan(view, rows, layout)
         self._fill_positions(view, rows)
 
-    def _fill_plan(self, view: _View, rows: _Rows, layout: StepLayout) -> None:
+    def _fill_plan(self, view: _View, rows: _RowVectors, layout: StepLayout) -> None:
         """Let the backend plan its work for the final context lengths.
 
         A plan holds for all shorter contexts too: the device reads the true lengths.
@@ -355,7 +391,7 @@ class StepInputBuilder:
         )
         self.backend.plan(plan_rows, view["plan"])
 
-    def _fill_positions(self, view: _View, rows: _Rows) -> None:
+    def _fill_positions(self, view: _View, rows: _RowVectors) -> None:
         """Write each token's position in its sequence, and the KV slot where its key and value go."""
         num_tokens, block_size = rows.num_tokens, self.sizes.block_size
         slots, positions = rows.seq_slots, rows.starts
@@ -366,7 +402,7 @@ class StepInputBuilder:
         view["positions"][:num_tokens] = positions
         view["slot_mapping"][:, :num_tokens] = pages * block_size + positions % block_size
 
-    def _fill_token_ids(self, token_ids: np.ndarray, rows: _Rows, chunks: list[Chunk]) -> None:
+    def _fill_token_ids(self, token_ids: np.ndarray, rows: _RowVectors, chunks: list[Chunk]) -> None:
         """Write the ids of the chunks' tokens; a decode's token is named by the state slot where it was sampled."""
         token_ids[: rows.num_decode_rows] = -1 - rows.seq_slots[: rows.num_decode_rows]
         for chunk, at in zip(chunks, rows.chunk_starts(len(chunks)), strict=True):
@@ -374,7 +410,9 @@ class StepInputBuilder:
             assert len(known) == chunk.num_tokens, "a chunk of tokens that the host does not know"
             token_ids[at : at + chunk.num_tokens] = known
 
-    def _score_rows(self, rows: _Rows, chunks: list[Chunk]) -> tuple[list[tuple[Request, range]], list[np.ndarray]]:
+    def _score_rows(
+        self, rows: _RowVectors, chunks: list[Chunk]
+    ) -> tuple[list[tuple[Request, range]], list[np.ndarray]]:
         """Return which prompt tokens are scored, and the sampler rows that score them.
 
         A row that scores a token reads the hidden state before it and is forced to that token; it writes state slot 0,
@@ -407,7 +445,7 @@ class StepInputBuilder:
         return scored, pieces
 
     def _fill_samples(
-        self, columns: np.ndarray, rows: _Rows, work: SchedulerOutput
+        self, columns: np.ndarray, rows: _RowVectors, work: SchedulerOutput
     ) -> tuple[list[SampleSequence], SampleMode]:
         """Write the rows that are sampled; return their sequences and the sampling mode.
 

@@ -221,7 +221,7 @@ class SymbolicDevice:
         # The position that each scored prompt token is scored from, and the position of that token.
         pieces = [piece.tolist() for piece in step.score_columns]
         assert all(len(columns[0]) == step.layout.num_samples for columns in pieces), "no sampler takes that"
-        num_scored = sum(len(positions) for _, positions in step.scored)
+        num_scored = step.num_scored
         tokens, targets = (
             [value for columns in pieces for value in columns[SAMPLE_FIELDS.index(name)]][:num_scored]
             for name in ("token", "forced_token")
@@ -446,10 +446,10 @@ class _Results:
         self.runner._fail("read")
         if self.drawn is None:
             self.runner.drain(last=self)
-        if not self.step.samples:
+        if not self.step.num_samples:
             return None
         drawn = np.array(self.drawn, object)
-        assert drawn.shape[-1] == len(self.step.samples), "as many tokens as samples"
+        assert drawn.shape[-1] == self.step.num_samples, "as many tokens as samples"
         is_finite = drawn != None  # noqa: E711  (of each)
         # The token of a NaN row means nothing: here it is one that ends sequences.
         return SampledRows(np.where(is_finite, drawn, EOS).astype(np.int32), is_finite)
@@ -689,7 +689,7 @@ class Host:
         self._check_bypasses(waiting)
         self._check_progress(work, num_in_flight)
         if len(self.core.in_flight) > num_in_flight:
-            self._check_pages(self.core.in_flight[-1].step, work)
+            self._check_pages(self.core.in_flight[-1].inputs, work)
         self.max_used = max(self.max_used, blocks.device.num_used)
         self.max_host_used = max(self.max_host_used, blocks.host.num_used)
         assert self.max_used <= blocks.device.peak_used < blocks.device.num_pages, "the peak was higher"

@@ -15,6 +15,7 @@ from jpaged import BeamSearchParams, Engine, SamplingParams
 from jpaged.commands.generate import EXIT_SOME_FAILED, main
 from jpaged.request import RequestState
 from jpaged.step.runner import Runner, StepOutputs
+from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.text.output_processor import OutputProcessor
 
 from .sampling.test_sampling_fields import ASKED, PROMPTS, new_engine, tokens_of
@@ -191,17 +192,23 @@ def test_a_step_that_fails_costs_no_tokens(engine, alone, monkeypatch, failing, 
     assert not any(jax.tree.leaves(jax.tree.map(lambda leaf: leaf.is_deleted(), engine.runner.state)))
 
 
+def fail_steps(monkeypatch, is_faulty):
+    """Let every step fail, once it is built, whose sampled requests, a set, are such."""
+    build = StepInputBuilder.build
+
+    def faulty(self, work):
+        inputs, rows = build(self, work)
+        if is_faulty({sequence.request for sequence in rows.samples}):
+            raise InjectedError
+        return inputs, rows
+
+    monkeypatch.setattr(StepInputBuilder, "build", faulty)
+
+
 @pytest.fixture
 def failing_with_bad(engine, monkeypatch):
     """Let every step fail that has a row of the request "bad"."""
-    dispatch = engine.runner.dispatch
-
-    def faulty(step):
-        if any(sequence.request.request_id == "bad" for sequence in step.samples):
-            raise InjectedError
-        return dispatch(step)
-
-    monkeypatch.setattr(engine.runner, "dispatch", faulty)
+    fail_steps(monkeypatch, lambda requests: any(request.request_id == "bad" for request in requests))
 
 
 @pytest.mark.parametrize("place", [0, 3, len(NEIGHBOURS)])
@@ -230,14 +237,7 @@ def test_a_request_whose_steps_always_fail_ends_with_an_error_and_the_others_go_
 
 def test_where_only_steps_of_several_requests_fail_all_end_one_by_one(engine, alone, monkeypatch):
     """Each request gets tokens while it is computed alone, as where memory is short."""
-    dispatch = engine.runner.dispatch
-
-    def faulty(step):
-        if len({sequence.request for sequence in step.samples}) > 1:
-            raise InjectedError
-        return dispatch(step)
-
-    monkeypatch.setattr(engine.runner, "dispatch", faulty)
+    fail_steps(monkeypatch, lambda requests: len(requests) > 1)
     names = list(NEIGHBOURS)[:3]
     params = [SamplingParams(**NEIGHBOURS[name]) for name in names]
     outputs = engine.generate([PROMPTS[0]] * 3, params, use_tqdm=False)
@@ -354,14 +354,7 @@ def test_steps_that_always_fail_end_all_unfinished_requests_and_no_later_ones(en
 
 @pytest.mark.parametrize("failing", [{"2"}, {"1", "2", "3", "4", "5"}], ids=["one line", "all of them"])
 def test_each_line_of_a_file_has_its_result_or_its_error(tiny, tmp_path, monkeypatch, failing):
-    dispatch = Runner.dispatch
-
-    def faulty(self, step):
-        if any(sequence.request.request_id in failing for sequence in step.samples):
-            raise InjectedError
-        return dispatch(self, step)
-
-    monkeypatch.setattr(Runner, "dispatch", faulty)
+    fail_steps(monkeypatch, lambda requests: any(request.request_id in failing for request in requests))
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text('{"prompt": "a", "max_tokens": 3}\n' * 5)
     flags = ["-m", tiny, *SIZE_FLAGS, "--no-chat", "--prompt-file", str(prompts), "-o", str(results)]

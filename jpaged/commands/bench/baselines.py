@@ -31,7 +31,7 @@ from ...outputs import RequestMetrics
 from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ...sampling.sampler import SamplingRows, sample
 from ...sampling.sampling_params import SampleMode, SamplingParams
-from ...step.step_inputs import BuiltStep
+from ...step.step_inputs import StepInputs
 from ...step.step_layout import COUNT_FIELDS
 from .workloads import Workload
 
@@ -92,7 +92,7 @@ class RecordedEngine:
     """SamplingParams fields that its requests get in rotation."""
     shapes: list[StepShape] = field(default_factory=list)
     """Shape of each step; a step that decodes K tokens counts K times."""
-    steps: list[BuiltStep] = field(default_factory=list)
+    steps: list[StepInputs] = field(default_factory=list)
     """The steps as they were dispatched."""
     true_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens by kind of step: "decode" for steps that only decode, else "prompts"."""
@@ -127,7 +127,7 @@ class RecordedEngine:
         self.metrics = [output.metrics for output in outputs]
         return seconds
 
-    def _record_and_dispatch(self, step: BuiltStep) -> Any:
+    def _record_and_dispatch(self, step: StepInputs) -> Any:
         """Record a step, unless it has no rows, and dispatch it."""
         if step.layout is None or step.packed is None:
             return self.dispatch(step)
@@ -136,7 +136,7 @@ class RecordedEngine:
         self.steps.append(step)
         kind = "decode" if num_tokens == counts["num_decode_rows"] else "prompts"
         num_iterations = max(step.decode_lens, default=1)
-        samples = self.runner.buckets.samples_for(len(step.samples), step.mode) if step.samples else 0
+        samples = self.runner.buckets.samples_for(step.num_samples, step.mode) if step.num_samples else 0
         self.shapes += [StepShape(step.layout.num_tokens, samples)] * num_iterations
         self.true_tokens[kind] += sum(step.decode_lens) if step.decode_lens else num_tokens
         self.padded_tokens[kind] += step.layout.num_tokens * num_iterations

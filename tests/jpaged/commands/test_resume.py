@@ -13,7 +13,7 @@ import pytest
 from jpaged.commands.results import ResultFile
 from jpaged.errors import ConfigError
 from jpaged.startup.model_source import resolve_model
-from jpaged.step.runner import Runner
+from jpaged.step.step_inputs import StepInputBuilder
 
 from ..tiny_model import CHAT_TEMPLATE, SIZE_FLAGS
 from .command_line import BAD_LINE, NUM_LINES, ROOT, command, generate, records, without_metrics
@@ -98,15 +98,16 @@ def test_an_interrupted_run_keeps_its_finished_results_and_can_be_resumed(
     prompts, path = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("one\ntwo\nthree\n")
     args = ["-m", tiny, *SIZE_FLAGS, "--prompt-file", prompts, "-o", path, "-n", 5, "--ignore-eos", "--max-num-seqs", 1]
-    dispatch = Runner.dispatch
+    build = StepInputBuilder.build
 
-    def interrupted(self: Runner, step: Any) -> Any:
-        if any(sequence.request.request_id == "2" for sequence in step.samples):
+    def interrupted(self: StepInputBuilder, work: Any) -> Any:
+        inputs, rows = build(self, work)
+        if any(sequence.request.request_id == "2" for sequence in rows.samples):
             raise KeyboardInterrupt
-        return dispatch(self, step)
+        return inputs, rows
 
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "dispatch", interrupted)
+        patch.setattr(StepInputBuilder, "build", interrupted)
         run = generate(*args)
     assert (run.returncode, run.stderr.splitlines()[-1]) == (130, "interrupted")
     assert [record["id"] for record in records(path)] == [1]

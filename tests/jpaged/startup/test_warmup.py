@@ -51,7 +51,7 @@ def test_the_forward_programs_of_a_known_prompt_are_exactly_those_that_its_first
         used = []
         while not request.sequences[0].num_output_tokens:
             host.dispatch()
-            layout = host.core.in_flight[-1].step.layout
+            layout = host.core.in_flight[-1].inputs.layout
             used.append(("forward_decodes" if layout.decodes_only else "forward", layout.num_tokens))
             host.retire()
         assert first == [*dict.fromkeys(used), ("sample", 1, SampleMode.RANDOM)]

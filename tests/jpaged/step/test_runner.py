@@ -97,6 +97,12 @@ def assert_pages(runner, before, content):
         assert np.flatnonzero(differs[1:]).tolist() == [], "pages (less 1) that hold something else"
 
 
+def inputs_of(builder, work):
+    """Build a step; return what a runner takes of it."""
+    inputs, _ = builder.build(work)
+    return inputs
+
+
 def work_of(moves=(), *, decodes=(), chunks=(), placed=(), changes=()):
     return SchedulerOutput(1, list(decodes), list(chunks), list(placed), list(changes), list(moves))
 
@@ -114,7 +120,7 @@ def swap_in(source, destination):
 
 
 def move(runner, *moves):
-    outputs = runner.dispatch(new_builder().build(work_of(moves)))
+    outputs = runner.dispatch(inputs_of(new_builder(), work_of(moves)))
     assert outputs.read() is None
 
 
@@ -178,9 +184,9 @@ def test_a_swapped_out_page_keeps_its_content_though_the_same_step_overwrites_it
     """Steps, swaps and copies are dispatched one after another without waiting for the device."""
     before, builder = bits(runner), new_builder()
     pages = [21, 9]
-    runner.dispatch(builder.build(prefill(1, pages, [swap_out(21, 3), swap_out(9, 4), copy(9, 30)])))
-    first = runner.dispatch(builder.build(prefill(2, [14, 15], [swap_in(3, 31), swap_in(4, 32)])))
-    runner.dispatch(builder.build(prefill(3, [31], [swap_out(31, 5), swap_in(5, 33)])))
+    runner.dispatch(inputs_of(builder, prefill(1, pages, [swap_out(21, 3), swap_out(9, 4), copy(9, 30)])))
+    first = runner.dispatch(inputs_of(builder, prefill(2, [14, 15], [swap_in(3, 31), swap_in(4, 32)])))
+    runner.dispatch(inputs_of(builder, prefill(3, [31], [swap_out(31, 5), swap_in(5, 33)])))
     written = {21, 9, 14, 15, 31}
     for now, old in zip(bits(runner), before, strict=True):
         assert all((now[:, page] != old[:, page]).any() for page in written)
@@ -193,12 +199,12 @@ def test_a_swapped_out_page_keeps_its_content_though_the_same_step_overwrites_it
 def test_a_step_reads_the_pages_that_were_copied_and_swapped_in_before_it(runner):
     """A prompt's first page is computed, swapped out and in to another page, and read there."""
     builder = new_builder()
-    expected = runner.dispatch(builder.build(prefill(1, [21, 9]))).read().token_ids.tolist()
+    expected = runner.dispatch(inputs_of(builder, prefill(1, [21, 9]))).read().token_ids.tolist()
 
     def second_page(slot, pages, moves):
         work = prefill(slot, pages, moves)
         work.chunks[0] = replace(work.chunks[0], start=PAGE, num_tokens=PAGE)
-        return runner.dispatch(builder.build(work)).read().token_ids.tolist()
+        return runner.dispatch(inputs_of(builder, work)).read().token_ids.tolist()
 
     assert second_page(2, [30, 31], [swap_out(21, 1), swap_in(1, 30)]) == expected
     assert second_page(3, [32, 33], [copy(30, 32)]) == expected
@@ -206,7 +212,7 @@ def test_a_step_reads_the_pages_that_were_copied_and_swapped_in_before_it(runner
 
 def test_a_step_without_rows_changes_tables_too(runner):
     move(runner)
-    changed = new_builder().build(work_of([copy(1, 2)], changes=[(0, 3, 4, 17)]))
+    changed = inputs_of(new_builder(), work_of([copy(1, 2)], changes=[(0, 3, 4, 17)]))
     assert changed.layout is None
     assert runner.dispatch(changed).read() is None
     tables = np.asarray(runner.state.page_tables)
@@ -250,7 +256,7 @@ def test_after_a_failed_step_that_destroyed_the_cache_a_reset_runner_moves_pages
     for array in runner.state.cache.pages:
         array.delete()
     with pytest.raises(RuntimeError, match="deleted"):
-        runner.dispatch(new_builder().build(work_of([copy(1, 2)])))
+        runner.dispatch(inputs_of(new_builder(), work_of([copy(1, 2)])))
     runner.reset()
     fill_pages(runner)
     before = bits(runner)

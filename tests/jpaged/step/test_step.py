@@ -81,7 +81,7 @@ def run(weights, builder, state, *work):
         if one.num_computed == 0:
             scheduled.new_in_slots.append(one)
         scheduled.table_changes.extend((0, one.seq_slot, entry, page) for entry, page in enumerate(one.pages[0]))
-    step = builder.build(scheduled)
+    step, rows = builder.build(scheduled)
     for changes in step.table_updates:
         state = replace(state, page_tables=update_tables(state.page_tables, jnp.asarray(changes)))
     packed = jnp.asarray(step.packed)
@@ -89,7 +89,7 @@ def run(weights, builder, state, *work):
     for one, num_tokens in work:
         one.num_computed += num_tokens
     hidden = np.asarray(state.hidden)[np.asarray(columns)[SAMPLE_FIELDS.index("token")]]
-    return state, hidden, columns, step
+    return state, hidden, columns, step, rows
 
 
 def prompt(length, seed):
@@ -118,8 +118,8 @@ def test_hidden_rows_are_those_of_the_sampled_tokens_in_the_order_of_the_samples
         (sequence(chunk, slot=1, pages=[7, 3, 5]), 6),
         (sequence(last, slot=3, pages=[8]), 3),
     ]
-    _, hidden, columns, step = run(weights, builder, fresh_state(), *work)
-    assert [one.seq_slot for one in step.samples] == [2, 3]
+    _, hidden, columns, _, rows = run(weights, builder, fresh_state(), *work)
+    assert [one.seq_slot for one in rows.samples] == [2, 3]
     assert np.asarray(columns)[SAMPLE_FIELDS.index("slot"), :2].tolist() == [2, 3]
     np.testing.assert_allclose(hidden[0], hidden_alone(weights, builder, first), atol=1e-5)
     np.testing.assert_allclose(hidden[1], hidden_alone(weights, builder, last), atol=1e-5)
@@ -142,7 +142,7 @@ def test_padding_writes_only_to_slot_0_of_the_null_page(weights, builder):
     """Every KV slot was NaN before, so a slot that holds numbers was written."""
     one = sequence(prompt(6, 5), slot=1, pages=[3, 7])
     before = fresh_state()
-    state, _, _, step = run(weights, builder, before, (one, 6))
+    state, _, _, step, _ = run(weights, builder, before, (one, 6))
     assert step.layout.num_tokens > 6, "nothing was padded"
     for array, is_key in zip(state.cache.pages, (True, False), strict=True):
         by_page = np.asarray(array).reshape(MODEL.num_layers, NUM_PAGES, *array.shape[1:])
@@ -167,7 +167,7 @@ def test_a_coded_id_stands_for_the_last_token_of_its_slot(weights, builder, slot
         state = replace(state, last_tokens=state.last_tokens.at[slot].set(token_ids[5]))
         if is_on_device:
             one.token_ids[5] = 2  # The host's own copy of the token is not read.
-        _, hidden, _, step = run(weights, builder, state, (one, 1))
+        _, hidden, _, step, _ = run(weights, builder, state, (one, 1))
         sent = step.layout.view(step.packed)["token_ids"][0]
         assert sent == (-(slot + 1) if is_on_device else token_ids[5])
         results.append(hidden[0])
@@ -188,7 +188,7 @@ def test_sampled_tokens_are_kept_in_their_state_slots_and_padding_in_slot_0(weig
         (sequence(prompt(5, 1), slot=4, pages=[4, 9], temperature=0), 5),
         (sequence(prompt(3, 3), slot=2, pages=[8], temperature=0), 3),
     ]
-    state, hidden, columns, _ = run(weights, builder, fresh_state(), *work)
+    state, hidden, columns, *_ = run(weights, builder, fresh_state(), *work)
     kept = state.last_tokens, None
     (last_tokens, _), sampled = jitted_sample(
         weights.graph, weights.state, kept, state.hidden, columns[:, :8], SampleMode.GREEDY, SampleSettings()
@@ -209,7 +209,7 @@ def test_a_rows_parameters_reach_the_sampler(weights, builder):
 
     def drawn(**params):
         one = sequence(token_ids, slot=1, pages=[1, 2], logprobs=0, **params)
-        state, _, columns, _ = run(weights, builder, fresh_state(), (one, 5))
+        state, _, columns, *_ = run(weights, builder, fresh_state(), (one, 5))
         kept = state.last_tokens, new_rules(LogitRulesSpec(MODEL.vocab_size), len(state.last_tokens))
         mode, settings = SampleMode.FULL, SampleSettings(max_logprobs=3)
         arguments = weights.graph, weights.state, kept, state.hidden, columns[:, :8], mode, settings
@@ -234,7 +234,7 @@ def test_a_row_counts_the_tokens_of_its_own_share_of_a_decode_program(weights, b
     ]
     state, *_ = run(weights, builder, fresh_state(), *work)
     sequences = [one for one, _ in work]
-    step = builder.build(SchedulerOutput(2, decodes=sequences, decode_lens=[2, 4]))
+    step, _ = builder.build(SchedulerOutput(2, decodes=sequences, decode_lens=[2, 4]))
     rules = new_rules(LogitRulesSpec(MODEL.vocab_size), MAX_SEQS + 1)
     sampling = DecodeSampling(SampleMode.FULL, SampleSettings(), num_steps=4)
     jitted_decode = jax.jit(decode, static_argnums=(0, 5, 6))

@@ -15,7 +15,7 @@ from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS, Score
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
-from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_inputs import NO_ROWS, StepInputBuilder
 from jpaged.step.step_layout import COUNT_FIELDS, StepLayout
 from jpaged.step.step_sizes import StepSizes
 
@@ -92,9 +92,9 @@ def table_of(sequence, *pages_of_group):
 
 
 def build(builder, **work):
-    """Build a step; return it and the sections of its buffer."""
-    built = builder.build(work_of(**work))
-    return built, built.layout.view(built.packed)
+    """Build a step; return its inputs, its rows and the sections of its buffer."""
+    built, rows = builder.build(work_of(**work))
+    return built, rows, built.layout.view(built.packed)
 
 
 def prefill(builder, sequence, pages=(3, 4, 5)):
@@ -152,7 +152,7 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
     changes = [*table_of(chunk, [3, 4, 5], [6, 7, 8]), *table_of(short, [9], [10]), *table_of(long, [11, 12], [13, 14])]
     starts = [chunk_of(long, 0, 5, [long]), chunk_of(short, 0, 1, [short])]
     build(builder, chunks=starts, placed=[chunk, short, long], changes=changes)
-    built, view = build(builder, decodes=[short, long], chunks=[chunk_of(chunk, 2, 5)])
+    built, rows, view = build(builder, decodes=[short, long], chunks=[chunk_of(chunk, 2, 5)])
     assert built.layout.num_tokens == 8
     assert dict(zip(COUNT_FIELDS, view["counts"].tolist(), strict=True)) == {
         "num_tokens": 7,
@@ -170,7 +170,7 @@ def test_a_mixed_step_is_packed_as_the_kernels_expect_it():
         [14 * 4 + 1, 10 * 4 + 1, 6 * 4 + 2, 6 * 4 + 3, 7 * 4, 7 * 4 + 1, 7 * 4 + 2, 0],
     ]
     # Samples keep the order of the work and name their row's last token. The chunk ends before its prompt does.
-    assert built.samples == [short, long]
+    assert rows.samples == [short, long]
     assert view["samples"][:2, :2].tolist() == [[1, 0], [2, 3]]
 
 
@@ -179,13 +179,13 @@ def test_on_a_device_a_step_of_rows_with_one_token_is_planned_for_programs_that_
     builder = builder_of(platform="gpu", max_num_batched_tokens=256)
     [one], [other], [short] = running(5, slots=[1]), running(5, slots=[2]), running(1, slots=[3])
     for sequence in (one, other):
-        built, _ = prefill(builder, sequence)
+        built, *_ = prefill(builder, sequence)
         assert not built.layout.decodes_only
     start = chunk_of(short, 0, 1, [short])
     works = [{"decodes": [one, other]}, {"decodes": [one, other], "decode_lens": [2, 2]}]
     works.append({"decodes": [one, other], "chunks": [start], "placed": [short]})
     for work in works:
-        built, view = build(builder, **work)
+        built, _, view = build(builder, **work)
         assert built.layout.decodes_only
         assert len(view["plan"]) == builder.backend.plan_len(16, 16, decodes_only=True)
         assert len(view["plan"]) < builder.backend.plan_len(16, 16)
@@ -203,10 +203,10 @@ def test_in_deterministic_engines_a_chunk_is_packed_as_if_it_came_token_by_token
         whole = [chunk_of(siblings[0], 2, 7, siblings)]
         one_by_one = [chunk_of(siblings[0], at, 1, siblings if at == 8 else ()) for at in range(2, 9)]
         chunks = whole if is_deterministic else one_by_one
-        built, view = build(builder, decodes=[decoding], chunks=chunks, placed=siblings, changes=pages)
+        built, rows, view = build(builder, decodes=[decoding], chunks=chunks, placed=siblings, changes=pages)
         assert view["counts"].tolist()[:4] == [8, 8, 8, 3]
-        assert [list(positions) for _, positions in built.scored] == [[at] for at in range(2, 8)]
-        after, _ = build(builder, decodes=[decoding, *siblings])
+        assert [list(positions) for _, positions in rows.scored] == [[at] for at in range(2, 8)]
+        after, *_ = build(builder, decodes=[decoding, *siblings])
         packed += [built, after]
     for one, other in zip(packed[:2], packed[2:], strict=True):
         assert np.array_equal(one.packed, other.packed)
@@ -219,8 +219,8 @@ def test_a_scored_prompt_token_is_a_forced_row_that_reads_the_hidden_state_befor
     [one], [other] = running(7, slots=[1], params=SCORED_PROMPT), running(9, slots=[2], params=SCORED_PROMPT)
     other.request.num_scored = 2
     chunks = [chunk_of(one, 0, 7, [one]), chunk_of(other, 0, 8)]
-    built, view = build(builder, chunks=chunks, placed=[one, other], changes=table_of(one, (3, 4)))
-    assert [list(positions) for _, positions in built.scored] == [list(range(6)), list(range(2, 8))]
+    built, rows, view = build(builder, chunks=chunks, placed=[one, other], changes=table_of(one, (3, 4)))
+    assert [list(positions) for _, positions in rows.scored] == [list(range(6)), list(range(2, 8))]
     size = builder.buckets.max_samples
     assert [piece.shape for piece in built.score_columns] == [(len(SAMPLE_FIELDS), size)] * 2
     columns = dict(zip(SAMPLE_FIELDS, np.concatenate(built.score_columns, axis=1), strict=True))
@@ -239,7 +239,7 @@ def test_prompt_tokens_are_scored_at_a_temperature_if_the_request_says_so():
     for tempers, wanted in ((False, 0.0), (True, 0.7)):
         sequence.request.tempers_scores = tempers
         chunks, changes = [chunk_of(sequence, 0, 6, [sequence])], table_of(sequence, (3, 4))
-        built, _ = build(builder_of(), chunks=chunks, placed=[sequence], changes=changes)
+        built, *_ = build(builder_of(), chunks=chunks, placed=[sequence], changes=changes)
         temperatures = built.score_columns[0][SAMPLE_FIELDS.index("temperature"), :5].view(np.float32)
         assert np.allclose(temperatures, wanted)
 
@@ -254,7 +254,7 @@ def test_rows_share_the_first_pages_of_full_attention_whatever_windows_have_pass
     build(
         builder, chunks=[chunk_of(one, 0, 15, [one]), chunk_of(other, 0, 14, [other])], placed=tables, changes=changes
     )
-    built, view = build(builder, decodes=[one, other])
+    built, _, view = build(builder, decodes=[one, other])
     sections = builder.backend.planner.sections(view["plan"], built.layout.num_tokens, built.layout.num_rows)
     assert sections.num_shared_pages[:2].tolist() == [num_shared] * 2
 
@@ -275,8 +275,8 @@ def test_several_tokens_per_row_are_packed_with_their_numbers_and_the_next_step_
         plan(rows, out)
 
     builder.backend = SimpleNamespace(plan=record)
-    built, view = build(builder, decodes=sequences, decode_lens=lens)
-    assert (built.decode_lens, built.samples) == (lens, sequences)
+    built, rows, view = build(builder, decodes=sequences, decode_lens=lens)
+    assert (built.decode_lens, rows.samples) == (lens, sequences)
     assert view["counts"].tolist() == [3, 3, 3, 3]
     assert view["seq_slots"][:3].tolist() == [2, 3, 1]
     assert view["decode_lens"].tolist() == [2, 3, 5, 0, 0, 0, 0, 0]
@@ -285,7 +285,7 @@ def test_several_tokens_per_row_are_packed_with_their_numbers_and_the_next_step_
     assert samples_named(view, "output_index")[:3] == [1, 1, 1]
     columns = zip(*(samples_named(view, name)[:3] for name in STOP_FIELDS), strict=True)
     assert list(columns) == [(-1, -1, -1, -1), (5, 7, -1, -1), (1, 2, 3, 4)]
-    _, view = build(builder, decodes=sequences)
+    *_, view = build(builder, decodes=sequences)
     assert view["positions"][:3].tolist() == [11, 9, 8]
     assert samples_named(view, "output_index")[:3] == [6, 3, 4]
     assert not view["decode_lens"].any()
@@ -297,12 +297,12 @@ def test_steps_in_flight_share_no_memory():
     sequences = [running(1, slots=[slot])[0] for slot in range(1, 65)]
     prompts = [chunk_of(sequence, 0, 1, [sequence]) for sequence in sequences]
     many = [(0, slot, index, slot + index) for slot in range(1, 65) for index in range(40)]
-    steps = [builder.build(work_of(chunks=prompts, placed=sequences, changes=many))]
+    steps = [builder.build(work_of(chunks=prompts, placed=sequences, changes=many))[0]]
     copies, on_device = [], []
     for _ in range(4):
         copies.append(steps[-1].packed.copy())
         on_device.append(jax.device_put(steps[-1].packed))
-        steps.append(builder.build(work_of(decodes=sequences)))
+        steps.append(builder.build(work_of(decodes=sequences))[0])
     for copy, array in zip(copies, on_device, strict=True):
         np.testing.assert_array_equal(array, copy)
     buffers = [step.packed for step in steps] + list(steps[0].table_updates)
@@ -317,18 +317,18 @@ def test_a_step_without_rows_has_only_moves_and_table_changes():
     builder = builder_of(block_size=4)
     [sequence] = running(6, slots=[2], params=SCORED)
     moves = [PageMove(MoveKind.COPY, 3, 4), PageMove(MoveKind.SWAP_OUT, 5, 6)]
-    built = builder.build(work_of(moves=moves, placed=[sequence], changes=table_of(sequence, [8, 9])))
+    built, rows = builder.build(work_of(moves=moves, placed=[sequence], changes=table_of(sequence, [8, 9])))
     assert built.packed is None
     assert built.layout is None
-    assert built.samples == []
+    assert rows == NO_ROWS
     assert built.moves == moves
     assert [update.shape for update in built.table_updates] == [(4, builder.num_changes)]
     assert built.table_updates[0][:, :3].T.tolist() == [[0, 2, 0, 8], [0, 2, 1, 9], [0, 0, 0, 0]]
-    built, view = build(builder, chunks=[chunk_of(sequence, 5, 1, [sequence])], moves=moves[:1])
+    built, _, view = build(builder, chunks=[chunk_of(sequence, 5, 1, [sequence])], moves=moves[:1])
     assert view["slot_mapping"][0, 0] == 9 * 4 + 1
     assert built.mode is SampleMode.SCORED
     assert built.moves == moves[:1]
-    assert not builder.build(work_of(moves=moves)).table_updates
+    assert not builder.build(work_of(moves=moves))[0].table_updates
 
 
 @pytest.mark.parametrize(("bucket", "row_lens"), [(64, [20, 20, 20]), (16, [16]), (1, [1])])
@@ -362,7 +362,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_names_the_slot_of_its_rules_and_whether_it_is_scored_and_the_mode_follows(mode):
     params, ruled_slot, score = MODES[mode]
-    built, view = prefill(builder_of(), *running(3, slots=[5], params=params))
+    built, _, view = prefill(builder_of(), *running(3, slots=[5], params=params))
     columns = sample_columns(view)
     assert (built.mode, columns["ruled_slot"], columns["score"]) == (mode, ruled_slot, score)
 
@@ -381,7 +381,7 @@ def test_without_prefix_hits_all_changes_fit_the_buffer(block_size, num_groups):
             num_pages = -(-num_tokens // block_size)
             sequences = [running(num_tokens, slots=[row + 1])[0] for row in range(num_rows)]
             tables = [range(1, num_pages + 1)] * num_groups
-            built, view = build(
+            built, _, view = build(
                 builder,
                 chunks=[chunk_of(sequence, 0, num_tokens, [sequence]) for sequence in sequences],
                 placed=sequences,

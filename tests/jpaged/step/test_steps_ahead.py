@@ -12,7 +12,7 @@ from jpaged.sampling.sampling_params import SampleMode
 from jpaged.scheduling.buckets import make_buckets
 from jpaged.step import step_sizes
 from jpaged.step.runner import StepOutputs
-from jpaged.step.step_inputs import BuiltStep
+from jpaged.step.step_inputs import StepInputs
 
 from ..tiny_model import SIZES
 
@@ -34,7 +34,7 @@ class Recorded:
 
     events: list[tuple[str, int]]
     """("dispatch" or "read", number of the step), in order."""
-    steps: list[BuiltStep]
+    steps: list[StepInputs]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def recorded_engine(model: str, **options: Any) -> Iterator[tuple[Engine, Record
     with Engine(model, **SIZES | options) as engine:
         recorded, dispatch = Recorded([], []), engine.runner.dispatch
 
-        def record_and_dispatch(step: BuiltStep) -> Any:
+        def record_and_dispatch(step: StepInputs) -> Any:
             recorded.events.append(("dispatch", len(recorded.steps)))
             recorded.steps.append(step)
             return RecordedOutputs(dispatch(step), len(recorded.steps) - 1, recorded.events)
