@@ -1,34 +1,35 @@
-"""The engine: one model behind a paged cache, for offline batches, for research code, and step by step."""
+"""The engine: one model behind a paged cache, for offline batches, for research code, and step by step.
+
+This is the face of its parts: a loop that steps, a front that checks requests, and what a trainer uses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
-from typing import Any, Literal, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, overload
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from .checks import check, number, refusal, shown
-from .core.engine_loop import StepEngine
-from .errors import ConfigError, InvalidRequestError
-from .intake.offline import as_conversations, as_prompts, as_sequences, one_for_each, progress_bar
-from .intake.request_builder import CheckedRequest, Params
-from .outputs import RequestOutput, error_output
-from .request import Request, ResultForm
-from .research.arrays import (
-    GenerationArrays,
-    LogprobComparison,
-    compare,
-    for_arrays,
-    generation_arrays,
-    scores_of_prompts,
-)
-from .sampling.sampling_params import BeamSearchParams, SamplingParams
+from .checks import refusal, shown
+from .config.engine_config import EngineConfig
+from .core.batch import BatchRunner
+from .core.engine_loop import EngineLoop
+from .intake.offline import as_conversations, as_prompts, one_for_each
+from .intake.request_builder import RequestBuilder, check_new_id
+from .messages import Params, ResultForm
+from .outputs import RequestOutput
+from .request import Request
+from .research.arrays import GenerationArrays, LogprobComparison, for_arrays, generation_arrays
+from .research.trainer import Trainer
+from .sampling.sampling_params import BeamSearchParams, SampleMode, SamplingParams
+from .startup.build_engine import EngineComponents, Progress, build_engine
+from .startup.open_model import ModelHandle, open_model, open_module
+from .startup.sizing.sizes import Demand
+from .text.prompts import CheckedParams, EncodedPrompt
 
 
-class Engine(StepEngine):
+class Engine:
     """One model behind a paged cache.
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
@@ -36,6 +37,70 @@ class Engine(StepEngine):
     tokens, and `sleep` gives the device's memory away. An engine is not thread-safe. It is a context manager;
     `shutdown` gives the device's memory back.
     """
+
+    def __init__(self, model: str | nnx.Module | None = None, **options: Any):
+        """Load a model and get ready to serve it: `Engine("smollm2-135m", max_num_seqs=8)`.
+
+        `model` is the name of a built-in model, a repository of the Hugging Face hub, a directory or a GGUF file; None
+        is the default of `EngineConfig`. `options` are the other fields of `EngineConfig`; with `params`, a tree of
+        arrays, only the config and the tokenizer come from `model`, and the arrays are copied. Raise ConfigError or
+        ModelLoadError, before anything large is allocated, if an option or the model is wrong.
+
+        `model` may also be a module of nnx of your own with a `ModelSpec` as its `spec` (docs/research.md): its weights
+        are copies of its arrays, or of `params`, a tree under the paths of its state. JAX's configuration is then left
+        alone, and executables are not kept, unless `compilation_cache_dir` is given.
+        """
+        if isinstance(model, nnx.Module):
+            config = EngineConfig(model=type(model).__name__, **options)
+            self._start(build_engine(config, open_module(config, model)))
+            return
+        config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+        self._start(build_engine(config, open_model(config)))
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        config: EngineConfig,
+        handle: ModelHandle | None = None,
+        *,
+        demands: Sequence[Demand] = (),
+        modes: Collection[SampleMode] = (),
+        progress: Progress | None = None,
+    ) -> Self:
+        """Return an engine for a validated config, and for an already opened model, if one is given.
+
+        `demands` (tokens of each request) and `modes` (kinds of sampling) describe the requests that will come, if
+        all are known; left out, nothing is assumed. With them the page pool is no larger than these requests need,
+        and the programs that they need first are compiled while the weights load. `progress(name, done, total)` is
+        called in the phases `check`, `load` and `compile`. Raises ConfigError or ModelLoadError.
+        """
+        handle = handle or open_model(config)
+        engine = cls.__new__(cls)
+        engine._start(build_engine(config, handle, demands=demands, modes=modes, progress=progress))
+        return engine
+
+    def _start(self, parts: EngineComponents) -> None:
+        """Take the parts of an engine that were built."""
+        self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes
+        self.step_sizes = parts.sizes.step
+        self.tokenizer = parts.handle.tokenizer
+        self.device, self.mesh, self.backend = parts.device, parts.mesh, parts.backend
+        self.attention, self.memory = parts.attention, parts.memory
+        self.core, self.runner, self.plan = parts.core, parts.runner, parts.runner.plan
+        self.scheduler, self.blocks = parts.core.scheduler, parts.core.scheduler.blocks
+        self.load_s = parts.load_s
+        self._loop = EngineLoop(parts)
+        encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.step_sizes.max_model_len)
+        self._builder = RequestBuilder(self.config, encoder, self.step_sizes, self.handle.sampling_defaults)
+        self._batch = BatchRunner(self._loop, self._builder)
+        self._trainer = Trainer(self._batch, parts.live)
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Return the requests whose last output has not been returned, by their ids."""
+        return self._loop.requests
+
+    # Offline
 
     @overload
     def generate(
@@ -97,67 +162,10 @@ class Engine(StepEngine):
         each = one_for_each(sampling_params, len(prompts), "sampling_params", Params, "SamplingParams")
         options: dict[str, Any] = {"use_tqdm": use_tqdm, "priority": priority, "on_error": on_error}
         if not return_arrays:
-            outputs, _ = self._run("generate", prompts, each, **options)
+            outputs, _ = self._batch.run("generate", prompts, each, **options)
             return list(outputs.values())
         each = [for_arrays(params) for params in each]
-        return generation_arrays(self._run("generate", prompts, each, **options, form=ResultForm.ARRAYS)[1])
-
-    def _run(
-        self,
-        call: str,
-        prompts: list[Any],
-        each_params: list[Any],
-        *,
-        use_tqdm: bool = False,
-        priority: Any = None,
-        on_error: str = "raise",
-        form: ResultForm = ResultForm.ENTRIES,
-        **options: Any,
-    ) -> tuple[dict[str, RequestOutput], list[Request]]:
-        """Compute one request for each prompt; return their outputs by id in the order of the prompts.
-
-        The second value holds the requests in the order of the prompts, and is empty if `form` is ENTRIES, whose
-        results are the outputs. `call` is what errors name; `form` and `options` are those of `RequestBuilder.check`.
-        The rest is as in `generate`.
-        """
-        self._check_ready(call)
-        self._last_fault = None  # Each call logs its first failure with a traceback.
-        if on_error not in ("raise", "return"):
-            raise refusal("on_error", shown(on_error), "raise, return", error=ConfigError)
-        if self.requests:
-            got = f"an engine with {len(self.requests)} unfinished requests of add_request"
-            raise refusal(call, got, "none", "step() them to their end or abort them first", error=ConfigError)
-        each_priority = one_for_each(priority, len(prompts), "priority", Integral | None, "an integer")
-        outputs: dict[str, Any] = {}
-        checked: list[CheckedRequest] = []
-        has_entries = form is ResultForm.ENTRIES
-        num_before = self._num_requests
-        for index, (prompt, params, own_priority) in enumerate(zip(prompts, each_params, each_priority, strict=True)):
-            request_id = f"{call}-{num_before + index}"
-            outputs[request_id] = None  # So that outputs keep the order of the prompts.
-            try:
-                checked.append(
-                    self._check_request(request_id, prompt, params, priority=own_priority, form=form, **options)
-                )
-            except InvalidRequestError as error:
-                if on_error == "raise" or not has_entries:
-                    self._num_requests = num_before  # Later requests draw as if this call had never been.
-                    raise InvalidRequestError(f"prompt {index}: {error}", param=error.param) from error
-                self._num_requests += 1  # The others draw as they would beside a good one.
-                outputs[request_id] = error_output(request_id, prompt, str(error))
-        kept: dict[str, Request] = {}
-        with progress_bar(len(checked), is_shown=use_tqdm) as bar:
-            in_order = sorted(checked, key=lambda request: request.policy_key)
-            for request, output in self.run_requests(map(self._make_request, in_order), on_error=on_error):
-                if request.failure is not None and on_error == "raise":
-                    request.failure.add_note(f"{request.request_id}: {output.error}")
-                    raise request.failure
-                self.log_failure(request)
-                if not has_entries:
-                    kept[request.request_id] = request
-                outputs[request.request_id] = output
-                bar.update()
-        return outputs, [kept[request_id] for request_id in outputs if request_id in kept]
+        return generation_arrays(self._batch.run("generate", prompts, each, **options, form=ResultForm.ARRAYS)[1])
 
     def chat(
         self,
@@ -201,12 +209,167 @@ class Engine(StepEngine):
         """Return what the model's generation config recommends, with output up to the end of the context."""
         return self._builder.default_params()
 
+    # Step by step
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Params | None = None,
+        *,
+        arrival_time: float | None = None,
+        priority: int | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Queue a request; `step` returns its outputs under `request_id`.
+
+        `prompt` has any form that `generate` takes; `params` of None are `default_sampling_params`. `arrival_time`, in
+        seconds of `time.monotonic()` and not in the future, is the start of its metrics and of the wait that
+        `scheduling_delay_factor` bounds; requests of equal urgency are served in the order of the calls, whatever it
+        says. `priority` goes before that of the prompt's mapping; a lower value is served sooner. `number` is the
+        request's place in the seed of a request without one, by default the count of earlier requests: a resumed job
+        gives the number of the first run and draws the same tokens.
+
+        Raise InvalidRequestError if an argument is wrong, the id belongs to an unfinished request, or the request can
+        never fit; QueueFullError if as many requests or tokens wait as the engine's `limits` allow. Other requests
+        are unchanged then.
+        """
+        check_new_id(request_id, self._loop.requests)
+        is_counted = number is None
+        number = self._builder.num_requests if is_counted else number
+        options: dict[str, Any] = {"number": number, "priority": priority, "arrival_time": arrival_time}
+        request = self._loop.make(self._builder.build(request_id, prompt, params, **options))
+        self._builder.num_requests += is_counted
+        self._loop.queue(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; return an output for each request that got a token or ended, by its `output_kind`.
+
+        An exception in a step costs no tokens: the next steps compute again what was lost. If steps fail repeatedly
+        without a token between them, requests are computed one at a time, and one that fails alone ends with an
+        error. If several fail alone, all unfinished requests end with errors and the exception is raised; the next
+        step returns their outputs. An interrupt such as KeyboardInterrupt is raised at once, and later steps go on.
+
+        `error` of an output names the type of what has failed; its message is logged, see `log_failure`.
+        """
+        return self._loop.step()
+
+    def prepare_request(
+        self, request_id: str, encoded: EncodedPrompt, params: CheckedParams, *, number: int
+    ) -> Request:
+        """Return a checked request that is not queued, for `run_requests`.
+
+        `encoded` and `params` have been checked against this engine's model. `number` is that of `add_request`. Raise
+        InvalidRequestError if the request does not fit into this engine.
+        """
+        return self._loop.make(self._builder.build_encoded(request_id, encoded, params, number=number))
+
+    def run_until_done(
+        self, requests: Iterable[Request] = (), *, stream: bool = False, on_error: str = "raise"
+    ) -> Iterator[RequestOutput]:
+        """Step until no request is left; yield the last output of each request, with `stream` all of its outputs.
+
+        The rest is as in `run_requests`; what has failed is logged as by `step`.
+        """
+        for request, output in self.run_requests(requests, stream=stream, on_error=on_error):
+            self.log_failure(request)
+            yield output
+
+    def run_requests(
+        self, requests: Iterable[Request | None] = (), *, stream: bool = False, on_error: str = "raise"
+    ) -> Iterator[tuple[Request, RequestOutput]]:
+        """Queue `requests`, of `prepare_request`, and step until no request is left; see `EngineLoop.run_requests`."""
+        return self._loop.run_requests(requests, stream=stream, on_error=on_error)
+
+    def log_failure(self, request: Request, *, is_repeat_logged: bool = True) -> None:
+        """Log the exception that has ended a request; see `EngineLoop.log_failure`."""
+        self._loop.log_failure(request, is_repeat_logged=is_repeat_logged)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has outputs to come."""
+        return bool(self._loop.requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests whose last output `step` has not returned."""
+        return len(self._loop.requests)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests, in any state, and free what they hold; they give no further output.
+
+        `request_ids` is one id or several; ids of no unfinished request are ignored. Other requests go on unchanged.
+        Raise InvalidRequestError for anything else.
+        """
+        self._loop.abort(request_ids)
+
+    def fork(
+        self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
+    ) -> list[int]:
+        """Add `n` samples to a request that go on from where its sample `sample` stands; return their sample indices.
+
+        The new samples have the tokens so far and share their pages; from there on they draw by their own indices:
+        `sample_indices`, or the lowest free ones. They come among the outputs of the request. Other requests go on,
+        but may lose a place to the new samples. Raise InvalidRequestError, changing nothing, if the request or the
+        sample has ended or is unknown, is greedy or a beam search, or if so many samples can never fit.
+        """
+        return self._loop.fork(request_id, n, sample=sample, sample_indices=sample_indices)
+
+    def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
+        """Keep the full pages of a prompt in the prefix cache, however rarely used; return the tokens they hold now.
+
+        Pages that are not cached yet are kept once a request has computed them; to compute them now, run the prompt
+        with `max_tokens=1`. Other requests have that many pages less. Pinned pages are evicted all the same where a
+        request that was accepted could otherwise never run. Raise InvalidRequestError if prefix caching is off, if the
+        prompt fills no page, or if an unfinished request could then never end.
+        """
+        token_ids, key = self._builder.prefix(prompt, cache_salt)
+        key = self._loop.versions.key(key)
+        self.scheduler.demand.check_pin(self.blocks.prefixes.num_new_pins(token_ids, key), self.scheduler.unfinished)
+        return self.blocks.prefixes.pin(token_ids, key)
+
+    def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> None:
+        """Undo one `pin_prefix` of the same prompt and salt. Raise InvalidRequestError if it is not pinned."""
+        token_ids, key = self._builder.prefix(prompt, cache_salt)
+        if not self.blocks.prefixes.unpin(token_ids, self._loop.versions.key(key)):
+            raise refusal("prompt", "a prompt that is not pinned", "one that pin_prefix has taken")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep their pages; pins hold for pages computed from now on."""
+        self.blocks.prefixes.reset()
+
+    def stats(self) -> dict[str, float | int]:
+        """Return counters since the start (steps, tokens, hits, preemptions, compilations) and present sizes.
+
+        Names with `blocks` count pages; `*_bytes` are bytes and `*_seconds` seconds.
+        """
+        return {
+            **self.core.stats(),
+            "prompt_tokens": self._loop.num_prompt_tokens,
+            "requests": len(self._loop.requests),
+            "end_tokens": len(self.handle.eos_token_ids),
+            **self.scheduler.stats(),
+            **self.blocks.stats(),
+            "swap_bytes": self.runner.swap_bytes,
+            **self.plan.stats(),
+        }
+
+    def shutdown(self) -> None:
+        """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again."""
+        if self._loop.is_open:
+            self._loop.close()
+            self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
     # Beside a trainer
 
     @property
     def weights_version(self) -> int:
         """Return the version of the weights: 0 at start, then what `update_params` was told, or counted."""
-        return self._versions.version
+        return self._loop.versions.version
 
     @property
     def params(self) -> nnx.State:
@@ -214,9 +377,7 @@ class Engine(StepEngine):
 
         They are the arrays that steps read: copy those that are to outlive the next update.
         """
-        if not self.runner.store.leaves:
-            raise refusal("params", "an engine that sleeps, without weights", "one that has them", error=ConfigError)
-        return self.runner.weights.state
+        return self._trainer.params
 
     def logprobs(self, token_ids: Any, *, temperature: float = 1.0) -> Float[Array, "*B N1"]:
         """Return the logprob of each token but the first, given those before it: float32, [N − 1] for N token ids.
@@ -226,14 +387,7 @@ class Engine(StepEngine):
         logits ÷ `temperature`, from 1e-4 to 2, without truncation. Raise InvalidRequestError for a sequence of more
         than `max_model_len` tokens, and for other arguments that are wrong.
         """
-        sequences, is_one = as_sequences(token_ids)
-        check("temperature", temperature, number(1e-4, 2.0))
-        params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
-        # Requests without a seed draw as if this call had never been.
-        options: dict[str, Any] = {"number": 0, "form": ResultForm.SCORES}
-        _, requests = self._run("logprobs", sequences, [params] * len(sequences), **options)
-        scores = scores_of_prompts(requests)
-        return scores[0] if is_one else scores
+        return self._trainer.logprobs(token_ids, temperature=temperature)
 
     def compare_logprobs(
         self,
@@ -247,12 +401,7 @@ class Engine(StepEngine):
         logprob of each token but the first, [B, N − 1]. They have to mean what the engine's `logprobs_mode` says: with
         raw_logprobs the model's own, whatever the temperature.
         """
-        prompts = as_prompts(prompts)
-        params = self.default_sampling_params() if sampling_params is None else sampling_params
-        each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
-        each = [for_arrays(one) for one in each]
-        _, requests = self._run("compare_logprobs", prompts, each, form=ResultForm.ARRAYS)
-        return compare(requests, trainer_fn)
+        return self._trainer.compare_logprobs(trainer_fn, prompts, sampling_params)
 
     def update_params(
         self, params: Mapping[str, Any], *, version: int | None = None, in_flight: str = "wait", copy: bool = True
@@ -275,14 +424,7 @@ class Engine(StepEngine):
         finite, and ConfigError, before anything is changed. If the devices fail meanwhile, their exception is raised,
         and the engine sleeps without weights until the next update.
         """
-        self._check_open()
-        self._check_outside("update_params")
-        number = self._versions.check_options(version, in_flight, copy)
-        with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
-            checked = self._live.check(params)
-            self._drain(in_flight)
-            self.runner.store.update(self._live, checked, self.plan.get, copy=copy)
-        self._versions.advance(number)
+        self._trainer.update_params(params, version=version, in_flight=in_flight, copy=copy)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the memory of the device for others, until `wake_up`.
@@ -293,12 +435,7 @@ class Engine(StepEngine):
         on after waking, with the same tokens. The next `step` after waking returns what they have got. Raises
         ConfigError for an engine that sleeps already.
         """
-        self._check_open()
-        self._check_outside("sleep")
-        self._sleep.check(level, mode)
-        self._drain(mode)
-        self.core.restart()
-        self._sleep.begin(level)
+        self._trainer.sleep(level, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
@@ -306,10 +443,8 @@ class Engine(StepEngine):
         Weights that were dropped and are not those of a checkpoint come by `update_params` alone: without `tags` that
         is a ConfigError, and `wake_up(["weights"])` then changes nothing.
         """
-        self._check_open()
-        self._check_outside("wake_up")
-        self._sleep.end(tags)
+        self._trainer.wake_up(tags)
 
     def is_sleeping(self) -> bool:
         """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""
-        return bool(self._sleep.missing)
+        return bool(self._loop.sleep.missing)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
+from .messages import ResultForm
 from .outputs import Logprob
 from .sampling.sampling_params import SampleMode, SamplingParams, sample_mode
 
@@ -57,18 +58,6 @@ NO_EXTRAS = CacheKey()
 """The cache key of a request whose keys and values depend on its tokens alone."""
 
 
-class ResultForm(enum.Enum):
-    """In which form the results of a request are kept."""
-
-    ENTRIES = "entries"
-    """As outputs show them, with a `Logprob` for each token."""
-    ARRAYS = "arrays"
-    """As numbers: the logprobs of the tokens that were drawn, and of the prompt's."""
-    SCORES = "scores"
-    """As numbers, for a prompt that is only scored, at its temperature: its last token is the output, given instead of
-    drawn."""
-
-
 class SampleSearch(Protocol):
     """The part of a search over the samples of one request, such as a beam search, that the scheduler uses."""
 
@@ -90,6 +79,8 @@ class SampleSequence:
     """The sample index, which the random draws depend on."""
     max_len: int
     """Tokens that it has when it ends by length: its prompt and `Request.max_tokens` output tokens."""
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
 
     # Written by core/engine_core.
     token_ids: array[int]
@@ -149,8 +140,6 @@ class SampleSequence:
     """Its first pages will be its parent's, which has still to compute them."""
 
     # Written by text/output_processor.
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that may end it."""
     needs_every_token: bool = False
     """Every new token must be processed, for text or logprobs, and not only those that may end it."""
     stop_reason: int | str | None = None
@@ -196,6 +185,8 @@ class Request:
     """Its one output token, of the form SCORES; None if it draws."""
     tempers_scores: bool = False
     """Its prompt's logprobs are those at its temperature, whatever the engine's mode of logprobs."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be generated."""
     beams: SampleSearch | None = None
@@ -317,6 +308,7 @@ class Request:
             request=self,
             index=index,
             max_len=max_len,
+            stop_ids=self.stop_ids,
             token_ids=token_ids[:],
             token_logprobs=logprobs,
             token_log_masses=log_masses,

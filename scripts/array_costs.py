@@ -20,7 +20,7 @@ from typing import Any
 from live_weights import processor, seconds
 
 from jpaged import Engine, SamplingParams
-from jpaged.request import ResultForm
+from jpaged.messages import ResultForm
 from jpaged.research import arrays
 
 MODEL = Path(__file__).parents[1] / "tests" / "golden" / "families" / "llama"
@@ -54,7 +54,7 @@ def main() -> int:
                 if index >= 2:  # The first ones compile.
                     times[name].append(taken)
         each = [replace(PARAMS, logprobs=0)] * NUM_PROMPTS
-        _, requests = engine._run("generate", PROMPTS, each, form=ResultForm.ARRAYS)
+        _, requests = engine._batch.run("generate", PROMPTS, each, form=ResultForm.ARRAYS)
         made = [seconds(lambda: make(requests)) for _ in range(args.runs)]
     report = {name: statistics.median(values) for name, values in times.items()}
     report["making the arrays"] = statistics.median(made)

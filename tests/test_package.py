@@ -36,16 +36,18 @@ LAYERS = {
         ("",),
         ("llm",),
         ("engine",),
+        ("research.trainer",),
+        ("core.batch",),
         ("core.engine_loop",),
         ("research",),
-        ("intake",),
         ("startup",),
         ("core",),
+        ("intake",),
         ("step", "text"),
         ("scheduling",),
         ("kv_cache",),
         ("request",),
-        ("config", "outputs"),
+        ("config", "messages", "outputs"),
         ("sampling",),
         ("checks",),
         ("errors", "not_available"),
@@ -70,6 +72,8 @@ MAX_LINES = 450
 # No module of these parts may load any of those packages: the host core's tests need no device and take milliseconds.
 HOST_CORE = ("request", "kv_cache", "scheduling")
 HOST_CORE_NEVER = {"jax", "numpy", "flax", "transformers"}
+FRONT = ("config", "intake", "messages", "outputs", "text")
+"""Parts that a process without a device can run: they check what callers give, and make text of tokens."""
 
 
 def packages_on_disk() -> set[str]:
@@ -205,6 +209,14 @@ def test_the_host_core_loads_neither_arrays_nor_models(part: str) -> None:
     )
     code = f"import sys, {modules}; print(sorted({HOST_CORE_NEVER!r} & set(sys.modules)))"
     assert run(code) == "[]"
+
+
+@pytest.mark.parametrize("part", FRONT)
+def test_the_front_half_loads_no_jax(part: str) -> None:
+    modules = ", ".join(
+        module for module in MODULES if room_of(module) == "jpaged" and part_of(module, "jpaged") == part
+    )
+    assert run(f"import sys, {modules}; print('jax' in sys.modules)") == "False"
 
 
 @pytest.mark.parametrize(

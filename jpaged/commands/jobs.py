@@ -21,8 +21,9 @@ import msgspec
 from .. import not_available
 from ..checks import check_name, refusal, shown
 from ..errors import ConfigError, InvalidRequestError
+from ..messages import Params
 from ..sampling.sampling_params import FIELDS, BeamSearchParams, SamplingParams
-from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, EncodedPrompt, PromptEncoder, check_priority
+from ..text.prompts import PROMPT_EXTRAS, PROMPT_KEYS, CheckedParams, EncodedPrompt, PromptEncoder, check_priority
 from .flags import BEAM_FLAGS
 from .lines import IdTable, LineSource, line_digest
 from .resume import FinishedRecords
@@ -41,9 +42,14 @@ class Job:
     id: str | int
     number: int
     prompt: EncodedPrompt
-    params: SamplingParams | BeamSearchParams
+    checked: CheckedParams
     digest: int = 0
     """That of its line, by which a resumed run knows that it has not changed."""
+
+    @property
+    def params(self) -> Params:
+        """Return its parameters."""
+        return self.checked.params
 
 
 @dataclass(frozen=True)
@@ -127,20 +133,19 @@ class JobReader:
     """The results of an earlier run that is gone on with."""
 
     @cached_property
-    def default_params(self) -> SamplingParams | BeamSearchParams:
+    def default_params(self) -> CheckedParams:
         """Return the parameters of a prompt without its own, one object for all of them."""
-        return self._params({})
+        return self._checked(self._params({}))
 
     def job(self, id_: str | int, number: int, prompt: Any, own_params: Mapping[str, Any], digest: int = 0) -> Job:
         """Return a checked job; InvalidRequestError names what is wrong."""
         if "output_kind" in own_params:
             reason = "has no effect on a line, whose output is written when it ends"
             raise InvalidRequestError(f"output_kind: {reason}; leave it out", param="output_kind")
-        params = self._params(own_params) if own_params else self.default_params
-        self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
+        checked = self._checked(self._params(own_params)) if own_params else self.default_params
         encoded = self.encoder.encode(self._as_chat(prompt))
         check_priority(encoded.priority, self.scheduling_policy)
-        return Job(id_, number, encoded, params, digest)
+        return Job(id_, number, encoded, checked, digest)
 
     def argument_jobs(self, prompts: Sequence[str]) -> Iterator[Job | DoneLine]:
         """Yield a job for each prompt of the command line; InvalidRequestError for the first that is wrong."""
@@ -149,7 +154,10 @@ class JobReader:
             entry = None if self.finished is None else self.finished.take(number, digest, number + 1)
             yield self.job(number, number, prompt, {}, digest) if entry is None else DoneLine(number, entry)
 
-    def _params(self, own_params: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
+    def _checked(self, params: Params) -> CheckedParams:
+        return self.encoder.check_params(params, max_logprobs=self.max_logprobs, max_num_seqs=self.max_num_seqs)
+
+    def _params(self, own_params: Mapping[str, Any]) -> Params:
         if self.beams is None:
             return SamplingParams(**{"max_tokens": None, **self.defaults, **own_params})
         for name in own_params:

@@ -162,7 +162,7 @@ class Run:
                 continue
             sampling.note(job.params)
             try:
-                request = engine.prepare_request(str(job.number), job.prompt, job.params, number=job.number)
+                request = engine.prepare_request(str(job.number), job.prompt, job.checked, number=job.number)
             except InvalidRequestError as error:
                 self.fail(job.id, job.number, error)
                 continue

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..checks import one_line
-from ..request import Request, RequestState, SampleSequence
+from ..messages import NewRequest
+from ..request import CacheKey, Request, RequestState, SampleSequence
+from ..sampling.sampling_params import BeamSearchParams
 from ..scheduling.beam_search import BeamSearch, BeamStep
 from ..scheduling.quarantine import FailureVerdict, Quarantine
 from ..scheduling.scheduler import Scheduler
@@ -58,6 +60,8 @@ class EngineCore:
     outputs: OutputProcessor
     clock: Callable[[], float]
     """Gives seconds, by which the times of requests are taken."""
+    seed: int = 0
+    """Seeds the draws of requests that have no seed of their own."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     """Steps in the order of their dispatch; the oldest one retires first."""
@@ -71,8 +75,47 @@ class EngineCore:
     _last_retry: tuple[str, int] = ("", 0)
     """The failure that the last warning told of, and `num_generated` at that time."""
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raise InvalidRequestError if it can never fit, QueueFullError if too many wait."""
+    def make(self, new: NewRequest) -> Request:
+        """Return a request that is not queued; raise InvalidRequestError if it can never fit."""
+        params, beams = new.params, None
+        if isinstance(params, BeamSearchParams):
+            beams = BeamSearch(params, new.stop_ids, new.max_tokens)
+            params = params.as_samples(beams.num_top_tokens)
+        request = Request(
+            request_id=new.request_id,
+            number=new.number,
+            prompt_token_ids=array("i", new.prompt_token_ids),
+            params=params,
+            arrival_time=new.arrival_time,
+            max_tokens=new.max_tokens,
+            engine_seed=self.seed,
+            num_groups=self.scheduler.arithmetic.num_groups,
+            prompt=new.prompt,
+            priority=new.priority,
+            cache_key=CacheKey(cache_salt=new.cache_salt),
+            stop_ids=new.stop_ids,
+            bad_words=new.bad_words,
+            beams=beams,
+            form=new.form,
+            given_token=new.given_token,
+            tempers_scores=new.tempers_scores,
+            policy_key=new.policy_key,
+        )
+        if new.policy_key is None:
+            self.scheduler.check(request)
+        return request
+
+    def add(self, new: NewRequest) -> Request:
+        """Queue a request, and return it.
+
+        Raise InvalidRequestError if it can never fit, QueueFullError if too many wait.
+        """
+        request = self.make(new)
+        self.queue(request)
+        return request
+
+    def queue(self, request: Request) -> None:
+        """Queue a request of `make`. Raise QueueFullError if too many wait."""
         # A caller may try a full queue again and again, so the room is checked before the output is set up.
         self.scheduler.waiting.check_room(request)
         for sequence in request.live:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -21,7 +20,7 @@ def as_prompts(prompts: Any) -> list[Any]:
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, jax.Array | np.ndarray):
+    if _is_array(prompts):
         return list(prompts) if prompts.ndim == 2 else [prompts]
     if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
         raise refusal("prompts", type(prompts).__name__, "a prompt or a list of prompts")
@@ -37,9 +36,9 @@ def as_sequences(token_ids: Any) -> tuple[list[list[int]], bool]:
     later. Raise InvalidRequestError for anything else, and where there is no sequence, or an empty one.
     """
     allowed = "a list or an array of token ids, or a list of such"
-    if isinstance(token_ids, str | Mapping) or not isinstance(token_ids, Sequence | np.ndarray | jax.Array):
+    if isinstance(token_ids, str | Mapping) or not (isinstance(token_ids, Sequence) or _is_array(token_ids)):
         raise refusal("token_ids", shown(token_ids), allowed)
-    if isinstance(token_ids, np.ndarray | jax.Array):
+    if _is_array(token_ids):
         token_ids = np.asarray(token_ids).tolist()
     is_one = bool(token_ids) and is_integer(token_ids[0])
     sequences = [np.asarray(one).tolist() for one in ([token_ids] if is_one else token_ids)]
@@ -77,3 +76,8 @@ def progress_bar(num_requests: int, *, is_shown: bool) -> tqdm:
     """Return a progress bar. It is shown only if `is_shown` is true and stderr is an open terminal."""
     is_open = sys.stderr is not None and not sys.stderr.closed
     return tqdm(total=num_requests, desc="requests", unit="req", disable=None if is_shown and is_open else True)
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is an array of numpy or of JAX, which is not imported for that."""
+    return isinstance(value, np.ndarray) or (hasattr(value, "ndim") and hasattr(value, "sharding"))

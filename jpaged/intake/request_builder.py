@@ -1,4 +1,4 @@
-"""Makes requests from what callers give: every argument is checked here, before anything is queued."""
+"""Makes the messages of new requests: every argument of a caller is checked here, before anything is queued."""
 
 from __future__ import annotations
 
@@ -6,81 +6,39 @@ import math
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
-from typing import Any, Self
+from typing import Any
 
 from ..checks import is_integer, is_number, refusal, shown
-from ..request import CacheKey, Request, ResultForm, SampleSequence
-from ..sampling.sampling_params import BeamSearchParams, SamplingParams
-from ..scheduling.beam_search import BeamSearch
-from ..startup.build_engine import EngineComponents
-from ..text.prompts import EncodedPrompt, check_num_samples, check_priority
+from ..config.engine_config import EngineConfig
+from ..messages import NewRequest, Params, ResultForm
+from ..request import CacheKey, Request, SampleSequence
+from ..sampling.sampling_params import SamplingParams
+from ..step.step_sizes import StepSizes
+from ..text.prompts import CheckedParams, EncodedPrompt, PromptEncoder, check_num_samples, check_priority
 
-Params = SamplingParams | BeamSearchParams
 MAX_SAMPLE_INDEX = (1 << 31) - 1
 """Sample indices travel to the device as int32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedRequest:
-    """What a request is made of, checked. It is small, so that a long list of prompts can wait in this form."""
-
-    request_id: str
-    number: int
-    token_ids: array[int]
-    text: str | None
-    cache_salt: str | None
-    priority: int
-    params: Params
-    arrival_time: float
-    """In seconds of `time.monotonic()`."""
-    form: ResultForm
-    policy_key: Any = None
-    """The key that the scheduling policy gives the request, where it was asked for."""
-
-    @classmethod
-    def of(
-        cls,
-        request_id: str,
-        encoded: EncodedPrompt,
-        params: Params,
-        *,
-        number: int,
-        arrival_time: float | None = None,
-        form: ResultForm = ResultForm.ENTRIES,
-    ) -> Self:
-        """Return the checked request for an encoded prompt and its parameters.
-
-        `arrival_time` is in seconds of `time.monotonic()`; None means now.
-        """
-        return cls(
-            request_id=request_id,
-            number=number,
-            token_ids=array("i", encoded.token_ids),
-            text=encoded.text,
-            cache_salt=encoded.cache_salt,
-            priority=encoded.priority,
-            params=params,
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
-            form=form,
-        )
-
-
 class RequestBuilder:
-    """Checks prompts and parameters against one engine's model and sizes, and makes requests of them."""
+    """Checks prompts and parameters against one engine's model and sizes, and makes messages of them."""
 
-    def __init__(self, parts: EngineComponents, *, num_groups: int):
-        """`num_groups` counts the page-table groups that a sequence has pages in."""
-        self.config, self.handle, self.sizes = parts.config, parts.handle, parts.sizes.step
-        self.num_groups = num_groups
-        self.encoder = self.handle.prompt_encoder(self.config, parts.rules_spec, self.sizes.max_model_len)
+    def __init__(
+        self, config: EngineConfig, encoder: PromptEncoder, sizes: StepSizes, sampling_defaults: Mapping[str, Any]
+    ):
+        """`sampling_defaults` are the fields of SamplingParams that the model sets."""
+        self.config, self.encoder, self.sizes = config, encoder, sizes
+        self.sampling_defaults = sampling_defaults
+        self.num_requests = 0
+        """Requests so far that have got their number from this count."""
 
     def default_params(self) -> SamplingParams:
         """Return what the model's generation config recommends, with output up to the end of the context."""
-        return SamplingParams(**{"max_tokens": None, **self.handle.sampling_defaults})
+        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults})
 
-    def check(
+    def build(
         self,
         request_id: str,
         prompt: Any,
@@ -90,8 +48,8 @@ class RequestBuilder:
         priority: Any = None,
         arrival_time: Any = None,
         form: ResultForm = ResultForm.ENTRIES,
-    ) -> CheckedRequest:
-        """Check arguments and encode the prompt; raise InvalidRequestError if one is wrong.
+    ) -> NewRequest:
+        """Check arguments, encode the prompt, and return the request; raise InvalidRequestError if one is wrong.
 
         The arguments are those of `Engine.add_request`. `params` of None are `default_params`. `priority` goes before
         that of the prompt's mapping. `form` is that of its results.
@@ -102,47 +60,53 @@ class RequestBuilder:
         params = self.default_params() if params is None else params
         if not isinstance(params, Params):
             raise refusal("sampling_params", type(params).__name__, "SamplingParams, BeamSearchParams")
-        self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=self.sizes.max_num_seqs)
+        max_num_seqs = self.sizes.max_num_seqs
+        checked = self.encoder.check_params(params, max_logprobs=self.config.max_logprobs, max_num_seqs=max_num_seqs)
         encoded = self.encoder.encode(prompt, has_answer=form is not ResultForm.SCORES)
         priority = encoded.priority if priority is None else priority
         encoded = replace(encoded, priority=check_priority(priority, self.config.scheduling_policy))
-        return CheckedRequest.of(request_id, encoded, params, number=number, arrival_time=arrival_time, form=form)
+        return self._message(request_id, encoded, checked, number=number, arrival_time=arrival_time, form=form)
 
-    def check_size(self, encoded: EncodedPrompt, params: Params) -> None:
-        """Raise InvalidRequestError for a prompt that is too long for this engine, or has too many samples.
+    def build_encoded(
+        self, request_id: str, encoded: EncodedPrompt, checked: CheckedParams, *, number: int
+    ) -> NewRequest:
+        """Return the request of a prompt and parameters that were checked before the engine had its sizes.
 
-        Everything else of it was checked before the engine had its sizes.
+        Raise InvalidRequestError for a prompt that is too long for this engine, or has too many samples.
         """
         self.encoder.check_len(len(encoded.token_ids))
-        check_num_samples(params, self.sizes.max_num_seqs)
+        check_num_samples(checked.params, self.sizes.max_num_seqs)
+        return self._message(request_id, encoded, checked, number=number)
 
-    def make(self, checked: CheckedRequest) -> Request:
-        """Return a request that was checked for this engine's model."""
-        params, token_ids, given_token = checked.params, checked.token_ids, None
-        is_scored = checked.form is ResultForm.SCORES
+    def _message(
+        self,
+        request_id: str,
+        encoded: EncodedPrompt,
+        checked: CheckedParams,
+        *,
+        number: int,
+        arrival_time: float | None = None,
+        form: ResultForm = ResultForm.ENTRIES,
+    ) -> NewRequest:
+        """Return the request of a checked prompt and parameters; an `arrival_time` of None is now."""
+        params, token_ids, given_token = checked.params, encoded.token_ids, None
+        is_scored = form is ResultForm.SCORES
         if is_scored and len(token_ids) > 1:
             token_ids, given_token = token_ids[:-1], token_ids[-1]
         room = self.sizes.max_model_len - len(token_ids)
-        max_tokens = min(room, params.max_tokens or room)
-        beams = None
-        if isinstance(params, BeamSearchParams):
-            beams = BeamSearch(params, params.end_ids(self.handle.eos_token_ids), max_tokens)
-            params = params.as_samples(beams.num_top_tokens)
-        return Request(
-            request_id=checked.request_id,
-            number=checked.number,
-            prompt_token_ids=token_ids,
+        return NewRequest(
+            request_id=request_id,
+            number=number,
+            prompt_token_ids=array("i", token_ids).tobytes(),
+            prompt=encoded.text,
             params=params,
-            arrival_time=checked.arrival_time,
-            max_tokens=max_tokens,
-            engine_seed=self.config.seed,
-            num_groups=self.num_groups,
-            prompt=checked.text,
-            priority=checked.priority,
-            cache_key=CacheKey(cache_salt=checked.cache_salt),
-            bad_words=self.encoder.bad_words(params),
-            beams=beams,
-            form=checked.form,
+            max_tokens=min(room, params.max_tokens or room),
+            stop_ids=params.end_ids(self.encoder.eos_token_ids),
+            bad_words=checked.bad_words,
+            cache_salt=encoded.cache_salt,
+            priority=encoded.priority,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            form=form,
             given_token=given_token,
             tempers_scores=is_scored or self.config.logprobs_mode == "tempered_logprobs",
         )

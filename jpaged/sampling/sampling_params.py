@@ -203,6 +203,11 @@ class SamplingParams(
         if self.stop and not self.detokenize:
             self._refuse("stop", "none while detokenize is false, since stop strings are found in the text")
 
+    def end_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end a sample, for a model with these end-of-sequence tokens."""
+        ends = frozenset() if self.ignore_eos else eos_token_ids
+        return ends.union(self.stop_token_ids or ())
+
     @property
     def is_greedy(self) -> bool:
         """Return whether the most likely token is taken instead of drawing one."""

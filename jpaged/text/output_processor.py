@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 
-NO_IDS: frozenset[int] = frozenset()
-
-
 @dataclass(slots=True)
 class SequenceOutput:
     """Text and logprobs of one sequence, and how much of them its caller has been given.
@@ -54,7 +51,10 @@ class OutputProcessor:
     """Applies the stop rules of every sequence, keeps its text and logprobs, and makes outputs of them."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, eos_token_ids: Iterable[int]):
-        """`tokenizer` may be None if no request wants text. `eos_token_ids` end every sequence that heeds EOS."""
+        """`tokenizer` may be None if no request wants text.
+
+        A token among `eos_token_ids` that ends a sequence is no stop reason, unless the sequence ignores EOS.
+        """
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._token_text = _TokenTexts(tokenizer).__getitem__
@@ -77,9 +77,6 @@ class OutputProcessor:
         sequence.output = SequenceOutput(detokenizer)
         has_entries = params.logprobs is not None and not sequence.request.has_numbers
         sequence.needs_every_token = detokenizer is not None or has_entries
-        sequence.stop_ids = NO_IDS if params.ignore_eos else self.eos_token_ids
-        if params.stop_token_ids:
-            sequence.stop_ids = sequence.stop_ids.union(params.stop_token_ids)
 
     def fork(self, parent: SampleSequence, child: SampleSequence) -> None:
         """Set up the output of a fork, which has the tokens of its parent."""

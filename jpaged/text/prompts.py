@@ -14,6 +14,7 @@ from typing import Any
 from .. import not_available
 from ..checks import INT64, check, check_name, integer, is_integer, refusal, shown
 from ..errors import InvalidRequestError
+from ..messages import Params
 from ..sampling.logit_rules_spec import MAX_BAD_TOKENS, LogitRulesSpec
 from ..sampling.sampling_params import BeamSearchParams, SamplingParams
 from .tokenizer import Tokenizer
@@ -39,6 +40,15 @@ class EncodedPrompt:
     """Only prompts of the same salt share cached prefixes."""
     priority: int = 0
     """Lower values are scheduled sooner."""
+
+
+@dataclass(frozen=True)
+class CheckedParams:
+    """Parameters that were checked against a model, and what was made of them with its tokenizer."""
+
+    params: Params
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The tokens of each bad word, without and with a space before it."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +92,13 @@ class PromptEncoder:
             return EncodedPrompt(self._tokenize(prompt, num_room, add_special_tokens=True), prompt, **extras)
         return EncodedPrompt(self._ids(prompt, num_room), None, **extras)
 
-    def check_params(
-        self, params: SamplingParams | BeamSearchParams, *, max_logprobs: int, max_num_seqs: int | None
-    ) -> None:
+    def check_params(self, params: Params, *, max_logprobs: int, max_num_seqs: int | None) -> CheckedParams:
         """Check parameters against this model and the engine's limits; `max_num_seqs` None is not chosen yet."""
         if max_num_seqs is not None:
             check_num_samples(params, max_num_seqs)
         if isinstance(params, BeamSearchParams):
             self._check_beams(params, max_logprobs)
-            return
+            return CheckedParams(params)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 self._check_id(token_id, name)
@@ -104,7 +112,7 @@ class PromptEncoder:
             got = f"{shown(list(params.allowed_token_ids))}, which all end the output"
             allowed = f"some that do not while min_tokens is {params.min_tokens}"
             raise refusal("allowed_token_ids", got, allowed, "add one or leave min_tokens out")
-        self.bad_words(params)
+        return CheckedParams(params, self._bad_words(params))
 
     def _check_beams(self, params: BeamSearchParams, max_logprobs: int) -> None:
         """Refuse a search that needs more logprobs of a row than there are."""
@@ -117,7 +125,7 @@ class PromptEncoder:
             way_out = "lower it or start the engine with a higher max_logprobs"
             raise refusal("beam_width", got, f"as many as need at most max_logprobs, {max_logprobs}", way_out)
 
-    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each bad word, without and with a space before it.
 
         InvalidRequestError if they are too many.
@@ -215,7 +223,7 @@ class PromptEncoder:
             raise refusal("prompt", f"{num_tokens} tokens", allowed, "shorten the prompt or raise the limit")
 
 
-def check_num_samples(params: SamplingParams | BeamSearchParams, max_num_seqs: int) -> None:
+def check_num_samples(params: Params, max_num_seqs: int) -> None:
     """Refuse more samples or beams of a prompt than an engine computes together."""
     name = "n" if isinstance(params, SamplingParams) else "beam_width"
     if params.n > max_num_seqs:

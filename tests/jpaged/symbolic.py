@@ -575,10 +575,11 @@ class Host:
             engine_seed=self.engine_seed,
             num_groups=self.arithmetic.num_groups,
             cache_key=cache_key or CacheKey(),
+            stop_ids=params.end_ids(frozenset([EOS])),
             **options,
         )
         self.versions.tag(request)
-        self.core.add(request)
+        self.core.queue(request)
         self.requests.append(request)
         self.unfinished.append(request)
         seed = _seed(request.params.seed, self.engine_seed, request.number)

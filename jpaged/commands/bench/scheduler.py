@@ -33,6 +33,7 @@ from ...errors import ConfigError
 from ...kv_cache.block_manager import BlockManager
 from ...kv_cache.page_arithmetic import PageArithmetic
 from ...kv_cache.prefix_hash import extend_hashes
+from ...messages import NewRequest
 from ...models.weights.loading import Weights
 from ...pallas_kernels.ragged_paged_attention.interface import KVShape
 from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
@@ -167,10 +168,18 @@ class Host:
     def add(self, *, prompt_len: int = PROMPT_LEN, max_tokens: int = OUTPUT_LEN) -> Request:
         """Queue a request whose prompt shares no prefix with another."""
         start = self.random.randrange(len(self.tokens) - prompt_len)
-        request = _make_request(self.num_requests, self.tokens[start : start + prompt_len], max_tokens)
+        new = NewRequest(
+            request_id=str(self.num_requests),
+            number=self.num_requests,
+            prompt_token_ids=array("i", self.tokens[start : start + prompt_len]).tobytes(),
+            prompt=None,
+            params=PARAMS,
+            max_tokens=max_tokens,
+            stop_ids=PARAMS.end_ids(self.core.outputs.eos_token_ids),
+            arrival_time=time.monotonic(),
+        )
         self.num_requests += 1
-        self.core.add(request)
-        return request
+        return self.core.add(new)
 
     def step(self) -> int:
         """Run one step; return how many requests it ended."""
@@ -236,7 +245,8 @@ def bench_queue(*, num_running: int, num_queued: int, block_size: int, num_reque
 def bench_hashing(*, num_pages: int = 20_000) -> dict[str, float]:
     """Measure the microseconds to hash a full page of 16 tokens and look it up, as matching a long prompt does."""
     tokens = np.random.default_rng(1).integers(10, VOCAB_SIZE, num_pages * HASHED_PAGE).tolist()
-    request = _make_request(0, tokens, max_tokens=1)
+    options: dict[str, Any] = {"params": PARAMS, "arrival_time": 0.0, "engine_seed": 0, "num_groups": 1}
+    request = Request(request_id="0", number=0, prompt_token_ids=array("i", tokens), max_tokens=1, **options)
     blocks = BlockManager(num_blocks=num_pages + 2, arithmetic=PageArithmetic((None,), HASHED_PAGE))
     hashes: list[bytes] = []
     extend_hashes(hashes, request.prompt_token_ids, num_pages, HASHED_PAGE, NO_EXTRAS)
@@ -314,20 +324,6 @@ def main(argv: Sequence[str]) -> int:
     _show(result)
     write_report(result, args.output)
     return 0
-
-
-def _make_request(number: int, prompt_token_ids: list[int], max_tokens: int) -> Request:
-    """Return a request that arrives now."""
-    return Request(
-        request_id=str(number),
-        number=number,
-        prompt_token_ids=array("i", prompt_token_ids),
-        params=PARAMS,
-        arrival_time=time.monotonic(),
-        max_tokens=max_tokens,
-        engine_seed=0,
-        num_groups=1,
-    )
 
 
 def _medians(runs: list[Any]) -> Any:

@@ -1,0 +1,61 @@
+"""What crosses the border of the host core: a request as a front has decided it, on its way in.
+
+A message is frozen, and holds plain values only. It knows neither pages nor steps, and this module loads no JAX.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from .sampling.sampling_params import BeamSearchParams, SamplingParams
+
+Params = SamplingParams | BeamSearchParams
+
+
+class ResultForm(enum.Enum):
+    """In which form the results of a request are kept."""
+
+    ENTRIES = "entries"
+    """As outputs show them, with a `Logprob` for each token."""
+    ARRAYS = "arrays"
+    """As numbers: the logprobs of the tokens that were drawn, and of the prompt's."""
+    SCORES = "scores"
+    """As numbers, for a prompt that is only scored, at its temperature: its last token is the output, given instead of
+    drawn."""
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request as its front has checked and resolved it; `EngineCore.add` queues it.
+
+    It is small, so that a long list of prompts can wait in this form.
+    """
+
+    request_id: str
+    number: int
+    """Counts requests from 0; part of the seed of a request without one."""
+    prompt_token_ids: bytes
+    """int32, one after the other, in the byte order of the machine."""
+    prompt: str | None
+    """The prompt's text, if it was given as one."""
+    params: Params
+    max_tokens: int
+    """Output tokens of a sample at most: as its parameters ask, or what the context has left."""
+    stop_ids: frozenset[int]
+    """Tokens that end a sample or a beam: those that the parameters name, and EOS unless they ignore it."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that may not be generated."""
+    cache_salt: str | None = None
+    priority: int = 0
+    """Lower is sooner, under the policy `priority`."""
+    arrival_time: float
+    """In seconds of `time.monotonic()`."""
+    form: ResultForm = ResultForm.ENTRIES
+    given_token: int | None = None
+    """The one output token of a request of the form SCORES; None if it draws."""
+    tempers_scores: bool = False
+    """The logprobs of its prompt are those at its temperature, whatever the engine's mode of logprobs."""
+    policy_key: Any = None
+    """The key that the scheduling policy gave it when it was checked; None if it has still to be checked."""

@@ -1,0 +1,83 @@
+"""What a trainer in the same process does with an engine: gives it weights, scores with it, and lets it sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from ..checks import check, number, refusal
+from ..core.batch import BatchRunner
+from ..errors import ConfigError
+from ..intake.offline import as_prompts, as_sequences, one_for_each
+from ..messages import Params, ResultForm
+from ..models.weights.live_weights import LiveWeights
+from ..sampling.sampling_params import SamplingParams
+from .arrays import LogprobComparison, compare, for_arrays, scores_of_prompts
+
+
+class Trainer:
+    """The calls of `Engine` beside a trainer, over the engine's loop; see there for what they promise."""
+
+    def __init__(self, batch: BatchRunner, live: LiveWeights):
+        """`batch` is that of the engine; `live` says what a trainer's arrays become."""
+        self.batch, self.live, self.loop = batch, live, batch.loop
+        self.runner, self.versions, self.sleeping = self.loop.runner, self.loop.versions, self.loop.sleep
+
+    @property
+    def params(self) -> nnx.State:
+        """Return the engine's weights in its own layout; raise ConfigError while they are away."""
+        if not self.runner.store.leaves:
+            raise refusal("params", "an engine that sleeps, without weights", "one that has them", error=ConfigError)
+        return self.runner.weights.state
+
+    def logprobs(self, token_ids: Any, *, temperature: float) -> Float[Array, "*B N1"]:
+        """Return the logprob of each token but the first, given those before it."""
+        sequences, is_one = as_sequences(token_ids)
+        check("temperature", temperature, number(1e-4, 2.0))
+        params = SamplingParams(logprobs=0, prompt_logprobs=0, max_tokens=1, temperature=temperature, detokenize=False)
+        # Requests without a seed draw as if this call had never been.
+        options: dict[str, Any] = {"number": 0, "form": ResultForm.SCORES}
+        _, requests = self.batch.run("logprobs", sequences, [params] * len(sequences), **options)
+        scores = scores_of_prompts(requests)
+        return scores[0] if is_one else scores
+
+    def compare_logprobs(
+        self,
+        trainer_fn: Callable[[Int[Array, "B N"]], Float[Array, "B N1"]],
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> LogprobComparison:
+        """Draw a continuation of each prompt and compare the logprobs of its tokens with a trainer's."""
+        prompts = as_prompts(prompts)
+        params = self.batch.builder.default_params() if sampling_params is None else sampling_params
+        each = one_for_each(params, len(prompts), "sampling_params", Params, "SamplingParams")
+        each = [for_arrays(one) for one in each]
+        _, requests = self.batch.run("compare_logprobs", prompts, each, form=ResultForm.ARRAYS)
+        return compare(requests, trainer_fn)
+
+    def update_params(self, params: Mapping[str, Any], *, version: int | None, in_flight: str, copy: bool) -> None:
+        """Replace all weights by a tree of arrays."""
+        self.loop.check_outside("update_params")
+        number = self.versions.check_options(version, in_flight, copy)
+        with jax.transfer_guard("allow"):  # A trainer may guard its own code against transfers.
+            checked = self.live.check(params)
+            self.loop.drain(in_flight)
+            self.runner.store.update(self.live, checked, self.loop.plan.get, copy=copy)
+        self.versions.advance(number)
+
+    def sleep(self, level: int, mode: str) -> None:
+        """Free the memory of the device for others, until `wake_up`."""
+        self.loop.check_outside("sleep")
+        self.sleeping.check(level, mode)
+        self.loop.drain(mode)
+        self.loop.core.restart()
+        self.sleeping.begin(level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Take back the memory that `sleep` has freed."""
+        self.loop.check_outside("wake_up")
+        self.sleeping.end(tags)
