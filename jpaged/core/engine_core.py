@@ -30,7 +30,8 @@ from ..scheduling.scheduler_output import SchedulerOutput
 if TYPE_CHECKING:
     from ..sampling.sampler import SampledRows
     from ..step.runner import Runner, StepOutputs
-    from ..step.step_inputs import StepInputBuilder, StepInputs, StepRows
+    from ..step.step_inputs import StepInputBuilder
+    from ..step.step_records import StepInputs, StepRows
     from ..text.output_processor import OutputProcessor
 
 logger = logging.getLogger("jpaged")

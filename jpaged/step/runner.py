@@ -42,7 +42,7 @@ from .programs import (
     sample_key,
 )
 from .step import DeviceState
-from .step_inputs import StepInputs
+from .step_records import StepInputs
 from .weight_store import WeightStore
 
 MAX_STAGED = 4

@@ -15,7 +15,7 @@ a buffer must not be written again once its step was dispatched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,54 +29,11 @@ from ..sampling.sampling_params import MODES, SampleMode, sample_mode
 from ..scheduling.buckets import Buckets
 from ..scheduling.scheduler_output import Chunk, SchedulerOutput
 from .step_layout import CHANGE_FIELDS, FORCED_TOKEN, OUTPUT_INDEX, SCORE, SLOT, TEMPERATURE, TOKEN, TOP_P, StepLayout
+from .step_records import NO_ROWS, StepInputs, StepRows
 from .step_sizes import StepSizes
 
 KEEP_ALL = int(np.float32(1.0).view(np.int32))
 """The top-p of a row that leaves out no token, as its column has it."""
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """All that a runner reads of a step, in numbers and numpy arrays: page moves, then page-table changes, then rows.
-
-    `packed` and `layout` are None for a step without rows, which only moves pages and changes page tables.
-    """
-
-    moves: list[PageMove]
-    """Page moves, executed in this order before everything else."""
-    table_updates: tuple[np.ndarray, ...]
-    """Page-table changes that do not fit the step's buffer, int32 [4, N] each; applied before the buffer's own."""
-    rules: dict[int, np.ndarray]
-    """State slot → `LogitRulesSpec.row` of a sequence that has just got the slot; set before anything is sampled."""
-    packed: np.ndarray | None = None
-    """The packed buffer, int32 [layout.size]."""
-    layout: StepLayout | None = None
-    num_samples: int = 0
-    """Rows that get a token."""
-    mode: SampleMode = SampleMode.GREEDY
-    """Cheapest sampling mode that serves all of them."""
-    decode_lens: list[int] = field(default_factory=list)
-    """Most tokens that each of these rows gets from this step; empty if each gets one."""
-    num_scored: int = 0
-    """Prompt tokens that are scored."""
-    score_columns: list[np.ndarray] = field(default_factory=list)
-    """SAMPLE_FIELDS of the rows that are scored, int32 [fields, S] each, as many rows as one sampler takes; only the
-    last array is padded."""
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """Which sequences and requests the results of a step belong to."""
-
-    samples: list[SampleSequence] = field(default_factory=list)
-    """Sequences that get a token, in the order of the sampled rows."""
-    scored: list[tuple[Request, range]] = field(default_factory=list)
-    """Requests whose prompt tokens are scored, each with the positions whose next token is, in the order of the
-    rows of scores."""
-
-
-NO_ROWS = StepRows()
-"""The rows of a step that only moves pages and changes page tables."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from ...outputs import RequestMetrics
 from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ...sampling.sampler import SamplingRows, sample
 from ...sampling.sampling_params import SampleMode, SamplingParams
-from ...step.step_inputs import StepInputs
 from ...step.step_layout import COUNT_FIELDS
+from ...step.step_records import StepInputs
 from .workloads import Workload
 
 DENSE_ROWS = 16

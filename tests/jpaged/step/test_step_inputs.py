@@ -15,8 +15,9 @@ from jpaged.sampling.logit_rules_spec import LogitRulesSpec
 from jpaged.sampling.sample_columns import SAMPLE_FIELDS, STOP_FIELDS, Score
 from jpaged.sampling.sampling_params import SampleMode, SamplingParams
 from jpaged.scheduling.scheduler_output import Chunk, SchedulerOutput
-from jpaged.step.step_inputs import NO_ROWS, StepInputBuilder
+from jpaged.step.step_inputs import StepInputBuilder
 from jpaged.step.step_layout import COUNT_FIELDS, StepLayout
+from jpaged.step.step_records import NO_ROWS
 from jpaged.step.step_sizes import StepSizes
 
 from ..host_requests import new_request

@@ -12,7 +12,7 @@ from jpaged.sampling.sampling_params import SampleMode
 from jpaged.scheduling.buckets import make_buckets
 from jpaged.step import step_sizes
 from jpaged.step.runner import StepOutputs
-from jpaged.step.step_inputs import StepInputs
+from jpaged.step.step_records import StepInputs
 
 from ..tiny_model import SIZES
 
