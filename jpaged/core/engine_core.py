@@ -73,6 +73,8 @@ class EngineCore:
     """Tokens that all steps so far had room for: `num_step_tokens` and the padding up to their buckets."""
     num_generated: int = 0
     """Output tokens that requests have been given."""
+    num_idle_faults: int = 0
+    """How often pages or slots were lost that no request had any more; 0 unless there is a defect."""
     _last_retry: tuple[str, int] = ("", 0)
     """The failure that the last warning told of, and `num_generated` at that time."""
 
@@ -242,6 +244,12 @@ class EngineCore:
                     sequence.token_ids = request.prompt_token_ids + array("i", request.beams.token_ids_of(sequence))
         self.scheduler.restart()
 
+    def check_idle(self) -> None:
+        """If no request is unfinished and pages or slots are lost, log that as an error and count it."""
+        if not self.scheduler.unfinished and (lost := self.scheduler.idle_fault()) is not None:
+            self.num_idle_faults += 1
+            logger.error("%s are lost, though no request has them: this is a defect of jpaged; please report it", lost)
+
     def stats(self) -> dict[str, float | int]:
         """Count steps and tokens since the start, under the names of `Engine.stats`."""
         return {
@@ -249,6 +257,7 @@ class EngineCore:
             "generation_tokens": self.num_generated,
             "step_tokens": self.num_step_tokens,
             "padded_tokens": self.num_padded_tokens,
+            "idle_faults": self.num_idle_faults,
             "padding_share": 1 - self.num_step_tokens / self.num_padded_tokens if self.num_padded_tokens else 0.0,
         }
 

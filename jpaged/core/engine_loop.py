@@ -190,7 +190,10 @@ class EngineLoop:
             self.check_ready("step")
             self._unread += self._compute(self._max_in_flight)
         sampled, self._unread = self._unread, []
-        return self._publish(sampled)
+        changed = self._publish(sampled)
+        if changed and not self.requests:
+            self.core.check_idle()
+        return changed
 
     def _advance_or_fail(self, on_error: str) -> list[Request]:
         """Advance; with `on_error="return"` an exception that has ended all requests is left to their outputs."""

@@ -116,6 +116,21 @@ class Lifecycle:
             self.free_slots.append(sequence.seq_slot)
             sequence.seq_slot = 0
 
+    def idle_fault(self) -> str | None:
+        """Return what is lost where no request is unfinished: slots, or pages that nothing holds; None if nothing is.
+
+        Then every slot is free, and every page is free, cached, pinned, or waits for a step in flight.
+        """
+        num_slots, max_slots = len(self.free_slots), self.config.max_num_seqs
+        num_device, num_pinned = self.blocks.device.num_used, len(self.blocks.store.pinned_pages)
+        lost = {
+            "state slots": max_slots - num_slots,
+            "device pages": num_device - num_pinned,
+            "host pages": self.blocks.host.num_used,
+        }
+        faults = [f"{count} {name}" for name, count in lost.items() if count]
+        return " and ".join(faults) or None
+
     def _all_slots(self) -> list[int]:
         return list(range(self.config.max_num_seqs, 0, -1))
 

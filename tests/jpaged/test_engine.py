@@ -236,3 +236,18 @@ def test_compilations_outside_the_engine_are_not_counted_as_recompiles(engine: E
         other.generate("one", GREEDY, use_tqdm=False)
         jax.jit(lambda x: x * 3 + 1)(np.arange(7))
     assert engine.stats()["recompiles"] == 0
+
+
+def test_pages_that_are_lost_are_told_once_the_engine_is_idle_and_it_goes_on(
+    tiny: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        wanted = tokens(engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+        assert (engine.stats()["idle_faults"], caplog.messages) == (0, [])
+        page, _ = engine.blocks.device.take()
+        assert tokens(engine.generate(PROMPTS, GREEDY, use_tqdm=False)) == wanted
+        assert engine.stats()["idle_faults"] == 1
+        assert [message[:52] for message in caplog.messages] == ["1 device pages are lost, though no request has them:"]
+        engine.blocks.device.drop_ref(page)
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert engine.stats()["idle_faults"] == 1

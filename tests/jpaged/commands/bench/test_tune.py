@@ -34,7 +34,7 @@ from jpaged.pallas_kernels.ragged_paged_attention.tpu.sizes import (
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 from jpaged.startup.attention.choice import attention_shape, backend_by_name, choose_attention, tuned_path
 
-from ...startup.test_attention_choice import model_with
+from ...startup.attention.test_attention_choice import model_with
 
 ROOT = Path(__file__).parents[4]
 WIDE_SHAPES = [(32, 8, 128, "bfloat16"), (32, 32, 128, "bfloat16"), (32, 32, 128, "float32"), (64, 64, 80, "float32")]
