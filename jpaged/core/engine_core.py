@@ -10,6 +10,7 @@ array but the sampled rows of a step.
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from ..scheduling.beam_search import BeamSearch, BeamStep
 from ..scheduling.quarantine import FailureVerdict, Quarantine
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_output import SchedulerOutput
+from .step_record import StepObserver, StepRecord, preempted_of, turns_of
 
 if TYPE_CHECKING:
     from ..sampling.sampler import SampledRows
@@ -49,6 +51,8 @@ class StepInFlight(NamedTuple):
     inputs: StepInputs
     rows: StepRows
     outputs: StepOutputs
+    record: StepRecord | None = None
+    """What the observer is told of it; None without one."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,6 +67,8 @@ class EngineCore:
     """Gives seconds, by which the times of requests are taken."""
     seed: int = 0
     """Seeds the draws of requests that have no seed of their own."""
+    observer: StepObserver | None = None
+    """Is told of each step."""
     quarantine: Quarantine = field(default_factory=Quarantine)
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     """Steps in the order of their dispatch; the oldest one retires first."""
@@ -162,15 +168,22 @@ class EngineCore:
 
     def dispatch(self) -> SchedulerOutput:
         """Schedule, build and start one step. An empty one is not started: only a retiring step makes new work."""
+        observer, start_s = self.observer, time.perf_counter()
         work = self.scheduler.schedule()
+        scheduled_s = time.perf_counter()
         for request, mode, reason in work.preempted:
             logger.debug("request %s is preempted by %s: %s", request.request_id, mode.value, reason)
         if work.is_empty:
             self._check_progress(work)
             return work
         inputs, rows = self.builder.build(work)
-        self.in_flight.append(StepInFlight(work, inputs, rows, self.runner.dispatch(inputs)))
+        built_s = time.perf_counter()
+        step = StepInFlight(work, inputs, rows, self.runner.dispatch(inputs))
         self.num_steps += 1
+        if observer is not None:
+            step = step._replace(record=self._record(step, scheduled_s - start_s, built_s - scheduled_s, built_s))
+            observer.dispatched(step.record)
+        self.in_flight.append(step)
         self.num_step_tokens += work.num_tokens
         if inputs.layout is not None:
             self.num_padded_tokens += inputs.layout.num_tokens * max(inputs.decode_lens, default=1)
@@ -178,9 +191,11 @@ class EngineCore:
 
     def retire(self) -> list[SampleSequence]:
         """Wait for the oldest step in flight, append its tokens, and return the sequences that it sampled for."""
-        work, inputs, rows, outputs = self.in_flight[0]
+        work, inputs, rows, outputs, record = self.in_flight[0]
+        start_s = time.perf_counter()
         sampled, scores = outputs.read(), outputs.read_scores() if rows.scored else None
         self.in_flight.popleft()
+        read_s = time.perf_counter()
         if scores is not None:
             self._append_scores(rows, scores)  # Before they count as delivered: an interrupt may come.
         self.scheduler.retire(work)
@@ -189,7 +204,25 @@ class EngineCore:
         elif sampled is not None:
             count = len(rows.samples)
             self._append_sampled(rows.samples, sampled.token_ids[:count], sampled.is_finite[:count], sampled)
+        if record is not None and self.observer is not None:
+            record.read_s, record.process_s, record.is_retired = read_s - start_s, time.perf_counter() - read_s, True
+            self.observer.retired(record)
         return rows.samples
+
+    def _record(self, step: StepInFlight, schedule_s: float, build_s: float, built_s: float) -> StepRecord:
+        """Return what an observer is told of a step that was just dispatched; it was built at `built_s`."""
+        scheduler = self.scheduler
+        return StepRecord(
+            number=self.num_steps,
+            inputs=step.inputs,
+            turns=turns_of(step.work),
+            preempted=preempted_of(step.work),
+            num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
+            num_free_pages=scheduler.blocks.num_free,
+            schedule_s=schedule_s,
+            build_s=build_s,
+            dispatch_s=time.perf_counter() - built_s,
+        )
 
     def drop_finished(self) -> None:
         """Retire, without reading, the oldest steps whose sequences have all ended.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jpaged import ConfigError, Engine, InvalidRequestError, SamplingParams
+from jpaged.core.step_record import StepRecord
 
 from .tiny_model import SIZES
 
@@ -251,3 +252,39 @@ def test_pages_that_are_lost_are_told_once_the_engine_is_idle_and_it_goes_on(
         engine.blocks.device.drop_ref(page)
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert engine.stats()["idle_faults"] == 1
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.dispatches: list[StepRecord] = []
+        self.retired_numbers: list[int] = []
+
+    def dispatched(self, record: StepRecord) -> None:
+        assert not record.is_retired
+        self.dispatches.append(record)
+
+    def retired(self, record: StepRecord) -> None:
+        assert record.process_s > 0
+        self.retired_numbers.append(record.number)
+
+
+def test_an_observer_is_told_of_every_step_its_rows_and_its_preemptions(tiny: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    with Engine(tiny, **{**SIZES, "num_decode_steps": 1, "num_blocks": 12, "max_model_len": 88}) as engine:
+        engine.core.observer = observer = Observer()
+        engine.add_request("a", [5] * 70, params)
+        engine.add_request("b", [6] * 10, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        records, stats = observer.dispatches, engine.stats()
+        engine.core.observer = None
+        engine.generate([[7] * 9], params, use_tqdm=False)
+    assert [record.number for record in records] == list(range(1, len(records) + 1)), "none without an observer"
+    assert observer.retired_numbers == [record.number for record in records if record.is_retired]
+    assert records[0].turns == (("a", 0, 64),)
+    assert records[1].turns == (("a", 0, 6), ("b", 0, 10))
+    assert [one[:2] for record in records for one in record.preempted] == [("b", "recompute")]
+    assert {turn.request_id for turn in records[-1].turns} <= {"a", "b"}
+    assert sum(record.num_tokens for record in records) == stats["step_tokens"]
+    assert sum(record.num_padded_tokens for record in records) == stats["padded_tokens"]
+    assert all(min(record.schedule_s, record.build_s, record.dispatch_s) > 0 for record in records)

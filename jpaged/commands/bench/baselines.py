@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from ...core.step_record import StepRecord
 from ...engine import Engine
 from ...models.config.spec import ModelSpec
 from ...models.weights.loading import Weights
@@ -103,7 +104,6 @@ class RecordedEngine:
 
     def __post_init__(self) -> None:
         self.runner = self.engine.runner
-        self.dispatch = self.runner.dispatch
 
     def run(self, workload: Workload) -> float:
         """Queue all requests at once; return the seconds to the last token. No prefix is cached from the run before."""
@@ -116,21 +116,22 @@ class RecordedEngine:
             for index, (n, sampling) in enumerate(zip(workload.output_lens, cycle(self.sampling), strict=False))
         ]
         prompts = [list(prompt) for prompt in workload.prompts]
-        self.runner.dispatch = self._record_and_dispatch  # type: ignore[method-assign]
+        engine.core.observer = self
         try:
             start = time.perf_counter()
             outputs = engine.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
         finally:
-            self.runner.dispatch = self.dispatch  # type: ignore[method-assign]
+            engine.core.observer = None
         assert [len(output.outputs[0].token_ids) for output in outputs] == list(workload.output_lens)
         self.metrics = [output.metrics for output in outputs]
         return seconds
 
-    def _record_and_dispatch(self, step: StepInputs) -> Any:
-        """Record a step, unless it has no rows, and dispatch it."""
+    def dispatched(self, record: StepRecord) -> None:
+        """Record a step, unless it has no rows."""
+        step = record.inputs
         if step.layout is None or step.packed is None:
-            return self.dispatch(step)
+            return
         counts = dict(zip(COUNT_FIELDS, step.layout.view(step.packed)["counts"].tolist(), strict=True))
         num_tokens = counts["num_tokens"]
         self.steps.append(step)
@@ -140,7 +141,9 @@ class RecordedEngine:
         self.shapes += [StepShape(step.layout.num_tokens, samples)] * num_iterations
         self.true_tokens[kind] += sum(step.decode_lens) if step.decode_lens else num_tokens
         self.padded_tokens[kind] += step.layout.num_tokens * num_iterations
-        return self.dispatch(step)
+
+    def retired(self, record: StepRecord) -> None:
+        """A step counts once it is dispatched."""
 
 
 class ReplayBaseline:
@@ -155,7 +158,7 @@ class ReplayBaseline:
         jax.block_until_ready([step.packed for step in steps])
         start = time.perf_counter()
         for step in steps:
-            self.recorded.dispatch(step)
+            self.recorded.runner.dispatch(step)
         jax.block_until_ready(self.recorded.runner.state)
         return time.perf_counter() - start
 

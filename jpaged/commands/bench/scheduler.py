@@ -13,8 +13,7 @@ import random
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -29,6 +28,7 @@ from flax import nnx
 from ...checks import refusal
 from ...config.engine_config import EngineConfig
 from ...core.engine_core import EngineCore
+from ...core.step_record import StepRecord
 from ...errors import ConfigError
 from ...kv_cache.block_manager import BlockManager
 from ...kv_cache.page_arithmetic import PageArithmetic
@@ -117,26 +117,23 @@ def instant_runner(builder: StepInputBuilder) -> Runner:
     return Runner(weights=weights, plan=plan, buckets=buckets, mesh=mesh)
 
 
-@dataclass
 class Stopwatch:
-    """Records the seconds of each call of the functions that it wraps, by name."""
+    """Keeps the records of the steps that it is told of."""
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
 
-    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its calls recorded under this name."""
+    def dispatched(self, record: StepRecord) -> None:
+        """Wait for the end of the step."""
 
-        def timed(*args: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args)
-            self.seconds[name].append(time.perf_counter() - start)
-            return result
-
-        return timed
+    def retired(self, record: StepRecord) -> None:
+        """Keep the record of a step."""
+        self.records.append(record)
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Return microseconds of each part and of a whole step, as median and 99th percentile."""
-        columns = {name: np.array(values) for name, values in self.seconds.items()}
+        parts = [(one.schedule_s, one.build_s, one.dispatch_s, one.read_s + one.process_s) for one in self.records]
+        columns = dict(zip(("schedule", "build", "dispatch", "process"), np.array(parts).T, strict=True))
         columns["schedule + process"] = columns["schedule"] + columns["process"]
         columns["sum"] = columns["schedule + process"] + columns["build"] + columns["dispatch"]
         return {
@@ -201,12 +198,8 @@ class Host:
         return num_ended
 
     def start_watch(self) -> Stopwatch:
-        """Wrap the four parts of a step in a stopwatch and return it."""
-        watch, core = Stopwatch(), self.core
-        core.scheduler.schedule = watch.wrap("schedule", core.scheduler.schedule)  # type: ignore[method-assign]
-        core.builder.build = watch.wrap("build", core.builder.build)  # type: ignore[method-assign]
-        self.runner.dispatch = watch.wrap("dispatch", self.runner.dispatch)  # type: ignore[method-assign]
-        core.retire = watch.wrap("process", core.retire)  # type: ignore[method-assign]
+        """Let a stopwatch observe the steps from now on, and return it."""
+        self.core.observer = watch = Stopwatch()
         return watch
 
 
