@@ -1,24 +1,36 @@
-"""Finds the commands of `jpaged COMMAND …` by the first lines of their modules.
-
-A module of this folder or of `bench` is a command if its docstring begins with "`jpaged NAME`: HELP."; NAME is one
-word, or `bench` and a word. Its `main(argv)` returns the exit status. Only the called module is imported.
-"""
+"""The commands of `jpaged COMMAND …`, as one table. Only the module of the called command is imported."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
-from pathlib import Path
+from typing import NamedTuple
 
 from .. import not_available
 from ..checks import check_name
 from ..errors import ConfigError
 from .process import interrupts_held, run_command
 
-FIRST = ("generate", "bench", "tune", "bench latency", "bench throughput", "bench kernels", "bench scheduler")
-"""Commands that help texts name first, in this order; the others follow by name."""
+
+class Command(NamedTuple):
+    """A module of this folder whose `main(argv)` returns the exit status."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "generate": Command(".generate", "complete prompts from the command line or a file"),
+    "tune": Command(".bench.tune", "find the best tile sizes of the TPU kernels for a shape"),
+}
+BENCHES = {
+    "latency": Command(".bench.latency", "one stream of tokens"),
+    "throughput": Command(".bench.throughput", "whole workloads"),
+    "kernels": Command(".bench.kernels", "attention beside memory bandwidth"),
+    "scheduler": Command(".bench.scheduler", "the host's work beside a device that takes no time"),
+}
+"""Commands of `jpaged bench`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,30 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
-def _find_commands() -> dict[str, tuple[str, str]]:
-    """Return name → module and help of each command, from the files' first lines."""
-    found = {}
-    for folder in map(Path, sys.modules[__package__].__path__):
-        for path in folder.rglob("*.py"):
-            with path.open(encoding="utf-8") as file:
-                if match := re.match(r'"""`jpaged ([\w -]+)`: (.+?)\.', file.readline()):
-                    module = ".".join(path.relative_to(folder).with_suffix("").parts)
-                    found[match[1]] = f".{module.removesuffix('.__init__')}", match[2]
-    return {name: found[name] for name in [*FIRST, *sorted(found.keys() - FIRST)] if name in found}
-
-
 def _run(args: list[str]) -> int:
     """Run the command that `args` begin with and return its exit status.
 
     Without a command the usage is printed and the status is 1. Raises ConfigError for an unknown name.
     """
-    commands = _find_commands()
     name = args[0] if args else "--help"
-    benches = [command.removeprefix("bench ") for command in commands if command.startswith("bench ")]
-    summaries = {command: text for command, (_, text) in commands.items() if " " not in command}
+    summaries = {
+        "generate": COMMANDS["generate"].summary,
+        "bench": f"measure: bench {', '.join(BENCHES)}",
+        "tune": COMMANDS["tune"].summary,
+    }
     if name in ("-h", "--help"):
-        summaries["bench"] += f": bench {', '.join(benches)}"
-        lines = "\n".join(f"  {command:10} {text}" for command, text in summaries.items())
+        lines = "\n".join(f"  {command:10} {summary}" for command, summary in summaries.items())
         print(f"usage: jpaged COMMAND …\n\ncommands:\n{lines}\n\njpaged COMMAND --help tells more.")
         return 0 if args else 1
     if name == "--version":
@@ -58,18 +59,17 @@ def _run(args: list[str]) -> int:
         print(__version__)
         return 0
     _check(name, summaries, "command", not_available.COMMANDS)
-    args = args[1:]
+    commands, args = COMMANDS, args[1:]
     if name == "bench":
-        bench = args[0] if args else ""
-        if bench in ("-h", "--help"):
-            print(f"usage: jpaged bench {'|'.join(benches)} …\n\njpaged bench scheduler --help tells more, and so on.")
+        name = args[0] if args else ""
+        if name in ("-h", "--help"):
+            print(f"usage: jpaged bench {'|'.join(BENCHES)} …\n\njpaged bench scheduler --help tells more, and so on.")
             return 0
-        _check(bench, benches, "bench", not_available.BENCHES)
-        name, args = f"bench {bench}", args[1:]
-    module, _ = commands[name]
+        _check(name, BENCHES, "bench", not_available.BENCHES)
+        commands, args = BENCHES, args[1:]
     with interrupts_held():  # Benches import JAX.
-        command = import_module(module, __package__)
-    return command.main(args)
+        module = import_module(commands[name].module, __package__)
+    return module.main(args)
 
 
 def _check(name: str, known: Collection[str], kind: str, missing: Collection[str]) -> None:
