@@ -5,32 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
-from typing import NamedTuple
 
 from .. import not_available
 from ..checks import check_name
 from ..errors import ConfigError
 from .process import interrupts_held, run_command
 
-
-class Command(NamedTuple):
-    """A module of this folder whose `main(argv)` returns the exit status."""
-
-    module: str
-    summary: str
-
-
-COMMANDS = {
-    "generate": Command(".generate", "complete prompts from the command line or a file"),
-    "tune": Command(".bench.tune", "find the best tile sizes of the TPU kernels for a shape"),
+SUMMARIES = {
+    "generate": "complete prompts from the command line or a file",
+    "bench": "measure: bench latency, throughput, kernels, scheduler",
+    "tune": "find the best tile sizes of the TPU kernels for a shape",
 }
-BENCHES = {
-    "latency": Command(".bench.latency", "one stream of tokens"),
-    "throughput": Command(".bench.throughput", "whole workloads"),
-    "kernels": Command(".bench.kernels", "attention beside memory bandwidth"),
-    "scheduler": Command(".bench.scheduler", "the host's work beside a device that takes no time"),
-}
-"""Commands of `jpaged bench`."""
+"""What help says of each command."""
+COMMANDS = {"generate": ".generate", "tune": ".bench.tune"}
+"""Command → its module in this folder, whose `main(argv)` returns the exit status."""
+BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput", "kernels", "scheduler")}
+"""The same for `jpaged bench NAME`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +34,8 @@ def _run(args: list[str]) -> int:
     Without a command the usage is printed and the status is 1. Raises ConfigError for an unknown name.
     """
     name = args[0] if args else "--help"
-    summaries = {
-        "generate": COMMANDS["generate"].summary,
-        "bench": f"measure: bench {', '.join(BENCHES)}",
-        "tune": COMMANDS["tune"].summary,
-    }
     if name in ("-h", "--help"):
-        lines = "\n".join(f"  {command:10} {summary}" for command, summary in summaries.items())
+        lines = "\n".join(f"  {command:10} {summary}" for command, summary in SUMMARIES.items())
         print(f"usage: jpaged COMMAND …\n\ncommands:\n{lines}\n\njpaged COMMAND --help tells more.")
         return 0 if args else 1
     if name == "--version":
@@ -58,7 +43,7 @@ def _run(args: list[str]) -> int:
 
         print(__version__)
         return 0
-    _check(name, summaries, "command", not_available.COMMANDS)
+    _check(name, SUMMARIES, "command", not_available.COMMANDS)
     commands, args = COMMANDS, args[1:]
     if name == "bench":
         name = args[0] if args else ""
@@ -68,7 +53,7 @@ def _run(args: list[str]) -> int:
         _check(name, BENCHES, "bench", not_available.BENCHES)
         commands, args = BENCHES, args[1:]
     with interrupts_held():  # Benches import JAX.
-        module = import_module(commands[name].module, __package__)
+        module = import_module(commands[name], __package__)
     return module.main(args)
 
 

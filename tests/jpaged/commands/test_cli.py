@@ -12,7 +12,7 @@ from jpaged.commands.cli import BENCHES, COMMANDS
 def test_every_module_with_a_main_function_is_a_command() -> None:
     folder = Path(commands.__path__[0])
     with_main = {path.stem for path in folder.rglob("*.py") if re.search(r"^(def )?main\b", path.read_text(), re.M)}
-    in_table = {command.module.rsplit(".", 1)[1] for command in (*COMMANDS.values(), *BENCHES.values())}
+    in_table = {module.rsplit(".", 1)[1] for module in (*COMMANDS.values(), *BENCHES.values())}
     assert with_main - {"cli"} == in_table
 
 
