@@ -6,8 +6,10 @@ This is the face of its parts: a loop that steps, a front that checks requests, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Self, overload
 
+import msgspec
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -17,7 +19,7 @@ from .core.batch import BatchRunner
 from .core.engine_loop import EngineLoop
 from .intake.offline import as_conversations, as_prompts, one_for_each
 from .intake.request_builder import RequestBuilder, check_new_id
-from .messages import Params, ResultForm
+from .messages import NewRequest, Params, ResultForm
 from .outputs import RequestOutput
 from .request import Request
 from .research.arrays import GenerationArrays, LogprobComparison, for_arrays, generation_arrays
@@ -34,8 +36,10 @@ class Engine:
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
     serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
-    tokens, and `sleep` gives the device's memory away. An engine is not thread-safe. It is a context manager;
-    `shutdown` gives the device's memory back.
+    tokens, and `sleep` gives the device's memory away. It is a context manager; `shutdown`
+    gives the device's memory back.
+
+    Threads may share an engine: a call during a step of another thread waits for the end of that step.
     """
 
     def __init__(self, model: str | nnx.Module | None = None, **options: Any):
@@ -235,10 +239,15 @@ class Engine:
         are unchanged then.
         """
         check_new_id(request_id, self._loop.requests)
-        is_counted = number is None
-        number = self._builder.num_requests if is_counted else number
-        options: dict[str, Any] = {"number": number, "priority": priority, "arrival_time": arrival_time}
-        request = self._loop.make(self._builder.build(request_id, prompt, params, **options))
+        options: dict[str, Any] = {"priority": priority, "arrival_time": arrival_time}
+        new = self._builder.build(request_id, prompt, params, number=0 if number is None else number, **options)
+        self._loop.call("add_request", lambda: self._add(new, is_counted=number is None))
+
+    def _add(self, new: NewRequest, *, is_counted: bool) -> None:
+        """Queue a request between two steps; one that `is_counted` gets its number here."""
+        check_new_id(new.request_id, self._loop.requests)
+        new = msgspec.structs.replace(new, number=self._builder.num_requests) if is_counted else new
+        request = self._loop.make(new)
         self._builder.num_requests += is_counted
         self._loop.queue(request)
 
@@ -299,7 +308,7 @@ class Engine:
         `request_ids` is one id or several; ids of no unfinished request are ignored. Other requests go on unchanged.
         Raise InvalidRequestError for anything else.
         """
-        self._loop.abort(request_ids)
+        self._loop.call("abort_request", lambda: self._loop.abort(request_ids))
 
     def fork(
         self, request_id: str, n: int = 1, *, sample: int = 0, sample_indices: Sequence[int] | None = None
@@ -311,7 +320,8 @@ class Engine:
         but may lose a place to the new samples. Raise InvalidRequestError, changing nothing, if the request or the
         sample has ended or is unknown, is greedy or a beam search, or if so many samples can never fit.
         """
-        return self._loop.fork(request_id, n, sample=sample, sample_indices=sample_indices)
+        fork = partial(self._loop.fork, request_id, n, sample=sample, sample_indices=sample_indices)
+        return self._loop.call("fork", fork)
 
     def pin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> int:
         """Keep the full pages of a prompt in the prefix cache, however rarely used; return the tokens they hold now.
@@ -322,40 +332,28 @@ class Engine:
         prompt fills no page, or if an unfinished request could then never end.
         """
         token_ids, key = self._builder.prefix(prompt, cache_salt)
-        key = self._loop.versions.key(key)
-        self.scheduler.demand.check_pin(self.blocks.prefixes.num_new_pins(token_ids, key), self.scheduler.unfinished)
-        return self.blocks.prefixes.pin(token_ids, key)
+        return self._loop.call("pin_prefix", lambda: self._loop.pin(token_ids, key))
 
     def unpin_prefix(self, prompt: Any, *, cache_salt: str | None = None) -> None:
         """Undo one `pin_prefix` of the same prompt and salt. Raise InvalidRequestError if it is not pinned."""
         token_ids, key = self._builder.prefix(prompt, cache_salt)
-        if not self.blocks.prefixes.unpin(token_ids, self._loop.versions.key(key)):
-            raise refusal("prompt", "a prompt that is not pinned", "one that pin_prefix has taken")
+        self._loop.call("unpin_prefix", lambda: self._loop.unpin(token_ids, key))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests keep their pages; pins hold for pages computed from now on."""
-        self.blocks.prefixes.reset()
+        self._loop.call("reset_prefix_cache", self.blocks.prefixes.reset)
 
     def stats(self) -> dict[str, float | int]:
         """Return counters since the start (steps, tokens, hits, preemptions, compilations) and present sizes.
 
         Names with `blocks` count pages; `*_bytes` are bytes and `*_seconds` seconds.
         """
-        return {
-            **self.core.stats(),
-            "prompt_tokens": self._loop.num_prompt_tokens,
-            "requests": len(self._loop.requests),
-            "end_tokens": len(self.handle.eos_token_ids),
-            **self.scheduler.stats(),
-            **self.blocks.stats(),
-            "swap_bytes": self.runner.swap_bytes,
-            **self.plan.stats(),
-        }
+        return {**self._loop.stats(), "end_tokens": len(self.handle.eos_token_ids)}
 
     def shutdown(self) -> None:
         """Abort all requests and free the device's memory; further calls do nothing. The engine cannot start again."""
         if self._loop.is_open:
-            self._loop.close()
+            self._loop.call("shutdown", self._loop.close)
             self.runner.close()
 
     def __enter__(self) -> Self:
@@ -424,7 +422,8 @@ class Engine:
         finite, and ConfigError, before anything is changed. If the devices fail meanwhile, their exception is raised,
         and the engine sleeps without weights until the next update.
         """
-        self._trainer.update_params(params, version=version, in_flight=in_flight, copy=copy)
+        update = partial(self._trainer.update_params, params, version=version, in_flight=in_flight, copy=copy)
+        self._loop.call("update_params", update)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free the memory of the device for others, until `wake_up`.
@@ -435,7 +434,7 @@ class Engine:
         on after waking, with the same tokens. The next `step` after waking returns what they have got. Raises
         ConfigError for an engine that sleeps already.
         """
-        self._trainer.sleep(level, mode)
+        self._loop.call("sleep", lambda: self._trainer.sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back the memory that `sleep` has freed: all of it, or what `tags` name, "weights" and "kv_cache".
@@ -443,7 +442,7 @@ class Engine:
         Weights that were dropped and are not those of a checkpoint come by `update_params` alone: without `tags` that
         is a ConfigError, and `wake_up(["weights"])` then changes nothing.
         """
-        self._trainer.wake_up(tags)
+        self._loop.call("wake_up", lambda: self._trainer.wake_up(tags))
 
     def is_sleeping(self) -> bool:
         """Return whether something that steps need is away: `sleep` has taken it, or an update has failed."""

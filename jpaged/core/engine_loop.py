@@ -4,15 +4,19 @@
     drain: no step in flight, and unfinished requests as the caller wants them
 
 It decides how many steps are in flight, and which calls an engine takes at present. It knows no prompt: requests come
-as messages.
+as messages. Threads may share it: what changes requests or weights runs between steps, see `EngineLoop.call`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 
@@ -21,7 +25,7 @@ from ..errors import ConfigError
 from ..intake.request_builder import as_request_ids, fork_source, unfinished_request
 from ..messages import NewRequest
 from ..outputs import RequestOutput, error_output
-from ..request import Request, SampleSequence
+from ..request import CacheKey, Request, SampleSequence
 from ..research.sleeping import Sleep
 from ..research.weight_updates import WeightVersions
 from ..scheduling.request_source import RequestSource
@@ -29,6 +33,10 @@ from ..startup.build_engine import EngineComponents
 from .engine_core import OUTPUT_FAILED, fault_of
 
 logger = logging.getLogger("jpaged")
+
+POLL_S = 0.005
+"""Seconds after which a thread that waits for a step of another thread looks again whether it may run its own call."""
+Result = TypeVar("Result")
 
 
 class EngineLoop:
@@ -49,9 +57,71 @@ class EngineLoop:
         self._max_num_seqs = parts.sizes.step.max_num_seqs
         self._max_in_flight = 2 if parts.config.async_scheduling else 1
         self._is_computing = False
+        self._lock = threading.Lock()
+        """Held by the thread that computes a step, or runs calls between steps."""
+        self._owner: int | None = None  # The identifier of that thread.
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        """Calls of other threads that wait for the end of a step."""
         self._last_fault: tuple[str, str, int] | None = None  # Its traceback was logged, or raised, last.
         self._unread: list[SampleSequence] = []
         """Sequences that got tokens which no `step` has returned yet."""
+
+    # Which thread does what
+
+    def call(self, name: str, command: Callable[[], Result]) -> Result:
+        """Run a command while no step runs, and return what it returns.
+
+        If no step runs, the caller's thread runs it. During a step of another thread the command waits, and that thread
+        runs it behind the step. Raise ConfigError, which names the call `name`, from inside of a step, such as from a
+        scheduling policy: no later moment of that call would be between two steps.
+        """
+        if self._owner == threading.get_ident():
+            self.check_outside(name)
+            return command()
+        future: Future[Result] = Future()
+        self._calls.append((future, command))
+        try:
+            while not future.done():
+                if self._lock.acquire(blocking=False):
+                    self._owner = threading.get_ident()
+                    self._release()
+                else:
+                    wait([future], POLL_S)
+        except BaseException:  # An interrupt: the command is not to run later.
+            future.cancel()
+            raise
+        return future.result()
+
+    @contextmanager
+    def _between_calls(self, name: str) -> Iterator[None]:
+        """Hold the lock for a step; behind it, run the calls that came meanwhile. Refuse a step inside of a step."""
+        if self._owner == threading.get_ident():
+            self.check_outside(name)
+            yield
+            return
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Run the calls that wait, and give the lock back."""
+        try:
+            while self._calls:
+                future, command = self._calls.popleft()
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(command())
+                except BaseException as error:
+                    future.set_exception(error)
+                    if not isinstance(error, Exception):  # An interrupt is this thread's own.
+                        raise
+        finally:
+            self._owner = None
+            self._lock.release()
 
     # Requests come and go
 
@@ -84,19 +154,31 @@ class EngineLoop:
         self.core.fork(parent, indices)
         return indices
 
+    def pin(self, token_ids: list[int], key: CacheKey) -> int:
+        """Keep the full pages of a prefix; see `Engine.pin_prefix`."""
+        key, prefixes = self.versions.key(key), self.scheduler.prefixes
+        self.scheduler.demand.check_pin(prefixes.num_new_pins(token_ids, key), self.scheduler.unfinished)
+        return prefixes.pin(token_ids, key)
+
+    def unpin(self, token_ids: list[int], key: CacheKey) -> None:
+        """Undo one `pin` of a prefix."""
+        if not self.scheduler.prefixes.unpin(token_ids, self.versions.key(key)):
+            raise refusal("prompt", "a prompt that is not pinned", "one that pin_prefix has taken")
+
     # Steps
 
     def step(self) -> list[RequestOutput]:
         """Compute one step, and return the outputs of the requests that it has changed; see `Engine.step`."""
-        try:
-            changed = self._advance()
-        except Exception as error:
-            self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
-            raise
-        outputs = [output for request in changed if (output := self._output_of(request)) is not None]
-        for request in changed:
-            self.log_failure(request)
-        return outputs
+        with self._between_calls("step"):
+            try:
+                changed = self._advance()
+            except Exception as error:
+                self._last_fault = fault_of(error)  # Its caller has the traceback now: the log needs none.
+                raise
+            outputs = [output for request in changed if (output := self._output_of(request)) is not None]
+            for request in changed:
+                self.log_failure(request)
+            return outputs
 
     def run_requests(
         self, requests: Iterable[Request | None] = (), *, stream: bool = False, on_error: str = "raise"
@@ -116,12 +198,14 @@ class EngineLoop:
         try:
             while not source.is_empty or self.requests:
                 source.read(len(self.scheduler.waiting))
-                source.queue(self.queue, is_idle=not self.requests)
-                for request in self._advance_or_fail(on_error):
-                    if (stream or request.state.is_finished) and (output := self._output_of(request)) is not None:
-                        yield request, output
+                with self._between_calls("generate"):
+                    source.queue(self.queue, is_idle=not self.requests)
+                    changed = self._advance_or_fail(on_error)
+                    shown = [request for request in changed if stream or request.state.is_finished]
+                    outputs = [(request, self._output_of(request)) for request in shown]
+                yield from ((request, output) for request, output in outputs if output is not None)
         finally:
-            self.abort(list(self.requests))
+            self.call("generate", lambda: self.abort(list(self.requests)))
 
     def drain(self, in_flight: str) -> None:
         """Leave no step in flight, and do with unfinished requests what `research.weight_updates.IN_FLIGHT` says.
@@ -137,6 +221,18 @@ class EngineLoop:
             self.core.restart()
         elif in_flight == "wait":
             self._finish_those_that_have_begun()
+
+    def stats(self) -> dict[str, float | int]:
+        """Return counters since the start and present sizes, under the names of `Engine.stats`."""
+        return {
+            **self.core.stats(),
+            "prompt_tokens": self.num_prompt_tokens,
+            "requests": len(self.requests),
+            **self.scheduler.stats(),
+            **self.scheduler.blocks.stats(),
+            "swap_bytes": self.runner.swap_bytes,
+            **self.plan.stats(),
+        }
 
     def close(self) -> None:
         """Abort all requests, and let every later call fail; further calls of this do nothing."""

@@ -1,5 +1,7 @@
 """Scheduling options, priorities, limits, forks, pins and interrupts of `Engine`, on a tiny random model."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -297,3 +299,64 @@ def test_a_priority_under_fcfs_is_refused_with_the_index_of_its_prompt(tiny: str
         with pytest.raises(InvalidRequestError, match=r"prompt 0: priority: got 7 .*fcfs"):
             engine.generate({"prompt": "a", "priority": 7}, GREEDY, use_tqdm=False)
         assert len(engine.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[0, 0])) == 2
+
+
+def test_calls_of_other_threads_run_between_steps_and_change_no_token(tiny: str) -> None:
+    """Threads add, fork, abort and pin while one steps; each request draws what it draws alone."""
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True, detokenize=False)
+    prompts = {f"{thread}-{number}": [7 + thread, 9 + number] * 8 for thread in range(3) for number in range(4)}
+    with Engine(tiny, **SIZES) as engine:
+        wanted = {name: engine.generate([prompt], params)[0].outputs[0].token_ids for name, prompt in prompts.items()}
+        faults: list[BaseException] = []
+
+        def add(thread: int) -> None:
+            try:
+                for number in range(4):
+                    engine.add_request(f"{thread}-{number}", prompts[f"{thread}-{number}"], params)
+                    engine.add_request(f"gone-{thread}-{number}", [3, 4, 5], params)
+                    engine.pin_prefix([11] * 8)
+                    engine.abort_request(f"gone-{thread}-{number}")
+                    engine.unpin_prefix([11] * 8)
+            except BaseException as fault:
+                faults.append(fault)
+
+        engine.add_request("first", [5] * 9, replace(params, max_tokens=100))
+        threads = [threading.Thread(target=add, args=(thread,)) for thread in range(3)]
+        for thread in threads:
+            thread.start()
+        found = {}
+        while engine.has_unfinished_requests() or any(thread.is_alive() for thread in threads):
+            found |= {output.request_id: output for output in engine.step() if output.finished}
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        assert {name: found[name].outputs[0].token_ids for name in prompts} == wanted
+        assert found.keys() == {"first", *prompts}
+        assert engine.stats()["blocks_used"] == 0
+
+
+def test_a_call_of_another_thread_raises_its_own_error_and_waits_for_the_end_of_a_step(tiny: str) -> None:
+    with Engine(tiny, **SIZES) as engine:
+        inside, go_on = threading.Event(), threading.Event()
+        dispatch = engine.runner.dispatch
+
+        def slow(inputs: Any) -> Any:
+            inside.set()
+            assert go_on.wait(60)
+            return dispatch(inputs)
+
+        engine.runner.dispatch = slow  # type: ignore[method-assign]
+        engine.add_request("a", [5, 6], SamplingParams(max_tokens=2, detokenize=False))
+        stepping = threading.Thread(target=engine.step)
+        stepping.start()
+        assert inside.wait(60)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(engine.add_request, "a", [5, 6], SamplingParams(max_tokens=2, detokenize=False))
+            other = pool.submit(engine.fork, "nobody")
+            with pytest.raises(InvalidRequestError, match=r"^request_id: got 'a', which is in use"):
+                again.result(60)  # Refused at once: nothing changes.
+            assert not other.done()
+            go_on.set()
+            with pytest.raises(InvalidRequestError, match=r"^request_id: got 'nobody'"):
+                other.result(60)
+        stepping.join()
