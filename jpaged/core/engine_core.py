@@ -181,8 +181,9 @@ class EngineCore:
         step = StepInFlight(work, inputs, rows, self.runner.dispatch(inputs))
         self.num_steps += 1
         if observer is not None:
-            step = step._replace(record=self._record(step, scheduled_s - start_s, built_s - scheduled_s, built_s))
-            observer.dispatched(step.record)
+            record = self._record(step, scheduled_s - start_s, built_s - scheduled_s, built_s)
+            step = step._replace(record=record)
+            observer.dispatched(record)
         self.in_flight.append(step)
         self.num_step_tokens += work.num_tokens
         if inputs.layout is not None:
