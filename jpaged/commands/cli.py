@@ -13,13 +13,13 @@ from .process import interrupts_held, run_command
 
 SUMMARIES = {
     "generate": "complete prompts from the command line or a file",
-    "bench": "measure: bench latency, throughput, kernels, scheduler",
+    "bench": "measure: bench latency, throughput",
     "tune": "find the best tile sizes of the TPU kernels for a shape",
 }
 """What help says of each command."""
 COMMANDS = {"generate": ".generate", "tune": ".bench.tune"}
 """Command → its module in this folder, whose `main(argv)` returns the exit status."""
-BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput", "kernels", "scheduler")}
+BENCHES = {name: f".bench.{name}" for name in ("latency", "throughput")}
 """The same for `jpaged bench NAME`."""
 
 
@@ -48,7 +48,7 @@ def _run(args: list[str]) -> int:
     if name == "bench":
         name = args[0] if args else ""
         if name in ("-h", "--help"):
-            print(f"usage: jpaged bench {'|'.join(BENCHES)} …\n\njpaged bench scheduler --help tells more, and so on.")
+            print(f"usage: jpaged bench {'|'.join(BENCHES)} …\n\njpaged bench throughput --help tells more, and so on.")
             return 0
         _check(name, BENCHES, "bench", not_available.BENCHES)
         commands, args = BENCHES, args[1:]

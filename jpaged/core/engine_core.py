@@ -3,7 +3,7 @@
     schedule → build → dispatch → (in flight) → read → retire
 
 `EngineCore.dispatch` does the first three, `EngineCore.retire` the last two; between them up to two steps are in
-flight. The engine, the simulation in the tests and `jpaged bench scheduler` all drive this one object. It knows no
+flight. The engine, the simulation in the tests and `scripts/bench/scheduler.py` all drive this one object. It knows no
 array but the sampled rows of a step.
 """
 

@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jpaged import commands
-from jpaged.commands.cli import BENCHES, COMMANDS
+from jpaged.commands.cli import BENCHES, COMMANDS, main
 
 
 def test_every_module_with_a_main_function_is_a_command() -> None:
@@ -22,3 +24,13 @@ def test_help_imports_no_command() -> None:
         "assert not {'jax', 'numpy', 'jpaged.commands.generate', 'jpaged.commands.bench'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(commands.__path__[0]).parents[1], timeout=60)
+
+
+@pytest.mark.parametrize("argv", [[], ["serve"], ["nonsense"], ["scheduler"]])
+def test_a_bench_that_there_is_not_is_refused_with_those_that_there_are(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *argv]) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.endswith("allowed: latency, throughput")
+    assert "\n" not in error

@@ -1,19 +1,23 @@
-"""`jpaged bench scheduler` runs the engine's own host core and reports each part of a step."""
+"""`scripts/bench/scheduler.py` runs the engine's own host core and reports each part of a step."""
 
 import json
 
 import pytest
 
-from jpaged.commands.bench.scheduler import Host, bench_hashing
-from jpaged.commands.cli import main
+from jpaged.commands.process import run_command
 
-from ...invariants import check_scheduler
+from ...jpaged.invariants import check_scheduler
 
 
-def test_the_bench_writes_its_measurements(tmp_path, capsys):
+@pytest.fixture
+def bench(script):
+    return script("bench.scheduler")
+
+
+def test_the_bench_writes_its_measurements(bench, tmp_path, capsys):
     path = tmp_path / "scheduler.json"
     sizes = ["--running", "4", "--queued", "3", "9", "--requests", "8", "--runs", "2", "--block-size", "16"]
-    assert main(["bench", "scheduler", *sizes, "-o", str(path)]) == 0
+    assert bench.main([*sizes, "-o", str(path)]) == 0
     result = json.loads(path.read_text())
     assert (result["running"], result["prompt_tokens"], result["output_tokens"]) == (4, 512, 128)
     assert set(result["decode_step"]) == {"schedule", "build", "dispatch", "process", "schedule + process", "sum"}
@@ -28,9 +32,9 @@ def test_the_bench_writes_its_measurements(tmp_path, capsys):
     assert "decode step of 4 sequences" in shown.err
 
 
-def test_the_bench_serves_real_requests():
+def test_the_bench_serves_real_requests(bench):
     """Each request gets as many tokens as it asks for, and the scheduler's invariants hold at every step."""
-    host = Host(num_running=4, block_size=16)
+    host = bench.Host(num_running=4, block_size=16)
     requests = [host.add(max_tokens=10 + index) for index in range(6)]
     while not all(request.state.is_finished for request in requests):
         host.step()
@@ -39,24 +43,21 @@ def test_the_bench_serves_real_requests():
     assert host.core.num_generated == sum(range(10, 16))
 
 
-def test_every_page_of_the_hashing_bench_is_found():
-    assert bench_hashing(num_pages=50)["us_per_page"] > 0  # The bench asserts that all 50 are found.
+def test_every_page_of_the_hashing_bench_is_found(bench):
+    assert bench.bench_hashing(num_pages=50)["us_per_page"] > 0  # The bench asserts that all 50 are found.
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "unknown bench; allowed: latency, throughput, kernels, scheduler"),
-        (["serve"], "allowed: latency, throughput, kernels, scheduler"),
-        (["nonsense"], "unknown bench; allowed: latency, throughput, kernels, scheduler"),
-        (["scheduler", "--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
-        (["scheduler", "--queued", "-1"], "--queued: got -1, allowed: integers ≥ 0"),
-        (["scheduler", "--running", "x"], "--running"),
-        (["scheduler", "--speed", "9"], "--speed"),
+        (["--runs", "0"], "--runs: got 0, allowed: an integer ≥ 1"),
+        (["--queued", "-1"], "--queued: got -1, allowed: integers ≥ 0"),
+        (["--running", "x"], "--running"),
+        (["--speed", "9"], "--speed"),
     ],
 )
-def test_a_bad_bench_command_is_refused_in_one_line(argv, message, capsys):
-    assert main(["bench", *argv]) == 1
+def test_bad_flags_are_refused_in_one_line(bench, argv, message, capsys):
+    assert run_command(bench.main, argv) == 1
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error

@@ -1,4 +1,4 @@
-"""`jpaged bench kernels` compares programs that compute the same, and says what it measured."""
+"""`scripts/bench/kernels.py` compares programs that compute the same, and says what it measured."""
 
 import json
 import re
@@ -9,13 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jpaged.commands.bench import kernels
-from jpaged.commands.bench.kernels import GATHER_KINDS, Workload, dense, full_gather, paged
-from jpaged.commands.cli import main
+from jpaged.commands.bench.kernels import Workload, paged, random_pages
+from jpaged.commands.process import run_command
 from jpaged.pallas_kernels.ragged_paged_attention.native.backend import NativeBackend
 from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
 
+GATHER_KINDS = ("full gather", "grouped", "naive")
 SMALL = Workload(num_rows=3, context_len=50, num_layers=2, table_len=80)
+
+
+@pytest.fixture
+def kernels(script):
+    return script("bench.kernels")
 
 
 def final(program):
@@ -34,8 +39,9 @@ OTHER_HEADS = Workload(
     [*zip(GATHER_KINDS, (RAGGED, OTHER_HEADS, SMALL), strict=True), ("full gather", OTHER_HEADS)],
     ids=["full, ragged", "grouped, 4/1 heads", "naive, 9/3 heads", "full, 4/1 heads"],
 )
-def test_every_gather_computes_what_paged_attention_does(baseline, workload):
-    gathered = full_gather(workload, 16, baseline)
+def test_every_gather_computes_what_paged_attention_does(kernels, baseline, workload):
+    assert kernels.GATHER_KINDS == GATHER_KINDS
+    gathered = kernels.full_gather(workload, 16, baseline)
     for got, wanted in zip(final(paged(XlaBackend(), workload, 16, "float32")), final(gathered), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)  # Means of unit normals in another order.
 
@@ -43,24 +49,24 @@ def test_every_gather_computes_what_paged_attention_does(baseline, workload):
 def test_shared_prefixes_compute_what_each_row_would_alone_and_are_found():
     workload = Workload(num_rows=6, context_len=70, num_layers=2, num_shared=48)
     sharing = NativeBackend(min_saved_tokens=1)
-    _, step = kernels._pages(sharing, workload, 16, "float32", 1)
+    _, step = random_pages(sharing, workload, 16, "float32", 1)
     assert sharing.planner.sections(step.plan, 6, 6, decodes_only=True).num_shared_pages.tolist() == [3] * 6
     alone = final(paged(replace(sharing, share_prefixes=False), workload, 16, "float32"))
     for got, wanted in zip(final(paged(sharing, workload, 16, "float32")), alone, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
-def test_the_dense_prefill_computes_what_paged_attention_does():
+def test_the_dense_prefill_computes_what_paged_attention_does(kernels):
     """A whole prompt in one layer: both then have the same keys and values."""
     workload = Workload(num_rows=1, context_len=40, num_layers=1, query_len=40)
     for got, wanted in zip(
-        final(paged(XlaBackend(), workload, 16, "float32")), final(dense(workload, "float32")), strict=True
+        final(paged(XlaBackend(), workload, 16, "float32")), final(kernels.dense(workload, "float32")), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.usefixtures("optimized")
-def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeypatch):
+def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(kernels, monkeypatch):
     monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
     program = kernels.read_bandwidth()
     assert program.num_layers == kernels.NUM_READS > 1
@@ -72,19 +78,19 @@ def test_every_turn_of_the_loop_reads_the_whole_array_and_none_copies_it(monkeyp
     np.testing.assert_array_equal(sums, np.full(256, kernels.NUM_READS * (1 << 20) // 4 // 256))
 
 
-def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(capsys, monkeypatch):
+def test_pages_are_as_large_as_the_backend_serves_them_unless_asked_otherwise(kernels, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="0"):
-        main(["bench", "kernels", "--help"])
+        kernels.main(["--help"])
     assert "64 with xla, 64 with native, 128 with pallas-tpu, 64 with pallas-gpu" in " ".join(
         capsys.readouterr().out.split()
     )
     for name in ("READ_BYTES", "DECODES", "GATHERS", "SHARED", "PREFILLS"):
         monkeypatch.setattr(kernels, name, {"READ_BYTES": 1 << 20, "DECODES": {"small": SMALL}}.get(name, {}))
-    assert main(["bench", "kernels", "--runs", "1"]) == 0
+    assert kernels.main(["--runs", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["block_size"] == 64
 
 
-def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
+def test_the_bench_writes_what_it_measured(kernels, tmp_path, capsys, monkeypatch):
     small = {name: {f"small {name}": SMALL} for name in ("DECODES", "GATHERS")}
     small["SHARED"] = {"small": Workload(4, 70, 1, num_shared=64)}
     small["PREFILLS"] = {"small": Workload(1, 40, 1, 8)}
@@ -92,7 +98,7 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(kernels, name, workloads)
     monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
     path = tmp_path / "kernels.json"
-    assert main(["bench", "kernels", "--runs", "2", "--block-size", "16", "-o", str(path)]) == 0
+    assert kernels.main(["--runs", "2", "--block-size", "16", "-o", str(path)]) == 0
     result = json.loads(path.read_text())
     assert list(result)[:2] == ["what", "ratios"]
     assert (result["backend"], result["runs"], result["block_size"]) == ("native", 2, 16)
@@ -117,8 +123,8 @@ def test_the_bench_writes_what_it_measured(tmp_path, capsys, monkeypatch):
         (["--block-size", "0"], "--block-size: got 0"),
     ],
 )
-def test_what_cannot_run_here_is_refused_by_name(argv, message, capsys):
-    assert main(["bench", "kernels", *argv]) == 1
+def test_what_cannot_run_here_is_refused_by_name(kernels, argv, message, capsys):
+    assert run_command(kernels.main, argv) == 1
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error

@@ -1,4 +1,6 @@
-"""`jpaged bench scheduler`: what the host core costs per step and per request, beside a device that takes no time.
+"""Times what the host core costs per step and per request, beside a device that takes no time.
+
+    python scripts/bench/scheduler.py -o scheduler.json
 
 The scheduler, block manager, step builder and output rules are those of the engine; only the programs compute nothing
 (`instant_runner`). Two situations are measured: 256 sequences that decode, and the same with new requests, while more
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import platform
 import random
+import sys
 import time
 from array import array
 from collections import defaultdict
@@ -25,40 +28,41 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ...checks import refusal
-from ...config.engine_config import EngineConfig
-from ...core.engine_core import EngineCore
-from ...core.step_record import StepRecord
-from ...errors import ConfigError
-from ...kv_cache.block_manager import BlockManager
-from ...kv_cache.page_arithmetic import PageArithmetic
-from ...kv_cache.prefix_hash import extend_hashes
-from ...messages import NewRequest
-from ...models.weights.loading import Weights
-from ...pallas_kernels.ragged_paged_attention.interface import KVShape
-from ...pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
-from ...pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
-from ...request import NO_EXTRAS, Request
-from ...sampling.logit_rules_spec import LogitRulesSpec
-from ...sampling.sample_columns import SAMPLE_FIELDS
-from ...sampling.sampler import SampledRows
-from ...sampling.sampling_params import SamplingParams
-from ...scheduling.scheduler import Scheduler
-from ...scheduling.scheduler_config import SchedulerConfig
-from ...sharding import device_mesh
-from ...startup.open_model import open_model
-from ...step.compile_plan import CompilePlan
-from ...step.programs import ALLOCATE_KEY, layout_key
-from ...step.runner import Runner
-from ...step.step import DeviceState
-from ...step.step_inputs import StepInputBuilder
-from ...step.step_sizes import StepSizes
-from ...text.detokenizer import Detokenizer
-from ...text.output_processor import OutputProcessor
-from ...text.tokenizer import Tokenizer
-from ..flags import FlagParser
-from ..progress import say
-from .report import add_report_flags, parse_bench, write_report
+from jpaged.checks import refusal
+from jpaged.commands.bench.report import add_report_flags, parse_bench, write_report
+from jpaged.commands.flags import FlagParser
+from jpaged.commands.process import run_command
+from jpaged.commands.progress import say
+from jpaged.config.engine_config import EngineConfig
+from jpaged.core.engine_core import EngineCore
+from jpaged.core.step_record import StepRecord
+from jpaged.errors import ConfigError
+from jpaged.kv_cache.block_manager import BlockManager
+from jpaged.kv_cache.page_arithmetic import PageArithmetic
+from jpaged.kv_cache.prefix_hash import extend_hashes
+from jpaged.messages import NewRequest
+from jpaged.models.weights.loading import Weights
+from jpaged.pallas_kernels.ragged_paged_attention.interface import KVShape
+from jpaged.pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from jpaged.pallas_kernels.ragged_paged_attention.xla.backend import XlaBackend
+from jpaged.request import NO_EXTRAS, Request
+from jpaged.sampling.logit_rules_spec import LogitRulesSpec
+from jpaged.sampling.sample_columns import SAMPLE_FIELDS
+from jpaged.sampling.sampler import SampledRows
+from jpaged.sampling.sampling_params import SamplingParams
+from jpaged.scheduling.scheduler import Scheduler
+from jpaged.scheduling.scheduler_config import SchedulerConfig
+from jpaged.sharding import device_mesh
+from jpaged.startup.open_model import open_model
+from jpaged.step.compile_plan import CompilePlan
+from jpaged.step.programs import ALLOCATE_KEY, layout_key
+from jpaged.step.runner import Runner
+from jpaged.step.step import DeviceState
+from jpaged.step.step_inputs import StepInputBuilder
+from jpaged.step.step_sizes import StepSizes
+from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.output_processor import OutputProcessor
+from jpaged.text.tokenizer import Tokenizer
 
 PROMPT_LEN, OUTPUT_LEN = 512, 128
 VOCAB_SIZE = 32_000
@@ -277,7 +281,7 @@ def bench_detokenizing(tokenizer: Tokenizer, *, num_tokens: int = 20_000) -> dic
 
 def main(argv: Sequence[str]) -> int:
     """Run the bench; the table goes to stderr, the JSON to stdout or a file."""
-    parser = FlagParser(prog="jpaged bench scheduler", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = FlagParser(prog="scheduler.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     lengths = [1_000, 10_000, 100_000]
     parser.add_argument("--queued", type=int, nargs="+", default=lengths, metavar="N", help="lengths of the queue")
     parser.add_argument("--running", type=int, default=256, help="sequences that run together")
@@ -337,3 +341,7 @@ def _show(result: dict[str, Any]) -> None:
     plain, with_stop = result["detokenize"].values()
     say(f"text of a token: {plain:.2f} µs, with stop strings {with_stop:.2f}")
     say(f"hash and look up a page of {HASHED_PAGE} tokens: {result['hash_and_look_up']['us_per_page']:.2f} µs")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
