@@ -215,7 +215,7 @@ def _run_child(request: CheckRequest, limit_s: float) -> CheckResult:
 
 def _import_path() -> str:
     """Return this process's paths of modules for PYTHONPATH, without the current folder unless jpaged is in it."""
-    here, own = Path.cwd().resolve(), Path(__file__).resolve().parents[2]
+    here, own = Path.cwd().resolve(), Path(__file__).resolve().parents[3]
     return os.pathsep.join(path for path in map(str, sys.path) if here == own or Path(path).resolve() != here)
 
 

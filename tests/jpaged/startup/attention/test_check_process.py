@@ -120,12 +120,12 @@ def test_a_watchdog_ends_the_process_of_a_kernel_that_hangs() -> None:
     """The process that makes the check itself, as on a TPU, says which option leads around it."""
     script = (
         "import jax\n"
-        "from jpaged.startup import attention_check\n"
-        "from tests.jpaged.startup.test_attention_choice import MODEL\n"
-        "from tests.jpaged.startup.broken_kernels import Hangs\n"
-        "attention_check.WATCHDOG_S = 3.0\n"
+        "from jpaged.startup.attention import check\n"
+        "from tests.jpaged.startup.attention.test_attention_choice import MODEL\n"
+        "from tests.jpaged.startup.attention.broken_kernels import Hangs\n"
+        "check.WATCHDOG_S = 3.0\n"
         "device = jax.devices('cpu')[0]\n"
-        "attention_check.find_failure(Hangs(), MODEL, 'float32', 'float32', 16, device)\n"
+        "check.find_failure(Hangs(), MODEL, 'float32', 'float32', 16, device)\n"
     )
     start = time.monotonic()
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
