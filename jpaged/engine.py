@@ -36,10 +36,8 @@ class Engine:
 
     `generate`, `chat` and `beam_search` take a list of prompts and return when all are done. `add_request` and `step`
     serve callers with a loop of their own. Beside a trainer, `update_params` takes its weights, `logprobs` scores
-    tokens, and `sleep` gives the device's memory away. It is a context manager; `shutdown`
-    gives the device's memory back.
-
-    Threads may share an engine: a call during a step of another thread waits for the end of that step.
+    tokens, and `sleep` gives the device's memory away. It is a context manager; `shutdown` gives the device's memory
+    back. Threads may share an engine: a call during a step of another thread waits for the end of that step.
     """
 
     def __init__(self, model: str | nnx.Module | None = None, **options: Any):
