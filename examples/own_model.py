@@ -21,9 +21,9 @@ class Block(nnx.Module):
         self.out = nnx.Linear(HEADS * HEAD_SIZE, HIDDEN, use_bias=False, rngs=rngs)
         self.up, self.down = nnx.Linear(HIDDEN, 256, rngs=rngs), nnx.Linear(256, HIDDEN, rngs=rngs)
 
-    def __call__(self, x, cache, step):
+    def __call__(self, x, inputs, cache):
         q, k, v = jnp.split(self.qkv(self.norm_1(x)).reshape(-1, 3 * HEADS, HEAD_SIZE), 3, axis=1)
-        attended, cache = cache.attend(self.layer, q, k, v, step, scale=HEAD_SIZE**-0.5)
+        attended, cache = cache.attend(self.layer, q, k, v, inputs.attention, scale=HEAD_SIZE**-0.5)
         x = x + self.out(attended.reshape(x.shape))
         return x + self.down(jax.nn.gelu(self.up(self.norm_2(x)))), cache
 
@@ -43,10 +43,10 @@ class Tiny(nnx.Module):
         self.tokens, self.positions = nnx.Embed(VOCAB, HIDDEN, rngs=rngs), nnx.Embed(256, HIDDEN, rngs=rngs)
         self.blocks = nnx.List([Block(layer, rngs) for layer in range(LAYERS)])
 
-    def __call__(self, token_ids, cache, step):
-        x = self.tokens(token_ids) + self.positions(step.positions)
+    def __call__(self, inputs, cache):
+        x = self.tokens(inputs.token_ids) + self.positions(inputs.attention.positions)
         for block in self.blocks:
-            x, cache = block(x, cache, step)
+            x, cache = block(x, inputs, cache)
         return x, cache
 
     def logits(self, hidden):

@@ -14,14 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import AttentionCache
 from .activations import ACTIVATIONS
 from .config.decoder import DecoderConfig
 from .config.rope import RopeConfig
 from .fields import Fields
+from .inputs import ModelInputs
 from .layers import Embedding, FusedLinear, Linear, RMSNorm, WeightMaker
 from .recipe import Source
 from .rope import Rotation, attention_factor, inverse_frequencies, rotation_at
@@ -135,12 +135,14 @@ class DecoderLayer(nnx.Module):
         return cls.norm(config.hidden_size, eps=config.norm_eps, make=make)
 
     @jax.jit
-    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
+    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None, inputs: ModelInputs) -> QKV:
         """Return the layer's queries, keys and values."""
         return self.attention.project(self.attention_norm(x_TD), rotation)
 
     @jax.jit
-    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+    def after(
+        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
+    ) -> Float[Array, "T D"]:
         """Return the stream after the layer; `out_TNH` is what attention gave."""
         x_TD = self.add(x_TD, self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
         return self.add(x_TD, self.mlp(self.mlp_norm(x_TD)))
@@ -236,27 +238,26 @@ class Decoder(nnx.Module):
             else Linear(config.hidden_size, num_rows, axes=("embed", "vocab"), bias=False, make=make, out_runs=run)
         )
 
-    def __call__(
-        self, token_ids: Int[Array, " T"], cache: AttentionCache, step: AttentionMetadata
-    ) -> tuple[Float[Array, "T D"], Any]:
+    def __call__(self, inputs: ModelInputs, cache: AttentionCache) -> tuple[Float[Array, "T D"], Any]:
         """Return hidden states after the last norm, and the cache with this step's keys and values."""
-        x_TD = self.embedded(token_ids, step)
-        rotations = {rope: self._rotation(rope, step) for rope in dict.fromkeys(self.ropes)}
+        x_TD = self.embedded(inputs)
+        rotations = {rope: self._rotation(rope, inputs) for rope in dict.fromkeys(self.ropes)}
         for index, layer in enumerate(self.layers):
-            q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[self.ropes[index]])
+            q_TNH, k_TKH, v_TKH = layer.before(x_TD, rotations[self.ropes[index]], inputs)
             options = {"scale": self.scales[index], "window": self.windows[index], "soft_cap": self.soft_cap}
-            out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, step, **options)
-            x_TD = layer.after(x_TD, out_TNH)
+            out_TNH, cache = cache.attend(index, q_TNH, k_TKH, v_TKH, inputs.attention, **options)
+            x_TD = layer.after(x_TD, out_TNH, inputs)
         return self.norm(x_TD), cache
 
-    def embedded(self, token_ids: Int[Array, " T"], step: AttentionMetadata) -> Float[Array, "T D"]:
+    def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
         """Return the stream in front of the first layer."""
-        return scaled(self.embed(token_ids), self.embedding_multiplier)
+        return scaled(self.embed(inputs.token_ids), self.embedding_multiplier)
 
-    def _rotation(self, rope: RopeConfig | None, step: AttentionMetadata) -> Rotation | None:
+    def _rotation(self, rope: RopeConfig | None, inputs: ModelInputs) -> Rotation | None:
         if rope is None:
             return None
-        return rotation_at(step.positions, inverse_frequencies(rope, self.head_size), attention_factor(rope))
+        frequencies = inverse_frequencies(rope, self.head_size)
+        return rotation_at(inputs.attention.positions, frequencies, attention_factor(rope))
 
     def logits(self, x_RD: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Return scores over the vocabulary in float32."""

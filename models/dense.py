@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from .checked_cache import CheckedCache, check_all_layers_attended
 from .config.spec import ModelSpec
+from .inputs import ModelInputs
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +77,13 @@ def dense_logits(
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)
     none = jnp.zeros(0, jnp.int32)
     step = AttentionMetadata(positions_BN.reshape(-1), none, none, none, none, none, none, none)
+    inputs = ModelInputs(token_ids=ids_BN.reshape(-1), attention=step)
     cache, spec = DenseAttention(num_sequences, mask_BNN), getattr(model, "spec", None)
     if isinstance(spec, ModelSpec):
-        hidden_TD, returned = model(ids_BN.reshape(-1), CheckedCache(cache, spec.layers), step)
+        hidden_TD, returned = model(inputs, CheckedCache(cache, spec.layers))
         check_all_layers_attended(returned, spec.layers)
     else:
-        hidden_TD, _ = model(ids_BN.reshape(-1), cache, step)
+        hidden_TD, _ = model(inputs, cache)
     return model.logits(hidden_TD).reshape(num_sequences, length, -1)
 
 

@@ -1,7 +1,7 @@
 """A caller's own model: an nnx module that attends through the paged cache, with the record that an engine sizes it by.
 
-The module has what `Decoder` has of it: `__call__(token_ids, cache, step)` gives hidden states and the cache, `logits`
-the scores of chosen rows of them, and `spec` is a `ModelSpec`.
+The module has what `Decoder` has of it: `__call__(inputs, cache)` takes `ModelInputs` and gives hidden states and the
+cache, `logits` the scores of chosen rows of them, and `spec` is a `ModelSpec`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ LAYERS = {
         ("weights",),
         ("families",),
         ("decoder", "dense"),
-        ("layers", "checked_cache", "rope", "activations"),
+        ("layers", "inputs", "checked_cache", "rope", "activations"),
         ("recipe",),
         ("config",),
         ("formats",),

@@ -7,7 +7,7 @@
 
 A prefill or mixed step is one forward and then one sampler; a step in which every sequence decodes several tokens is
 one decode. programs.py compiles these functions for every padded size, runner.py calls the executables. The model reads
-`AttentionMetadata` and knows nothing of the packed buffer (step_layout.py).
+`ModelInputs` and knows nothing of the packed buffer (step_layout.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..models.checked_cache import CheckedCache, check_all_layers_attended
 from ..models.config.spec import AttentionLayer
+from ..models.inputs import ModelInputs
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
 from ..sampling.logit_rules import LogitRulesState, record_tokens
@@ -85,7 +86,8 @@ def forward(
     from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
     model = _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
-    hidden_TD, cache = model(jnp.where(ids <= -2, from_slot, ids), state.cache, step)
+    inputs = ModelInputs(token_ids=jnp.where(ids <= -2, from_slot, ids), attention=step)
+    hidden_TD, cache = model(inputs, state.cache)
     hidden = lax.dynamic_update_slice(state.hidden, hidden_TD.astype(state.hidden.dtype), (0, 0))
     return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
 
@@ -106,7 +108,8 @@ def trial(
     """
     view, model = layout.view(packed), _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
-    hidden_TD, new = model(view["token_ids"], CheckedCache(cache, layers), step)
+    inputs = ModelInputs(token_ids=view["token_ids"], attention=step)
+    hidden_TD, new = model(inputs, CheckedCache(cache, layers))
     check_all_layers_attended(new, layers)
     return hidden_TD
 
@@ -236,7 +239,7 @@ def decode(
         )
         # In the loop's own trace: nnx's transforms, which a caller's own module may use, refuse variables of another.
         model = _merged(graph, weights)
-        hidden_RD, cache = model(carry.token_ids, carry.cache, now)
+        hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=now), carry.cache)
         logits_RV = _whole_logits(model, hidden_RD[row_of_sample].astype(state.hidden.dtype), sampling.mesh)
         rows = replace(params, output_index=params.output_index + carry.num_done)
         drawn = sample_logits(logits_RV, rows, sampling.mode, sampling.settings, carry.rules)

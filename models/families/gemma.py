@@ -17,6 +17,7 @@ from ..config.hf import FULL, SLIDING, num_layers_of, read_layer_types, read_siz
 from ..config.rope import context_len, read_rope, read_ropes_by_type, rope_fields
 from ..decoder import Decoder, DecoderLayer
 from ..fields import Fields
+from ..inputs import ModelInputs
 from ..layers import RMSNormPlusOne, WeightMaker
 from .llama import TENSOR_NAMES
 from .qwen3 import QK_NORM_NAMES
@@ -30,7 +31,9 @@ class SandwichLayer(DecoderLayer):
     norm_names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
     @jax.jit
-    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+    def after(
+        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
+    ) -> Float[Array, "T D"]:
         """Return the stream after the layer; `out_TNH` is what attention gave."""
         x_TD = x_TD + self.attention_out_norm(self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
         return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))

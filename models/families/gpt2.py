@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from ...pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from ..activations import ACTIVATIONS
 from ..config.decoder import DecoderConfig
 from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..decoder import MLP, Decoder, DecoderLayer
 from ..fields import Fields
+from ..inputs import ModelInputs
 from ..layers import Embedding, LayerNorm, WeightMaker
 from ..recipe import Source
 
@@ -63,9 +63,9 @@ class GPT2(Decoder):
         super().__init__(config, make=make)
         self.positions = Embedding(config.max_context_len, config.hidden_size, is_tied=False, make=make, axis=None)
 
-    def embedded(self, token_ids: Int[Array, " T"], step: AttentionMetadata) -> Float[Array, "T D"]:
+    def embedded(self, inputs: ModelInputs) -> Float[Array, "T D"]:
         """Return the stream in front of the first layer: tokens and positions."""
-        return self.embed(token_ids) + self.positions(step.positions)
+        return self.embed(inputs.token_ids) + self.positions(inputs.attention.positions)
 
     @classmethod
     def read_config(cls, fields: Fields) -> DecoderConfig:

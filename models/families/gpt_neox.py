@@ -17,6 +17,7 @@ from ..config.hf import num_layers_of, read_equal_heads, read_tokens_and_dtype
 from ..config.rope import context_len, read_rope, rope_fields
 from ..decoder import MLP, Decoder, DecoderLayer
 from ..fields import Fields
+from ..inputs import ModelInputs
 from ..layers import LayerNorm, WeightMaker
 from ..recipe import Source
 
@@ -40,7 +41,9 @@ class GPTNeoXLayer(DecoderLayer):
         self.is_parallel = config.is_parallel
 
     @jax.jit
-    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+    def after(
+        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
+    ) -> Float[Array, "T D"]:
         """Return the stream after the layer; `out_TNH` is what attention gave."""
         attended_TD = self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1))
         if self.is_parallel:

@@ -13,6 +13,7 @@ from ..config.hf import FULL, SLIDING, num_layers_of, read_head_size, read_layer
 from ..config.rope import read_ropes_by_type
 from ..decoder import QKV, Decoder, DecoderLayer
 from ..fields import Fields
+from ..inputs import ModelInputs
 from ..layers import RMSNormFloat32
 from ..rope import Rotation
 from .llama import TENSOR_NAMES, read_llama
@@ -25,12 +26,14 @@ class PostNormLayer(DecoderLayer):
     norm = RMSNormFloat32
 
     @jax.jit
-    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None) -> QKV:
+    def before(self, x_TD: Float[Array, "T D"], rotation: Rotation | None, inputs: ModelInputs) -> QKV:
         """Return the layer's queries, keys and values."""
         return self.attention.project(x_TD, rotation)
 
     @jax.jit
-    def after(self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"]) -> Float[Array, "T D"]:
+    def after(
+        self, x_TD: Float[Array, "T D"], out_TNH: Float[Array, "T N H"], inputs: ModelInputs
+    ) -> Float[Array, "T D"]:
         """Return the stream after the layer; `out_TNH` is what attention gave."""
         x_TD = x_TD + self.attention_norm(self.attention.o_proj(out_TNH.reshape(x_TD.shape[0], -1)))
         return x_TD + self.mlp_norm(self.mlp(x_TD))

@@ -10,6 +10,7 @@ from flax import nnx
 from jpaged.models.checked_cache import CheckedCache, check_all_layers_attended
 from jpaged.models.config.spec import AttentionLayer
 from jpaged.models.dense import DenseAttention
+from jpaged.models.inputs import ModelInputs
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.weights.loading import abstract_weights
 from jpaged.pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
@@ -26,8 +27,8 @@ def test_a_decoder_attends_as_its_spec_says(name):
     layers = config.spec.layers
 
     def run(state, ids):
-        step = AttentionMetadata(ids, *[jnp.zeros(0, jnp.int32)] * 7)
-        hidden, cache = nnx.merge(weights.graph, state)(ids, CheckedCache(DenseAttention(1), layers), step)
+        inputs = ModelInputs(ids, AttentionMetadata(ids, *[jnp.zeros(0, jnp.int32)] * 7))
+        hidden, cache = nnx.merge(weights.graph, state)(inputs, CheckedCache(DenseAttention(1), layers))
         check_all_layers_attended(cache, layers)
         return hidden
 

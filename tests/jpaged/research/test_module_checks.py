@@ -33,9 +33,9 @@ class Block(nnx.Module):
         self.qkv = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
 
-    def __call__(self, x, cache, step, layer, **options):
+    def __call__(self, x, inputs, cache, layer, **options):
         q, k, v = jnp.split(self.qkv(x).reshape(x.shape[0], 4, 8), [2, 3], axis=1)
-        attended, cache = cache.attend(layer, q, k, v, step, scale=0.5, **options)
+        attended, cache = cache.attend(layer, q, k, v, inputs.attention, scale=0.5, **options)
         return x + self.out(attended.reshape(x.shape)), cache
 
 
@@ -49,17 +49,17 @@ class Small(nnx.Module):
         self.spec = ModelSpec(vocab_size=23, hidden_size=16, dtype="float32", max_context_len=64, layers=tuple(layers))
         self.calls = nnx.static(calls)
 
-    def __call__(self, token_ids, cache, step):
-        x = self.tokens(token_ids)
-        for block, (layer, options) in zip(self.blocks, self.calls_of(token_ids, step), strict=True):
-            x, cache = self.block(block, x, cache, step, layer, options)
+    def __call__(self, inputs, cache):
+        x = self.tokens(inputs.token_ids)
+        for block, (layer, options) in zip(self.blocks, self.calls_of(inputs), strict=True):
+            x, cache = self.block(block, x, inputs, cache, layer, options)
         return x, cache
 
-    def calls_of(self, token_ids, step):
+    def calls_of(self, inputs):
         return self.calls
 
-    def block(self, block, x, cache, step, layer, options):
-        return block(x, cache, step, layer, **options)
+    def block(self, block, x, inputs, cache, layer, options):
+        return block(x, inputs, cache, layer, **options)
 
     def logits(self, hidden):
         return self.tokens.attend(hidden)
@@ -130,11 +130,11 @@ def test_a_layer_that_attends_twice_from_one_cache_is_refused(transform):
     """The keys and values of the two calls would lie in the same slots."""
 
     class Twice(Small):
-        def __call__(self, token_ids, cache, step):
-            run = transform(lambda block, x, cache, step: block(x, cache, step, 0))
-            x, _ = run(self.blocks[0], self.tokens(token_ids), cache, step)
-            y, cache = run(self.blocks[0], 1 - 2 * x, cache, step)
-            return self.blocks[1](x + y, cache, step, 1)
+        def __call__(self, inputs, cache):
+            run = transform(lambda block, x, inputs, cache: block(x, inputs, cache, 0))
+            x, _ = run(self.blocks[0], self.tokens(inputs.token_ids), inputs, cache)
+            y, cache = run(self.blocks[0], 1 - 2 * x, inputs, cache)
+            return self.blocks[1](x + y, inputs, cache, 1)
 
     with pytest.raises(ModelLoadError, match=r"calls attend 3 times in a step, its spec wants 2, each layer once"):
         Engine(Twice(), **SIZES)
@@ -142,10 +142,10 @@ def test_a_layer_that_attends_twice_from_one_cache_is_refused(transform):
 
 def test_a_layer_without_keys_is_refused_where_its_spec_shares_none():
     class Keyless(Small):
-        def block(self, block, x, cache, step, layer, options):
+        def block(self, block, x, inputs, cache, layer, options):
             if block is self.blocks[0]:
-                return block(x, cache, step, layer)
-            _, cache = cache.attend(layer, x.reshape(-1, 2, 8), None, None, step, scale=1.0)
+                return block(x, inputs, cache, layer)
+            _, cache = cache.attend(layer, x.reshape(-1, 2, 8), None, None, inputs.attention, scale=1.0)
             return x, cache
 
     with pytest.raises(ModelLoadError, match=r"attend: got no keys in layer 1, its spec wants \[1, 1, 8\]"):
@@ -160,34 +160,34 @@ def test_a_layer_without_keys_is_refused_where_its_spec_shares_none():
 
 def test_a_layer_number_that_is_traced_is_refused():
     class Traced(Small):
-        def block(self, block, x, cache, step, layer, options):
-            return jax.jit(block.__call__)(x, cache, step, layer)
+        def block(self, block, x, inputs, cache, layer, options):
+            return jax.jit(block.__call__)(x, inputs, cache, layer)
 
     with pytest.raises(ModelLoadError, match="attend: got a traced number for the layer, wanted an integer of Python"):
         Engine(Traced(), **SIZES)
 
 
-def in_decodes(token_ids, step):
-    return step.decodes_only
+def in_decodes(inputs):
+    return inputs.attention.decodes_only
 
 
-def in_prompts(token_ids, step):
-    return not step.decodes_only
+def in_prompts(inputs):
+    return not inputs.attention.decodes_only
 
 
-def with_16_tokens(token_ids, step):
-    return len(token_ids) == 16
+def with_16_tokens(inputs):
+    return len(inputs.token_ids) == 16
 
 
-def with_8_decodes(token_ids, step):
-    return step.decodes_only and len(token_ids) == 8
+def with_8_decodes(inputs):
+    return inputs.attention.decodes_only and len(inputs.token_ids) == 8
 
 
 @pytest.mark.parametrize("is_odd", [in_decodes, in_prompts, with_16_tokens, with_8_decodes])
 def test_all_kinds_and_sizes_of_steps_are_compared_with_the_spec(is_odd):
     class Odd(Small):
-        def calls_of(self, token_ids, step):
-            return ((0, {}), (1, {})) if is_odd(token_ids, step) else self.calls
+        def calls_of(self, inputs):
+            return ((0, {}), (1, {})) if is_odd(inputs) else self.calls
 
     with pytest.raises(ModelLoadError, match="attend: got window None in layer 1, its spec wants 8"):
         Engine(Odd(layers=(LAYER, WINDOWED), calls=((0, {}), (1, {"window": 8}))), **SIZES)
@@ -195,9 +195,9 @@ def test_all_kinds_and_sizes_of_steps_are_compared_with_the_spec(is_odd):
 
 def test_a_module_that_passes_on_an_older_cache_is_refused():
     class Forgetful(Small):
-        def __call__(self, token_ids, cache, step):
-            x, _ = self.blocks[0](self.tokens(token_ids), cache, step, 0)
-            return self.blocks[1](x, cache, step, 1)
+        def __call__(self, inputs, cache):
+            x, _ = self.blocks[0](self.tokens(inputs.token_ids), inputs, cache, 0)
+            return self.blocks[1](x, inputs, cache, 1)
 
     with pytest.raises(ModelLoadError, match="layer 1 in a cache that has no keys and values of layer 0"):
         Engine(Forgetful(), **SIZES)
@@ -221,13 +221,13 @@ def test_a_spec_that_says_what_no_layer_can_do_is_refused(words, fields):
 class InNnx(Small):
     """Transforms of nnx inside, a jitted head in bfloat16, and hidden states in bfloat16."""
 
-    def __call__(self, token_ids, cache, step):
-        x, cache = super().__call__(token_ids, cache, step)
+    def __call__(self, inputs, cache):
+        x, cache = super().__call__(inputs, cache)
         return x.astype(jnp.bfloat16), cache
 
-    def block(self, block, x, cache, step, layer, options):
+    def block(self, block, x, inputs, cache, layer, options):
         transform = nnx.remat if layer else nnx.jit
-        return transform(lambda block, x, cache, step: block(x, cache, step, layer))(block, x, cache, step)
+        return transform(lambda block, x, inputs, cache: block(x, inputs, cache, layer))(block, x, inputs, cache)
 
     @nnx.jit
     def logits(self, hidden):
@@ -244,14 +244,14 @@ class InJax(Small):
         super().__init__(layers=(WINDOWED, CAPPED), calls=((0, {"window": np.int64(8)}), (1, {"soft_cap": 2})))
         self.scales = nnx.Variable(np.linspace(0.5, 1.5, 23)[None])
 
-    def __call__(self, token_ids, cache, step):
-        x, cache = super().__call__(token_ids, cache, step)
-        return x.astype(jnp.float16 if len(token_ids) > 8 else jnp.float32), cache
+    def __call__(self, inputs, cache):
+        x, cache = super().__call__(inputs, cache)
+        return x.astype(jnp.float16 if len(inputs.token_ids) > 8 else jnp.float32), cache
 
-    def block(self, block, x, cache, step, layer, options):
+    def block(self, block, x, inputs, cache, layer, options):
         x, _ = jax.lax.scan(lambda x, weight: (x + weight * block.out.kernel[:1], None), x, jnp.ones((3, 1, 1)))
         run = jax.jit if layer else jax.checkpoint
-        return run(lambda block, x, cache, step: block(x, cache, step, layer, **options))(block, x, cache, step)
+        return run(lambda block, x, inputs, cache: block(x, inputs, cache, layer, **options))(block, x, inputs, cache)
 
     def logits(self, hidden):
         scales = self.scales[...].astype(jnp.float32)
@@ -274,10 +274,10 @@ def test_a_module_that_cannot_be_traced_in_a_program_is_refused_at_start_with_th
             return jnp.argsort(super().logits(hidden))
 
     class Keeps(Small):
-        def __call__(self, token_ids, cache, step):
-            if step.decodes_only:
-                self.tokens.embedding[...] *= 1.5 if bool(token_ids[0] > 3) else 1.0
-            return super().__call__(token_ids, cache, step)
+        def __call__(self, inputs, cache):
+            if inputs.attention.decodes_only:
+                self.tokens.embedding[...] *= 1.5 if bool(inputs.token_ids[0] > 3) else 1.0
+            return super().__call__(inputs, cache)
 
     for module, words in (
         (Branches(), r"model: its `logits` cannot be traced: ConcretizationTypeError"),

@@ -88,10 +88,10 @@ def test_scalars_and_plain_arrays_of_a_module_are_weights_too(example):
 
 def test_a_trainer_may_rematerialise_its_blocks(example):
     class Frugal(example.Tiny):
-        def __call__(self, token_ids, cache, step):
-            x = self.tokens(token_ids) + self.positions(step.positions)
+        def __call__(self, inputs, cache):
+            x = self.tokens(inputs.token_ids) + self.positions(inputs.attention.positions)
             for block in self.blocks:
-                x, cache = nnx.remat(type(block).__call__)(block, x, cache, step)
+                x, cache = nnx.remat(type(block).__call__)(block, x, inputs, cache)
             return x, cache
 
     def gradients(model):

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from jpaged.models.config.decoder import DecoderConfig
 from jpaged.models.config.rope import ROPE_KINDS
 from jpaged.models.families.table import FAMILIES
+from jpaged.models.inputs import ModelInputs
 from jpaged.models.layers import Embedding, WeightMaker
 from jpaged.models.opening.open_checkpoint import open_checkpoint
 from jpaged.models.weights.loading import Weights, abstract_weights, check_tensors, load_weights
@@ -61,7 +62,7 @@ def open_family(directory: Path, backend: Backend) -> tuple[DecoderConfig, Weigh
 
 def forward(graph: Any, weights: Any, cache: PagedCache, ids: jax.Array, step: Any) -> tuple[jax.Array, PagedCache]:
     model = nnx.merge(graph, weights)
-    hidden, cache = model(ids, cache, step)
+    hidden, cache = model(ModelInputs(ids, step), cache)
     return model.logits(hidden), cache
 
 
