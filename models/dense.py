@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionMetadata
 from .checked_cache import CheckedCache, check_all_layers_attended
 from .config.spec import ModelSpec
-from .inputs import ModelInputs
+from .inputs import ModelInputs, call_fault
 
 
 @jax.tree_util.register_dataclass
@@ -69,9 +69,12 @@ def dense_logits(
 
     `model` is a `Decoder` or a module of your own with `__call__` and `logits` as an engine calls them. Sequences start
     at position 0 and may be padded at their ends, by any token ids; those that are padded in front need `positions_BN`,
-    and in `mask_BNN` which tokens each of them may see. Raise ValueError if the module's calls of `attend` differ from
-    its `spec`; a module without a `ModelSpec` is not checked.
+    and in `mask_BNN` which tokens each of them may see. Raise ValueError if the module cannot be called with
+    (inputs, cache), or if its calls of `attend` differ from its `spec`; a module without a `ModelSpec` may attend as it
+    likes.
     """
+    if fault := call_fault(model):
+        raise ValueError(f"model: {fault}")
     num_sequences, length = ids_BN.shape
     if positions_BN is None:
         positions_BN = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids_BN.shape)

@@ -5,7 +5,9 @@ Nothing here knows how a step was scheduled or packed.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int
@@ -26,3 +28,22 @@ class ModelInputs:
     """int32; those of padding tokens are arbitrary but valid."""
     attention: AttentionMetadata
     """What `cache.attend` takes as its `step`; `attention.positions` are the positions of the tokens."""
+
+
+def call_fault(model: Any) -> str | None:
+    """Return what is wrong with the signature of a model's `__call__`; None if it can be called with (inputs, cache).
+
+    A callable whose signature Python cannot tell counts as right.
+    """
+    try:
+        signature = inspect.signature(model.__call__)
+    except ValueError:  # Callables that are written in C may have none.
+        return None
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        parameters = signature.parameters.values()
+        got = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
+        wanted = "(inputs, cache): inputs.token_ids and inputs.attention are what token_ids and step were"
+        return f"{type(model).__name__}.__call__ takes ({got}), wanted {wanted}"
+    return None

@@ -23,6 +23,7 @@ from .config.shares import Shares
 from .config.spec import AttentionLayer, ModelSpec
 from .errors import ModelLoadError
 from .formats.checkpoint import DTYPES
+from .inputs import call_fault
 from .recipe import Path
 from .weights.loading import Weights, with_value
 
@@ -98,7 +99,8 @@ class OwnModel:
 def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
     """Return a module as a model, and its arrays by their paths; none of those that are abstract.
 
-    Raises ModelLoadError for a module without a spec or a method, and for a state that is not of arrays of floats.
+    Raises ModelLoadError for a module without a spec or a method, for a `__call__` that does not take (inputs, cache),
+    and for a state that is not of arrays of floats.
     """
     name, spec = type(module).__name__, getattr(module, "spec", None)
     if not isinstance(spec, ModelSpec):
@@ -109,6 +111,8 @@ def open_own_model(module: nnx.Module) -> tuple[OwnModel, Mapping[str, Any]]:
         raise ModelLoadError(
             f"model: {name} has no {missing[0]}, wanted {' and '.join(METHODS)}, as models.decoder has"
         )
+    if fault := call_fault(module):
+        raise ModelLoadError(f"model: {fault}")
     if not spec.activation_width:
         spec = replace(spec, activation_width=16 * spec.hidden_size)
     graph, state = nnx.split(module)

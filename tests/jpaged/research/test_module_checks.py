@@ -1,5 +1,6 @@
 """A caller's own module is compared with its spec at start, in all kinds of steps, and may be written as others are."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from flax import nnx
 
 from jpaged import AttentionLayer, Engine, ModelLoadError, ModelSpec, SamplingParams
 from jpaged.models.dense import dense_logprobs
+from jpaged.models.inputs import ModelInputs, call_fault
 
 from ... import quick_compile
 from .every_rule import tokens_by_every_rule
@@ -191,6 +193,47 @@ def test_all_kinds_and_sizes_of_steps_are_compared_with_the_spec(is_odd):
 
     with pytest.raises(ModelLoadError, match="attend: got window None in layer 1, its spec wants 8"):
         Engine(Odd(layers=(LAYER, WINDOWED), calls=((0, {}), (1, {"window": 8}))), **SIZES)
+
+
+OLD_SIGNATURE = (
+    r"^model: Old\.__call__ takes \(token_ids, cache, step\), wanted \(inputs, cache\): "
+    r"inputs\.token_ids and inputs\.attention are what token_ids and step were$"
+)
+
+
+class Old(Small):
+    """A module as they were written before `ModelInputs`."""
+
+    def __call__(self, token_ids, cache, step):
+        return super().__call__(ModelInputs(token_ids, step), cache)
+
+
+def test_a_module_of_the_old_signature_is_refused_at_start():
+    with pytest.raises(ModelLoadError, match=OLD_SIGNATURE):
+        Engine(Old(), **SIZES)
+
+
+def test_the_dense_forward_refuses_the_old_signature_in_the_same_words():
+    with pytest.raises(ValueError, match=OLD_SIGNATURE):
+        dense_logprobs(Old(), jnp.array([IDS[:4]]))
+
+
+CALLS = {
+    "plain": lambda self, inputs, cache: None,
+    "other names": lambda self, x, kv: None,
+    "an option": lambda self, inputs, cache, deterministic=True: None,
+    "any": lambda self, *args, **kwargs: None,
+    "jitted": jax.jit(lambda self, inputs, cache: None),
+    "jitted by nnx": nnx.jit(lambda self, inputs, cache: None),
+    "rematerialised": nnx.remat(lambda self, inputs, cache: None),
+    "partial": functools.partialmethod(lambda self, option, inputs, cache: None, 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_that_takes_inputs_and_cache_is_no_fault(call):
+    module = type("Other", (Small,), {"__call__": call})()
+    assert call_fault(module) is None
 
 
 def test_a_module_that_passes_on_an_older_cache_is_refused():
