@@ -113,7 +113,8 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind its norm and added to the stream.
 
     `before` and `after` the cache are jitted functions: layers differ in their weights alone, so JAX traces each
-    function once and not once per layer.
+    function once and not once per layer. A layer is made with its index; one that keeps it as an attribute, or another
+    value that no other layer has, is traced by itself.
     """
 
     norm: ClassVar[Any] = RMSNorm
@@ -122,7 +123,8 @@ class DecoderLayer(nnx.Module):
     norm_names: ClassVar[tuple[str, ...]] = ("attention_norm", "mlp_norm")
     """Names of the layer's norms of the stream or of a block's output."""
 
-    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
+    def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
+        """`index` counts the layers of the model from 0, for subclasses whose layers differ."""
         for name in self.norm_names:
             setattr(self, name, self.new_norm(config, make))
         self.attention = Attention(config, norm=self.norm, make=make)
@@ -225,7 +227,7 @@ class Decoder(nnx.Module):
         self.vocab_size, num_rows = config.vocab_size, config.shares(make.num_shards).stored_vocab
         run = ((0, 0, config.vocab_size),)
         self.embed = Embedding(num_rows, config.hidden_size, is_tied=is_tied, make=make, runs=run)
-        self.layers = nnx.List([self.layer_class(config, make=make) for _ in range(config.num_layers)])
+        self.layers = nnx.List([self.layer_class(config, index, make=make) for index in range(config.num_layers)])
         self.norm = self.layer_class.new_norm(config, make)
         self.ropes, self.windows, self.head_size = config.ropes, config.windows, config.head_size
         self.scales, self.soft_cap = config.scales, config.attention_soft_cap

@@ -35,8 +35,8 @@ class GPTNeoXLayer(DecoderLayer):
     norm = LayerNorm
     mlp_class = MLP
 
-    def __init__(self, config: DecoderConfig, *, make: WeightMaker) -> None:
-        super().__init__(config, make=make)
+    def __init__(self, config: DecoderConfig, index: int, *, make: WeightMaker) -> None:
+        super().__init__(config, index, make=make)
         assert isinstance(config, GPTNeoXConfig), "read_config makes it"
         self.is_parallel = config.is_parallel
 
