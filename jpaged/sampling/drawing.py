@@ -4,7 +4,7 @@ A block of consecutive tokens is drawn by the sums of blocks, then a token of th
 node by the inverse CDF of its branches' weights. With one running sum over the whole vocabulary, rounding moves each of
 its edges, and one draw in 300 falls where that matters, in the tail. Here each draw meets few edges.
 
-Letters: R rows, n weights of a row, L levels; r is a group of rows.
+Letters: R rows, n weights of a row, L levels; r is the number of selected rows.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ def num_draw_levels(vocab_size: int) -> int:
 
 
 def draw_tokens(
-    rows: BlockRows, weigh: RowFunction, kept: KeptTokens, uniforms_rL: Float[Array, "r L"]
+    logits: BlockRows, weigh: RowFunction, kept: KeptTokens, uniforms_rL: Float[Array, "r L"]
 ) -> Int[Array, " r"]:
-    """Draw one of the kept tokens of each row of a group by its weight; 0 if a row has no weight."""
+    """Draw one of the kept tokens of each selected row by its weight: first its block, then the token of the block.
+
+    `weigh` turns logits [r, n] into weights. Return token ids [r], 0 for a row without any weight.
+    """
     num_block_levels = num_levels(kept.block_sums.shape[1])
-    blocks = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])
-    weights = weigh(rows.taken(blocks[:, None])[:, 0])
+    block_ids = draw_branches(kept.block_sums, uniforms_rL[:, :num_block_levels])
+    weights_rB = weigh(logits.take_blocks(block_ids[:, None])[:, 0])
     # The block holds a kept token, also if its weight is rounded in another way here than where it was summed.
-    threshold = jnp.minimum(kept.threshold, jnp.max(weights, axis=1))
-    weights = jnp.where(weights >= threshold[:, None], weights, 0.0)
-    return blocks * BLOCK + draw_branches(weights, uniforms_rL[:, num_block_levels:])
+    threshold = jnp.minimum(kept.threshold, jnp.max(weights_rB, axis=1))
+    weights_rB = jnp.where(weights_rB >= threshold[:, None], weights_rB, 0.0)
+    return block_ids * BLOCK + draw_branches(weights_rB, uniforms_rL[:, num_block_levels:])
 
 
-def num_levels(size: int) -> int:
-    """Return the number of levels of a tree over so many weights."""
+def num_levels(num_weights: int) -> int:
+    """Return the number of levels of a tree with this many leaves."""
     levels = 1
-    while (size := -(-size // NUM_BRANCHES)) > 1:
+    while (num_weights := -(-num_weights // NUM_BRANCHES)) > 1:
         levels += 1
     return levels
 
@@ -48,33 +51,39 @@ def num_levels(size: int) -> int:
 def draw_branches(weights_Rn: Float[Array, "R n"], uniforms_RL: Float[Array, "R L"]) -> Int[Array, " R"]:
     """Draw one of n weights in each row: down a tree, at each node by the inverse CDF of its branches' weights.
 
-    Where a level has n nodes, the children of node g are nodes g, g + n, g + 2 n … of the level below, so that the sums
-    over children are sums of slices.
+    Return the index of the drawn weight, [R]. `uniforms_RL` has one random number in [0, 1) for each level of the tree,
+    the root's first. Where a level has n nodes, the children of node g are nodes g, g + n, g + 2 n … of the level
+    below, so that the sums over children are sums of slices.
+
+    Example with 40 weights: the root's 3 branches are the nodes of the level below. If branch 1 is drawn, and then
+    branch 5 of that node, the result is 1 + 5 × 3 = 16.
     """
     levels: list[Float[Array, "R branches n"]] = []
     sums = weights_Rn
     while not levels or sums.shape[1] > 1:
-        rows, size = sums.shape
-        levels.append(jnp.pad(sums, ((0, 0), (0, -size % NUM_BRANCHES))).reshape(rows, NUM_BRANCHES, -1))
+        num_rows, num_nodes = sums.shape
+        levels.append(jnp.pad(sums, ((0, 0), (0, -num_nodes % NUM_BRANCHES))).reshape(num_rows, NUM_BRANCHES, -1))
         sums = jnp.sum(levels[-1], axis=1)
     nodes = jnp.zeros(weights_Rn.shape[0], jnp.int32)
     for level, uniform in zip(reversed(levels), uniforms_RL.T, strict=True):
-        branches = jnp.take_along_axis(level, nodes[:, None, None], axis=2)[:, :, 0]
-        ends = jnp.cumsum(branches, axis=-1)
-        nodes += level.shape[2] * _inverse_cdf(branches, ends, uniform * ends[:, -1])
+        branch_weights = jnp.take_along_axis(level, nodes[:, None, None], axis=2)[:, :, 0]
+        running_sums = jnp.cumsum(branch_weights, axis=-1)
+        nodes += level.shape[2] * _inverse_cdf(branch_weights, running_sums, uniform * running_sums[:, -1])
     return nodes
 
 
 def _inverse_cdf(
-    weights: Float[Array, "R n"], ends: Float[Array, "R n"], target: Float[Array, " R"]
+    weights: Float[Array, "R n"], running_sums: Float[Array, "R n"], target: Float[Array, " R"]
 ) -> Int[Array, " R"]:
-    """Return the first index with a weight whose running sum in `ends` exceeds the target; if none, the last one.
+    """Return the first index with a weight whose running sum exceeds the target; the last index with a weight if no
+    running sum does.
 
     Running sums are rounded and do not always ascend, so an index without weight is skipped whatever its sum says. A
     row without any weight gives 0.
     """
     indices = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
     has_weight = weights > 0
-    last = jnp.max(jnp.where(has_weight, indices, 0), axis=-1)
-    first = jnp.min(jnp.where(has_weight & (ends > target[:, None]), indices, weights.shape[1]), axis=-1)
-    return jnp.minimum(first, last)
+    last_index = jnp.max(jnp.where(has_weight, indices, 0), axis=-1)
+    exceeds_target = running_sums > target[:, None]
+    first_index = jnp.min(jnp.where(has_weight & exceeds_target, indices, weights.shape[1]), axis=-1)
+    return jnp.minimum(first_index, last_index)

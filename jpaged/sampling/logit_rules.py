@@ -9,7 +9,7 @@ Rows without rules read slot 0, whose rules change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class LogitRulesState:
     """RULE_PARAMETERS, then arguments of processors; NaN for those not given."""
 
 
-def rule_shapes(spec: LogitRulesSpec, num_slots: int, sharding: Any = None) -> LogitRulesState:
+def rule_shapes(spec: LogitRulesSpec, num_slots: int, sharding: jax.sharding.Sharding | None = None) -> LogitRulesState:
     """Return abstract arrays for `num_slots` slots, the null slot included."""
     dtypes = {"tokens": jnp.int32, "bias": jnp.float32, "words": jnp.int32, "values": jnp.float32}
     shapes: dict[str, Any] = {
@@ -65,13 +65,13 @@ def new_rules(spec: LogitRulesSpec, num_slots: int) -> LogitRulesState:
 
 
 def set_rules(rules: LogitRulesState, packed: Int[Array, " n"], slot: Int[Array, ""]) -> LogitRulesState:
-    """Write the packed rules of a slot's new sequence."""
-    start = 0
+    """Write the packed rules of a slot's new sequence: all fields of `LogitRulesSpec.row`, one after the other."""
+    offset = 0
     leaves = {}
     for name, leaf in vars(rules).items():
-        row = lax.bitcast_convert_type(packed[start : start + leaf.shape[1]], leaf.dtype)
+        row = lax.bitcast_convert_type(packed[offset : offset + leaf.shape[1]], leaf.dtype)
         leaves[name] = lax.dynamic_update_slice(leaf, row[None], (slot, jnp.int32(0)))  # One dtype, also with x64.
-        start += leaf.shape[1]
+        offset += leaf.shape[1]
     return LogitRulesState(**leaves)
 
 
@@ -84,44 +84,67 @@ def apply_rules(
 ) -> Float[Array, "R V"]:
     """Return the logits of each row after the rules of its slot; `output_index` counts the tokens it has drawn.
 
-    A row that holds a NaN or +inf, holds one afterwards, except where a processor replaces it: −inf is added, not set.
+    The order is that of the module's docstring, but for bad words, which come last where there are no processors. A row
+    that holds a NaN or +inf, holds one afterwards, except where a processor replaces it: −inf is added, not set.
     """
-    tokens_RV, words_RB, values = rules.tokens[slots], rules.words[slots], rules.values[slots]
-    named = {name: values[:, index, None] for index, name in enumerate(RULE_PARAMETERS)}
-    is_too_early = (output_index[:, None].astype(jnp.float32) < named["min_tokens"]) & (tokens_RV & ENDS != 0)
+    tokens_RV, words_RB, values_RA = rules.tokens[slots], rules.words[slots], rules.values[slots]
+    parameters = {name: values_RA[:, index, None] for index, name in enumerate(RULE_PARAMETERS)}
+    is_too_early = (output_index[:, None].astype(jnp.float32) < parameters["min_tokens"]) & (tokens_RV & ENDS != 0)
     logits_RV = logits_RV + jnp.where(is_too_early, -jnp.inf, rules.bias[slots])
-    would_complete = may_come_next(words_RB, jnp) & (words_RB & IS_LAST != 0)
-    banned = jnp.where(would_complete, words_RB & ID_MASK, logits_RV.shape[1])
+    would_complete_word = may_come_next(words_RB, jnp) & (words_RB & IS_LAST != 0)
+    # Entries that ban no token get an id behind the vocabulary, which the scatter drops.
+    banned_RB = jnp.where(would_complete_word, words_RB & ID_MASK, logits_RV.shape[1])
 
     def without_bad_words(logits_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
-        return logits_RV.at[jnp.arange(len(slots))[:, None], banned].add(-jnp.inf, mode="drop")
+        return logits_RV.at[jnp.arange(len(slots))[:, None], banned_RB].add(-jnp.inf, mode="drop")
 
     if processors:
         logits_RV = without_bad_words(logits_RV)
-    start = len(RULE_PARAMETERS)
-    for processor in processors:
-        given = values[:, start : start + len(processor.arguments)]
-        start += len(processor.arguments)
-        changed = jax.vmap(lambda logits, row, apply=processor.apply: apply(logits, *row))(logits_RV, given)
-        logits_RV = jnp.where(jnp.isnan(given).any(axis=1, keepdims=True), logits_RV, changed)
-    counts_RV = (tokens_RV & COUNT_MASK).astype(jnp.float32)
-    is_drawn_RV = counts_RV > 0
-    repetition = named["repetition_penalty"]
-    repeated = jnp.where(logits_RV > 0, logits_RV / repetition, logits_RV * repetition)
-    logits_RV = jnp.where(is_drawn_RV | (tokens_RV & IN_PROMPT != 0), repeated, logits_RV)
-    frequency, presence = named["frequency_penalty"], named["presence_penalty"]
-    logits_RV = logits_RV - frequency * counts_RV - presence * is_drawn_RV.astype(jnp.float32)
+        logits_RV = _process(logits_RV, values_RA, processors)
+    logits_RV = _penalize(logits_RV, tokens_RV, parameters)
     # Without processors, bad words may come last, since penalties do not change −inf. XLA:CPU writes out an array that
     # is scattered into; earlier, it would compute everything above once for each reader.
     return logits_RV if processors else without_bad_words(logits_RV)
 
 
+def _process(
+    logits_RV: Float[Array, "R V"], values_RA: Float[Array, "R A"], processors: Sequence[LogitsProcessor]
+) -> Float[Array, "R V"]:
+    """Apply the engine's processors in turn, each to the rows that give all of its arguments.
+
+    `values_RA` holds RULE_PARAMETERS and then the arguments of all processors; NaN stands for those not given.
+    """
+    offset = len(RULE_PARAMETERS)
+    for processor in processors:
+        arguments = values_RA[:, offset : offset + len(processor.arguments)]
+        offset += len(processor.arguments)
+        processed = jax.vmap(lambda logits, row, apply=processor.apply: apply(logits, *row))(logits_RV, arguments)
+        logits_RV = jnp.where(jnp.isnan(arguments).any(axis=1, keepdims=True), logits_RV, processed)
+    return logits_RV
+
+
+def _penalize(
+    logits_RV: Float[Array, "R V"], tokens_RV: Int[Array, "R V"], parameters: Mapping[str, Float[Array, "R 1"]]
+) -> Float[Array, "R V"]:
+    """Apply the repetition penalty, and then the frequency and presence penalties.
+
+    `tokens_RV` are the rows of `LogitRulesState.tokens`: how often each token was drawn, and whether the prompt has it.
+    """
+    counts_RV = (tokens_RV & COUNT_MASK).astype(jnp.float32)
+    is_drawn_RV = counts_RV > 0
+    repetition = parameters["repetition_penalty"]
+    repeated = jnp.where(logits_RV > 0, logits_RV / repetition, logits_RV * repetition)
+    logits_RV = jnp.where(is_drawn_RV | (tokens_RV & IN_PROMPT != 0), repeated, logits_RV)
+    frequency, presence = parameters["frequency_penalty"], parameters["presence_penalty"]
+    return logits_RV - frequency * counts_RV - presence * is_drawn_RV.astype(jnp.float32)
+
+
 def record_tokens(rules: LogitRulesState, slots: Int[Array, " R"], token_ids: Int[Array, " R"]) -> LogitRulesState:
     """Count the token that each slot drew and advance its bad words' matches; the rules of slot 0 stay as they are."""
-    kept = jnp.where(slots > 0, slots, rules.tokens.shape[0])
+    slots_to_write = jnp.where(slots > 0, slots, rules.tokens.shape[0])  # Slot 0 gets an index that is dropped.
     words_RB = advance_matches(rules.words[slots], token_ids[:, None], jnp)
     return replace(
         rules,
-        tokens=rules.tokens.at[kept, token_ids].add(1, mode="drop"),
-        words=rules.words.at[kept].set(words_RB, mode="drop"),
+        tokens=rules.tokens.at[slots_to_write, token_ids].add(1, mode="drop"),
+        words=rules.words.at[slots_to_write].set(words_RB, mode="drop"),
     )

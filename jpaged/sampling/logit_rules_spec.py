@@ -58,14 +58,15 @@ class LogitRulesSpec:
 
     def check(self, params: SamplingParams) -> None:
         """Refuse `extra_args` that no processor takes, and those that are only some of a processor's arguments."""
-        given = params.extra_args or {}
-        for name in given:
+        extra_args = params.extra_args or {}
+        for name in extra_args:
             if name not in self.arguments:
                 known = f"arguments of this engine's logits_processors: {', '.join(self.arguments) or 'it has none'}"
-                near = nearest(name, self.arguments)
-                raise refusal("extra_args", shown(name), known, f"did you mean {near}?" if near else "leave it out")
+                similar_name = nearest(name, self.arguments)
+                way_out = f"did you mean {similar_name}?" if similar_name else "leave it out"
+                raise refusal("extra_args", shown(name), known, way_out)
         for processor in self.processors:
-            missing = [name for name in processor.arguments if name not in given]
+            missing = [name for name in processor.arguments if name not in extra_args]
             if missing and len(missing) < len(processor.arguments):
                 allowed = f"all arguments of {processor.name}: {', '.join(processor.arguments)}"
                 raise refusal("extra_args", f"no {', '.join(missing)}", allowed, "add it")
@@ -94,38 +95,49 @@ class LogitRulesSpec:
         if params.logit_bias:
             bias[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
         words = _pack_words(bad_words)
-        longest = max(map(len, bad_words), default=0)
-        for token_id in output[max(0, len(output) - longest) :]:
+        # Earlier tokens can be no part of a match that goes on.
+        max_word_len = max(map(len, bad_words), default=0)
+        for token_id in output[max(0, len(output) - max_word_len) :]:
             words = advance_matches(words, token_id, np)
         return np.concatenate([tokens, bias.view(np.int32), words, self.values(params).view(np.int32)])
 
     def values(self, params: SamplingParams) -> np.ndarray:
         """Return a request's `values`, float32; NaN stands for processors' arguments that it does not give."""
-        given = params.extra_args or {}
-        own = [getattr(params, name) for name in RULE_PARAMETERS]
-        return np.array([*own, *(given.get(name, math.nan) for name in self.arguments)], np.float32)
+        extra_args = params.extra_args or {}
+        parameters = [getattr(params, name) for name in RULE_PARAMETERS]
+        return np.array([*parameters, *(extra_args.get(name, math.nan) for name in self.arguments)], np.float32)
 
 
 def _pack_words(bad_words: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the words' tokens in a row, int32 [MAX_BAD_TOKENS], with no token matched yet; 0 behind the last."""
+    """Return the words' tokens one after the other, int32 [MAX_BAD_TOKENS], with no token matched yet; 0 behind them.
+
+    Example: [[7, 8], [9]] gives 7 | IS_FIRST, 8 | IS_LAST, 9 | IS_FIRST | IS_LAST, 0, 0 …
+    """
     words = np.zeros(MAX_BAD_TOKENS, np.int32)
-    start = 0
+    offset = 0
     for word in bad_words:
-        words[start : start + len(word)] = word
-        words[start] |= IS_FIRST
-        start += len(word)
-        words[start - 1] |= IS_LAST
+        words[offset : offset + len(word)] = word
+        words[offset] |= IS_FIRST
+        offset += len(word)
+        words[offset - 1] |= IS_LAST
     return words
 
 
 def may_come_next(words: Any, xp: Any) -> Any:
-    """Return at which entries of `words` the next token would go on with a bad word: the first token of each word, and
-    the one behind each matched token. `xp` is numpy or jax.numpy; the last axis holds the entries."""
+    """Return at which entries of `words` the next token would start or go on with a bad word.
+
+    These are the first token of each word, and the one behind each matched token. `xp` is numpy or jax.numpy; the last
+    axis of `words`, and of the bools that are returned, holds the entries.
+    """
     is_behind_matched = xp.roll(words, 1, axis=-1) & IS_MATCHED != 0
     return (words & IS_FIRST != 0) | is_behind_matched
 
 
 def advance_matches(words: Any, token_id: Any, xp: Any) -> Any:
-    """Return `words` with the matches that they have after one more token: Shift-And, over all words at once."""
+    """Return `words` with the IS_MATCHED bits that they have after one more token of the output.
+
+    This is the Shift-And algorithm, over all words at once. `xp` is numpy or jax.numpy; `token_id` broadcasts against
+    `words`.
+    """
     is_matched = may_come_next(words, xp) & (words & ID_MASK == token_id)
     return xp.where(is_matched, words | IS_MATCHED, words & ~IS_MATCHED)

@@ -1,4 +1,4 @@
-"""How the owner of an engine adds rules of their own for logits."""
+"""A rule for logits that the owner of an engine adds to the engine."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ def _items(value: Any, is_item: Callable[[Any], Any], allowed: str) -> Sequence[
 
 def stop_strings(value: Any) -> tuple[str, ...]:
     """Take a string or a list of strings as a tuple; None is an empty one."""
-    given, allowed = [value] if isinstance(value, str) else value, "a non-empty string or a list of them"
-    strings = _items(given, lambda one: isinstance(one, str) and one, allowed)
-    if len(strings) > MAX_STOPS or any(len(one) > MAX_STOP_CHARS for one in strings):
+    items, allowed = [value] if isinstance(value, str) else value, "a non-empty string or a list of them"
+    strings = _items(items, lambda item: isinstance(item, str) and item, allowed)
+    if len(strings) > MAX_STOPS or any(len(string) > MAX_STOP_CHARS for string in strings):
         raise Unfit(f"at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
-    if any("\ud800" <= character <= "\udfff" for one in strings for character in one):
+    if any("\ud800" <= character <= "\udfff" for string in strings for character in string):
         raise Unfit("strings of whole characters; no text holds a lone surrogate")
     return tuple(map(str, strings))
 

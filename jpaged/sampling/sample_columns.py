@@ -53,9 +53,10 @@ def pack_columns(
     stop_ids: Iterable[int],
     given_token: int | None = None,
 ) -> np.ndarray:
-    """Return the columns of a sequence behind STEP_FIELDS, int32.
+    """Return the columns of a sequence behind STEP_FIELDS, int32 [len(SAMPLE_FIELDS) − len(STEP_FIELDS)].
 
-    `seed` has 64 bits. `given_token` is the token that the sequence gets instead of drawing one.
+    `seed` has 64 bits and travels as two columns. `given_token` is the token that the sequence gets instead of drawing
+    one. Of `stop_ids` the lowest are packed; the host finds the others once it has read the token.
     """
     stops = sorted(stop_ids)[: len(STOP_FIELDS)]
     packed = _PACKED.pack(

@@ -4,7 +4,7 @@ Truncation rules (truncation.py) say which tokens are kept. One of them is then 
 (drawing.py), with a random number for each level. The random numbers depend on (seed, sample index, output index,
 purpose) and on nothing else: not on the row, the batch, a preemption or a restart.
 
-Letters: R rows, V vocabulary; r is a group of rows.
+Letters: R rows, V vocabulary; r selected rows.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from .control_flow import DYNAMIC, ControlFlow
 from .drawing import draw_tokens, num_draw_levels
 from .logit_rules import LogitRulesState, apply_rules
 from .logits_processor import LogitsProcessor
 from .sample_columns import FLOAT_PARAMETERS, SAMPLE_FIELDS, Score
 from .sampling_params import GREEDY_TEMPERATURE, SampleMode
 from .token_scores import TokenScores, token_scores
-from .top_blocks import BLOCK, BlockRows, Group, block_rows
+from .top_blocks import BLOCK, BlockRows, RowSelection, block_rows
 from .truncation import KeptTokens, RowFunction, TruncationLimits, is_in_top_k, truncate
 
 PURPOSE_SAMPLE = 0
@@ -34,8 +36,8 @@ PURPOSE_SAMPLE = 0
 T = TypeVar("T")
 
 
-class RowKind(IntEnum):
-    """What a row's token takes. Rows of one kind, or of neighbouring ones, are computed together."""
+class RowWork(IntEnum):
+    """What has to be computed for a row's token. Rows with equal or neighbouring values are computed together."""
 
     RULED = 0
     """Rules, then the likeliest token."""
@@ -80,9 +82,9 @@ class SamplingRows:
             named[name] = lax.bitcast_convert_type(named[name], jnp.float32)
         return cls(**{field.name: named[field.name] for field in fields(cls)})
 
-    def at(self, group: Group) -> SamplingRows:
+    def at(self, selection: RowSelection) -> SamplingRows:
         """Return the parameters of some of the rows."""
-        return jax.tree.map(lambda column: column[group], self)
+        return jax.tree.map(lambda column: column[selection], self)
 
     @property
     def is_greedy(self) -> Bool[Array, " R"]:
@@ -111,7 +113,7 @@ class SampledRows:
 
     def at(self, index: int, rows: list[int]) -> SampledRows:
         """Return these rows of one iteration of a decode program, whose arrays are numpy arrays [K, R, …]."""
-        return jax.tree.map(lambda each: each[index, rows], self)
+        return jax.tree.map(lambda array: array[index, rows], self)
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,8 @@ class SampleSettings:
     logprobs_mode: str = "raw_logprobs"
     """One of `config.LOGPROBS_MODES`. raw_logprobs are those of the model's logits, tempered_logprobs those of these
     logits divided by the temperature, processed_logprobs those of what is drawn from, after rules and truncation."""
-    is_static: bool = False
-    """Whether a sampler has no branch, and no loop whose length depends on data: all rows are computed as if each
-    needed everything. For a device whose conditions the host has to read, a GPU."""
+    control_flow: ControlFlow = DYNAMIC
+    """Whether programs have branches and loops that depend on the data."""
 
 
 PLAIN = SampleSettings()
@@ -142,58 +143,68 @@ def sample(
 ) -> SampledRows:
     """Sample a token for every row from its logits, after its rules if there are any, and score it if the mode does.
 
-    Rules, draws and scores are computed only for groups of rows that hold one that needs them, unless the settings are
-    static.
+    The likeliest token of every row is found first. Then the rows that need rules or a draw are computed in batches
+    that overwrite its results, and last the rows that need scores.
     """
     if mode is SampleMode.SCORED:
         settings = replace(settings, max_logprobs=0)
-    sampler = _Sampler(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules, mode is SampleMode.FULL)
-    plain = _first_maximum(sampler.logits, sampler.vocab_size), _is_finite(sampler.logits)
+    control_flow = settings.control_flow
+    batch = _Batch(block_rows(logits_RV), logits_RV.shape[1], rows, settings, rules, mode is SampleMode.FULL)
+    likeliest, is_finite_before_rules = _first_maximum(batch.logits, batch.vocab_size), _is_finite(batch.logits)
     if mode is SampleMode.GREEDY:
-        return SampledRows(*plain)
+        return SampledRows(likeliest, is_finite_before_rules)
     has_rows_to_score = mode in (SampleMode.SCORED, SampleMode.FULL)
     is_forced = (rows.forced_token > 0) & has_rows_to_score
     is_drawn = ~(rows.is_greedy | is_forced)
 
-    def draw(group: Group, drawn: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        new = sampler.with_rules(group, lambda logits: sampler.draw(logits, group, is_drawn[group]))
-        return _written(drawn, group, new)
+    def draw(selection: RowSelection, drawn: _DrawnRows) -> _DrawnRows:
+        new = batch.with_rules(selection, lambda logits: batch.draw(logits, selection, is_drawn[selection]))
+        return _with_rows(drawn, selection, new)
 
-    kinds = _kinds(rows, is_drawn, (rows.ruled_slot > 0) & (rules is not None))
-    start = *plain, jnp.zeros(len(kinds), jnp.float32)
-    drawn, is_finite, log_masses = _for_groups(kinds != RowKind.PLAIN, kinds, draw, start, settings.is_static)
+    row_work = _row_work(rows, is_drawn, (rows.ruled_slot > 0) & (rules is not None))
+    undrawn = _DrawnRows(likeliest, is_finite_before_rules, jnp.zeros(len(row_work), jnp.float32))
+    drawn = control_flow.for_row_batches(row_work != RowWork.PLAIN, row_work, draw, undrawn, num_keys=len(RowWork))
     if mode is SampleMode.RANDOM:
-        return SampledRows(drawn, is_finite)
-    token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn)
-    is_finite &= plain[1]  # Processors may have replaced a NaN of the model's; other rules keep it.
+        return SampledRows(drawn.token_ids, drawn.is_finite)
+    token_ids = jnp.where(is_forced, rows.forced_token - 1, drawn.token_ids)
+    # Processors may have replaced a NaN of the model's; other rules keep it.
+    is_finite = drawn.is_finite & is_finite_before_rules
 
-    def score(group: Group, scores: TokenScores) -> TokenScores:
-        return _written(scores, group, sampler.scores(group, token_ids[group]))
+    def score(selection: RowSelection, scores: TokenScores) -> TokenScores:
+        return _with_rows(scores, selection, batch.score(selection, token_ids[selection]))
 
-    shapes = jax.eval_shape(lambda: sampler.scores(slice(None), token_ids))
+    shapes = jax.eval_shape(lambda: batch.score(slice(None), token_ids))
     no_scores = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    scores = _for_groups(rows.score > 0, kinds, score, no_scores, settings.is_static)
-    return SampledRows(
-        token_ids, is_finite, replace(scores, log_kept_masses=log_masses if sampler.has_masses else None)
-    )
+    scores = control_flow.for_row_batches(rows.score > 0, row_work, score, no_scores, num_keys=len(RowWork))
+    scores = replace(scores, log_kept_masses=drawn.log_masses if batch.has_masses else None)
+    return SampledRows(token_ids, is_finite, scores)
 
 
-def _kinds(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
-    """Return the RowKind of each row."""
+def _row_work(rows: SamplingRows, is_drawn: Bool[Array, " R"], is_ruled: Bool[Array, " R"]) -> Int[Array, " R"]:
+    """Return the RowWork of each row."""
     is_truncated = (rows.top_k > 0) | (rows.top_p < 1)
-    ruled = jnp.where(is_truncated, RowKind.RULED_TRUNCATED, RowKind.RULED_DRAWN)
-    drawn = jnp.where(is_truncated, RowKind.TRUNCATED, RowKind.DRAWN)
-    return jnp.where(is_ruled, jnp.where(is_drawn, ruled, RowKind.RULED), jnp.where(is_drawn, drawn, RowKind.PLAIN))
+    ruled = jnp.where(is_truncated, RowWork.RULED_TRUNCATED, RowWork.RULED_DRAWN)
+    drawn = jnp.where(is_truncated, RowWork.TRUNCATED, RowWork.DRAWN)
+    return jnp.where(is_ruled, jnp.where(is_drawn, ruled, RowWork.RULED), jnp.where(is_drawn, drawn, RowWork.PLAIN))
 
 
-def _written(results: T, group: Group, of_group: T) -> T:
-    """Return the results of all rows with those of a group in their place."""
-    return jax.tree.map(lambda old, new: old.at[group].set(new), results, of_group)
+def _with_rows(results: T, selection: RowSelection, new_rows: T) -> T:
+    """Return the results of all R rows, a tree of arrays, in which the selected rows are replaced by `new_rows`."""
+    return jax.tree.map(lambda old, new: old.at[selection].set(new), results, new_rows)
+
+
+class _DrawnRows(NamedTuple):
+    """The results of drawing, for all rows or for some."""
+
+    token_ids: Int[Array, " R"]
+    is_finite: Bool[Array, " R"]
+    log_masses: Float[Array, " R"]
+    """The logarithm of the probability that truncation left; 0 for rows that do not ask for it."""
 
 
 @dataclass(frozen=True)
-class _Sampler:
-    """A batch of rows, of which it samples and scores groups."""
+class _Batch:
+    """The logits of R rows with their parameters. Its methods sample and score some of the rows."""
 
     logits: BlockRows
     vocab_size: int
@@ -201,162 +212,146 @@ class _Sampler:
     settings: SampleSettings
     rules: LogitRulesState | None
     has_masses: bool
-    """Whether rows may ask for the probability that truncation has left."""
+    """Whether rows may ask for the probability that truncation left."""
 
-    def with_rules(self, group: Group, use: Callable[[BlockRows], T]) -> T:
-        """Return what `use` gives for the logits of a group after their rules.
+    def with_rules(self, selection: RowSelection, use: Callable[[BlockRows], T]) -> T:
+        """Return what `use` gives for the logits of the selected rows after their rules.
 
-        Logits without rules are read where they lie.
+        If no selected row has rules, `use` reads the model's logits in place, without a copy.
         """
-        rules, params = self.rules, self.rows.at(group)
+        rules, params = self.rules, self.rows.at(selection)
         if rules is None:
-            return use(self.logits._replace(group=group))
+            return use(self.logits._replace(selection=selection))
 
-        def ruled() -> T:
-            logits_rV = self.logits.blocks[group].reshape(len(params.top_k), -1)[:, : self.vocab_size]
-            return use(
-                block_rows(
-                    apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
-                )
-            )
+        def use_ruled() -> T:
+            logits_rV = self.logits.blocks[selection].reshape(len(params.top_k), -1)[:, : self.vocab_size]
+            ruled_rV = apply_rules(logits_rV, rules, params.ruled_slot, params.output_index, self.settings.processors)
+            return use(block_rows(ruled_rV))
 
-        if self.settings.is_static:
-            return ruled()
-        return lax.cond(jnp.any(params.ruled_slot > 0), ruled, lambda: use(self.logits._replace(group=group)))
+        return self.settings.control_flow.compute_if(
+            jnp.any(params.ruled_slot > 0), use_ruled, lambda: use(self.logits._replace(selection=selection))
+        )
 
-    def draw(self, logits: BlockRows, group: Group, is_drawn: Bool[Array, " r"]) -> tuple[Array, Array, Array]:
-        """Return a token for each row of a group, the likeliest where none is drawn, whether the row is finite, and the
-        logarithm of the probability that truncation has left, where a row asks for it."""
-        params, greedy = self.rows.at(group), _first_maximum(logits, self.vocab_size)
-        is_asked = (params.score & Score.MASS > 0) & is_drawn
+    def draw(self, logits: BlockRows, selection: RowSelection, is_drawn: Bool[Array, " r"]) -> _DrawnRows:
+        """Return a token for each selected row: a draw after truncation, or the likeliest where none is drawn.
+
+        `logits` are those of the selected rows after their rules.
+        """
+        params, likeliest = self.rows.at(selection), _first_maximum(logits, self.vocab_size)
+        control_flow = self.settings.control_flow
+        asks_for_mass = (params.score & Score.MASS > 0) & is_drawn
         no_masses = jnp.zeros(len(is_drawn), jnp.float32)
 
-        def drawn() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
-            uniform = uniforms(params, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
+        def draw_all() -> tuple[Int[Array, " r"], Float[Array, " r"]]:
+            uniforms_rL = uniforms(params, PURPOSE_SAMPLE, num_draw_levels(self.vocab_size))
             weigh, kept = self._truncate(logits, params, is_drawn)
 
             def log_masses() -> Float[Array, " r"]:
-                shares = jnp.sum(kept.block_sums, axis=1) / jnp.sum(weigh(logits.values), axis=1)
-                return jnp.where(is_asked, jnp.log(shares), 0.0)
+                kept_shares = jnp.sum(kept.block_sums, axis=1) / jnp.sum(weigh(logits.values), axis=1)
+                return jnp.where(asks_for_mass, jnp.log(kept_shares), 0.0)
 
-            if not self.has_masses:
-                masses = no_masses
-            elif self.settings.is_static:
-                masses = log_masses()
-            else:
-                masses = lax.cond(jnp.any(is_asked), log_masses, lambda: no_masses)
-            return jnp.where(params.is_greedy, greedy, draw_tokens(logits, weigh, kept, uniform)), masses
+            masses = no_masses
+            if self.has_masses:
+                masses = control_flow.compute_if(jnp.any(asks_for_mass), log_masses, lambda: no_masses)
+            return jnp.where(params.is_greedy, likeliest, draw_tokens(logits, weigh, kept, uniforms_rL)), masses
 
-        if self.settings.is_static or self.rules is None:
-            tokens, masses = drawn()
+        if self.rules is None:  # Then rows are selected only because a token of theirs is drawn.
+            token_ids, masses = draw_all()
         else:
-            tokens, masses = lax.cond(jnp.any(is_drawn), drawn, lambda: (greedy, no_masses))
-        return tokens, _is_finite(logits), masses
+            token_ids, masses = control_flow.compute_if(jnp.any(is_drawn), draw_all, lambda: (likeliest, no_masses))
+        return _DrawnRows(token_ids, _is_finite(logits), masses)
 
-    def scores(self, group: Group, token_ids: Int[Array, " r"]) -> TokenScores:
-        """Score a token of each row of a group."""
-        params, sizes = self.rows.at(group), (self.settings.max_logprobs, self.vocab_size)
-        wants_tops = None if self.settings.is_static else jnp.any(params.score & Score.TOPS > 0)
+    def score(self, selection: RowSelection, token_ids: Int[Array, " r"]) -> TokenScores:
+        """Score one token of each selected row by the logits that `logprobs_mode` names."""
+        params = self.rows.at(selection)
+        score_rows = partial(
+            token_scores,
+            wants_tops=jnp.any(params.score & Score.TOPS > 0),
+            max_logprobs=self.settings.max_logprobs,
+            vocab_size=self.vocab_size,
+            control_flow=self.settings.control_flow,
+        )
         if self.settings.logprobs_mode == "processed_logprobs":
             ones = jnp.ones_like(params.temperature)
             return self.with_rules(
-                group, lambda logits: token_scores(self._processed(logits, group), token_ids, ones, wants_tops, *sizes)
+                selection, lambda logits: score_rows(self._processed(logits, selection), token_ids, ones)
             )
-        # The row of a given token has a temperature only if that token's logprob is to be tempered.
+        # The row of a forced token has a temperature only if that token's logprob is to be tempered.
         is_tempered = (params.forced_token > 0) | (self.settings.logprobs_mode == "tempered_logprobs")
         temperature = jnp.where(is_tempered & ~params.is_greedy, params.temperature, 1.0)
-        return token_scores(self.logits._replace(group=group), token_ids, temperature, wants_tops, *sizes)
+        return score_rows(self.logits._replace(selection=selection), token_ids, temperature)
 
     def _truncate(
         self, logits: BlockRows, params: SamplingRows, is_drawn: Bool[Array, " r"]
     ) -> tuple[RowFunction, KeptTokens]:
-        """Return what turns logits of a group into weights, and which of its tokens are kept."""
-        scaled = _scale(logits, params)
+        """Return the function that turns logits of the selected rows into weights, and which tokens are kept.
 
-        def weigh(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
-            return jnp.exp(scaled(logits))
+        A weight is exp((logit − row maximum) ÷ temperature), so that the largest of a row is 1.
+        """
+        scale = _scale(logits, params)
 
-        return weigh, truncate(logits, weigh, params.limits, is_drawn, self.settings.is_static)
+        def weigh(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
+            return jnp.exp(scale(logits_rn))
 
-    def _processed(self, logits: BlockRows, group: Group) -> BlockRows:
-        """Return the logits of the distribution that is drawn from."""
-        params = self.rows.at(group)
-        scaled = _scale(logits, params)
+        return weigh, truncate(logits, weigh, params.limits, is_drawn, self.settings.control_flow)
+
+    def _processed(self, logits: BlockRows, selection: RowSelection) -> BlockRows:
+        """Return the logits, at temperature 1, of the distribution that is drawn from: −inf for tokens left out."""
+        params = self.rows.at(selection)
+        scale = _scale(logits, params)
         weigh, kept = self._truncate(logits, params, jnp.zeros_like(params.is_greedy))
 
-        def heights(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
-            """Tell tokens apart also where their weight e^x is 0, below x = −104: this does not underflow."""
-            return 1.0 / (1.0 - scaled(logits))
+        def heights(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
+            """Order tokens as their weights do, also where the weight e^x is 0, below x = −104: this never is."""
+            return 1.0 / (1.0 - scale(logits_rn))
 
         is_kept = weigh(logits.values) >= kept.threshold[:, None]
-        is_kept &= is_in_top_k(logits, heights, params.limits.top_k, self.settings.is_static)
-        return block_rows(jnp.where(is_kept, scaled(logits.values), -jnp.inf))
+        is_kept &= is_in_top_k(logits, heights, params.limits.top_k, self.settings.control_flow)
+        return block_rows(jnp.where(is_kept, scale(logits.values), -jnp.inf))
 
 
 def _scale(logits: BlockRows, params: SamplingRows) -> RowFunction:
-    """Return what turns logits of a group into ones of temperature 1 whose row maximum is 0."""
+    """Return the function logit → (logit − row maximum) ÷ temperature; greedy rows have temperature 1."""
     maximum, temperature = logits.row_max[:, None], jnp.where(params.is_greedy, 1.0, params.temperature)[:, None]
     return lambda logits: (logits - maximum) / temperature
 
 
-def _rows_per_group(num_rows: int) -> int:
-    """Return how many rows are computed together where only some need a computation."""
-    return 8 if num_rows > 16 else 4
-
-
-def _for_groups(
-    is_needed: Bool[Array, " R"], kinds: Int[Array, " R"], body: Callable[[Group, T], T], state: T, is_static: bool
-) -> T:
-    """Run state = body(rows, state) for groups of rows, by kind, until each row that needs it was in one.
-
-    A group may hold other rows too, and a row may be in two groups: `body` must write the same for it each time.
-    `is_static`: all rows are one group, whether they need it or not.
-    """
-    if is_static:
-        return body(slice(None), state)
-    size = _rows_per_group(len(kinds))
-    if len(kinds) <= size:
-        # Not a loop: its body would be the same each time, and XLA computes such a body before it asks for how often.
-        return lax.cond(jnp.any(is_needed), lambda x: body(slice(None), x), lambda x: x, state)
-    order = jnp.argsort(jnp.where(is_needed, kinds, len(RowKind)), stable=True)
-    num_groups = (jnp.sum(is_needed.astype(jnp.int32)) + size - 1) // size
-
-    def next_group(index: Array, x: T) -> T:
-        # dynamic_slice moves a last group that would reach beyond the end back, onto rows of the one before.
-        return body(lax.dynamic_slice_in_dim(order, index * size, size), x)
-
-    return lax.fori_loop(0, num_groups, next_group, state)
-
-
-def _first_maximum(rows: BlockRows, vocab_size: int) -> Int[Array, " r"]:
+def _first_maximum(logits: BlockRows, vocab_size: int) -> Int[Array, " r"]:
     """Return the index of each row's first maximum, in the first block with that maximum; of NaNs, the last index."""
-    row_max = rows.row_max[:, None]
-    block = _first(rows.maxima[rows.group] == row_max)
-    return jnp.minimum(block * BLOCK + _first(rows.taken(block[:, None])[:, 0] == row_max), vocab_size - 1)
+    row_max = logits.row_max[:, None]
+    block_ids = _first_true(logits.maxima[logits.selection] == row_max)
+    block_starts = block_ids * BLOCK
+    offsets = _first_true(logits.take_blocks(block_ids[:, None])[:, 0] == row_max)
+    return jnp.minimum(block_starts + offsets, vocab_size - 1)
 
 
-def _first(is_it: Bool[Array, "R n"]) -> Int[Array, " R"]:
+def _first_true(mask: Bool[Array, "R n"]) -> Int[Array, " R"]:
     """Return the first true index of each row; the last index if there is none."""
-    last = is_it.shape[1] - 1
-    return jnp.min(jnp.where(is_it, jnp.arange(last + 1, dtype=jnp.int32)[None], last), axis=1)
+    last_index = mask.shape[1] - 1
+    return jnp.min(jnp.where(mask, jnp.arange(last_index + 1, dtype=jnp.int32)[None], last_index), axis=1)
 
 
-def _is_finite(rows: BlockRows) -> Bool[Array, " r"]:
+def _is_finite(logits: BlockRows) -> Bool[Array, " r"]:
     """Return whether each row is finite: no NaN, no +inf, not all −inf."""
-    return ~jnp.any(rows.has_nan[rows.group], axis=-1) & jnp.isfinite(rows.row_max)
+    return ~jnp.any(logits.has_nan[logits.selection], axis=-1) & jnp.isfinite(logits.row_max)
 
 
-def uniforms(rows: SamplingRows, purpose: int, count: int) -> Float[Array, "R count"]:
-    """Return random numbers in [0, 1) per row, with 24 random bits each; a larger `count` only adds to them."""
+def uniforms(rows: SamplingRows, purpose: int, num_draws: int) -> Float[Array, "R num_draws"]:
+    """Return random numbers in [0, 1) per row, with 24 random bits each; a larger `num_draws` only adds to them.
 
-    def one(low: UInt32[Array, ""], high: UInt32[Array, ""], sample: Array, output: Array) -> Array:
+    The key is Threefry's, from the seed, with the sample index, the output index and the purpose folded in.
+    """
+
+    def row_bits(
+        low: UInt32[Array, ""], high: UInt32[Array, ""], sample_index: Int[Array, ""], output_index: Int[Array, ""]
+    ) -> UInt32[Array, " num_draws"]:
         key = jax.random.wrap_key_data(jnp.stack([high, low]), impl="threefry2x32")
-        for part in (sample, output, jnp.int32(purpose)):
+        for part in (sample_index, output_index, jnp.int32(purpose)):
             key = jax.random.fold_in(key, part)
-        # JAX's default, set here because without it the bits would depend on `count`.
+        # JAX's default, set here because without it the bits would depend on `num_draws`.
         with jax.threefry_partitionable(True):
-            return jax.random.bits(key, (count,), jnp.uint32)
+            return jax.random.bits(key, (num_draws,), jnp.uint32)
 
     low, high = (lax.bitcast_convert_type(word, jnp.uint32) for word in (rows.seed_low, rows.seed_high))
-    bits: UInt32[Array, "R count"] = jax.vmap(one)(low, high, rows.sample_index, rows.output_index)
+    bits: UInt32[Array, "R num_draws"] = jax.vmap(row_bits)(low, high, rows.sample_index, rows.output_index)
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -1,6 +1,6 @@
 """Scores tokens by the log-softmax of their rows of logits, with their ranks and the most likely tokens.
 
-Letters: R rows, V vocabulary, k most likely tokens; r is a group of rows.
+Letters: R rows, V vocabulary, k most likely tokens; r selected rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from .control_flow import ControlFlow
 from .top_blocks import BLOCK, BlockRows
 
 
@@ -47,8 +48,8 @@ class TokenScores:
         logprobs = np.asarray(self.all_logprobs[row])
         if 0 <= count < len(logprobs):
             # Tokens that tie with the last one are candidates too: the lower id goes first.
-            lowest = np.partition(logprobs, -count)[-count] if count else np.inf
-            ids = np.flatnonzero(logprobs >= lowest)
+            lowest_logprob = np.partition(logprobs, -count)[-count] if count else np.inf
+            ids = np.flatnonzero(logprobs >= lowest_logprob)
         else:
             ids = np.arange(len(logprobs))
         ids = ids[np.argsort(-logprobs[ids], kind="stable")][: count if count >= 0 else None]
@@ -56,62 +57,64 @@ class TokenScores:
 
 
 def token_scores(
-    rows: BlockRows,
+    logits: BlockRows,
     token_ids: Int[Array, " r"],
     temperature: Float[Array, " r"],
-    wants_tops: Bool[Array, ""] | None,
+    wants_tops: Bool[Array, ""],
+    *,
     max_logprobs: int,
     vocab_size: int,
+    control_flow: ControlFlow,
 ) -> TokenScores:
-    """Score one token per row by log-softmax of logits ÷ temperature, with the `max_logprobs` most likely ones; −1:
-    with all.
+    """Score one token of each selected row by log-softmax of logits ÷ temperature, with its rank in the row.
 
-    `wants_tops` says whether any row needs more than its own token's score; of None, the others are always found. The
-    row maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
+    `max_logprobs` is how many most likely tokens are scored beside it: 0 for none, −1 for the whole vocabulary. They
+    may be left out, as zeros, if `wants_tops` is false: no row asks for more than its own token's score. The row
+    maximum is subtracted before the logarithm of the total: the rounding of large logits would show otherwise.
     """
-    token_logit = jnp.take_along_axis(rows.taken(token_ids[:, None] // BLOCK)[:, 0], token_ids[:, None] % BLOCK, axis=1)
-    row_max, scale = rows.row_max[:, None], 1.0 / temperature[:, None]
-    ranks, log_total = _ranks_and_log_totals(rows.blocks[rows.group], token_logit, row_max, scale)
+    block_ids = token_ids[:, None] // BLOCK
+    token_logit = jnp.take_along_axis(logits.take_blocks(block_ids)[:, 0], token_ids[:, None] % BLOCK, axis=1)
+    row_max, scale = logits.row_max[:, None], 1.0 / temperature[:, None]
+    ranks, log_total = _ranks_and_log_totals(logits.blocks[logits.selection], token_logit, row_max, scale)
 
-    def logprobs(logits: Float[Array, "r n"]) -> Float[Array, "r n"]:
-        return (logits - row_max) * scale - log_total
+    def logprobs(logits_rn: Float[Array, "r n"]) -> Float[Array, "r n"]:
+        return (logits_rn - row_max) * scale - log_total
 
-    own_logprobs = logprobs(token_logit)[:, 0]
+    token_logprobs = logprobs(token_logit)[:, 0]
     if max_logprobs < 0:
-        return TokenScores(own_logprobs, ranks, all_logprobs=logprobs(rows.values[:, :vocab_size]))
+        return TokenScores(token_logprobs, ranks, all_logprobs=logprobs(logits.values[:, :vocab_size]))
     if max_logprobs == 0:
-        return TokenScores(own_logprobs, ranks)
+        return TokenScores(token_logprobs, ranks)
     num_tops = min(max_logprobs, vocab_size)
 
     def tops() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
-        top, top_ids = rows.top_k(num_tops)
-        return top_ids.astype(jnp.int32), logprobs(top)  # With x64 they are int64.
+        top_logits, top_ids = logits.top_k(num_tops)
+        return top_ids.astype(jnp.int32), logprobs(top_logits)  # With x64, top_k gives indices of int64.
 
-    def nothing() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
+    def zeros() -> tuple[Int[Array, "r k"], Float[Array, "r k"]]:
         shape = len(token_ids), num_tops
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    top_ids, top_logprobs = tops() if wants_tops is None else lax.cond(wants_tops, tops, nothing)
-    return TokenScores(own_logprobs, ranks, top_ids, top_logprobs)
+    top_ids, top_logprobs = control_flow.compute_if(wants_tops, tops, zeros)
+    return TokenScores(token_logprobs, ranks, top_ids, top_logprobs)
 
 
 def _ranks_and_log_totals(
-    blocks: Float[Array, "R b B"],
-    token_logit: Float[Array, "R 1"],
-    row_max: Float[Array, "R 1"],
-    scale: Float[Array, "R 1"],
-) -> tuple[Int[Array, " R"], Float[Array, "R 1"]]:
-    """Return the rank of each row's own token, 1 for the largest, and the logarithm of the sum of exponentials.
+    blocks: Float[Array, "r b B"],
+    token_logit: Float[Array, "r 1"],
+    row_max: Float[Array, "r 1"],
+    scale: Float[Array, "r 1"],
+) -> tuple[Int[Array, " r"], Float[Array, "r 1"]]:
+    """Return the rank of each row's token, which is 1 for the largest logit, and the logarithm of the row's total.
 
-    The exponentials are those of the logits minus `row_max`, times `scale`. Both results come from one reduction of
-    blocks and one over blocks: a CPU would take longer for the ranks than for the exponentials, and a single running
-    sum over a vocabulary would be off by 1e-6.
+    The total is Σ exp((logit − row_max) × scale) over the vocabulary. Both results come from one reduction along the
+    blocks, and one over the blocks' results: a CPU would take longer for the ranks than for the exponentials, and a
+    single running sum over a vocabulary would be off by 1e-6.
     """
     operands = (
         (blocks > token_logit[:, :, None]).astype(jnp.int32),
         jnp.exp((blocks - row_max[:, :, None]) * scale[:, :, None]),
     )
-    counts, totals = lax.reduce(
-        operands, (jnp.int32(0), jnp.float32(0)), lambda total, item: (total[0] + item[0], total[1] + item[1]), (2,)
-    )
-    return 1 + jnp.sum(counts, axis=1, dtype=jnp.int32), jnp.log(jnp.sum(totals, axis=1, keepdims=True))
+    zeros = jnp.int32(0), jnp.float32(0)
+    num_larger, totals = lax.reduce(operands, zeros, lambda left, right: (left[0] + right[0], left[1] + right[1]), (2,))
+    return 1 + jnp.sum(num_larger, axis=1, dtype=jnp.int32), jnp.log(jnp.sum(totals, axis=1, keepdims=True))

@@ -4,7 +4,7 @@ The k largest numbers of a row lie in the k blocks with the largest maxima, wher
 first ones are taken: each block that is left out has k blocks before it with a number that is larger, or equal and of
 a lower index.
 
-Letters: R rows, V numbers of a row, B numbers of a block, b blocks of a row; r is a group of rows, t blocks taken.
+Letters: R rows, V numbers of a row, B numbers of a block, b blocks of a row; r selected rows, t blocks taken from each.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from jaxtyping import Array, Bool, Float, Int
 BLOCK = 128
 """Numbers of a block; a TPU's vector has as many lanes."""
 
-Group = Int[Array, " r"] | slice
-"""Some rows: their numbers, or a slice."""
+RowSelection = Int[Array, " r"] | slice
+"""Some of R rows: their indices, or a slice."""
 
 
 class TopBlocks(NamedTuple):
-    """The blocks of each row with the largest maxima, in the order of their places in the row."""
+    """The blocks of each row with the largest maxima, in ascending order of their index in the row."""
 
     values: Float[Array, "r tB"]
     """The numbers of the blocks; −inf behind the end of a row."""
-    numbers: Int[Array, "r t"]
-    """Number of each block: it holds the row's numbers from `BLOCK` times that on."""
-    floor: Float[Array, " r"]
+    block_ids: Int[Array, "r t"]
+    """Index of each block in its row: block i holds the row's numbers i × BLOCK to i × BLOCK + BLOCK − 1."""
+    largest_outside: Float[Array, " r"]
     """The largest number of all other blocks; −inf if there are no others."""
 
-    def indices_of(self, places: Int[Array, "r k"]) -> Int[Array, "r k"]:
-        """Return the index in its row of each place in `values`."""
-        return (
-            jnp.take_along_axis(self.numbers, places // BLOCK, axis=1, mode="promise_in_bounds") * BLOCK
-            + places % BLOCK
-        )
+    def indices_in_row(self, value_indices: Int[Array, "r k"]) -> Int[Array, "r k"]:
+        """Turn indices along `values` into indices along the whole row.
+
+        Example: with BLOCK = 128 and block_ids [[2, 7]], index 130 of `values` is number 2 of block 7: the result is
+        7 × 128 + 2 = 898.
+        """
+        block_ids = jnp.take_along_axis(self.block_ids, value_indices // BLOCK, axis=1, mode="promise_in_bounds")
+        return block_ids * BLOCK + value_indices % BLOCK
 
 
 class BlockRows(NamedTuple):
@@ -48,48 +50,52 @@ class BlockRows(NamedTuple):
     maxima: Float[Array, "R b"]
     has_nan: Bool[Array, "R b"]
     """Whether a block holds a NaN, of which the maxima say nothing: on a CPU, XLA's maximum passes over it."""
-    group: Group = slice(None)
-    """The rows that the methods are about. They read these rows where they lie, without a copy of all their blocks."""
+    selection: RowSelection = slice(None)
+    """The rows that the methods read. They read them from `blocks` directly, without a copy of all their blocks."""
 
     @property
     def values(self) -> Float[Array, "r bB"]:
-        """The numbers of the group's rows, with −inf behind their ends."""
-        rows = self.blocks[self.group]
-        return rows.reshape(rows.shape[0], -1)
+        """The numbers of the selected rows, with −inf behind their ends."""
+        blocks = self.blocks[self.selection]
+        return blocks.reshape(blocks.shape[0], -1)
 
     @property
     def row_max(self) -> Float[Array, " r"]:
-        """The largest number of each row of the group."""
-        return jnp.max(self.maxima[self.group], axis=1)
+        """The largest number of each selected row."""
+        return jnp.max(self.maxima[self.selection], axis=1)
 
-    def taken(self, numbers: Int[Array, "r t"]) -> Float[Array, "r t B"]:
-        """Return some blocks of each row of the group."""
-        rows = jnp.arange(self.blocks.shape[0], dtype=jnp.int32)[self.group]
-        return self.blocks.at[rows[:, None], numbers].get(mode="promise_in_bounds")
+    def take_blocks(self, block_ids: Int[Array, "r t"]) -> Float[Array, "r t B"]:
+        """Return the blocks with these indices of each selected row."""
+        row_ids = jnp.arange(self.blocks.shape[0], dtype=jnp.int32)[self.selection]
+        return self.blocks.at[row_ids[:, None], block_ids].get(mode="promise_in_bounds")
 
     def top_blocks(self, num_blocks: int) -> TopBlocks:
-        """Return `num_blocks` blocks of each row, or all if there are fewer."""
-        maxima = self.maxima[self.group]
-        num_rows, most = maxima.shape
-        if most <= num_blocks:
-            numbers = jnp.broadcast_to(jnp.arange(most)[None], (num_rows, most))
-            return TopBlocks(self.values, numbers, jnp.full(num_rows, -jnp.inf, jnp.float32))
-        largest, numbers = _top_k(maxima, num_blocks + 1)
-        numbers = jnp.sort(numbers[:, :num_blocks], axis=-1)
-        return TopBlocks(self.taken(numbers).reshape(num_rows, -1), numbers, largest[:, num_blocks])
+        """Return the t = min(num_blocks, b) blocks with the largest maxima of each selected row."""
+        maxima_rb = self.maxima[self.selection]
+        num_rows, blocks_per_row = maxima_rb.shape
+        if blocks_per_row <= num_blocks:
+            block_ids = jnp.broadcast_to(jnp.arange(blocks_per_row)[None], (num_rows, blocks_per_row))
+            return TopBlocks(self.values, block_ids, jnp.full(num_rows, -jnp.inf, jnp.float32))
+        # One maximum more than is taken: it is the largest number of the blocks that are left out.
+        top_maxima, top_ids = _top_k(maxima_rb, num_blocks + 1)
+        block_ids = jnp.sort(top_ids[:, :num_blocks], axis=-1)
+        return TopBlocks(self.take_blocks(block_ids).reshape(num_rows, -1), block_ids, top_maxima[:, num_blocks])
 
     def top_k(self, k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:
-        """Return the k largest numbers of each row and their indices, largest first, of equals the lower index."""
+        """Return the k largest numbers of each selected row and their indices in the row.
+
+        The largest comes first; of equal numbers the one with the lower index.
+        """
         top = self.top_blocks(k)
-        values, places = _top_k(top.values, k)
-        return values, top.indices_of(places)
+        values, value_indices = _top_k(top.values, k)
+        return values, top.indices_in_row(value_indices)
 
 
 def _top_k(values: Float[Array, "r n"], k: int) -> tuple[Float[Array, "r k"], Int[Array, "r k"]]:
     """Return the k largest values of each row and their indices, in a form that XLA:CPU leaves as it is.
 
-    Without a barrier it would merge this with slices of the result, and sort all values. One barrier for both results
-    would end the process where a program is for several devices.
+    Without a barrier XLA:CPU would merge the search with slices of its result, and sort all values. One barrier for
+    both results would end the process where a program is for several devices.
     """
     largest, indices = lax.top_k(values, k)
     return lax.optimization_barrier(largest), lax.optimization_barrier(indices)
@@ -104,8 +110,11 @@ def in_blocks(values_RV: Float[Array, "R V"]) -> Float[Array, "R b B"]:
 def block_rows(values_RV: Float[Array, "R V"]) -> BlockRows:
     """Cut rows into blocks, and find the blocks' maxima and NaNs in one reduction."""
     blocks = in_blocks(values_RV)
-    operands, starts = (blocks, blocks != blocks), (jnp.float32(-jnp.inf), jnp.bool_(False))
+    operands, initial_values = (blocks, blocks != blocks), (jnp.float32(-jnp.inf), jnp.bool_(False))
     maxima, has_nan = lax.reduce(
-        operands, starts, lambda total, item: (jnp.maximum(total[0], item[0]), total[1] | item[1]), (2,)
+        operands,
+        initial_values,
+        lambda left, right: (jnp.maximum(left[0], right[0]), left[1] | right[1]),
+        (2,),
     )
     return BlockRows(blocks, maxima, has_nan)

@@ -25,6 +25,7 @@ from ..models.own_model import OwnModel
 from ..models.weights.loading import Weights, abstract_weights
 from ..pallas_kernels.ragged_paged_attention.interface import AttentionShape, Backend, KVLayout, LayerPlace
 from ..pallas_kernels.ragged_paged_attention.paged_cache import PagedCache
+from ..sampling.control_flow import DYNAMIC, STATIC
 from ..sampling.logit_rules_spec import LogitRulesSpec
 from ..sampling.sampler import PLAIN, SampleSettings
 from ..sampling.sampling_params import SampleMode
@@ -102,7 +103,7 @@ class AbstractEngine:
         sizes = builder.sizes
         layout = self._layout(num_blocks, sizes.block_size, sizes.kv_cache_dtype)
         # A GPU's host would have to read the condition of each branch and loop.
-        settings = replace(self.settings, is_static=self.platform == "gpu")
+        settings = replace(self.settings, control_flow=STATIC if self.platform == "gpu" else DYNAMIC)
         layers = tuple(LayerPlace(*place) for place in self.groups.places)
         mesh = self.mesh if self.num_chips > 1 else None
         cache = PagedCache((), layout, layers, self.backend, mesh=mesh, mesh_axis=TENSOR_AXIS)

@@ -281,10 +281,8 @@ def decode(
         num_done=jnp.int32(0),
         rows=jax.tree.map(lambda row: jnp.full((sampling.num_steps, *row.shape), row.dtype == bool, row.dtype), drawn),
     )
-    if sampling.settings.is_static:
-        end = lax.fori_loop(0, sampling.num_steps, lambda _, carry: decode_one(carry), start)
-    else:
-        end = lax.while_loop(lambda carry: carry.is_live.any(), decode_one, start)
+    repeat_while = sampling.settings.control_flow.repeat_while
+    end = repeat_while(lambda carry: carry.is_live.any(), decode_one, start, max_steps=sampling.num_steps)
     state = replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens)
     return (state, end.rules), end.rows
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from jpaged.sampling.control_flow import DYNAMIC, STATIC
 from jpaged.sampling.drawing import draw_branches, draw_tokens, num_draw_levels, num_levels
 from jpaged.sampling.sample_columns import Score
 from jpaged.sampling.sampler import (
@@ -89,7 +90,7 @@ jitted_branches = jax.jit(draw_branches)
 
 
 @partial(jax.jit, static_argnums=2)
-def truncated(logits, rows, is_static):
+def truncated(logits, rows, control_flow):
     """Return the weights of logits whose row maximum is 0, and which tokens truncation keeps."""
     limits = TruncationLimits(rows.min_p, rows.top_k, rows.top_p)
     is_drawn = jnp.ones(len(logits), bool)
@@ -97,21 +98,21 @@ def truncated(logits, rows, is_static):
     def weigh(logits):
         return jnp.exp(logits / rows.temperature[:, None])
 
-    return weigh(logits), truncate(block_rows(logits), weigh, limits, is_drawn, is_static)
+    return weigh(logits), truncate(block_rows(logits), weigh, limits, is_drawn, control_flow)
 
 
-def kept_weights(logits, rows, is_static):
+def kept_weights(logits, rows, control_flow):
     """Return the weights that truncation keeps, after a check of their sums by blocks."""
-    weights, kept = truncated(logits, rows, is_static)
+    weights, kept = truncated(logits, rows, control_flow)
     weights = np.where(weights >= kept.threshold[:, None], weights, 0)
     blocks = np.pad(weights.astype(np.float64), ((0, 0), (0, -weights.shape[1] % 128))).reshape(len(weights), -1, 128)
     np.testing.assert_allclose(kept.block_sums, blocks.sum(axis=2), rtol=1e-5)
     return weights
 
 
-def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, *, is_padded=True, is_static=False, **which):
+def draw(logits, rules, mode=SampleMode.RANDOM, max_logprobs=5, *, is_padded=True, control_flow=DYNAMIC, **which):
     """Sample the rows; they are padded to a multiple of 32, so that most tests share one executable."""
-    settings = SampleSettings(max_logprobs=max_logprobs, is_static=is_static)
+    settings = SampleSettings(max_logprobs=max_logprobs, control_flow=control_flow)
     num_rows = len(rules)
     num_more = -num_rows % 32 if is_padded else 0
     rows = jax.tree.map(lambda leaf: jnp.pad(leaf, (0, num_more)), make_rows(rules, **which))
@@ -148,9 +149,9 @@ def exact_weights(logits, rule):
     return np.where(kept, weights, 0), margin
 
 
-@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("control_flow", [DYNAMIC, STATIC])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size, is_static):
+def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size, control_flow):
     """Rows of all kinds in one batch, in float32 against float64.
 
     Where a comparison is closer than float32 sums over a vocabulary are exact (1e-6), as top-p's is among 49152 tokens,
@@ -159,7 +160,7 @@ def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size, is_sta
     rules = [full_rules(rule, vocab_size) for rule in RULES.values()]
     logits = make_logits(len(rules), vocab_size, seed=2)
     shifted = jnp.asarray(logits - logits.max(axis=1, keepdims=True))
-    kept = np.asarray(kept_weights(shifted, make_rows(rules), is_static))
+    kept = np.asarray(kept_weights(shifted, make_rows(rules), control_flow))
     num_near = 0
     for name, rule, row, weights in zip(RULES, rules, logits, kept, strict=True):
         exact, margin = exact_weights(row, rule)
@@ -174,30 +175,30 @@ def test_each_rule_keeps_exactly_the_tokens_of_its_definition(vocab_size, is_sta
     assert num_near <= (vocab_size == 49152)
 
 
-@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("control_flow", [DYNAMIC, STATIC])
 @pytest.mark.parametrize("vocab_size", [11, 1000])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size, is_static):
+def test_tokens_that_tie_with_the_last_one_kept_are_kept(rule, vocab_size, control_flow):
     rule = full_rules(rule, vocab_size)
     logits = np.random.default_rng(3).integers(-3, 3, (1, vocab_size)).astype(np.float32)
     shifted = jnp.asarray(logits - logits.max())
-    weights = np.asarray(kept_weights(shifted, make_rows([rule]), is_static))[0]
+    weights = np.asarray(kept_weights(shifted, make_rows([rule]), control_flow))[0]
     exact, _ = exact_weights(logits[0], rule)
     assert np.array_equal(weights > 0, exact > 1e-37)
     assert all((weights[logits[0] == level] > 0).all() for level in np.unique(logits[0][weights > 0]))
 
 
-@pytest.mark.parametrize("is_static", [False, True])
-def test_top_k_tells_neighbouring_float32_numbers_apart(is_static):
+@pytest.mark.parametrize("control_flow", [DYNAMIC, STATIC])
+def test_top_k_tells_neighbouring_float32_numbers_apart(control_flow):
     logits = np.array([[0.0, -1.2e-7, -1.0]], np.float32)
-    kept = kept_weights(logits, make_rows([{**NO_RULE, "top_k": 1}]), is_static)
+    kept = kept_weights(logits, make_rows([{**NO_RULE, "top_k": 1}]), control_flow)
     assert (kept > 0).tolist() == [[True, False, False]]
 
 
 def test_a_uniform_distribution_keeps_every_token_under_every_rule():
     rules = [full_rules(rule, 600) for rule in RULES.values()]
-    for is_static in (False, True):
-        assert (np.asarray(kept_weights(jnp.zeros((len(rules), 600)), make_rows(rules), is_static)) == 1.0).all()
+    for control_flow in (DYNAMIC, STATIC):
+        assert (np.asarray(kept_weights(jnp.zeros((len(rules), 600)), make_rows(rules), control_flow)) == 1.0).all()
 
 
 def is_drawn_from(weights, counts):
@@ -536,7 +537,7 @@ def test_no_vocabulary_is_drawn_from_or_ranked_outside_of_what_is_run_on_demand(
     whole = re.compile(r",1000\]|,8,128\]|,1024\]")
     assert not [line for line in (branches + entry).splitlines() if " sort(" in line and whole.search(line)]
     loops = [line for line in entry.splitlines() if " while(" in line and whole.search(line)]
-    assert len(loops) == (2 if num_rows > 4 else 0), "over groups of rows"
+    assert len(loops) == (2 if num_rows > 4 else 0), "over batches of rows"
 
 
 def test_equal_logits_are_ranked_in_the_order_of_their_tokens():
@@ -556,10 +557,10 @@ def test_a_static_sampler_gives_the_same_without_a_branch_or_a_loop_of_unknown_l
     logits, rows = jnp.asarray(make_logits(len(rules), 1000, seed=14)), make_rows(rules, output_index=3)
     for mode in (SampleMode.SCORED, SampleMode.FULL):
         settings = SampleSettings(max_logprobs=4, logprobs_mode=logprobs_mode)
-        one, other = (run(logits, rows, mode, replace(settings, is_static=is_static)) for is_static in (False, True))
+        one, other = (run(logits, rows, mode, replace(settings, control_flow=each)) for each in (DYNAMIC, STATIC))
         for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-        lowered = run.lower(logits, rows, mode, replace(settings, is_static=True))
+        lowered = run.lower(logits, rows, mode, replace(settings, control_flow=STATIC))
         hlo = lowered.compile().as_text()
         assert " conditional(" not in hlo
         loops = [line for line in hlo.splitlines() if " while(" in line]
@@ -583,7 +584,7 @@ def test_what_a_row_keeps_does_not_depend_on_rows_whose_likely_tokens_do_not_suf
     logits -= logits.max(axis=1, keepdims=True)
     found = {}
     for name, neighbours in {"alike": logits, "flat": np.zeros_like(logits)}.items():
-        weights, kept = truncated(np.concatenate([logits, neighbours]), make_rows(rules * 2), False)
+        weights, kept = truncated(np.concatenate([logits, neighbours]), make_rows(rules * 2), DYNAMIC)
         found[name] = np.asarray(weights >= kept.threshold[:, None])[:5], np.asarray(kept.block_sums)[:5]
     assert found["flat"][0][0].sum() < 100
     jax.tree.map(np.testing.assert_array_equal, found["alike"], found["flat"])

@@ -1,0 +1,170 @@
+"""Two ways to compile what depends on the data: with branches and loops of unknown length, or without any.
+
+`DynamicControlFlow` skips what no row needs. `StaticControlFlow` computes everything for every row: it is for a device
+whose branch conditions the host has to read, a GPU. Both give the same results up to rounding. An engine chooses one
+when it is built, and the sampler and the decode loop ask it. The classes have no fields, so that two objects of one
+class are equal as static arguments of a compiled function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from .thresholds import bisect_thresholds, section_thresholds
+from .top_blocks import RowSelection
+
+T = TypeVar("T")
+
+
+class ControlFlow(Protocol):
+    """How a program treats work that only some data need."""
+
+    @property
+    def searches_likely_blocks(self) -> bool:
+        """Whether thresholds are searched in a few likely blocks first, with a branch that reads whole rows."""
+        ...
+
+    def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
+        """Return `compute()` if it is needed. If it is not, the result may be `default()` or `compute()`."""
+        ...
+
+    def for_row_batches(
+        self,
+        is_needed: Bool[Array, " R"],
+        sort_keys: Int[Array, " R"],
+        update: Callable[[RowSelection, T], T],
+        state: T,
+        *,
+        num_keys: int,
+    ) -> T:
+        """Apply state = update(rows, state) to batches of rows until each needed row was in one; return the state.
+
+        Rows with near `sort_keys` share a batch. A batch may hold other rows too, and a row may be in two batches, so
+        `update` must write the same for it each time. Keys are from 0 to `num_keys` − 1.
+        """
+        ...
+
+    def highest_thresholds(
+        self,
+        weights: Float[Array, "R V"],
+        low: Int[Array, " R"],
+        is_limited: Bool[Array, " R"],
+        min_count: Int[Array, " R"],
+        min_mass: Float[Array, " R"],
+    ) -> Int[Array, " R"]:
+        """Return what `bisect_thresholds` does, or thresholds that keep the same weights."""
+        ...
+
+    def repeat_while(
+        self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
+    ) -> T:
+        """Apply state = step(state) while `has_work(state)`, which is at most `max_steps` times; return the state.
+
+        Steps without work may run too: they must change nothing that the caller reads.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DynamicControlFlow:
+    """Branches and loops that depend on the data: work that no row needs is skipped."""
+
+    searches_likely_blocks = True
+
+    def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
+        """Return `compute()` if it is needed, else `default()`."""
+        return lax.cond(is_needed, compute, default)
+
+    def for_row_batches(
+        self,
+        is_needed: Bool[Array, " R"],
+        sort_keys: Int[Array, " R"],
+        update: Callable[[RowSelection, T], T],
+        state: T,
+        *,
+        num_keys: int,
+    ) -> T:
+        """Sort the rows that need an update by their keys, and update them in batches of 4 or 8 rows.
+
+        Example with 20 rows, of which 11 are needed: batches of 8, the first 16 rows of the sorted order.
+        """
+        num_rows = len(sort_keys)
+        batch_size = 8 if num_rows > 16 else 4
+        if num_rows <= batch_size:
+            # Not a loop: its body would be the same each time, and XLA computes such a body before it asks how often.
+            return lax.cond(jnp.any(is_needed), lambda x: update(slice(None), x), lambda x: x, state)
+        # Rows that need no update get a key behind all others.
+        order = jnp.argsort(jnp.where(is_needed, sort_keys, num_keys), stable=True)
+        num_batches = (jnp.sum(is_needed.astype(jnp.int32)) + batch_size - 1) // batch_size
+
+        def update_batch(index: Int[Array, ""], state: T) -> T:
+            # dynamic_slice moves a last batch that would reach beyond the end back, onto rows of the one before.
+            return update(lax.dynamic_slice_in_dim(order, index * batch_size, batch_size), state)
+
+        return lax.fori_loop(0, num_batches, update_batch, state)
+
+    def highest_thresholds(
+        self,
+        weights: Float[Array, "R V"],
+        low: Int[Array, " R"],
+        is_limited: Bool[Array, " R"],
+        min_count: Int[Array, " R"],
+        min_mass: Float[Array, " R"],
+    ) -> Int[Array, " R"]:
+        """Bisect until every limited row is decided."""
+        return bisect_thresholds(weights, low, is_limited, min_count, min_mass)
+
+    def repeat_while(
+        self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
+    ) -> T:
+        """Stop as soon as there is no work. `has_work` must be false after `max_steps` steps."""
+        return lax.while_loop(has_work, step, state)
+
+
+@dataclass(frozen=True)
+class StaticControlFlow:
+    """No branch, and no loop whose length depends on data: every row is computed as if it needed everything."""
+
+    searches_likely_blocks = False
+
+    def compute_if(self, is_needed: Bool[Array, ""], compute: Callable[[], T], default: Callable[[], T]) -> T:
+        """Return `compute()`."""
+        return compute()
+
+    def for_row_batches(
+        self,
+        is_needed: Bool[Array, " R"],
+        sort_keys: Int[Array, " R"],
+        update: Callable[[RowSelection, T], T],
+        state: T,
+        *,
+        num_keys: int,
+    ) -> T:
+        """Update all rows as one batch."""
+        return update(slice(None), state)
+
+    def highest_thresholds(
+        self,
+        weights: Float[Array, "R V"],
+        low: Int[Array, " R"],
+        is_limited: Bool[Array, " R"],
+        min_count: Int[Array, " R"],
+        min_mass: Float[Array, " R"],
+    ) -> Int[Array, " R"]:
+        """Search all rows in a fixed number of passes."""
+        return section_thresholds(weights, low, min_count, min_mass)
+
+    def repeat_while(
+        self, has_work: Callable[[T], Bool[Array, ""]], step: Callable[[T], T], state: T, *, max_steps: int
+    ) -> T:
+        """Run all `max_steps` steps."""
+        return lax.fori_loop(0, max_steps, lambda _, state: step(state), state)
+
+
+DYNAMIC, STATIC = DynamicControlFlow(), StaticControlFlow()

@@ -1,0 +1,143 @@
+"""Finds the highest threshold of each row of weights that still keeps enough of them, without sorting.
+
+Thresholds are searched as the bits of float32 numbers, which as integers are in the order of the numbers ≥ 0. So a
+search of at most 30 halvings is exact. `bisect_thresholds` stops as early as the data allow; `section_thresholds` makes
+a fixed number of passes.
+
+Letters: R rows, V weights of a row, n thresholds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from .top_blocks import BLOCK
+
+BITS_OF_ONE = int(np.float32(1.0).view(np.int32))
+NUM_PARTS, NUM_CUTS = 8, 10
+"""Parts that a range of bits is cut into, and how often, where the number of passes is fixed: 8¹⁰ = 2³⁰ numbers."""
+
+
+class _Bounds(NamedTuple):
+    """The state of a bisection: the highest threshold that keeps enough lies in [low, high)."""
+
+    low: Int[Array, " R"]
+    """Bits of a threshold that keeps enough weights."""
+    high: Int[Array, " R"]
+    """Bits of a threshold that keeps too few."""
+    num_low: Int[Array, " R"]
+    """Weights that reach the lower threshold."""
+    num_high: Int[Array, " R"]
+    """Weights that reach the higher threshold."""
+
+
+def bisect_thresholds(
+    weights: Float[Array, "R V"],
+    low: Int[Array, " R"],
+    is_limited: Bool[Array, " R"],
+    min_count: Int[Array, " R"],
+    min_mass: Float[Array, " R"],
+) -> Int[Array, " R"]:
+    """Return by bisection the highest threshold ≥ `low` of each row that keeps `min_count` weights with sum `min_mass`.
+
+    Thresholds are the bits of float32 numbers, as int32; weights are in [0, 1]. The range is halved until at most one
+    weight lies between the bounds of every limited row: further passes would not change which weights are kept. What is
+    returned for rows that are not limited means nothing. Without a limited row there is no pass at all.
+    """
+
+    def is_open(bounds: _Bounds) -> Bool[Array, ""]:
+        has_numbers_between = bounds.high - bounds.low > 1
+        return jnp.any(is_limited & has_numbers_between & (bounds.num_low - bounds.num_high > 1))
+
+    def halve(bounds: _Bounds) -> _Bounds:
+        middle = bounds.low + (bounds.high - bounds.low) // 2
+        count, mass = kept_count_and_mass(weights, lax.bitcast_convert_type(middle, jnp.float32))
+        is_enough = (count >= min_count) & (mass >= min_mass)
+        return _Bounds(
+            low=jnp.where(is_enough, middle, bounds.low),
+            high=jnp.where(is_enough, bounds.high, middle),
+            num_low=jnp.where(is_enough, count, bounds.num_low),
+            num_high=jnp.where(is_enough, bounds.num_high, count),
+        )
+
+    high, num_low = jnp.full_like(low, BITS_OF_ONE + 1), jnp.full_like(low, weights.shape[1])
+    return lax.while_loop(is_open, halve, _Bounds(low, high, num_low, jnp.zeros_like(low))).low
+
+
+def section_thresholds(
+    weights: Float[Array, "R V"],
+    low: Int[Array, " R"],
+    min_count: Int[Array, " R"],
+    min_mass: Float[Array, " R"],
+) -> Int[Array, " R"]:
+    """Return what `bisect_thresholds` returns, or a threshold that keeps the same weights, in NUM_CUTS passes.
+
+    A section search: each pass cuts the range of bits [low, high) into NUM_PARTS parts, with a threshold at each inner
+    edge, and goes on in the part that holds the answer. The last range holds one number.
+    """
+    num_edges = NUM_PARTS - 1
+
+    def cut(_: Array, bounds: tuple[Int[Array, " R"], Int[Array, " R"]]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+        low, high = bounds
+        part_size = (high - low + NUM_PARTS - 1) // NUM_PARTS
+        edges = low[:, None] + part_size[:, None] * jnp.arange(1, num_edges + 1)[None]
+        counts, masses = kept_counts_and_masses(weights, lax.bitcast_convert_type(edges, jnp.float32))
+        is_enough = (edges < high[:, None]) & (counts >= min_count[:, None]) & (masses >= min_mass[:, None])
+        # Rounding may let a sum rise where it should not: the first edge that keeps too little ends the range.
+        low += part_size * jnp.sum(jnp.cumprod(is_enough.astype(jnp.int32), axis=1), axis=1)
+        return low, jnp.minimum(low + part_size, high)
+
+    return lax.fori_loop(0, NUM_CUTS, cut, (low, jnp.full_like(low, BITS_OF_ONE + 1)))[0]
+
+
+def block_masses(weights: Float[Array, "R bB"], threshold: Float[Array, " R"]) -> Float[Array, "R b"]:
+    """Return the sum of each block's weights that reach the row's threshold; blocks are BLOCK weights long."""
+    return kept_mass(weights.reshape(len(threshold), -1, BLOCK), threshold[:, None])
+
+
+def kept_mass(weights: Float[Array, "*rows n"], threshold: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Return the sum of the weights that reach the threshold."""
+    count, mass = kept_count_and_mass(weights, threshold)
+    # With the count in use, XLA:CPU adds the weights up where it computes them; else it writes them out first.
+    return jnp.where(count > 0, mass, 0.0)
+
+
+def kept_count_and_mass(
+    weights: Float[Array, "*rows n"], threshold: Float[Array, "*rows"]
+) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
+    """Return how many weights reach the threshold, and their sum.
+
+    Both come from one reduction: two of them take a CPU ten times as long.
+    """
+    is_kept = weights >= threshold[..., None]
+    operands = is_kept.astype(jnp.int32), jnp.where(is_kept, weights, 0.0)
+    count, mass = lax.reduce(
+        operands,
+        (jnp.int32(0), jnp.float32(0)),
+        lambda left, right: (left[0] + right[0], left[1] + right[1]),
+        (weights.ndim - 1,),
+    )
+    return count, mass
+
+
+def kept_counts_and_masses(
+    weights: Float[Array, "R V"], thresholds: Float[Array, "R n"]
+) -> tuple[Int[Array, "R n"], Float[Array, "R n"]]:
+    """Return how many weights reach each threshold of their row, and their sum; thresholds are above 0.
+
+    One reduction along each block of weights gives the n counts and the n sums of all blocks, and a second one adds up
+    the blocks: a single running sum over a vocabulary would be off by 1e-5.
+    """
+    num_rows, num_thresholds = thresholds.shape
+    blocks_RbB = weights.reshape(num_rows, -1, BLOCK)
+    is_kept = [blocks_RbB >= thresholds[:, index, None, None] for index in range(num_thresholds)]
+    operands = [mask.astype(jnp.int32) for mask in is_kept] + [jnp.where(mask, blocks_RbB, 0.0) for mask in is_kept]
+    zeros = [jnp.int32(0)] * num_thresholds + [jnp.float32(0)] * num_thresholds
+    sums = lax.reduce(operands, zeros, lambda left, right: [a + b for a, b in zip(left, right, strict=True)], (2,))
+    counts, masses = jnp.stack(sums[:num_thresholds], axis=1), jnp.stack(sums[num_thresholds:], axis=1)
+    return jnp.sum(counts, axis=2), jnp.sum(masses, axis=2)
