@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,25 @@ from ..sampling.sampler import sample as sample_logits
 from ..sampling.sampling_params import SampleMode
 from ..sharding import TENSOR_AXIS
 from .step_layout import COUNT_FIELDS, SLOT, TOKEN, StepLayout
+
+Sections = dict[str, Array]
+"""Name of a section of the packed buffer → its values, as step_layout.py lists them."""
+Cache = TypeVar("Cache")
+
+
+class Model(Protocol):
+    """A module that a step runs: a Decoder, or a caller's own."""
+
+    def __call__(
+        self, token_ids: Int[Array, " T"], cache: Cache, step: AttentionMetadata
+    ) -> tuple[Float[Array, "T D"], Cache]:
+        """Return the hidden states of the step's tokens, and the cache with their keys and values."""
+        ...
+
+    def logits(self, hidden_RD: Float[Array, "R D"]) -> Float[Array, "R X"]:
+        """Return the logits of hidden states; on a mesh each device has those of a part of the vocabulary."""
+        ...
+
 
 SamplingState = tuple[Int[Array, " slots"], LogitRulesState | None]
 """The state that samplers keep by state slot: the last token, and the logit rules, which are None in modes that read
@@ -74,7 +93,7 @@ def update_tables(tables: Int[Array, "groups slots P"], changes: Int[Array, "4 N
 
 
 def forward(
-    graph: Any, weights: Any, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
+    graph: nnx.GraphDef[Any], weights: nnx.State, state: DeviceState, packed: Int[Array, " n"], layout: StepLayout
 ) -> tuple[DeviceState, Int[Array, "fields S"]]:
     """Compute every token of the step; return the new state and the buffer's SAMPLE_FIELDS, for the sampler.
 
@@ -82,24 +101,25 @@ def forward(
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
-    ids = view["token_ids"]
-    from_slot = state.last_tokens[jnp.where(ids <= -2, -ids - 1, 0)]
+    packed_ids = view["token_ids"]
+    # An id −(s + 1) stands for the token that state slot s has sampled last.
+    from_slot = state.last_tokens[jnp.where(packed_ids <= -2, -packed_ids - 1, 0)]
     model = _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
-    inputs = ModelInputs(token_ids=jnp.where(ids <= -2, from_slot, ids), attention=step)
+    inputs = ModelInputs(token_ids=jnp.where(packed_ids <= -2, from_slot, packed_ids), attention=step)
     hidden_TD, cache = model(inputs, state.cache)
     hidden = lax.dynamic_update_slice(state.hidden, hidden_TD.astype(state.hidden.dtype), (0, 0))
     return replace(state, cache=cache, page_tables=tables, hidden=hidden), view["samples"]
 
 
 def trial(
-    graph: Any,
+    graph: nnx.GraphDef[Any],
     layout: StepLayout,
     layers: tuple[AttentionLayer, ...],
-    weights: Any,
+    weights: nnx.State,
     cache: PagedCache,
-    tables: Any,
-    packed: Any,
+    tables: Int[Array, "groups slots P"],
+    packed: Int[Array, " n"],
 ) -> Float[Array, "T D"]:
     """Return the hidden states of a step: to trace a model without running it.
 
@@ -109,18 +129,18 @@ def trial(
     view, model = layout.view(packed), _merged(graph, weights)
     step = _metadata(view, tables, decodes_only=layout.decodes_only)
     inputs = ModelInputs(token_ids=view["token_ids"], attention=step)
-    hidden_TD, new = model(inputs, CheckedCache(cache, layers))
-    check_all_layers_attended(new, layers)
+    hidden_TD, cache_after = model(inputs, CheckedCache(cache, layers))
+    check_all_layers_attended(cache_after, layers)
     return hidden_TD
 
 
-def _merged(graph: Any, weights: Any) -> Any:
+def _merged(graph: nnx.GraphDef[Any], weights: nnx.State) -> Model:
     """Return the model, with variables that belong to JAX's present trace."""
     # Flattening and unflattening makes new variables; `nnx.merge` alone would take those of the state as they are.
     return nnx.merge(graph, jax.tree.map(lambda leaf: leaf, weights))
 
 
-def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
+def _metadata(view: Sections, tables: Int[Array, "groups slots P"], *, decodes_only: bool) -> AttentionMetadata:
     """Return what attention reads of a step; each row gets the page table of its state slot."""
     counts = _counts(view)
     return AttentionMetadata(
@@ -136,14 +156,14 @@ def _metadata(view: dict[str, Any], tables: Int[Array, "groups slots P"], *, dec
     )
 
 
-def _counts(view: dict[str, Any]) -> dict[str, Int[Array, ""]]:
+def _counts(view: Sections) -> dict[str, Int[Array, ""]]:
     """Return the buffer's counts by name."""
     return dict(zip(COUNT_FIELDS, view["counts"], strict=True))
 
 
 def sample_rows(
-    graph: Any,
-    weights: Any,
+    graph: nnx.GraphDef[Any],
+    weights: nnx.State,
     state: SamplingState,
     hidden_TD: Float[Array, "T D"],
     columns: Int[Array, "fields R"],
@@ -164,24 +184,22 @@ def sample_rows(
     return (last_tokens.at[slots].set(sampled.token_ids), rules), sampled
 
 
-def _whole_logits(model: Any, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
+def _whole_logits(model: Model, hidden_RD: Float[Array, "R D"], mesh: Mesh | None) -> Float[Array, "R V"]:
     """Return the logits of the whole vocabulary in float32, whatever dtype a caller's own module gives them in.
 
-    They are on every chip of a mesh, where each has computed those of a part.
-
-    Every chip then draws the same tokens. The gather stands outside of loops and branches of the sampler: a TPU's
-    compiler hangs on communication inside of a branch. It is explicit, because XLA by itself would gather the head's
-    weights instead.
+    On a mesh each device computes the logits of a part of the vocabulary, and gathers those of the others, so that all
+    devices draw the same tokens. The gather stands outside of loops and branches of the sampler: a TPU's compiler hangs
+    on communication inside of a branch. It is explicit, because XLA by itself would gather the head's weights instead.
     """
     logits_RX = model.logits(hidden_RD)
     if mesh is None:
         return logits_RX.astype(jnp.float32)
     gather = partial(lax.all_gather, axis_name=TENSOR_AXIS, axis=1, tiled=True)
     by_vocab, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec()
-    on_chips = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
-    # Without what pads the vocabulary of a Decoder; a caller's own module pads nothing. Row by row: XLA would leave
-    # them as they were gathered, column by column, and a GPU's sampler sums along rows.
-    whole_RV = on_chips(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
+    gather_on_mesh = jax.shard_map(gather, mesh=mesh, in_specs=by_vocab, out_specs=whole, check_vma=False)
+    # The slice cuts off what pads the vocabulary of a Decoder; a caller's own module pads nothing. The layout is row by
+    # row: XLA would leave the logits as they were gathered, column by column, and a GPU's sampler sums along rows.
+    whole_RV = gather_on_mesh(logits_RX)[:, : getattr(model, "vocab_size", None)].astype(jnp.float32)
     return with_layout_constraint(whole_RV, Layout((0, 1)))
 
 
@@ -192,13 +210,13 @@ class DecodeSampling:
     mode: SampleMode
     settings: SampleSettings
     num_steps: int
-    """Most tokens of each row; if the settings are static, every call computes so many."""
+    """Most tokens of each row; with static control flow, every call computes so many."""
     mesh: Mesh | None = None
 
 
 def decode(
-    graph: Any,
-    weights: Any,
+    graph: nnx.GraphDef[Any],
+    weights: nnx.State,
     state: DeviceState,
     rules: LogitRulesState | None,
     packed: Int[Array, " n"],
@@ -208,81 +226,36 @@ def decode(
     """Decode up to K = `sampling.num_steps` tokens of every row, one after another; return rows by iteration, [K, R].
 
     A row is live until it has its `decode_lens` tokens or draws one that ends its sequence. The loop runs until no row
-    is live; with static settings it runs K times. What later iterations hold for a row means nothing. Rows that are no
-    longer live are computed beside the others with unchanged inputs, so they write again what they have written. A row
-    whose last token ends its sequence already draws nothing. `state` and `rules` are donated.
+    is live; with static control flow it runs K times. What later iterations hold for a row means nothing. Rows that are
+    no longer live are computed beside the others with unchanged inputs, so they write again what they have written. A
+    row whose last token ends its sequence already draws nothing. `state` and `rules` are donated.
     """
     view = layout.view(packed)
     tables = update_tables(state.page_tables, view["changes"])
     counts = _counts(view)
-    step, seq_slots = _metadata(view, tables, decodes_only=True), view["seq_slots"]
-    page_size = state.cache.layout.page_size
+    step = _metadata(view, tables, decodes_only=True)
     samples = view["samples"][:, : layout.num_rows]
     row_of_sample = samples[TOKEN]
-    slots, params = samples[SLOT], SamplingRows.from_columns(samples)
-    stops = samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :]
-    num_steps = jnp.where(jnp.arange(layout.num_rows) < counts["num_samples"], view["decode_lens"][row_of_sample], 0)
-
-    def stays_live(token_ids: Int[Array, " R"], num_done: Int[Array, ""]) -> Bool[Array, " R"]:
-        return (num_done < num_steps) & (token_ids[None] != stops).all(axis=0)
-
-    def decode_one(carry: _DecodeCarry) -> _DecodeCarry:
-        """Compute and draw one token for each row, and move the live rows on by one position."""
-        positions = step.positions + carry.num_ahead
-        pages = jnp.take_along_axis(step.page_tables, (positions // page_size)[None, :, None], axis=2)[..., 0]
-        is_row = jnp.arange(layout.num_rows) < counts["num_rows"]
-        now = replace(
-            step,
-            positions=positions,
-            slot_mapping=jnp.where(is_row[None], pages * page_size + (positions % page_size)[None], 0),
-            context_lens=step.context_lens + carry.num_ahead,
-        )
-        # In the loop's own trace: nnx's transforms, which a caller's own module may use, refuse variables of another.
-        model = _merged(graph, weights)
-        hidden_RD, cache = model(ModelInputs(token_ids=carry.token_ids, attention=now), carry.cache)
-        logits_RV = _whole_logits(model, hidden_RD[row_of_sample].astype(state.hidden.dtype), sampling.mesh)
-        rows = replace(params, output_index=params.output_index + carry.num_done)
-        drawn = sample_logits(logits_RV, rows, sampling.mode, sampling.settings, carry.rules)
-        is_live, rules = carry.is_live, carry.rules
-        if rules is not None:
-            rules = record_tokens(rules, jnp.where(is_live, rows.ruled_slot, 0), drawn.token_ids)
-        last_tokens = carry.last_tokens.at[jnp.where(is_live, slots, 0)].set(drawn.token_ids)
-        num_done = carry.num_done + 1
-        is_live &= stays_live(drawn.token_ids, num_done)
-        is_moving = jnp.zeros_like(is_row).at[jnp.where(is_live, row_of_sample, layout.num_rows)].set(True, mode="drop")
-        return _DecodeCarry(
-            cache=cache,
-            rules=rules,
-            last_tokens=last_tokens,
-            token_ids=jnp.where(is_moving, last_tokens[seq_slots], carry.token_ids),
-            num_ahead=carry.num_ahead + is_moving.astype(jnp.int32),
-            is_live=is_live,
-            num_done=num_done,
-            rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
-        )
-
-    drawn = jax.eval_shape(
-        lambda hidden_RD: sample_logits(
-            _whole_logits(_merged(graph, weights), hidden_RD, sampling.mesh),
-            params,
-            sampling.mode,
-            sampling.settings,
-            rules,
+    loop = _DecodeLoop(
+        graph=graph,
+        weights=weights,
+        sampling=sampling,
+        hidden_dtype=state.hidden.dtype,
+        page_size=state.cache.layout.page_size,
+        step=step,
+        num_rows=counts["num_rows"],
+        slot_of_row=view["seq_slots"],
+        row_of_sample=row_of_sample,
+        slot_of_sample=samples[SLOT],
+        params=SamplingRows.from_columns(samples),
+        stop_ids=samples[SAMPLE_FIELDS.index(STOP_FIELDS[0]) :],
+        num_tokens=jnp.where(
+            jnp.arange(layout.num_rows) < counts["num_samples"], view["decode_lens"][row_of_sample], 0
         ),
-        jax.ShapeDtypeStruct((layout.num_rows, state.hidden.shape[1]), state.hidden.dtype),
-    )
-    start = _DecodeCarry(
-        cache=state.cache,
-        rules=rules,
-        last_tokens=state.last_tokens,
-        token_ids=state.last_tokens[seq_slots],
-        num_ahead=jnp.zeros_like(seq_slots),
-        is_live=stays_live(state.last_tokens[slots], jnp.int32(0)),
-        num_done=jnp.int32(0),
-        rows=jax.tree.map(lambda row: jnp.full((sampling.num_steps, *row.shape), row.dtype == bool, row.dtype), drawn),
     )
     repeat_while = sampling.settings.control_flow.repeat_while
-    end = repeat_while(lambda carry: carry.is_live.any(), decode_one, start, max_steps=sampling.num_steps)
+    start = loop.start(state, rules)
+    end = repeat_while(lambda carry: carry.is_live.any(), loop.decode_one, start, max_steps=sampling.num_steps)
     state = replace(state, cache=end.cache, page_tables=tables, last_tokens=end.last_tokens)
     return (state, end.rules), end.rows
 
@@ -305,3 +278,118 @@ class _DecodeCarry:
     """Iterations done."""
     rows: SampledRows
     """Sampled rows by iteration, [K, R]."""
+
+
+@dataclass(frozen=True)
+class _DecodeLoop:
+    """All that stays the same in the iterations of `decode`.
+
+    Row r of the step computes a token; sample s draws one from the hidden state of row `row_of_sample[s]`. Both have R
+    entries, padding included.
+    """
+
+    graph: nnx.GraphDef[Any]
+    weights: nnx.State
+    sampling: DecodeSampling
+    hidden_dtype: jnp.dtype[Any]
+    page_size: int
+    """Tokens per page."""
+    step: AttentionMetadata
+    """What attention reads in the first iteration."""
+    num_rows: Int[Array, ""]
+    """Rows without padding."""
+    slot_of_row: Int[Array, " R"]
+    """State slot of each row."""
+    row_of_sample: Int[Array, " R"]
+    slot_of_sample: Int[Array, " R"]
+    """State slot of each sample."""
+    params: SamplingRows
+    """Sampling parameters of the samples in the first iteration."""
+    stop_ids: Int[Array, "stops R"]
+    """Tokens that end the sequence of a sample."""
+    num_tokens: Int[Array, " R"]
+    """Tokens that each sample draws at most; 0 for padding."""
+
+    def start(self, state: DeviceState, rules: LogitRulesState | None) -> _DecodeCarry:
+        """Return the loop state before the first iteration."""
+        hidden = jax.ShapeDtypeStruct((len(self.slot_of_row), state.hidden.shape[1]), self.hidden_dtype)
+
+        def draw(hidden_RD: Float[Array, "R D"]) -> SampledRows:
+            model = _merged(self.graph, self.weights)
+            return self._sample(_whole_logits(model, hidden_RD, self.sampling.mesh), self.params, rules)
+
+        drawn = jax.eval_shape(draw, hidden)
+        num_steps = self.sampling.num_steps
+        return _DecodeCarry(
+            cache=state.cache,
+            rules=rules,
+            last_tokens=state.last_tokens,
+            token_ids=state.last_tokens[self.slot_of_row],
+            num_ahead=jnp.zeros_like(self.slot_of_row),
+            is_live=self._stays_live(state.last_tokens[self.slot_of_sample], jnp.int32(0)),
+            num_done=jnp.int32(0),
+            # Rows that no iteration computes count as finite, with token 0.
+            rows=jax.tree.map(lambda row: jnp.full((num_steps, *row.shape), row.dtype == bool, row.dtype), drawn),
+        )
+
+    def decode_one(self, carry: _DecodeCarry) -> _DecodeCarry:
+        """Compute one token of each row, draw the next one, and move the live rows on by one position."""
+        step = self._advanced_step(carry.num_ahead)
+        # Merged in the loop's own trace: nnx's transforms, which a caller's own module may use, refuse variables of
+        # another trace.
+        model = _merged(self.graph, self.weights)
+        hidden_RD, cache = model(carry.token_ids, carry.cache, step)
+        sampled_hidden_RD = hidden_RD[self.row_of_sample].astype(self.hidden_dtype)
+        logits_RV = _whole_logits(model, sampled_hidden_RD, self.sampling.mesh)
+        params = replace(self.params, output_index=self.params.output_index + carry.num_done)
+        drawn = self._sample(logits_RV, params, carry.rules)
+        is_live, rules = carry.is_live, carry.rules
+        if rules is not None:
+            rules = record_tokens(rules, jnp.where(is_live, params.ruled_slot, 0), drawn.token_ids)
+        last_tokens = carry.last_tokens.at[jnp.where(is_live, self.slot_of_sample, 0)].set(drawn.token_ids)
+        num_done = carry.num_done + 1
+        is_live &= self._stays_live(drawn.token_ids, num_done)
+        is_moving = self._rows_of(is_live)
+        return _DecodeCarry(
+            cache=cache,
+            rules=rules,
+            last_tokens=last_tokens,
+            token_ids=jnp.where(is_moving, last_tokens[self.slot_of_row], carry.token_ids),
+            num_ahead=carry.num_ahead + is_moving.astype(jnp.int32),
+            is_live=is_live,
+            num_done=num_done,
+            rows=jax.tree.map(lambda all_rows, row: all_rows.at[carry.num_done].set(row), carry.rows, drawn),
+        )
+
+    def _advanced_step(self, num_ahead: Int[Array, " R"]) -> AttentionMetadata:
+        """Return what attention reads once each row is `num_ahead` tokens further than in the first iteration.
+
+        Padding rows write KV slot 0.
+        """
+        positions = self.step.positions + num_ahead
+        page_indices = positions // self.page_size
+        pages = jnp.take_along_axis(self.step.page_tables, page_indices[None, :, None], axis=2)[..., 0]
+        is_row = jnp.arange(len(self.slot_of_row)) < self.num_rows
+        return replace(
+            self.step,
+            positions=positions,
+            slot_mapping=jnp.where(is_row[None], pages * self.page_size + (positions % self.page_size)[None], 0),
+            context_lens=self.step.context_lens + num_ahead,
+        )
+
+    def _sample(
+        self, logits_RV: Float[Array, "R V"], params: SamplingRows, rules: LogitRulesState | None
+    ) -> SampledRows:
+        return sample_logits(logits_RV, params, self.sampling.mode, self.sampling.settings, rules)
+
+    def _stays_live(self, token_ids: Int[Array, " R"], num_done: Int[Array, ""]) -> Bool[Array, " R"]:
+        """Return which samples draw another token, after `num_done` iterations and a last token."""
+        return (num_done < self.num_tokens) & (token_ids[None] != self.stop_ids).all(axis=0)
+
+    def _rows_of(self, is_live: Bool[Array, " R"]) -> Bool[Array, " R"]:
+        """Return which rows have a live sample."""
+        num_padded_rows = len(self.slot_of_row)
+        has_live_sample = jnp.zeros(num_padded_rows, bool)
+        # A sample that is not live gets an index behind all rows, which the scatter drops.
+        rows = jnp.where(is_live, self.row_of_sample, num_padded_rows)
+        return has_live_sample.at[rows].set(True, mode="drop")
