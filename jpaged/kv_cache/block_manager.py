@@ -135,20 +135,24 @@ class BlockManager:
         read it, or may find it, the sequence gets a copy.
         """
         arithmetic = self.arithmetic
-        first = sequence.num_computed // arithmetic.block_size
-        tails = [(group, pages[first]) for group, pages in enumerate(sequence.pages) if first < len(pages)]
+        page_to_write = sequence.num_computed // arithmetic.block_size  # Its index in the page tables.
         ref_counts, key_of = self.device.ref_counts, self.device.key_of
-        shared = [group for group, page in tails if ref_counts[page] > 1 or page in key_of]
-        missing = [
+        groups_to_copy = [
+            group
+            for group, pages in enumerate(sequence.pages)
+            if page_to_write < len(pages) and (ref_counts[pages[page_to_write]] > 1 or pages[page_to_write] in key_of)
+        ]
+        # Pages that each group lacks; negative where it has more than enough.
+        num_missing = [
             arithmetic.pages_for(max(num_tokens, sequence.num_tokens) if window is None else num_tokens) - len(pages)
             for window, pages in zip(arithmetic.windows, sequence.pages, strict=True)
         ]
-        if len(shared) + sum(count for count in missing if count > 0) > self.num_free:
+        if len(groups_to_copy) + sum(num_pages for num_pages in num_missing if num_pages > 0) > self.num_free:
             return False
-        for group in shared:
-            self._copy_on_write(sequence, group, first)
-        for group, count in enumerate(missing):
-            for _ in range(count):
+        for group in groups_to_copy:
+            self._copy_on_write(sequence, group, page_to_write)
+        for group, num_pages in enumerate(num_missing):
+            for _ in range(num_pages):
                 self._append(sequence, group, self.store.take())
         return True
 
@@ -179,9 +183,10 @@ class BlockManager:
 
     def can_share(self, parent: SampleSequence, num_tokens: int) -> bool:
         """Return whether the parent still has all pages that a query behind its first `num_tokens` tokens sees."""
-        arithmetic = self.arithmetic
-        firsts = [(group, arithmetic.first_visible_page(group, num_tokens)) for group, _ in arithmetic.window_groups]
-        return all(parent.num_passed[group] <= first for group, first in firsts)
+        return all(
+            parent.num_passed[group] <= self.arithmetic.first_visible_page(group, num_tokens)
+            for group, _ in self.arithmetic.window_groups
+        )
 
     def share(self, parent: SampleSequence, child: SampleSequence, num_tokens: int) -> None:
         """Give the child, which owns no page, the parent's pages of the first `num_tokens` computed tokens.
@@ -194,12 +199,13 @@ class BlockManager:
         pool = self._pool_of(parent)
         for group, pages in enumerate(parent.pages):
             # Another fork may begin one token earlier: it computes the last token itself.
-            first = max(parent.num_passed[group], arithmetic.first_visible_page(group, max(0, num_tokens - 1)))
-            for page in [NULL_PAGE] * first + pages[first:num_pages]:
+            first_visible = arithmetic.first_visible_page(group, max(0, num_tokens - 1))
+            first_page = max(parent.num_passed[group], first_visible)
+            for page in [NULL_PAGE] * first_page + pages[first_page:num_pages]:
                 if page != NULL_PAGE:
                     pool.add_ref(page)
                 self._append(child, group, page)
-            child.num_passed[group] = first
+            child.num_passed[group] = first_page
         self.prefixes.inherit(parent, child, num_tokens)
 
     def adopt(self, sequence: SampleSequence, match: PrefixMatch) -> int:
@@ -215,14 +221,15 @@ class BlockManager:
         return match.num_pages * self.arithmetic.block_size
 
     def defer_free(self, sequence: SampleSequence, step: int) -> None:
-        """Keep the pages that steps in flight, `step` the last of them, may write for this sequence from being taken.
+        """Keep the pages that steps in flight may write for this sequence from being taken before they have retired.
 
-        Those steps write where the host does not know the token yet; with a chunk in flight, anywhere.
+        `step` is the last of these steps. They write the pages of tokens that the host does not know yet; with a chunk
+        in flight, all pages of the sequence.
         """
         has_chunk_in_flight = sequence.last_chunk_step > self.device.retired_step
-        first = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.arithmetic.block_size
+        first_page = 0 if has_chunk_in_flight else (len(sequence.token_ids) - 1) // self.arithmetic.block_size
         for pages in sequence.pages:
-            for page in pages[first:]:
+            for page in pages[first_page:]:
                 if page != NULL_PAGE and page not in self.device.key_of:
                     self.device.defer_free(page, step)
 
@@ -239,13 +246,14 @@ class BlockManager:
         that hold nothing yet are given back. Afterwards the page tables name pages of the host pool. False changes
         nothing.
         """
-        held = self._held(sequences)
-        copies = self._copies(held, self.device, self.host)
-        num_free_copies = sum(self.host.ref_counts[copy] == 0 for copy in copies.values())
-        if len(held) - len(copies) + num_free_copies > self.host.num_free:
+        device_pages = self._held(sequences)
+        host_copies = self._copies(device_pages, self.device, self.host)
+        # A copy without a reference is a free page now, and leaves the free ones once it is referenced.
+        num_free_copies = sum(self.host.ref_counts[copy] == 0 for copy in host_copies.values())
+        if len(device_pages) - len(host_copies) + num_free_copies > self.host.num_free:
             self.store.counts["host_pool_full"] += 1
             return False
-        self._move(sequences, held, copies, is_out=True)
+        self._move(sequences, device_pages, host_copies, is_out=True)
         return True
 
     def num_to_swap_in(self, sequences: Sequence[SampleSequence]) -> int:
@@ -267,8 +275,8 @@ class BlockManager:
 
     def _copy_on_write(self, sequence: SampleSequence, group: int, index: int) -> None:
         shared = sequence.pages[group][index]
-        own = sequence.pages[group][index] = self.store.copy(shared)
-        self.table_changes[group, sequence.seq_slot, index] = own
+        copy = sequence.pages[group][index] = self.store.copy(shared)
+        self.table_changes[group, sequence.seq_slot, index] = copy
         self.device.drop_ref(shared)
 
     def _append(self, sequence: SampleSequence, group: int, page: int) -> None:
@@ -309,10 +317,15 @@ class BlockManager:
         return {page: target.page_of[key] for page, key in keys.items() if key in target.page_of}
 
     def _move(self, owners: Sequence[SampleSequence], held: list[int], copies: dict[int, int], *, is_out: bool) -> None:
-        """Let these sequences own, instead of the pages they hold, pages of the other pool: `copies`, else new ones."""
-        pool, take = (self.host, self.store.swap_out) if is_out else (self.device, self.store.swap_in)
-        for copy in copies.values():  # Before any page is taken, which may evict pages without a reference.
-            pool.add_ref(copy)
+        """Replace the pages in these sequences' tables by pages of the other pool: `copies`, else newly taken ones.
+
+        `held` are the pages that hold something, and `copies` maps some of them to equal pages of the other pool; the
+        others are added to it. `is_out`: the other pool is the host's.
+        """
+        target, take = (self.host, self.store.swap_out) if is_out else (self.device, self.store.swap_in)
+        # The copies are referenced before any page is taken, which may evict pages without a reference.
+        for copy in copies.values():
+            target.add_ref(copy)
         for page in held:
             if page not in copies:
                 copies[page] = take(page)
@@ -321,7 +334,8 @@ class BlockManager:
             self._drop_refs(sequence)
             for page in chain.from_iterable(tables):
                 if page != NULL_PAGE:
-                    pool.add_ref(page)
+                    target.add_ref(page)
             sequence.pages = tables
+        # Each page is now referenced by its owners; this gives up the reference from above, or from `take`.
         for copy in copies.values():
-            pool.drop_ref(copy)
+            target.drop_ref(copy)

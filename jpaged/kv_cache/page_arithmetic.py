@@ -51,32 +51,37 @@ class PageArithmetic:
     def window_pages(self, window: int, num_steps: int = 1) -> int:
         """Return the most pages that a sequence of any length has in a group with this window.
 
-        `num_steps` counts the steps that have not retired, the one that the pages are taken for among them: pages are
-        given back when a step retires.
+        `num_steps` counts the steps that have not retired, with the step that the pages are taken for: pages are given
+        back when a step retires.
         """
-        # Most pages are touched by a chunk that begins at the last token of a page.
+        # The worst case is a chunk that begins at the last token of a page: it touches the most pages.
         return self.pages_for(window - 1) + self.pages_for(self.block_size - 1 + num_steps * self.max_chunk)
 
     def max_pages(self, fork_len: int, total_lens: Iterable[int], *, num_steps: int = 1) -> int:
         """Return the pages that sequences of these lengths take at most, sharing their first `fork_len` tokens.
 
-        With one step this is what they need, since each may wait until its last step has retired. With as many steps
-        as may be in flight it is what they take if pages are free.
+        Pages of all page-table groups are counted. `num_steps` is the number of steps in flight at once: 1 gives the
+        minimum to make progress, since a sequence may wait until its last step has retired; the in-flight limit gives
+        the peak.
+
+        Example with pages of 4 tokens and full attention: lengths 10 and 13 with a fork_len of 9 share 2 pages, and
+        have 1 and 2 pages more: 5 pages.
         """
         lens = list(total_lens)
         # A fork computes the last token that it has in common anew, in a page of its own.
-        shared = max(0, fork_len - 1) // self.block_size
-        own = [self.pages_for(length) - shared for length in lens]
-        num_full = shared + sum(own)
-        num_pages = self.windows.count(None) * num_full
+        shared_pages = max(0, fork_len - 1) // self.block_size
+        unshared_pages = [self.pages_for(length) - shared_pages for length in lens]
+        pages_under_full_attention = shared_pages + sum(unshared_pages)
+        num_pages = self.windows.count(None) * pages_under_full_attention
         for _, window in self.window_groups:
-            most = self.window_pages(window, num_steps)
+            window_pages = self.window_pages(window, num_steps)
             # Samples that still see their common tokens share those pages as they do under full attention.
-            num_pages += min(num_full, sum(min(most, shared + pages) for pages in own))
+            unshared_bound = sum(min(window_pages, shared_pages + pages) for pages in unshared_pages)
+            num_pages += min(pages_under_full_attention, unshared_bound)
         return num_pages
 
     def longest_len(self, num_pages: int, max_len: int) -> int:
-        """Return the tokens of the longest sequence that so many pages hold: `max_len`, or fewer in whole pages."""
+        """Return the tokens of the longest sequence that `num_pages` pages hold: `max_len`, or fewer in whole pages."""
         if self.max_pages(0, [max_len]) <= num_pages:
             return max_len
         lens = range(self.block_size, max_len + self.block_size, self.block_size)

@@ -44,7 +44,7 @@ class PageDemand:
             raise refusal("prompt", got, self.available, way_out)
 
     def check_fork(self, parent: SampleSequence, num_forks: int, max_num_seqs: int) -> None:
-        """Raise InvalidRequestError if the parent's request could not run alone with so many samples more."""
+        """Raise InvalidRequestError if the parent's request could not run alone with `num_forks` samples more."""
         request = parent.request
         num_samples = len(request.live) + num_forks
         shared_len = min(common_len(request) or parent.num_tokens, len(parent.token_ids))
@@ -56,9 +56,9 @@ class PageDemand:
             raise refusal("n", got, self.available, way_out)
 
     def check_pin(self, num_pages: int, requests: Iterable[Request]) -> None:
-        """Raise InvalidRequestError if one of these requests could never run beside so many newly pinned pages."""
-        num_available, shortest = self.blocks.num_available, self.arithmetic.max_pages(0, [1])
-        num_needed = max(map(self.max_pages, requests), default=shortest)
+        """Raise InvalidRequestError if one of these requests could never run beside `num_pages` newly pinned pages."""
+        num_available, pages_of_one_token = self.blocks.num_available, self.arithmetic.max_pages(0, [1])
+        num_needed = max(map(self.max_pages, requests), default=pages_of_one_token)
         if num_pages + num_needed > num_available:
             room = max(0, num_available - num_needed)
             allowed = f"{room}, since {num_needed} of {num_available} must be left for requests"
@@ -70,20 +70,22 @@ class PageDemand:
         return self._max_pages(request, common_len(request), len(request.live))
 
     def _max_pages(self, request: Request, shared_len: int, num_samples: int) -> int:
-        first = request.live[0]
-        num_pinned = 0 if request.needs_prompt_scores else self.prefixes.num_pinned(first, request.prompt_len - 1)
+        """Return what `max_pages` does, for `num_samples` samples that share their first `shared_len` tokens."""
+        sample = request.live[0]
+        num_pinned = 0 if request.needs_prompt_scores else self.prefixes.num_pinned(sample, request.prompt_len - 1)
         # The last token ends its sequence, so its keys and values are never computed.
-        return self.arithmetic.max_pages(shared_len, [first.max_len - 1] * num_samples) - num_pinned
+        return self.arithmetic.max_pages(shared_len, [sample.max_len - 1] * num_samples) - num_pinned
 
     def pages_now(self, request: Request, num_cached: int = 0) -> int:
         """Return the pages that the request takes to compute all tokens that it has.
 
-        `num_cached` of the first sample's tokens come from the prefix cache, if none are computed yet.
+        `num_cached` of the root sample's tokens come from the prefix cache, if none are computed yet.
         """
-        first, *others = request.live
-        num_pending = first.num_tokens - max(first.num_computed, num_cached)
-        for other in others:  # The tokens up to a fork are the parent's to compute, but for the last one.
-            num_pending = max(num_pending, other.num_tokens - max(other.num_computed, other.fork_len - 1))
+        root, *forks = request.live
+        num_pending = root.num_tokens - max(root.num_computed, num_cached)
+        for fork in forks:  # The tokens up to a fork are the parent's to compute, but for the last one.
+            num_pending = max(num_pending, fork.num_tokens - max(fork.num_computed, fork.fork_len - 1))
+        # No chunk is longer than what is pending: windows then need fewer pages than `max_chunk` allows for.
         arithmetic = replace(self.arithmetic, max_chunk=min(self.arithmetic.max_chunk, num_pending))
         return arithmetic.max_pages(common_len(request), [sequence.num_tokens for sequence in request.live])
 
@@ -105,8 +107,9 @@ class PageDemand:
     def match_limit(self, sequence: SampleSequence) -> int:
         """Return how many of a sequence's first tokens may come from the prefix cache.
 
-        Not the last one it has, since only a computed token yields logits. Where a prompt's own scores are wanted, no
-        token that has not been scored. Where windows pass, no token that its children have still to see.
+        The last token never does, since only a computed token yields logits. If the prompt's tokens are to be scored,
+        no token does that has not been scored. If windows give pages back, no token does that samples forked from this
+        sequence still attend to.
         """
         limit = sequence.num_tokens - 1
         if sequence.request.needs_prompt_scores:

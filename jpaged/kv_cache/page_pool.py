@@ -94,7 +94,10 @@ class PagePool:
             self._make_free(page, keeps_content=keeps_content)
 
     def is_kept(self, page: int, num_takes: int) -> bool:
-        """Return whether a page, given back with `keeps_content` when it had been taken so often, still holds that."""
+        """Return whether a page that was given back with `keeps_content` still holds its content of then.
+
+        `num_takes` is how often the page had been taken when it was given back.
+        """
         return page in self.cached and self.num_takes[page] == num_takes
 
     def publish(self, page: int, key: PageKey) -> bool:
@@ -129,15 +132,15 @@ class PagePool:
     def retire(self, step: int) -> None:
         """Note that every step up to this one is done: pages that only those could write become free."""
         self.retired_step = step
-        done = [page for last, page in self.deferred if last <= step]
-        # Not always the first entries: a page may be given back before one whose writer retires earlier.
-        self.deferred = [(last, page) for last, page in self.deferred if last > step]
-        for page in done:
+        # These are not always the first entries: a page may be given back before one whose writer retires earlier.
+        written_pages = [page for last_step, page in self.deferred if last_step <= step]
+        self.deferred = [(last_step, page) for last_step, page in self.deferred if last_step > step]
+        for page in written_pages:
             self._make_free(page)
-        self.pending_writers = {page: last for page, last in self.pending_writers.items() if last > step}
+        self.pending_writers = {page: last_step for page, last_step in self.pending_writers.items() if last_step > step}
 
     def withdraw(self, num_pages: int) -> None:
-        """Make the pool smaller by so many pages, free ones now and others once they are free; larger if negative."""
+        """Make the pool smaller by `num_pages` pages, larger if negative: free pages now, others once they are free."""
         self.num_withdrawn += num_pages
         while len(self.withdrawn) > self.num_withdrawn:
             self._make_free(self.withdrawn.pop())

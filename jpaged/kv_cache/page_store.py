@@ -69,10 +69,10 @@ class PageStore:
 
     def copy(self, page: int) -> int:
         """Take a device page that gets the content of another device page."""
-        own = self.take()
-        self.moves.append(PageMove(MoveKind.COPY, page, own))
+        copy = self.take()
+        self.moves.append(PageMove(MoveKind.COPY, page, copy))
         self.counts["copy_on_write"] += 1
-        return own
+        return copy
 
     def swap_out(self, page: int) -> int:
         """Take a host page that gets the content of a device page, and its hash. The host pool must have room."""

@@ -12,12 +12,31 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from ..request import CacheKey, RequestState, SampleSequence
 from .page_arithmetic import PageArithmetic
 from .page_pool import NULL_PAGE, PageKey
 from .page_store import PageStore
 from .prefix_hash import extend_hashes
+
+
+class HostPage(NamedTuple):
+    """A matched page that only the host pool has."""
+
+    group: int
+    """Page-table group."""
+    index: int
+    """Index of the page in the page table."""
+    page: int
+    """Page number in the host pool."""
+
+
+class PinnedPrefix(NamedTuple):
+    """The tokens of a pinned prefix, and what else its pages depend on."""
+
+    token_ids: array[int]
+    cache_key: CacheKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +47,8 @@ class PrefixMatch:
     """Pages in order of position that need not be computed."""
     device_pages: list[list[int]]
     """Device pages per group; the null page where only the host has the page, or a window needs none."""
-    host_pages: list[tuple[int, int, int]]
-    """(group, index, host page) of those that only the host pool still has."""
+    host_pages: list[HostPage]
+    """The pages of the match that only the host pool still has."""
     missing_hash: bytes | None
     """Hash of the next page, which is not cached; None if the match is as long as was asked for."""
 
@@ -47,8 +66,8 @@ class PrefixCache:
         self.is_enabled = is_enabled
         self.pinned_prefixes: Counter[bytes] = Counter()
         """Hash of a pinned prefix's last page → how often that prefix was pinned."""
-        self._pinned_tokens: dict[bytes, tuple[array[int], CacheKey]] = {}
-        """Hash of a pinned prefix's last page → the tokens of that prefix, and its cache key."""
+        self._pinned_tokens: dict[bytes, PinnedPrefix] = {}
+        """Hash of a pinned prefix's last page → that prefix."""
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def count_query(self, num_tokens: int, num_hit: int) -> None:
@@ -63,28 +82,32 @@ class PrefixCache:
     # Finding
 
     def match(self, sequence: SampleSequence, num_tokens: int) -> PrefixMatch:
-        """Find the cached pages that hold the first `num_tokens` tokens of this sequence at most; changes no page."""
-        length = max_length = num_tokens // self.block_size if self.is_enabled else 0
-        hashes = self._hashes(sequence, length)
+        """Find the longest prefix of at most `num_tokens` tokens of this sequence whose pages are all cached.
+
+        A group of full attention needs every page of the prefix, a group with a window only those that a query behind
+        the prefix attends to. Changes no page.
+        """
+        num_pages = max_pages = num_tokens // self.block_size if self.is_enabled else 0
+        hashes = self._hashes(sequence, num_pages)
         for group, window in enumerate(self.windows):
             if window is None:
-                length = self._num_leading(group, hashes, length)
-        # A window needs only the pages that the next query sees. A shorter prefix needs others: look again.
-        while (missing := self._last_missing(hashes, length)) is not None:
-            length = missing
+                num_pages = self._num_leading(group, hashes, num_pages)
+        # A prefix that is cut short needs other pages of the windows than the longer one, so the search starts again.
+        while (missing_index := self._last_missing(hashes, num_pages)) is not None:
+            num_pages = missing_index
         device_pages: list[list[int]] = []
-        host_pages: list[tuple[int, int, int]] = []
+        host_pages: list[HostPage] = []
         for group in range(len(self.windows)):
-            first = self.arithmetic.first_visible_page(group, length * self.block_size)
-            pages = [NULL_PAGE] * first
-            for index in range(first, length):
+            first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
+            pages = [NULL_PAGE] * first_visible
+            for index in range(first_visible, num_pages):
                 key = (group, hashes[index])
                 page = self.device.page_of.get(key, NULL_PAGE)
                 if page == NULL_PAGE:
-                    host_pages.append((group, index, self.host.page_of[key]))
+                    host_pages.append(HostPage(group, index, self.host.page_of[key]))
                 pages.append(page)
             device_pages.append(pages)
-        return PrefixMatch(length, device_pages, host_pages, hashes[length] if length < max_length else None)
+        return PrefixMatch(num_pages, device_pages, host_pages, hashes[num_pages] if num_pages < max_pages else None)
 
     def has_page(self, page_hash: bytes | None) -> bool:
         """Return whether a page of that hash is cached, in the first group at least. No hash: False."""
@@ -111,12 +134,12 @@ class PrefixCache:
             for page in pages:
                 if page != NULL_PAGE:
                     self.device.add_ref(page)
-        for _, _, host_page in match.host_pages:
-            self.host.add_ref(host_page)
+        for host_page in match.host_pages:
+            self.host.add_ref(host_page.page)
         tables = [list(pages) for pages in match.device_pages]
-        for group, index, host_page in match.host_pages:
-            tables[group][index] = self.store.swap_in(host_page)
-            self.host.drop_ref(host_page)
+        for host_page in match.host_pages:
+            tables[host_page.group][host_page.index] = self.store.swap_in(host_page.page)
+            self.host.drop_ref(host_page.page)
             self.store.counts["host_hit"] += 1
         sequence.num_published = match.num_pages
         return tables
@@ -137,6 +160,7 @@ class PrefixCache:
                 page = pages[index]
                 if page != NULL_PAGE and page not in self.device.key_of:
                     self.store.publish(page, (group, hashes[index]))
+        # Pages that a window gave back before they were known to be sound, if no other sequence has taken them since.
         for (group, index), (page, num_takes) in sequence.passed_pages.items():
             if not self.device.is_kept(page, num_takes):
                 continue
@@ -161,14 +185,17 @@ class PrefixCache:
             sequence.passed_pages[group, index] = page, self.device.num_takes[page]
 
     def will_have(self, sequence: SampleSequence, num_pages: int) -> bool:
-        """Return whether a query behind the first pages of a sequence will find what windows see, once it is sound.
+        """Return whether the cache will have every page that a window needs for a prefix of `num_pages` pages.
 
-        Windows may have passed some of these pages, and other sequences may have taken them since.
+        These are the pages that a query behind the prefix attends to. The pages that the sequence still owns will be
+        published once they have proved sound. A page that it has given back must be cached, or be kept with its content
+        until then: another sequence may have taken it since.
         """
         for group, _ in self.arithmetic.window_groups:
             first_visible = self.arithmetic.first_visible_page(group, num_pages * self.block_size)
             for index in range(first_visible, min(num_pages, sequence.num_passed[group])):
-                is_kept = self.device.is_kept(*sequence.passed_pages.get((group, index), (NULL_PAGE, 0)))
+                passed_page = sequence.passed_pages.get((group, index))
+                is_kept = passed_page is not None and self.device.is_kept(*passed_page)
                 if not is_kept and not self._is_cached((group, sequence.page_hashes[index])):
                     return False
         return True
@@ -213,13 +240,13 @@ class PrefixCache:
 
     def renew(self, weights_version: int) -> None:
         """Forget every published page as `reset` does, and let pins be for pages of this version of the weights."""
-        pins = [(*self._pinned_tokens[last], count) for last, count in self.pinned_prefixes.items()]
-        for token_ids, key, count in pins:
-            for _ in range(count):
+        pins = [(self._pinned_tokens[last_hash], num_pins) for last_hash, num_pins in self.pinned_prefixes.items()]
+        for (token_ids, key), num_pins in pins:
+            for _ in range(num_pins):
                 self.unpin(token_ids, key)
         self.reset()
-        for token_ids, key, count in pins:
-            for _ in range(count):
+        for (token_ids, key), num_pins in pins:
+            for _ in range(num_pins):
                 self.pin(token_ids, replace(key, weights_version=weights_version))
 
     # Pins
@@ -234,15 +261,16 @@ class PrefixCache:
         if not hashes:
             return 0
         self.pinned_prefixes[hashes[-1]] += 1
-        self._pinned_tokens[hashes[-1]] = array("i", token_ids), cache_key
+        self._pinned_tokens[hashes[-1]] = PinnedPrefix(array("i", token_ids), cache_key)
         self.store.num_pin_changes += 1
         keys = self._pin_keys(hashes)
         self.store.pins.update(chain.from_iterable(keys))
         for key in chain.from_iterable(keys):
             self.store.pin(key)
         are_kept = [all(key in self.store.pinned_pages for key in page_keys) for page_keys in keys]
-        num_kept = [*are_kept, False].index(False)
-        return num_kept * self.block_size if num_kept == len(keys) or not self.arithmetic.window_groups else 0
+        num_leading = [*are_kept, False].index(False)  # Pages from the start on that are all kept now.
+        is_whole_prefix_kept = num_leading == len(keys)
+        return num_leading * self.block_size if is_whole_prefix_kept or not self.arithmetic.window_groups else 0
 
     def unpin(self, token_ids: Sequence[int], key: CacheKey) -> bool:
         """Undo one `pin` of the same prefix, whose pages may then be evicted; return False if there was none."""
@@ -288,11 +316,14 @@ class PrefixCache:
         return hashes
 
     def _pin_keys(self, hashes: list[bytes]) -> list[list[PageKey]]:
-        """Return the keys of the pages at each position that a pin of a prefix with these page hashes keeps."""
-        num_tokens = len(hashes) * self.block_size
-        firsts = [self.arithmetic.first_visible_page(group, num_tokens) for group in range(len(self.windows))]
+        """Return, for each page of a prefix with these page hashes, the keys that its pin keeps: one in each group.
+
+        A group with a window has none for the pages that no query behind the prefix attends to.
+        """
+        num_tokens, groups = len(hashes) * self.block_size, range(len(self.windows))
+        first_visible = [self.arithmetic.first_visible_page(group, num_tokens) for group in groups]
         return [
-            [(group, page_hash) for group, first in enumerate(firsts) if index >= first]
+            [(group, page_hash) for group in groups if index >= first_visible[group]]
             for index, page_hash in enumerate(hashes)
         ]
 

@@ -28,18 +28,19 @@ def extend_hashes(hashes: list[bytes], token_ids: array[int], num_pages: int, pa
     """Append hashes of full pages of `token_ids` to `hashes` until it holds `num_pages` in all.
 
     `hashes` may already hold those of the first pages. `page_size` counts tokens, and there are at least
-    `num_pages` × `page_size` of them.
+    `num_pages` × `page_size` of them. A page's hash is SHA-256 over the hash of the page before it, its tokens as
+    int32, and its extras.
     """
-    first = len(hashes)
-    if first >= num_pages:
+    first_page = len(hashes)
+    if first_page >= num_pages:
         return
     parent = hashes[-1] if hashes else root_hash(key)
-    data = token_ids[first * page_size : num_pages * page_size].tobytes()
+    data = token_ids[first_page * page_size : num_pages * page_size].tobytes()
     page_bytes = token_ids.itemsize * page_size
     extras = _extras(key.items, page_size) if key.items else {}
-    for index in range(first, num_pages):
-        start = (index - first) * page_bytes
-        message = parent + data[start : start + page_bytes]
+    for index in range(first_page, num_pages):
+        offset = (index - first_page) * page_bytes
+        message = parent + data[offset : offset + page_bytes]
         if extras:
             message += extras.get(index, b"")
         parent = sha256(message).digest()

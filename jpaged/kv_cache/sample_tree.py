@@ -66,25 +66,29 @@ def remove(sequence: SampleSequence) -> None:
 
 def reset_to_prompt(request: Request) -> None:
     """Let all live samples of a request share its prompt, which the first of them computes for all."""
-    first, *others = request.live
-    first.parent, first.fork_len = None, 0
-    for sequence in others:
-        sequence.parent, sequence.fork_len = first, request.prompt_len
+    root, *forks = request.live
+    root.parent, root.fork_len = None, 0
+    for sequence in forks:
+        sequence.parent, sequence.fork_len = root, request.prompt_len
 
 
 def reparent_children(sequence: SampleSequence) -> None:
-    """Let the children of a sample that has left `live` share with each other what they shared with it."""
-    children, parent, common = children_of(sequence), sequence.parent, sequence.fork_len
+    """Give the children of a sample that has left `live` another parent, with which they share what they can.
+
+    This is the sample's own parent. If it was the root, it is the child that shared the most tokens with it, which
+    becomes the root of the request: the first live sample, without a parent.
+    """
+    children, parent, shared_len = children_of(sequence), sequence.parent, sequence.fork_len
     if not children:
         return
     if parent is None:
         parent = max(children, key=lambda child: child.fork_len)
-        common = parent.fork_len
+        shared_len = parent.fork_len
     for child in children:
         if child is not parent:
-            child.parent, child.fork_len = parent, min(child.fork_len, common)
+            child.parent, child.fork_len = parent, min(child.fork_len, shared_len)
     # Last, so that it can be done again if it is interrupted.
     if parent in children:
         parent.parent, parent.fork_len = None, 0
         live = sequence.request.live
-        live[:] = [parent, *(one for one in live if one is not parent)]
+        live[:] = [parent, *(sample for sample in live if sample is not parent)]
