@@ -218,7 +218,7 @@ def main() -> None:
     from jpaged.sampling.sampler import SampleSettings
     from jpaged.sampling.sampling_params import SampleMode
     from jpaged.startup.abstract_engine import AbstractEngine
-    from jpaged.startup.sizing.sizes import estimated_program_bytes
+    from jpaged.startup.sizing.step_memory import estimated_program_bytes
     from jpaged.step.step_sizes import StepSizes
 
     shape = dict(SMALL if target == "cpu" else LLAMA_8B)

@@ -36,15 +36,16 @@ def unreserved_memory_note(device: jax.Device) -> str:
     if stats is None:
         return ""
     name = next((name for name in FRACTIONS if os.environ.get(name)), FRACTIONS[0])
-    given = os.environ.get(name) or str(DEFAULT_SHARE)
+    share_text = os.environ.get(name) or str(DEFAULT_SHARE)
     try:
-        share = float(given)
+        share = float(share_text)
     except ValueError:
-        raise refusal(name, given, "a number from 0 to 1", "correct it or unset it", error=ConfigError) from None
+        raise refusal(name, share_text, "a number from 0 to 1", "correct it or unset it", error=ConfigError) from None
     if not 0 < share < LARGE_SHARE:
         return ""
-    unused = stats["bytes_limit"] / share * (1 - share)
+    # `bytes_limit` is JAX's share of the GPU's memory.
+    unused_bytes = stats["bytes_limit"] / share * (1 - share)
     return (
-        f"; JAX leaves {unused / 1e9:.3g} GB of the GPU unused: set {FRACTIONS[0]}={MEMORY_SHARE} before JAX starts "
-        "to use them"
+        f"; JAX leaves {unused_bytes / 1e9:.3g} GB of the GPU unused: set {FRACTIONS[0]}={MEMORY_SHARE} before JAX "
+        "starts to use them"
     )

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-_GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+
+class _MemoryFiles(NamedTuple):
+    """Where a control group's directory tells the memory of its processes."""
+
+    limit: str
+    """File with the limit in bytes."""
+    usage: str
+    """File with the bytes in use."""
+    reclaimable: str
+    """Field of the file memory.stat with the bytes of file pages that the kernel can take back."""
+
+
+_MEMORY_FILES = {
+    "": _MemoryFiles("memory.max", "memory.current", "inactive_file"),
+    "memory": _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Controllers named in a line of /proc/self/cgroup → the files of limit and usage, and the field of memory.stat that
-counts file pages which the kernel can take back."""
+"""Controllers named in a line of /proc/self/cgroup → the files of their groups: none in version 2, memory in version
+1."""
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -18,38 +31,40 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
     Where /proc is missing (not Linux), all physical memory counts as free.
     """
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-        groups = (proc / "self" / "cgroup").read_text().splitlines()
+        free_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+        cgroup_lines = (proc / "self" / "cgroup").read_text().splitlines()
     except (OSError, KeyError):
-        return available
-    for line in groups:  # "0::/path" in version 2, "4:memory:/path" in version 1; the path is mostly "/" in containers.
+        return free_bytes
+    # "0::/path" in version 2, "4:memory:/path" in version 1; the path is mostly "/" in containers.
+    for line in cgroup_lines:
         _, controllers, path = line.split(":", 2)
         root = {"": cgroup, "memory": cgroup / "memory"}.get(controllers)
         if root is not None:
-            own = root / path.strip("/")
-            for group in (own, *own.parents[: len(own.parts) - len(root.parts)]):
-                available = min(available, _free_in_group(group, _GROUP_FILES[controllers], available))
-    return available
+            # The limits of the process's control group hold, and those of all groups that this one is in.
+            process_group = root / path.strip("/")
+            outer_groups = process_group.parents[: len(process_group.parts) - len(root.parts)]
+            for group in (process_group, *outer_groups):
+                free_bytes = min(free_bytes, _free_in_group(group, _MEMORY_FILES[controllers], free_bytes))
+    return free_bytes
 
 
-def _free_in_group(group: Path, names: tuple[str, str, str], available: int) -> int:
-    """Return the bytes below the limit of one control group, or `available` if it has none.
+def _free_in_group(group: Path, files: _MemoryFiles, unlimited_bytes: int) -> int:
+    """Return the bytes below the limit of the control group with this directory, or `unlimited_bytes` without a limit.
 
     File pages that are not in use now count as free, since the kernel takes them back when memory is short.
     """
-    limit_name, used_name, reclaimable = names
     try:
-        limit = (group / limit_name).read_text().strip()
+        limit = (group / files.limit).read_text().strip()
         if limit == "max":
-            return available
-        used = int((group / used_name).read_text())
+            return unlimited_bytes
+        used_bytes = int((group / files.usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + int(stat.get(reclaimable, 0)))
+        return max(0, int(limit) - used_bytes + int(stat.get(files.reclaimable, 0)))
     except OSError:  # The group is outside of this container, or has no memory controller: no limit.
-        return available
+        return unlimited_bytes
 
 
 def num_host_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -12,7 +12,7 @@ Smaller groups leave less room unused, but each group has a page table for every
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import ConfigError
@@ -37,18 +37,20 @@ class LayerGroups:
 def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
     """Form groups of nearly equal size with the least padding, which is groups × largest size − layers.
 
-    Of ways with equal padding the one is taken in which full attention, whose pages are never given back, has the least
-    of it, and of these the one with fewest groups. ConfigError for more than `MAX_GROUPS` different
-    windows, and for a layer that reads the keys and values of a layer with another window.
+    Of partitions with equal padding the one is taken in which full attention, whose pages are never given back, has the
+    least of it, and of these the one with fewest groups. ConfigError for more than `MAX_GROUPS` different windows, and
+    for a layer that reads the keys and values of a layer with another window.
     """
-    counts = Counter(layer.window for layer in layers if layer.pages_of is None)
-    counts = Counter({window: counts[window] for window in sorted(counts, key=lambda window: window or 0)})
-    if len(counts) > MAX_GROUPS:
+    num_unsorted = Counter(layer.window for layer in layers if layer.pages_of is None)
+    windows_in_order = sorted(num_unsorted, key=lambda window: window or 0)  # Full attention, None, comes first.
+    num_layers_of = {window: num_unsorted[window] for window in windows_in_order}
+    if len(num_layers_of) > MAX_GROUPS:
+        shown_windows = ", ".join(map(_shown, num_layers_of))
         raise ConfigError(
-            f"model: its attention layers have {len(counts)} different windows ({', '.join(map(_shown, counts))}), "
+            f"model: its attention layers have {len(num_layers_of)} different windows ({shown_windows}), "
             f"allowed: at most {MAX_GROUPS}, since each takes a page-table group of its own"
         )
-    windows = _windows_of_groups(counts)
+    windows = _windows_of_groups(num_layers_of)
     places: list[tuple[int, int]] = []
     num_placed: Counter[int | None] = Counter()
     for index, layer in enumerate(layers):
@@ -57,31 +59,35 @@ def group_layers(layers: Sequence[AttentionLayer]) -> LayerGroups:
             _check_owner(index, layer, layers[layer.pages_of])
             places.append(places[layer.pages_of])
             continue
-        # The layers of a window are dealt to its groups in turn.
-        turn, group = divmod(num_placed[window], windows.count(window))
-        places.append((windows.index(window) + group, turn))
+        # The layers of a window are dealt to its groups in turn: with two groups 0, 1, 0, 1 …
+        index_in_group, group_of_window = divmod(num_placed[window], windows.count(window))
+        places.append((windows.index(window) + group_of_window, index_in_group))
         num_placed[window] += 1
-    return LayerGroups(windows, _largest_size(counts, windows), tuple(places))
+    return LayerGroups(windows, _max_group_layers(num_layers_of, windows), tuple(places))
 
 
-def _windows_of_groups(counts: Counter[int | None]) -> tuple[int | None, ...]:
-    """Return the window of each group, for the number of layers of each window; equal windows are neighbours."""
-    ways = [
-        tuple(window for window, count in counts.items() for _ in range(-(-count // size)))
-        for size in range(1, max(counts.values()) + 1)
+def _windows_of_groups(num_layers_of: Mapping[int | None, int]) -> tuple[int | None, ...]:
+    """Return the window of each group, for the number of layers of each window; equal windows are neighbours.
+
+    Tries every largest size of a group. Example: {None: 2, 512: 5} with at most 3 layers per group gives
+    (None, 512, 512).
+    """
+    partitions = [
+        tuple(window for window, num_layers in num_layers_of.items() for _ in range(-(-num_layers // max_layers)))
+        for max_layers in range(1, max(num_layers_of.values()) + 1)
     ]
 
-    def cost(way: tuple[int | None, ...]) -> tuple[int, int, int]:
-        # The number of layers is the same for all ways, so the least room is the least padding.
-        size = _largest_size(counts, way)
-        return len(way) * size, way.count(None) * size, len(way)
+    def cost(windows: tuple[int | None, ...]) -> tuple[int, int, int]:
+        # The number of layers is the same for all partitions, so the least room is the least padding.
+        max_layers = _max_group_layers(num_layers_of, windows)
+        return len(windows) * max_layers, windows.count(None) * max_layers, len(windows)
 
-    return min((way for way in ways if len(way) <= MAX_GROUPS), key=cost)
+    return min((windows for windows in partitions if len(windows) <= MAX_GROUPS), key=cost)
 
 
-def _largest_size(counts: Counter[int | None], windows: tuple[int | None, ...]) -> int:
+def _max_group_layers(num_layers_of: Mapping[int | None, int], windows: tuple[int | None, ...]) -> int:
     """Return the layers of the largest group if each window's layers are spread evenly over its groups."""
-    return max(-(-count // windows.count(window)) for window, count in counts.items())
+    return max(-(-num_layers // windows.count(window)) for window, num_layers in num_layers_of.items())
 
 
 def _check_owner(index: int, layer: AttentionLayer, owner: AttentionLayer) -> None:

@@ -18,10 +18,10 @@ from ...config.option_rules import MAX_DECODE_STEPS
 from ...errors import ConfigError
 from ...kv_cache.page_arithmetic import PageArithmetic
 from ...models.config.spec import ModelSpec
-from ...sampling.logit_rules_spec import LogitRulesSpec
 from ...scheduling.buckets import deterministic_tokens
 from ...step.step_sizes import StepSizes
 from .layer_groups import group_layers
+from .step_memory import estimated_program_bytes, state_bytes
 
 GIB = 1 << 30
 CPU_POOL_BYTES = 4 * GIB
@@ -32,10 +32,6 @@ CPU_SEQS, CPU_TOKENS = 64, 1024
 """Defaults of max_num_seqs and max_num_batched_tokens on a CPU."""
 DEVICE_SEQS, DEVICE_TOKENS = 256, 8192
 """The defaults on any other device."""
-ATTENTION_BYTES = 16 << 20
-"""Most bytes that attention takes beside a step's queries, keys and values; the compile gates check it."""
-LOGIT_ARRAYS = 12
-"""Most arrays of float32 logits, of all rows and the whole vocabulary, that a sampler holds at once."""
 GPU_DECODE_STEPS = 4
 """Tokens that a sequence decodes in one dispatch on a GPU, by default. All are computed there even if every sequence
 ends before, and so few are enough to hide the work of the host."""
@@ -141,11 +137,11 @@ class FreeMemory:
 
 def requested_max_len(config: EngineConfig, model: ModelSpec) -> int:
     """Return the longest sequence that the model and the options allow, whatever the pool can hold."""
-    longest = model.max_context_len
-    if config.max_model_len is not None and config.max_model_len > longest:
-        allowed = f"at most {longest}, the longest context that the model's position embedding reaches"
+    max_context_len = model.max_context_len
+    if config.max_model_len is not None and config.max_model_len > max_context_len:
+        allowed = f"at most {max_context_len}, the longest context that the model's position embedding reaches"
         raise refusal("max_model_len", config.max_model_len, allowed, "lower it or leave it out", error=ConfigError)
-    return config.max_model_len or longest
+    return config.max_model_len or max_context_len
 
 
 def requested_max_seqs(config: EngineConfig) -> int | None:
@@ -162,15 +158,22 @@ def size_engine(
     """
     dtype, kv_dtype = chosen_dtypes(config, model, free.platform)
     max_model_len = requested_max_len(config, model)
-    wanted_seqs, max_num_batched_tokens = _step_limits(config, free.platform, demands, max_model_len)
+    target_seqs, max_num_batched_tokens = _step_limits(config, free.platform, demands, max_model_len)
     min_seqs = max((demand.num_samples for demand in demands), default=1)  # All samples of a prompt run together.
-    block_size, max_num_seqs = _block_size(config, costs, kv_dtype, wanted_seqs, max_model_len, min_seqs)
+    block_size, max_num_seqs = _block_size(config, costs, kv_dtype, target_seqs, max_model_len, min_seqs)
     if config.deterministic:
         max_num_batched_tokens = deterministic_tokens(max_num_seqs)
-    limits = max_model_len, max_num_seqs, max_num_batched_tokens
-    step = StepSizes(dtype, kv_dtype, block_size, *limits, config.deterministic)
+    step = StepSizes(
+        dtype=dtype,
+        kv_cache_dtype=kv_dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        is_deterministic=config.deterministic,
+    )
     notes = []
-    if max_num_seqs < wanted_seqs:
+    if max_num_seqs < target_seqs:
         notes.append(
             f"max_num_seqs lowered to {max_num_seqs}: the device has no room for the page tables of more sequences of "
             f"{max_model_len} tokens"
@@ -198,10 +201,14 @@ def size_engine(
         way_out = "raise it, lower max_model_len, or leave chunked prefill on"
         raise refusal("max_num_batched_tokens", max_num_batched_tokens, allowed, way_out, error=ConfigError)
     _check_samples(demands, num_pages, arithmetic, step.max_model_len)
-    on_host = costs.num_chips * (memory.weights_bytes + memory.pool_bytes) if free.is_cpu else 0
-    room = max(0, free.host_bytes - on_host)
-    host_page_bytes = page_bytes * costs.num_chips
-    num_host_blocks = _num_host_blocks(config, is_cpu=free.is_cpu, room=room, page_bytes=host_page_bytes, step=step)
+    host_bytes_in_use = costs.num_chips * (memory.weights_bytes + memory.pool_bytes) if free.is_cpu else 0
+    num_host_blocks = _num_host_blocks(
+        config,
+        is_cpu=free.is_cpu,
+        free_bytes=max(0, free.host_bytes - host_bytes_in_use),
+        page_bytes=page_bytes * costs.num_chips,
+        step=step,
+    )
     return EngineSizes(step, num_pages + 1, num_host_blocks, arithmetic, memory, tuple(notes))
 
 
@@ -230,38 +237,42 @@ def _page_arithmetic(config: EngineConfig, model: ModelSpec, step: StepSizes, pl
 
 
 def _step_limits(config: EngineConfig, platform: str, demands: Sequence[Demand], max_model_len: int) -> tuple[int, int]:
-    """Return max_num_seqs and max_num_batched_tokens."""
-    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    if seqs is None:
-        seqs = CPU_SEQS if platform == "cpu" else DEVICE_SEQS
+    """Return max_num_seqs and max_num_batched_tokens: the options' values, else the platform's defaults.
+
+    Known requests lower the number of sequences to what they need. Without chunked prefill a step takes the longest
+    sequence in tokens; ConfigError if that is more than a step can have.
+    """
+    max_seqs, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if max_seqs is None:
+        max_seqs = CPU_SEQS if platform == "cpu" else DEVICE_SEQS
         if demands and not config.deterministic:  # Powers of two, so that few shapes are ever compiled.
-            seqs = min(seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
+            max_seqs = min(max_seqs, _power_of_two(sum(demand.num_samples for demand in demands)))
             # All samples of a prompt run together.
-            seqs = max(seqs, _power_of_two(max(demand.num_samples for demand in demands)))
-        seqs = min(seqs, tokens or seqs)
-    if tokens is not None:
-        return seqs, tokens
-    tokens = max(seqs, CPU_TOKENS if platform == "cpu" else DEVICE_TOKENS)
+            max_seqs = max(max_seqs, _power_of_two(max(demand.num_samples for demand in demands)))
+        max_seqs = min(max_seqs, max_tokens or max_seqs)
+    if max_tokens is not None:
+        return max_seqs, max_tokens
+    max_tokens = max(max_seqs, CPU_TOKENS if platform == "cpu" else DEVICE_TOKENS)
     if config.enable_chunked_prefill:
-        return seqs, tokens
+        return max_seqs, max_tokens
     if max_model_len > MAX_STEP_TOKENS:
         allowed = f"at most {MAX_STEP_TOKENS} while enable_chunked_prefill is false: a prompt is computed in one step"
         way_out = "lower it or leave chunked prefill on"
         raise refusal("max_model_len", max_model_len, allowed, way_out, error=ConfigError)
-    return seqs, max(tokens, max_model_len)
+    return max_seqs, max(max_tokens, max_model_len)
 
 
-def _power_of_two(at_least: int) -> int:
-    """Return the smallest power of two that is at least this."""
-    return 1 << (at_least - 1).bit_length()
+def _power_of_two(minimum: int) -> int:
+    """Return the smallest power of two that is at least `minimum`."""
+    return 1 << (minimum - 1).bit_length()
 
 
 def _block_size(
     config: EngineConfig, costs: MemoryCosts, kv_dtype: str, max_num_seqs: int, max_model_len: int, min_seqs: int
 ) -> tuple[int, int]:
-    """Return the page size and max_num_seqs, halved down to `min_seqs` while page tables have no room.
+    """Return the tokens per page and max_num_seqs, which is halved while the page tables of all sequences do not fit.
 
-    ConfigError if they never have, or if the user gave max_num_seqs.
+    It is not halved below `min_seqs`, nor if the user gave it: ConfigError if the page tables do not fit then.
     """
     while True:
         try:
@@ -280,71 +291,91 @@ def _pool(
     sizes: StepSizes,
     arithmetic: PageArithmetic,
 ) -> tuple[int, MemoryPlan]:
-    """Return the pages of the pool without the null page, and what the memory is used for."""
+    """Return the pages of the pool without the null page, and what the memory is used for.
+
+    If no option gives the pool's size, it holds `max_num_seqs` sequences of the longest length, or as many pages as
+    memory has room for beside the weights and the largest step. ConfigError for a pool that does not fit, or that is
+    too small.
+    """
     page_bytes = costs.page_bytes(sizes.block_size, sizes.kv_cache_dtype)
-    weights = costs.weights_bytes(sizes.dtype)
+    weights_bytes = costs.weights_bytes(sizes.dtype)
     # A CPU computes in float32 whatever the weights are.
     itemsize = 4 if free.is_cpu or sizes.dtype == "float32" else 2
-    step_sizes = itemsize, sizes.max_num_batched_tokens, sizes.max_num_seqs
-    program = estimated_program_bytes(model, *step_sizes)
-    step = program + _state_bytes(model, *step_sizes)
+    step_limits = itemsize, sizes.max_num_batched_tokens, sizes.max_num_seqs
+    program_bytes = estimated_program_bytes(model, *step_limits)
+    step_bytes = program_bytes + state_bytes(model, *step_limits)
     # A sequence of few tokens has a page in each page-table group.
     min_pages, max_pages = arithmetic.num_groups, MAX_SLOTS // sizes.block_size - 1
     if config.num_blocks is not None:
         num_pages = config.num_blocks - 1
-        _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights)
+        _check_pool("num_blocks", config.num_blocks, page_bytes, free.device_bytes, weights_bytes)
     elif config.kv_cache_memory_bytes is not None:
         num_pages = config.kv_cache_memory_bytes // page_bytes - 1
-        _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free.device_bytes, weights)
+        _check_pool("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, free.device_bytes, weights_bytes)
     else:
-        most = CPU_POOL_BYTES // page_bytes - 1 if free.is_cpu else max_pages
-        wanted = min(sizes.max_num_seqs * arithmetic.max_pages(0, [sizes.max_model_len]), most, max_pages)
-        room = int(free.device_bytes * (1.0 if free.is_cpu else config.device_memory_utilization)) - weights - step
-        affordable = _round_down(max(0, room) // 2 // page_bytes) if free.is_cpu else room // page_bytes
-        num_pages = min(wanted, affordable - 1)
+        default_cap = CPU_POOL_BYTES // page_bytes - 1 if free.is_cpu else max_pages
+        pages_of_all_seqs = sizes.max_num_seqs * arithmetic.max_pages(0, [sizes.max_model_len])
+        usable_bytes = int(free.device_bytes * (1.0 if free.is_cpu else config.device_memory_utilization))
+        room_bytes = usable_bytes - weights_bytes - step_bytes
+        # On a CPU the pool takes at most half of the room.
+        pages_in_room = _round_down(max(0, room_bytes) // 2 // page_bytes) if free.is_cpu else room_bytes // page_bytes
+        num_pages = min(pages_of_all_seqs, default_cap, max_pages, pages_in_room - 1)
         if num_pages < min_pages:
-            raise _no_room(config, free, weights + step, _round_up(min_pages + 1) * page_bytes)
+            min_pool_bytes = _round_up(min_pages + 1) * page_bytes
+            raise _no_room(config, free, weights_bytes + step_bytes, min_pool_bytes)
     if not min_pages <= num_pages <= max_pages:
+        # The option counts pages, or bytes.
         name, unit = ("num_blocks", 1) if config.num_blocks is not None else ("kv_cache_memory_bytes", page_bytes)
         pages = f"pages of {sizes.block_size} tokens{arithmetic.in_groups}"
         allowed = f"from {(min_pages + 1) * unit} to {(max_pages + 1) * unit} with {pages}"
         raise refusal(name, getattr(config, name), f"{allowed}, {page_bytes} bytes each", error=ConfigError)
-    return num_pages, MemoryPlan(free.device_bytes, weights, step, program, (num_pages + 1) * page_bytes)
+    memory = MemoryPlan(
+        free_bytes=free.device_bytes,
+        weights_bytes=weights_bytes,
+        step_bytes=step_bytes,
+        program_bytes=program_bytes,
+        pool_bytes=(num_pages + 1) * page_bytes,
+    )
+    return num_pages, memory
 
 
-def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights: int) -> None:
+def _check_pool(name: str, got: int, unit_bytes: int, free_bytes: int, weights_bytes: int) -> None:
     """Refuse an option `name` that asks for `got` × `unit_bytes` of pages where memory has no room for them."""
-    max_asked = max(0, free_bytes - weights) // unit_bytes
-    if got > max_asked:
+    max_units = max(0, free_bytes - weights_bytes) // unit_bytes
+    if got > max_units:
         shown = f"{got} ({_gb(got * unit_bytes)} GB)"
-        allowed = f"at most {max_asked}: {_gb(free_bytes)} GB are free and the weights take {_gb(weights)} GB"
+        allowed = f"at most {max_units}: {_gb(free_bytes)} GB are free and the weights take {_gb(weights_bytes)} GB"
         raise refusal(name, shown, allowed, "lower it or free some memory", error=ConfigError)
 
 
-def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_bytes: int, step: StepSizes) -> int:
-    """Return the pages of the host pool, from what was asked for and the `room` in bytes that the host has for it."""
-    max_pages = min(room // page_bytes, MAX_SLOTS // step.block_size)
+def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, free_bytes: int, page_bytes: int, step: StepSizes) -> int:
+    """Return the pages of the host pool, its null page included; 0 for no host pool.
+
+    The options give its size, or it takes a quarter of the host's `free_bytes`, at most HOST_POOL_BYTES. `page_bytes`
+    are those of one page on all devices together. ConfigError for a pool that does not fit.
+    """
+    max_pages = min(free_bytes // page_bytes, MAX_SLOTS // step.block_size)
     if config.num_host_blocks is None and config.swap_space is None:
         if is_cpu and config.preemption_mode != "swap":
             return 0
-        num_pages = min(HOST_POOL_BYTES // page_bytes, _round_down(room // 4 // page_bytes), max_pages)
+        num_pages = min(HOST_POOL_BYTES // page_bytes, _round_down(free_bytes // 4 // page_bytes), max_pages)
         if num_pages < 2 and config.preemption_mode == "swap":
-            reason = f"a quarter of the host's free memory ({_gb(room)} GB) holds no page of {page_bytes} bytes"
+            reason = f"a quarter of the host's free memory ({_gb(free_bytes)} GB) holds no page of {page_bytes} bytes"
             way_out = "free some memory, give num_host_blocks, or allow recompute"
             raise ConfigError(f"preemption_mode: got swap, and {reason} beside the null page; {way_out}")
         return num_pages if num_pages >= 2 else 0
     if config.num_host_blocks is not None:
         name, num_pages = "num_host_blocks", config.num_host_blocks
-        low, high = "2", f"{max_pages}"
+        min_shown, max_shown = "2", f"{max_pages}"
     else:
         assert config.swap_space is not None
         name, num_pages = "swap_space", int(config.swap_space * GIB) // page_bytes
         # Rounded inwards, so that both ends of the range that the error names are accepted.
-        low = f"{-(-2 * page_bytes * 10**6 // GIB) / 10**6:g}"
-        high = f"{max_pages * page_bytes * 1000 // GIB / 1000:g}"
+        min_shown = f"{-(-2 * page_bytes * 10**6 // GIB) / 10**6:g}"
+        max_shown = f"{max_pages * page_bytes * 1000 // GIB / 1000:g}"
     if num_pages > max_pages or (num_pages < 2 and getattr(config, name)):
-        allowed = f"0 or from {low} to {high}" if max_pages >= 2 else "0"
-        allowed = f"{allowed}, with pages of {page_bytes} bytes and {_gb(room)} GB left on the host"
+        allowed = f"0 or from {min_shown} to {max_shown}" if max_pages >= 2 else "0"
+        allowed = f"{allowed}, with pages of {page_bytes} bytes and {_gb(free_bytes)} GB left on the host"
         raise refusal(name, getattr(config, name), allowed, "change it or free some memory", error=ConfigError)
     return num_pages
 
@@ -352,52 +383,54 @@ def _num_host_blocks(config: EngineConfig, *, is_cpu: bool, room: int, page_byte
 def _check_samples(demands: Sequence[Demand], num_pages: int, arithmetic: PageArithmetic, max_model_len: int) -> None:
     """Refuse a pool that cannot hold all samples of one known prompt at the same time."""
     for demand in demands:
-        needed = demand.num_pages(arithmetic, max_model_len)
-        if demand.num_samples > 1 and needed > num_pages:
+        needed_pages = demand.num_pages(arithmetic, max_model_len)
+        if demand.num_samples > 1 and needed_pages > num_pages:
             samples = f"{demand.num_samples} samples of a prompt of {demand.prompt_len} tokens"
-            got, allowed = f"{samples}, which need {needed} pages with their outputs", f"at most the {num_pages} pages"
+            got = f"{samples}, which need {needed_pages} pages with their outputs"
             way_out = "lower n or max_tokens, raise num_blocks or kv_cache_memory_bytes, or free some memory"
-            raise refusal("n", got, f"{allowed} of the pool", way_out, error=ConfigError)
+            raise refusal("n", got, f"at most the {num_pages} pages of the pool", way_out, error=ConfigError)
 
 
-def _no_room(config: EngineConfig, free: FreeMemory, needed: int, min_pool: int) -> ConfigError:
-    """Return the error for a model that leaves no room for a pool of `min_pool` bytes beside the `needed` ones."""
-    take = f"take at most {_gb(needed)} GB"
+def _no_room(config: EngineConfig, free: FreeMemory, needed_bytes: int, min_pool_bytes: int) -> ConfigError:
+    """Return the error for a model whose weights and largest step, `needed_bytes`, leave too little for the pool."""
+    take = f"take at most {_gb(needed_bytes)} GB"
     if free.is_cpu:
-        missing = needed + 2 * min_pool - free.device_bytes
+        # The pool gets half of what is left.
+        missing_bytes = needed_bytes + 2 * min_pool_bytes - free.device_bytes
         return ConfigError(
             f"model: its weights and a step {take}, {_gb(free.device_bytes)} GB are free, and half of the rest "
-            f"holds too few pages; {missing} bytes are missing, and no max_model_len fits: free some memory, take a "
-            "smaller model or give num_blocks"
+            f"holds too few pages; {missing_bytes} bytes are missing, and no max_model_len fits: free some memory, "
+            "take a smaller model or give num_blocks"
         )
     share = config.device_memory_utilization
-    missing = needed + min_pool - int(free.device_bytes * share)
+    missing_bytes = needed_bytes + min_pool_bytes - int(free.device_bytes * share)
     return ConfigError(
         f"device_memory_utilization: got {share:g}, of {_gb(free.device_bytes)} GB free; weights and a step {take}; "
-        f"{missing} bytes are missing, and no max_model_len fits: raise it, lower "
+        f"{missing_bytes} bytes are missing, and no max_model_len fits: raise it, lower "
         "max_num_batched_tokens or max_num_seqs, or take a smaller model"
     )
 
 
 def _lowered_len(
-    config: EngineConfig, capacity: int, max_model_len: int, missing: int, demands: Sequence[Demand]
+    config: EngineConfig, capacity: int, max_model_len: int, missing_bytes: int, demands: Sequence[Demand]
 ) -> int:
     """Return `capacity`, the tokens of the pool, as max_model_len; ConfigError if the user or a demand needs more.
 
-    `missing` is how many bytes the pool lacks for one sequence of `max_model_len` tokens.
+    `missing_bytes` is what the pool lacks for one sequence of `max_model_len` tokens.
     """
     way_out = "raise num_blocks or kv_cache_memory_bytes, or free some memory"
     if config.max_model_len is not None:
         raise ConfigError(
-            f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens, {missing} bytes are missing; lower "
-            f"max_model_len to {capacity}, or {way_out}"
+            f"max_model_len: got {max_model_len}, the pool holds {capacity} tokens, {missing_bytes} bytes are missing; "
+            f"lower max_model_len to {capacity}, or {way_out}"
         )
     # The smallest request is a prompt of one token with one token of output.
-    longest = min(max_model_len, max((demand.num_tokens for demand in demands), default=2))
-    if longest > capacity:
+    max_demand = min(max_model_len, max((demand.num_tokens for demand in demands), default=2))
+    if max_demand > capacity:
         raise ConfigError(
-            f"num_blocks: the pool holds {capacity} tokens, one request needs {longest} (prompt and max_tokens), and "
-            f"{missing} bytes are missing for max_model_len, {max_model_len}: at most {capacity} fits; {way_out}"
+            f"num_blocks: the pool holds {capacity} tokens, one request needs {max_demand} (prompt and max_tokens), "
+            f"and {missing_bytes} bytes are missing for max_model_len, {max_model_len}: at most {capacity} fits; "
+            f"{way_out}"
         )
     return capacity
 
@@ -414,27 +447,4 @@ def _round_down(num_pages: int) -> int:
 
 def _round_up(num_pages: int) -> int:
     """Return the smallest number that is at least this and that `_round_down` keeps."""
-    return next(number for number in itertools.count(num_pages) if _round_down(number) == number)
-
-
-def estimated_program_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:
-    """Return an upper estimate of the bytes that the largest program of a step takes beside its arguments.
-
-    That is a forward program or a sampler, which a decode program computes too. Activations have `itemsize` bytes. For
-    8,192 tokens and 256 sequences of a model with 8e9 parameters it says 1.63 GB; compiled for an H100 the largest
-    program takes 0.71, for a v6e 1.06 and for a v7x, with rules and logprobs, 1.42. With a vocabulary of 8,192, over
-    8 H100, it says 0.52 GB on each, and the largest takes 0.41.
-    """
-    width = model.activation_width
-    sampling = itemsize * num_seqs * width + LOGIT_ARRAYS * 4 * num_seqs * model.vocab_size
-    return max(itemsize * num_tokens * width, sampling) + ATTENTION_BYTES
-
-
-def _state_bytes(model: ModelSpec, itemsize: int, num_tokens: int, num_seqs: int) -> int:
-    """Return the bytes of what stays between programs: hidden states and logit rules."""
-    return itemsize * num_tokens * model.hidden_size + rules_bytes(model.vocab_size, num_seqs)
-
-
-def rules_bytes(vocab_size: int, num_seqs: int) -> int:
-    """Return the bytes of the logit rules of all state slots, the null slot included."""
-    return 4 * (num_seqs + 1) * LogitRulesSpec(vocab_size).width
+    return next(size for size in itertools.count(num_pages) if _round_down(size) == size)
