@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -47,6 +47,15 @@ class Piece:
     """Whether the tensor is stored as W, so that its axes are swapped."""
 
 
+class StackedName(NamedTuple):
+    """The name of a tensor in trees that hold the layers of a kind in one array [L, …]."""
+
+    name: str
+    """The tensor's name without the layer's number."""
+    layer: int | None
+    """The layer's number; None for a tensor that belongs to no layer, which is no part of such an array."""
+
+
 @dataclass(frozen=True)
 class Recipes:
     """The recipes of all weights of a model, and the shapes of the tensors that they are made of."""
@@ -54,9 +63,8 @@ class Recipes:
     pieces: Mapping[Path, tuple[Piece, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     """Tensor → its shape in the checkpoint."""
-    stacked: Mapping[str, tuple[str, int | None]]
-    """Tensor → its name without a layer's number, and that number: trees may hold the layers of a kind in one array
-    [L, …]. The name itself, and None, for a tensor that belongs to no layer."""
+    stacked: Mapping[str, StackedName]
+    """Tensor → its name in trees that hold the layers of a kind in one array."""
 
 
 def make_recipes(
@@ -65,37 +73,43 @@ def make_recipes(
     """Return the recipes of the weights in `state`, an nnx state of arrays or shapes.
 
     `sources` maps a module's path to its place in checkpoints; in both, {i} stands for the layer. `stored_name` turns a
-    tensor's name into the one that a checkpoint has for it.
+    tensor's name into the one that a checkpoint has for it. The rows of each part of a weight are cut into pieces that
+    lie in one block of the tensor, one run of rows and one device's shard.
     """
     pieces: dict[Path, tuple[Piece, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    stacked: dict[str, tuple[str, int | None]] = {}
+    stacked: dict[str, StackedName] = {}
     for path, leaf in nnx.to_flat_state(state):
+        # A vector has rows only: its `widths` are empty.
         metadata = leaf.get_metadata()
-        num_rows, *rest = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+        num_rows, *widths = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
+        column_runs = metadata.get("columns") or [(0, 0, width) for width in widths]
+        tensor_widths = [_true_size(column_runs)] if widths else []
+        # Parts of a fused weight lie one after the other within each device's shard of the weight.
         parts, num_shards = metadata.get("parts", ((None, num_rows),)), metadata.get("num_shards", 1)
-        column_runs = metadata.get("columns") or [(0, 0, width) for width in rest]
-        true_rest = [_true_size(column_runs)] if rest else []
-        # Where columns are, in the tensor and in the weight; a vector has none.
-        columns = [(((t, t + n),), ((s, s + n),)) for s, t, n in column_runs] if rest else [((), ())]
-        first_row, found = 0, []
-        for part, size in parts:
-            runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, size),)
+        part_start, weight_pieces = 0, []
+        for part, part_rows in parts:
+            row_runs = dict(metadata.get("rows", ())).get(part) or ((0, 0, part_rows),)
             module = path[:-1] if part is None else (*path[:-2], part)
             source, layer = _source(sources, module)
             tensor = stored_name(f"{source.name.format(i=layer)}.{path[-1]}")
-            stacked[tensor] = stored_name(f"{source.name.replace('{i}.', '')}.{path[-1]}"), layer
-            blocks = source.blocks or ((0, _true_size(runs)),)
-            is_transposed = source.is_transposed and bool(rest)
-            length = max(stop for _, stop in blocks)
-            known = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
-            shape = (max(known, length), *true_rest)
+            stacked_name = stored_name(f"{source.name.replace('{i}.', '')}.{path[-1]}")
+            stacked[tensor] = StackedName(stacked_name, layer)
+            blocks = source.blocks or ((0, _true_size(row_runs)),)
+            is_transposed = source.is_transposed and bool(widths)
+            # Several parts may be blocks of one tensor, which has as many rows as the last of them needs.
+            min_rows = max(stop for _, stop in blocks)
+            known_rows = shapes.get(tensor, (0, 0))[1 if is_transposed else 0]
+            shape = (max(known_rows, min_rows), *tensor_widths)
             shapes[tensor] = shape[::-1] if is_transposed else shape
-            shard_rows = size // num_shards
-            for rows, target in _cut(blocks, runs, shard_rows, first_row, num_rows // num_shards):
-                found += [Piece(tensor, (rows, *of), (target, *to), is_transposed) for of, to in columns]
-            first_row += shard_rows
-        pieces[path] = tuple(found)
+            shards = _ShardRows(part_start, part_rows // num_shards, num_rows // num_shards)
+            weight_pieces += [
+                Piece(tensor, (rows.tensor, *columns.tensor), (rows.weight, *columns.weight), is_transposed)
+                for rows in _cut(blocks, row_runs, shards)
+                for columns in _column_ranges(column_runs, is_vector=not widths)
+            ]
+            part_start += shards.part_rows
+        pieces[path] = tuple(weight_pieces)
     return Recipes(pieces, shapes, stacked)
 
 
@@ -110,34 +124,73 @@ def _true_size(runs: Iterable[Run]) -> int:
     return max(true + count for _, true, count in runs)
 
 
-def _cut(
-    blocks: tuple[Bounds, ...], runs: tuple[Run, ...], shard_rows: int, first: int, stride: int
-) -> Iterator[tuple[Bounds, Bounds]]:
-    """Yield (rows of the tensor, rows of the weight) for the rows of a part, which the weight holds in shards.
+class _ShardRows(NamedTuple):
+    """Where the rows of one part lie in a weight that holds each device's shard of every part."""
 
-    A weight for several devices holds each device's shard of every part, of `shard_rows` rows: shard i begins at row
-    first + i × stride of the weight. `blocks` are the part's rows in the tensor, in order, and `runs` say which of them
-    are where in the part as it is stored.
+    part_start: int
+    """Rows of a shard before the part's."""
+    part_rows: int
+    """Rows of the part in each shard."""
+    shard_stride: int
+    """Rows of a whole shard, of all parts together."""
+
+
+class _RowRanges(NamedTuple):
+    """Rows of a tensor, and as many rows of the weight that they become."""
+
+    tensor: Bounds
+    weight: Bounds
+
+
+class _ColumnRanges(NamedTuple):
+    """Columns of a tensor, and as many columns of the weight that they become; both are empty for a vector."""
+
+    tensor: tuple[Bounds, ...]
+    weight: tuple[Bounds, ...]
+
+
+def _column_ranges(runs: Iterable[Run], *, is_vector: bool) -> list[_ColumnRanges]:
+    """Return where the columns of a tensor go in its weight."""
+    if is_vector:
+        return [_ColumnRanges((), ())]
+    return [_ColumnRanges(((true, true + count),), ((stored, stored + count),)) for stored, true, count in runs]
+
+
+def _cut(blocks: tuple[Bounds, ...], runs: tuple[Run, ...], shards: _ShardRows) -> Iterator[_RowRanges]:
+    """Yield where the rows of a part go in its weight, cut so that each range lies in one block and one shard.
+
+    `blocks` are the part's rows in the tensor, in order, and `runs` say which of them are where in the part as it is
+    stored.
+
+    Example: a part of 4 rows, rows 10 to 13 of its tensor, in 2 shards of 2 part rows that begin at rows 6 and 16 of
+    the weight (part_start 6, shard_stride 10): tensor rows 10 and 11 become rows 6 and 7, tensor rows 12 and 13 become
+    rows 16 and 17.
     """
     for stored, true, count in runs:
-        for start, stop, offset in _within(blocks, true, count):
-            row = stored + offset
+        for start, stop, offset in _tensor_ranges(blocks, true, count):
+            part_row = stored + offset
             while start < stop:
-                index, ahead = divmod(row, shard_rows)
-                size = min(stop - start, shard_rows - ahead)
-                target = first + index * stride + ahead
-                yield (start, start + size), (target, target + size)
-                start, row = start + size, row + size
+                shard, row_in_shard = divmod(part_row, shards.part_rows)
+                num_rows = min(stop - start, shards.part_rows - row_in_shard)
+                weight_row = shards.part_start + shard * shards.shard_stride + row_in_shard
+                yield _RowRanges((start, start + num_rows), (weight_row, weight_row + num_rows))
+                start, part_row = start + num_rows, part_row + num_rows
 
 
-def _within(blocks: tuple[Bounds, ...], first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, offset) for the rows from `first` on of a part whose rows are these blocks of a tensor."""
-    done = 0
+def _tensor_ranges(blocks: tuple[Bounds, ...], part_row: int, num_rows: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges of tensor rows that are the part's rows `part_row` to `part_row` + `num_rows` − 1.
+
+    The part is the rows in `blocks` of the tensor, one block after the other. Each range is (start, stop, offset);
+    `offset` counts the rows that were yielded before it. Example: rows 1 to 3 of blocks ((10, 12), (20, 24)) are
+    (11, 12, 0) and (20, 22, 1).
+    """
+    num_before = 0  # Rows of the part in the blocks before this one.
     for start, stop in blocks:
-        low, high = max(first, done), min(first + count, done + stop - start)
-        if low < high:
-            yield start + low - done, start + high - done, low - first
-        done += stop - start
+        first_row = max(part_row, num_before)
+        end_row = min(part_row + num_rows, num_before + stop - start)
+        if first_row < end_row:
+            yield start + first_row - num_before, start + end_row - num_before, first_row - part_row
+        num_before += stop - start
 
 
 def read_rows(
@@ -147,31 +200,38 @@ def read_rows(
 
     Raises ModelLoadError for a NaN or an infinity.
     """
-    (first, last), *rest = bounds
-    width = rest[0][1] - rest[0][0] if rest else 1
+    (first_row, end_row), *column_bounds = bounds
+    width = column_bounds[0][1] - column_bounds[0][0] if column_bounds else 1
     num_rows = max(1, max_values // max(1, width))
-    edges = {edge for piece in pieces for edge in piece.target[0] if first < edge < last}
-    for start, stop in pairwise(sorted({first, last, *edges})):
+    # Between two edges, all rows are covered by the same pieces.
+    edges = {edge for piece in pieces for edge in piece.target[0] if first_row < edge < end_row}
+    for start, stop in pairwise(sorted({first_row, end_row, *edges})):
         covering = [piece for piece in pieces if piece.target[0][0] <= start and stop <= piece.target[0][1]]
         for row in range(start, stop, num_rows):
-            yield row, _read_block(checkpoint, covering, ((row, min(row + num_rows, stop)), *rest))
+            yield row, _read_block(checkpoint, covering, ((row, min(row + num_rows, stop)), *column_bounds))
 
 
 def _read_block(checkpoint: Checkpoint, pieces: list[Piece], bounds: tuple[Bounds, ...]) -> np.ndarray:
     """Return a slice of Wᵀ all rows of which lie in these pieces: one tensor's own values where one piece covers it."""
     if len(pieces) == 1 and _overlap(pieces[0], bounds) == bounds:
         return _read_piece(checkpoint, pieces[0], bounds)
-    out = np.zeros([stop - start for start, stop in bounds], np.float32)
+    values = np.zeros([stop - start for start, stop in bounds], np.float32)
     for piece in pieces:
-        if (part := _overlap(piece, bounds)) is not None:
-            where = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, bounds, strict=True))
-            out[where] = _read_piece(checkpoint, piece, part)
-    return out
+        if (overlap := _overlap(piece, bounds)) is not None:
+            indices = tuple(
+                slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(overlap, bounds, strict=True)
+            )
+            values[indices] = _read_piece(checkpoint, piece, overlap)
+    return values
 
 
 def _overlap(piece: Piece, bounds: tuple[Bounds, ...]) -> tuple[Bounds, ...] | None:
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.target, bounds, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    """Return the part of the slice `bounds` of a weight that a piece covers; None if it covers nothing of it."""
+    overlap = tuple(
+        (max(piece_bounds[0], slice_bounds[0]), min(piece_bounds[1], slice_bounds[1]))
+        for piece_bounds, slice_bounds in zip(piece.target, bounds, strict=True)
+    )
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def _read_piece(checkpoint: Checkpoint, piece: Piece, bounds: tuple[Bounds, ...]) -> np.ndarray:

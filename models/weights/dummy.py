@@ -48,7 +48,7 @@ def _array(leaf: Any, name: str, metadata: dict[str, Any]) -> jax.Array:
     if "fill" in metadata:
         make: Callable[[], jax.Array] = partial(jnp.full, leaf.shape, metadata["fill"], leaf.dtype)
         return jax.jit(make, out_shardings=leaf.sharding)()
-    # As a checkpoint has it: a matrix W [in, out] as Wᵀ, a table of embeddings [V, D] as it is.
+    # Numbers are drawn in the shape that a checkpoint has: a matrix W [in, out] as Wᵀ, a table [V, D] as it is.
     shape = metadata["matrix"][::-1] if "matrix" in metadata else leaf.shape
     key = jax.random.fold_in(jax.random.key(SEED, impl="threefry2x32"), zlib.crc32(name.encode()))
     return _maker(shape, leaf.dtype, metadata["ops"] if "matrix" in metadata else None, leaf.sharding)(key)

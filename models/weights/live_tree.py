@@ -80,7 +80,7 @@ def named_arrays(tree: Any) -> dict[str, Any]:
 def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tuple[str, ...]]) -> CheckedTree:
     """Return the arrays that the model needs. Raises ModelLoadError, which lists everything that is wrong with them.
 
-    Arrays of one of `parts` make one weight together, so they need one dtype. Every value is read once.
+    `parts` are names of arrays that make one weight together, so they need one dtype. Every value is read once.
     """
     twin, shapes = wanted.twin, dict(wanted.shapes)
     if twin is not None:
@@ -89,28 +89,30 @@ def check_tree(arrays: Mapping[str, Any], wanted: WantedTree, parts: Iterable[tu
         *_listed("missing", shapes.keys() - arrays.keys()),
         *_listed("without a place in the model", arrays.keys() - shapes.keys() - wanted.may_have),
     ]
-    kept = {name: arrays[name] for name in shapes if name in arrays}
-    misfits = {name: fault for name, leaf in kept.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
+    needed = {name: arrays[name] for name in shapes if name in arrays}
+    misfits = {name: fault for name, leaf in needed.items() if (fault := _misfit(leaf, shapes[name], wanted.dtypes))}
     faults += [f"{name} {fault}" for name, fault in list(misfits.items())[:MAX_NAMED]]
     faults += [f"and {len(misfits) - MAX_NAMED} more such"] if len(misfits) > MAX_NAMED else []
-    sound = {name: leaf for name, leaf in kept.items() if name not in misfits}
-    mixed = [names for names in parts if len({sound[name].dtype for name in names if name in sound}) > 1]
-    faults += _listed("of another dtype than other parts of one weight", {name for names in mixed for name in names})
-    faults += _listed("holding a NaN or an infinity", set(_not_finite(sound)))
-    if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in kept:
-        if not _are_equal_as_weights(kept[twin.name], kept[twin.kept_name], twin.dtype):
+    fitting = {name: leaf for name, leaf in needed.items() if name not in misfits}
+    mixed_parts = [names for names in parts if len({fitting[name].dtype for name in names if name in fitting}) > 1]
+    mixed_names = {name for names in mixed_parts for name in names}
+    faults += _listed("of another dtype than other parts of one weight", mixed_names)
+    faults += _listed("holding a NaN or an infinity", set(_not_finite(fitting)))
+    if twin is not None and not misfits.keys() & {twin.name, twin.kept_name} and twin.kept_name in needed:
+        if not _are_equal_as_weights(needed[twin.name], needed[twin.kept_name], twin.dtype):
             faults.append(
                 f"{twin.name} differs from {twin.kept_name}, wanted equal ones: this engine has one matrix for both "
                 "(tie_word_embeddings), so start an engine with these params"
             )
-        del kept[twin.name]
+        del needed[twin.name]
     if faults:
         way_out = "nothing was changed; give all arrays of the model that the engine serves"
         raise ModelLoadError(f"params, a tree of {wanted.layout.value}: {'; '.join(faults)}; {way_out}")
-    return CheckedTree(wanted.layout, kept)
+    return CheckedTree(wanted.layout, needed)
 
 
 def _listed(fault: str, names: set[str]) -> list[str]:
+    """Return a fault with the names that have it, at most MAX_NAMED of them; nothing if no name has it."""
     if not names:
         return []
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
@@ -133,9 +135,8 @@ def _misfit(leaf: Any, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str |
 def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
     """Return whether two matrices of one shape have equal values once they are of this dtype, the engine's.
 
-    A checkpoint's two matrices are compared bit by bit, as its engine's dtype is not known yet.
-
-    Matrices that lie in the same place are compared there, others block by block on the host.
+    Two matrices of one sharding are compared on their devices, others block by block on the host. (The two matrices of
+    a checkpoint file are compared elsewhere, bit by bit, since the engine's dtype is not known when it is opened.)
     """
     if first is second:
         return True
@@ -143,10 +144,10 @@ def _are_equal_as_weights(first: Any, second: Any, dtype: Any) -> bool:
         return bool(_equal_on_device(first, second, jnp.dtype(dtype)))
     tree = TreeCheckpoint({"first": first, "second": second})
     num_rows, width = first.shape
-    step = max(1, COMPARED_VALUES // max(1, width))
-    for row in range(0, num_rows, step):
-        here, there = (tree.read(name, slice(row, row + step)).astype(dtype) for name in ("first", "second"))
-        if not np.array_equal(here, there):
+    rows_per_block = max(1, COMPARED_VALUES // max(1, width))
+    for row in range(0, num_rows, rows_per_block):
+        rows = slice(row, row + rows_per_block)
+        if not np.array_equal(tree.read("first", rows).astype(dtype), tree.read("second", rows).astype(dtype)):
             return False
     return True
 

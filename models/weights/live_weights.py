@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from ...sharding import replicated
 from ..errors import ModelLoadError
 from ..families.table import model_class
 from ..formats.checkpoint import DTYPES
-from ..recipe import Path, Piece, make_recipes
+from ..recipe import Bounds, Path, Piece, make_recipes
 from .live_tree import CheckedTree, TreeLayout, Twin, WantedTree, check_tree, named_arrays
 from .loading import Weights, with_value
 from .subtree import ambiguity_message, likeliest_prefixes, model_prefixes
@@ -94,10 +94,10 @@ class LiveWeights:
         own paths are taken."""
         self.abstract, self._whole = abstract, replicated(mesh)
         self._leaves = dict(nnx.to_flat_state(abstract.state))
-        own = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
-        self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own}
-        recipes = dict.fromkeys(one.recipe for origins in self._origins.values() for one in origins.values())
-        self._numbers = {recipe: number for number, recipe in enumerate(recipes)}
+        own_origins = {path: _own_origin(path, leaf) for path, leaf in self._leaves.items()}
+        self._origins = {**self._checkpoint_origins(()), TreeLayout.OWN: own_origins}
+        recipes = dict.fromkeys(origin.recipe for origins in self._origins.values() for origin in origins.values())
+        self._recipe_ids = {recipe: recipe_id for recipe_id, recipe in enumerate(recipes)}
 
     def check(self, tree: Any) -> CheckedWeights:
         """Return a tree whose arrays can become the weights, and where each weight is in it.
@@ -105,27 +105,31 @@ class LiveWeights:
         Raises ModelLoadError, which lists every fault.
         """
         arrays = self._own_part(named_arrays(tree))
-        # Of two layouts that a tree fits equally, or not at all, the names of checkpoints are those that errors tell.
-        layouts = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
+        # Checkpoint layouts come first: `max` takes one of them, and errors tell its names, if no other fits better.
+        origins_of = {**self._checkpoint_origins(arrays), TreeLayout.OWN: self._origins[TreeLayout.OWN]}
         unread, twin = self._unread(arrays), self._twin(arrays)
-        wanted = [self._wanted(layout, origins, unread, twin) for layout, origins in layouts.items()]
-        best = max(wanted, key=lambda one: sum(name in arrays for name in one.shapes))
-        origins = layouts[best.layout]
-        return check_tree(arrays, best, [origin.names for origin in origins.values()]), origins
+        trees = [self._wanted(layout, origins, unread, twin) for layout, origins in origins_of.items()]
+        wanted = max(trees, key=lambda tree: sum(name in arrays for name in tree.shapes))
+        origins = origins_of[wanted.layout]
+        return check_tree(arrays, wanted, [origin.names for origin in origins.values()]), origins
 
     def _own_part(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of the model, of a tree that may be a whole training state.
 
-        A tree has the engine's own paths or the names of checkpoints. A prefix is one of the first kind if more than
-        half of the engine's paths stand under it; otherwise `model_prefixes` looks for the second. Raise ModelLoadError
-        if several prefixes fit.
+        A tree has the engine's own paths or the names of checkpoints. A prefix is taken to stand before the engine's
+        paths if more than half of these paths are found behind it; otherwise `model_prefixes` looks for a prefix before
+        the names of checkpoints. Raise ModelLoadError if several prefixes fit.
         """
-        own = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
-        starts = (name[:start] for name in arrays for start in _starts_of_parts(name) if name[start:] in own)
-        found = [start for start, count in Counter(starts).items() if 2 * count > len(own)]
+        own_names = {name for origin in self._origins[TreeLayout.OWN].values() for name in origin.names}
+        prefixes_seen = (
+            name[:start] for name in arrays for start in _starts_of_parts(name) if name[start:] in own_names
+        )
+        own_prefixes = [
+            prefix for prefix, num_names in Counter(prefixes_seen).items() if 2 * num_names > len(own_names)
+        ]
         config = self.abstract.config
-        if found:
-            prefixes = [] if "" in found else likeliest_prefixes(found)
+        if own_prefixes:
+            prefixes = [] if "" in own_prefixes else likeliest_prefixes(own_prefixes)
         else:
             prefixes = [] if config is None else model_prefixes(arrays, config)
         if len(prefixes) > 1:
@@ -141,11 +145,12 @@ class LiveWeights:
         take: Callable[[Path], jax.Array | None],
         copy: bool,
     ) -> Iterator[NewWeight]:
-        """Yield every weight. `program` gives those of `programs` by key; `take` gives up the old array of a weight, in
-        whose memory the new one is made, or None.
+        """Yield every weight, made of the tensors of a checked tree.
 
-        Nothing waits for the devices. Of arrays [L, …] that lie elsewhere, one layer after the other is moved. With
-        `copy` false, arrays of the tree that fit are taken as they are.
+        `program` returns the executable of a key of `programs`. `take` gives up the old array of a weight, in whose
+        memory the new one is made, or returns None. Nothing waits for the devices. Of arrays [L, …] that lie on other
+        devices, or on the host, one layer after the other is moved. With `copy` false, arrays of the tree that fit are
+        taken as they are.
         """
         tree, origins = checked
         is_own = tree.layout is TreeLayout.OWN
@@ -161,10 +166,12 @@ class LiveWeights:
                 continue
             if layer is not None and not all(map(self._is_in_place, sources)):
                 sources, layer = [_layer_of(source, layer) for source in sources], None
-            placed = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
+            tensors = [jax.device_put(source, leaf.sharding if is_own else self._whole) for source in sources]
             key = self._key(recipe, first.dtype.name, is_own, is_stacked=layer is not None, is_in_place=old is not None)
-            given = [placed, *([] if layer is None else [np.int32(layer)])]
-            yield NewWeight(path, program(key)(*([] if old is None else [old]), *given), is_borrowed=False)
+            # The old weight comes first, and the layer last, in programs that take them.
+            old_argument = [] if old is None else [old]
+            layer_argument = [] if layer is None else [np.int32(layer)]
+            yield NewWeight(path, program(key)(*old_argument, tensors, *layer_argument), is_borrowed=False)
 
     def weights(self, checked: CheckedWeights, program: Callable[[Key], Callable[..., jax.Array]]) -> Weights:
         """Return all weights, made of copies of a checked tree."""
@@ -173,23 +180,27 @@ class LiveWeights:
         return replace(self.abstract, state=nnx.from_flat_state(state))
 
     def programs(self) -> dict[Key, Callable[[], jax.stages.Lowered]]:
-        """Return the programs that make weights, by key, as functions that lower them: one for each kind of weight and
-        dtype of its tensors, in the memory of an old weight or in new memory."""
-        found: dict[Key, Callable[[], jax.stages.Lowered]] = {}
+        """Return the programs that make weights, by key, as functions that lower them.
+
+        There is one for each recipe and dtype of its tensors, in the memory of an old weight and in new memory.
+        """
+        lowered: dict[Key, Callable[[], jax.stages.Lowered]] = {}
         for layout, origins in self._origins.items():
             num_layers = self._num_layers if layout is TreeLayout.STACKED else 0
             for origin, dtype, is_in_place in product(origins.values(), DTYPES, (False, True)):
                 recipe, is_stacked = origin.recipe, origin.layer is not None
                 is_own = layout is TreeLayout.OWN
                 key = self._key(recipe, dtype, is_own, is_stacked=is_stacked, is_in_place=is_in_place)
-                where = recipe.sharding if is_own else self._whole
-                depth = num_layers if is_stacked else None
-                found[key] = partial(self._lower, recipe, dtype, where, depth, is_in_place=is_in_place)
-        return found
+                tensor_sharding = recipe.sharding if is_own else self._whole
+                num_stacked = num_layers if is_stacked else None
+                lowered[key] = partial(
+                    self._lower, recipe, dtype, tensor_sharding, num_stacked, is_in_place=is_in_place
+                )
+        return lowered
 
     def _key(self, recipe: WeightRecipe, dtype: str, is_own: bool, *, is_stacked: bool, is_in_place: bool) -> Key:
         """Return the key of a program; arrays of the engine's own layout lie where their weights do, others whole."""
-        return "update", self._numbers[recipe], dtype, is_own, is_stacked, is_in_place
+        return "update", self._recipe_ids[recipe], dtype, is_own, is_stacked, is_in_place
 
     @property
     def _num_layers(self) -> int:
@@ -197,17 +208,30 @@ class LiveWeights:
         return 1 + max((part for path in self._leaves for part in path if isinstance(part, int)), default=-1)
 
     def _lower(
-        self, recipe: WeightRecipe, dtype: str, where: jax.sharding.Sharding, depth: int | None, *, is_in_place: bool
+        self,
+        recipe: WeightRecipe,
+        dtype: str,
+        tensor_sharding: jax.sharding.Sharding,
+        num_stacked: int | None,
+        *,
+        is_in_place: bool,
     ) -> jax.stages.Lowered:
-        stacks = () if depth is None else (depth,)
-        shapes = [jax.ShapeDtypeStruct((*stacks, *shape), dtype, sharding=where) for shape in recipe.tensors]
-        layer = [] if depth is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
+        """Lower the program that makes a weight of tensors of this dtype and sharding.
+
+        `num_stacked` is the L of tensors [L, …], of which the program takes one layer; None for tensors of one layer.
+        `is_in_place`: the program also takes the old weight, and returns the new one in its memory.
+        """
+        stack_shape = () if num_stacked is None else (num_stacked,)
+        shapes = [
+            jax.ShapeDtypeStruct((*stack_shape, *shape), dtype, sharding=tensor_sharding) for shape in recipe.tensors
+        ]
+        layer = [] if num_stacked is None else [jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)]
         if not is_in_place:
             return jax.jit(partial(_make_weight, recipe), out_shardings=recipe.sharding).lower(shapes, *layer)
         old = jax.ShapeDtypeStruct(recipe.shape, recipe.dtype, sharding=recipe.sharding)
-        # The old weight is no part of the result, but its memory is.
+        # Nothing reads the old weight. It is an argument so that its donated memory becomes that of the result.
         run = jax.jit(
-            lambda _, *given: _make_weight(recipe, *given),
+            lambda _, *tensors_and_layer: _make_weight(recipe, *tensors_and_layer),
             out_shardings=recipe.sharding,
             donate_argnums=0,
             keep_unused=True,
@@ -245,8 +269,9 @@ class LiveWeights:
         """Return the arrays of a tree of this layout."""
         shapes: dict[str, tuple[int, ...]] = {}
         for origin in origins.values():
-            depth = () if origin.layer is None else (self._num_layers,)
-            shapes |= {name: (*depth, *shape) for name, shape in zip(origin.names, origin.recipe.tensors, strict=True)}
+            stack_shape = () if origin.layer is None else (self._num_layers,)
+            for name, shape in zip(origin.names, origin.recipe.tensors, strict=True):
+                shapes[name] = (*stack_shape, *shape)
         is_own = layout is TreeLayout.OWN
         # Modules of a caller's own have arrays of numpy among their attributes, or were made with x64.
         dtypes = DTYPES if self.abstract.config is not None else (*DTYPES, "float64")
@@ -267,9 +292,9 @@ class LiveWeights:
             numbered = tuple(replace(piece, tensor=str(names.index(piece.tensor))) for piece in pieces)
             shapes = tuple(recipes.shapes[name] for name in names)
             recipe = _recipe(self._leaves[path], shapes, numbered)
-            layer = recipes.stacked[names[0]][1]
+            layer = recipes.stacked[names[0]].layer
             tensors[path] = _Origin(recipe, names)
-            stacked[path] = _Origin(recipe, tuple(recipes.stacked[name][0] for name in names), layer)
+            stacked[path] = _Origin(recipe, tuple(recipes.stacked[name].name for name in names), layer)
         return {TreeLayout.TENSORS: tensors, TreeLayout.STACKED: stacked}
 
 
@@ -318,33 +343,44 @@ def _make_weight(recipe: WeightRecipe, tensors: list[jax.Array], layer: jax.Arra
     """Return the weight that these tensors make, or those of one layer of arrays [L, …]."""
     if layer is not None:
         tensors = [lax.dynamic_index_in_dim(tensor, layer, keepdims=False) for tensor in tensors]
-    size = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
+    shape = recipe.shape if recipe.matrix is None else recipe.matrix[::-1]
     blocks = []
     for piece in recipe.pieces:
-        block = tensors[int(piece.tensor)]
-        block = (block.T if piece.is_transposed else block)[tuple(slice(*bounds) for bounds in piece.source)]
-        blocks.append((piece.target, block.astype(recipe.dtype)))
-    weight = _assembled(size, blocks, recipe.dtype)
+        tensor = tensors[int(piece.tensor)]
+        values = (tensor.T if piece.is_transposed else tensor)[tuple(slice(*bounds) for bounds in piece.source)]
+        blocks.append(_Block(piece.target, values.astype(recipe.dtype)))
+    weight = _assembled(shape, blocks, recipe.dtype)
     if recipe.ops is not None:
         weight = recipe.ops.store(weight.T)
     return jnp.copy(weight)  # JAX would return an argument that nothing was done to, and its owner may donate it.
 
 
-def _assembled(size: tuple[int, ...], blocks: list[tuple[Any, jax.Array]], dtype: Any) -> jax.Array:
-    """Return an array with these blocks at their places, and zeros elsewhere."""
-    if not size:
-        return blocks[0][1]
-    columns = [(0, width) for width in size[1:]]
-    if all(list(target[1:]) == columns for target, _ in blocks):
-        parts, row = [], 0
-        for target, block in sorted(blocks, key=lambda item: item[0][0]):
-            start, stop = target[0]
-            parts += [jnp.zeros((start - row, *size[1:]), dtype)] if start > row else []
-            parts.append(block)
+class _Block(NamedTuple):
+    """Values, and the slice of a weight that they fill."""
+
+    target: tuple[Bounds, ...]
+    values: jax.Array
+
+
+def _assembled(shape: tuple[int, ...], blocks: list[_Block], dtype: np.dtype[Any]) -> jax.Array:
+    """Return an array of this shape with the blocks at their targets, and zeros elsewhere.
+
+    Blocks of whole rows, which nearly all weights are made of, are concatenated; others are written one by one.
+    """
+    if not shape:
+        return blocks[0].values
+    num_rows, *widths = shape
+    all_columns = [(0, width) for width in widths]
+    if all(list(block.target[1:]) == all_columns for block in blocks):
+        pieces, row = [], 0
+        for block in sorted(blocks, key=lambda block: block.target[0]):
+            start, stop = block.target[0]
+            pieces += [jnp.zeros((start - row, *widths), dtype)] if start > row else []
+            pieces.append(block.values)
             row = stop
-        parts += [jnp.zeros((size[0] - row, *size[1:]), dtype)] if row < size[0] else []
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    whole = jnp.zeros(size, dtype)
-    for target, block in blocks:
-        whole = whole.at[tuple(slice(*bounds) for bounds in target)].set(block)
-    return whole
+        pieces += [jnp.zeros((num_rows - row, *widths), dtype)] if row < num_rows else []
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+    weight = jnp.zeros(shape, dtype)
+    for block in blocks:
+        weight = weight.at[tuple(slice(*bounds) for bounds in block.target)].set(block.values)
+    return weight

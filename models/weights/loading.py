@@ -135,22 +135,23 @@ def load_weights(
     def load(path: Path) -> jax.Array:
         leaf = leaves[path]
 
-        def read(index: Any) -> np.ndarray:
-            bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
-            out = memory.allocate(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
-            _read_weight(checkpoint, pieces[path], bounds, out, leaf.get_metadata())
-            return out
+        def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "a shard of an array has bounds"
+            bounds = [axis.indices(size)[:2] for axis, size in zip(index, leaf.shape, strict=True)]
+            shard = memory.allocate(tuple(stop - start for start, stop in bounds), np.dtype(leaf.dtype))
+            _read_weight(checkpoint, pieces[path], bounds, shard, leaf.get_metadata())
+            return shard
 
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read_shard)
 
     num_tensors = {path: len({piece.tensor for piece in pieces[path]}) for path in leaves}
-    loaded, done, total = {}, 0, sum(num_tensors.values())
+    loaded, num_loaded, total = {}, 0, sum(num_tensors.values())
     for path, array in _load_all(leaves, load):
         loaded[path] = leaves[path].replace(array)
         for _ in range(num_tensors[path]):
-            done += 1
+            num_loaded += 1
             if progress is not None:
-                progress(done, total)
+                progress(num_loaded, total)
     # Abstract weights are shared by configs that are equal but for the files they were read from.
     state = nnx.from_flat_state({path: loaded[path] for path in leaves})
     return replace(abstract, state=state, config=config)
@@ -162,15 +163,16 @@ def with_value(leaf: Any, value: Any) -> Any:
 
 
 def _load_all(leaves: Mapping[Path, Any], load: Callable[[Path], jax.Array]) -> Iterator[tuple[Path, jax.Array]]:
-    """Yield the path and the array of each weight: large ones first and one by one, then the others."""
+    """Yield the path and the array of each weight: large ones first and one by one, then the others in NUM_READERS
+    threads."""
     num_bytes = {path: leaf.size * leaf.dtype.itemsize for path, leaf in leaves.items()}
-    limit = sum(num_bytes.values()) // LARGE_SHARE
+    max_small_bytes = sum(num_bytes.values()) // LARGE_SHARE
     for path in leaves:
-        if num_bytes[path] > limit:
+        if num_bytes[path] > max_small_bytes:
             yield path, load(path)
-    others = [path for path in leaves if num_bytes[path] <= limit]
+    small_paths = [path for path in leaves if num_bytes[path] <= max_small_bytes]
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        yield from zip(others, readers.map(load, others), strict=True)
+        yield from zip(small_paths, readers.map(load, small_paths), strict=True)
 
 
 def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint) -> Recipes:
@@ -180,23 +182,25 @@ def recipes_for(abstract: Weights, config: DecoderConfig, checkpoint: Checkpoint
     return make_recipes(abstract.state, model.sources(config), stored_name)
 
 
-def _check_names(wanted: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
-    """Raise ModelLoadError unless a checkpoint has the tensors that are wanted and no others."""
+def _check_names(needed_names: set[str], config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Raise ModelLoadError unless a checkpoint has the tensors that the model needs and no others."""
     model = model_class(config.architecture)
-    held = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
+    stored_names = {name for name in checkpoint.names() if not model.ignored_tensors.search(name)}
     if config.tie_word_embeddings:
-        # Some checkpoints store a tied matrix twice: `open_checkpoint` has compared the two. One is stored as the head.
-        held -= {model.naming(held)(f"{model.tensor_names['head']}.weight")} - wanted
-    if missing := sorted(wanted - held):
+        # Some checkpoints store a tied matrix twice, and `open_checkpoint` has compared the two. The head is then left
+        # over; it is needed where a checkpoint stores the matrix only as the head.
+        head_name = model.naming(stored_names)(f"{model.tensor_names['head']}.weight")
+        stored_names -= {head_name} - needed_names
+    if missing := sorted(needed_names - stored_names):
         if len(prefixes := model_prefixes(checkpoint.names(), config)) > 1:
             raise ModelLoadError(f"{checkpoint.path}: {ambiguity_message(prefixes)}")
         fault = "the checkpoint is incomplete, or its config names another architecture: complete it"
-        if held.isdisjoint(wanted):
-            first = repr(min(held)) if held else "no tensor"
-            fault = f"the checkpoint holds {first}: give the tensors their Hugging Face names"
-        count = f"({len(missing)} of {len(wanted)} are)"
-        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {count}; {fault}")
-    if extra := sorted(held - wanted):
+        if stored_names.isdisjoint(needed_names):
+            stored_name = repr(min(stored_names)) if stored_names else "no tensor"
+            fault = f"the checkpoint holds {stored_name}: give the tensors their Hugging Face names"
+        num_missing = f"({len(missing)} of {len(needed_names)} are)"
+        raise ModelLoadError(f"{checkpoint.path}: tensor {missing[0]} is missing {num_missing}; {fault}")
+    if extra := sorted(stored_names - needed_names):
         raise ModelLoadError(
             f"{checkpoint.path}: tensor {extra[0]} has no place in the model ({len(extra)} such tensors); "
             "the config lacks a feature, or names another architecture: correct the config"
@@ -212,14 +216,15 @@ def _read_weight(
 ) -> None:
     """Fill `out` with the slice `bounds` of one weight, from the pieces that the weight is made of.
 
-    `bounds` are (start, stop) for each axis of the weight, and `metadata` is the weight's.
+    `bounds` are (start, stop) for each axis of the weight as it is stored, and `metadata` is the weight's. A matrix is
+    read by the rows of Wᵀ that the slice holds, since recipes count rows and columns of Wᵀ.
     """
     write = partial(write_rows, out)
     if "matrix" in metadata:
         bounds, write = metadata["ops"].matrix_rows(out, bounds, metadata["matrix"])
-    first = bounds[0][0]
+    first_row = bounds[0][0]
     for row, values in read_rows(checkpoint, pieces, tuple(bounds), CHUNK_BYTES // 4):
-        write(row - first, values)
+        write(row - first_row, values)
 
 
 class _WeightMemory:

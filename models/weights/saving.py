@@ -99,21 +99,26 @@ def _tensors(weights: Weights, config: DecoderConfig) -> dict[str, UnsavedTensor
 
 
 def _tensor(shape: tuple[int, ...], dtype: np.dtype[Any], parts: list[tuple[Any, Piece]]) -> np.ndarray:
-    """Return a tensor that is made of these pieces of weights."""
+    """Return a tensor that is made of these pieces of weights, each read in chunks of rows.
+
+    `parts` are leaves of a state with the pieces that lie in the tensor: a piece's `target` in the weight is copied to
+    its `source` in the tensor.
+    """
     tensor = np.zeros(shape, dtype)
     for leaf, piece in parts:
-        out = tensor.T if piece.is_transposed else tensor
-        (row, _), (first, last) = piece.source[0], piece.target[0]
-        columns = tuple(slice(*bounds) for bounds in piece.source[1:])
-        wanted = tuple(slice(*bounds) for bounds in piece.target[1:])
-        width = piece.target[1][1] if wanted else 1
-        num_rows = min(last - first, max(1, CHUNK_BYTES // 4 // width))
-        for start in range(first, last, num_rows):
+        matrix = tensor.T if piece.is_transposed else tensor
+        (tensor_start, _), (weight_start, weight_stop) = piece.source[0], piece.target[0]
+        tensor_columns = tuple(slice(*bounds) for bounds in piece.source[1:])
+        weight_columns = tuple(slice(*bounds) for bounds in piece.target[1:])
+        width = piece.target[1][1] if weight_columns else 1
+        num_rows = min(weight_stop - weight_start, max(1, CHUNK_BYTES // 4 // width))
+        for weight_row in range(weight_start, weight_stop, num_rows):
             # The last rows are taken together with some before them: one shape is compiled once.
-            start = min(start, last - num_rows)
-            values = np.asarray(_rows_of(leaf, np.arange(start, start + num_rows, dtype=np.int32)))
-            place = row + start - first
-            out[(slice(place, place + num_rows), *columns)] = values[(slice(None), *wanted)]
+            weight_row = min(weight_row, weight_stop - num_rows)
+            rows = np.arange(weight_row, weight_row + num_rows, dtype=np.int32)
+            values = np.asarray(_rows_of(leaf, rows))
+            tensor_row = tensor_start + weight_row - weight_start
+            matrix[(slice(tensor_row, tensor_row + num_rows), *tensor_columns)] = values[(slice(None), *weight_columns)]
     return tensor
 
 

@@ -37,11 +37,11 @@ def model_prefixes(names: Collection[str], config: DecoderConfig) -> list[str]:
 
 def _prefixes_of(names: Collection[str], ends: Sequence[str]) -> dict[str, None]:
     """Return what stands before the first of these ends in each name that has one, in the order of the names."""
-    found: dict[str, None] = {}
+    prefixes: dict[str, None] = {}
     for name in names:
         if (end := next((end for end in ends if name.endswith(f".{end}")), None)) is not None:
-            found[name.removesuffix(end)] = None
-    return found
+            prefixes[name.removesuffix(end)] = None
+    return prefixes
 
 
 def likeliest_prefixes(prefixes: Collection[str]) -> list[str]:
