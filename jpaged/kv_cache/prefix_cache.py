@@ -26,7 +26,7 @@ class HostPage(NamedTuple):
 
     group: int
     """Page-table group."""
-    index: int
+    table_index: int
     """Index of the page in the page table."""
     page: int
     """Page number in the host pool."""
@@ -138,7 +138,7 @@ class PrefixCache:
             self.host.add_ref(host_page.page)
         tables = [list(pages) for pages in match.device_pages]
         for host_page in match.host_pages:
-            tables[host_page.group][host_page.index] = self.store.swap_in(host_page.page)
+            tables[host_page.group][host_page.table_index] = self.store.swap_in(host_page.page)
             self.host.drop_ref(host_page.page)
             self.store.counts["host_hit"] += 1
         sequence.num_published = match.num_pages
