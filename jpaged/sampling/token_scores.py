@@ -33,26 +33,26 @@ class TokenScores:
     log_kept_masses: Float[Array, " R"] | None = None
     """The logarithm of the probability that truncation left, 0 for rows that do not ask for it; in mode FULL alone."""
 
-    def top(self, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and logprobs of the `count` most likely tokens of a row, most likely first; −1 asks for all.
+    def top(self, row: int, num_tops: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and logprobs of the `num_tops` most likely tokens of a row, most likely first; −1 asks for all.
 
         Runs on the host, once the scores have been copied there.
         """
         if self.all_logprobs is None and self.top_token_ids is None:
-            assert count == 0, "no other tokens were scored"
+            assert num_tops == 0, "no other tokens were scored"
             return np.empty(0, np.int32), np.empty(0, np.float32)
         if self.all_logprobs is None:
             assert self.top_token_ids is not None
             assert self.top_logprobs is not None
-            return np.asarray(self.top_token_ids[row, :count]), np.asarray(self.top_logprobs[row, :count])
+            return np.asarray(self.top_token_ids[row, :num_tops]), np.asarray(self.top_logprobs[row, :num_tops])
         logprobs = np.asarray(self.all_logprobs[row])
-        if 0 <= count < len(logprobs):
+        if 0 <= num_tops < len(logprobs):
             # Tokens that tie with the last one are candidates too: the lower id goes first.
-            lowest_logprob = np.partition(logprobs, -count)[-count] if count else np.inf
+            lowest_logprob = np.partition(logprobs, -num_tops)[-num_tops] if num_tops else np.inf
             ids = np.flatnonzero(logprobs >= lowest_logprob)
         else:
             ids = np.arange(len(logprobs))
-        ids = ids[np.argsort(-logprobs[ids], kind="stable")][: count if count >= 0 else None]
+        ids = ids[np.argsort(-logprobs[ids], kind="stable")][: num_tops if num_tops >= 0 else None]
         return ids, logprobs[ids]
 
 

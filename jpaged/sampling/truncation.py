@@ -204,8 +204,8 @@ class _LikelyFirstSearch(_WholeRowSearch):
 
     def _where_likely_suffice(
         self,
-        suffices: Bool[Array, " r"],
-        is_needed: Bool[Array, " r"],
+        suffices: Bool[Array, "r ..."],
+        is_needed: Bool[Array, "r ..."],
         from_likely_blocks: Array,
         from_whole_rows: Callable[[Float[Array, "r bB"]], Array],
     ) -> Array:
